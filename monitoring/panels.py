@@ -504,6 +504,7 @@ TRAINER: Final = (
         (
             Query(value("log_prob_abs_diff_nats"), "all tokens, absolute"),
             Query(value("lag0_log_prob_abs_diff_nats"), "equal versions, absolute"),
+            Query(value("restart_log_prob_abs_diff_nats"), "{{when}} the restart, {{tokens}} tokens"),
             Query(value("log_prob_diff_nats"), "all tokens, signed"),
             Query(value("routing_probe_abs_diff_nats"), "probe, {{routing}} routing"),
         ),
@@ -659,13 +660,18 @@ HEALTH: Final = (
         limits=((1, RED),),
     ),
     Panel(
-        "Disk",
-        "Free space of the disk with run.dir. A full disk ends the run.",
-        (Query(f"{value('disk_free_bytes')} / {value('disk_size_bytes')}", "free"),),
+        "Limits",
+        "What is used of the disk with run.dir, of the memory where the driver runs, and of the driver's "
+        "file descriptors. A full disk ends the run.",
+        (
+            Query(f"1 - {value('disk_free_bytes')} / {value('disk_size_bytes')}", "disk"),
+            Query(f"{value('memory_used_bytes')} / {value('memory_limit_bytes')}", "memory"),
+            Query(f"{value('open_descriptors')} / {value('max_descriptors')}", "descriptors"),
+        ),
         unit="percentunit",
         width=6,
         maximum=1,
-        colors={"free": PURPLE},
+        limits=((0.9, RED),),
     ),
 )
 

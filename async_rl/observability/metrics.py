@@ -198,6 +198,17 @@ class EvaluationMetrics(Instruments):
 class AgreementMetrics(Instruments):
     """Trainer against engines: the parts of the rollout KL."""
 
+    restart_log_prob_abs_diff_nats = gauge(
+        "Mean absolute trainer minus rollout log-prob in the last step before the newest restart of driver "
+        "or trainer, and in the first one after it (`when`), over all tokens or those of the trainer's own "
+        "version (`tokens`: all, lag0).",
+        "tokens",
+        "when",
+        unit="nats",
+        source="run.run_log, with the first step after a restart that measures it",
+        bad="Jumps from `before` to `after`: trainer or engines did not restore the weights that they had.",
+    )
+
 
 @with_step_figures("flow")
 class FlowMetrics(Instruments):
@@ -646,6 +657,29 @@ class HealthMetrics(Instruments):
         unit="bytes",
         source=_EVERY_SECOND,
         bad="None: free space is a share of it.",
+    )
+    memory_used_bytes = gauge(
+        "Memory in use where the driver runs, by all processes of its machine or container.",
+        unit="bytes",
+        source=_EVERY_SECOND,
+        bad="Above 90% of `memory_limit_bytes`: the kernel is about to kill a process.",
+    )
+    memory_limit_bytes = gauge(
+        "Memory of the driver's machine or container, whichever is closer to its limit.",
+        unit="bytes",
+        source=_EVERY_SECOND,
+        bad="None: the memory in use is a share of it.",
+    )
+    open_descriptors = gauge(
+        "Open file descriptors of the driver: connections, pipes and files.",
+        source=_EVERY_SECOND,
+        bad="Above 80% of `max_descriptors`, or it grows for hours: calls will fail "
+        "(`local_shortages_total`).",
+    )
+    max_descriptors = gauge(
+        "The driver's limit of open file descriptors.",
+        source=_EVERY_SECOND,
+        bad="None: the open ones are a share of it.",
     )
     event_loop_lag_seconds = histogram(
         "How late the event loop came to a tick of a second.",

@@ -19,6 +19,7 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.manager import RolloutManager
 from async_rl.run.doctor import Doctor
 from async_rl.run.run_log import RunLogger
+from async_rl.runtime.machine_limits import LimitUsage, descriptor_usage, memory_usage
 from async_rl.runtime.waits import Waits, waiting
 
 _DIAGNOSIS_MAX_AGE_S: Final = 5.0
@@ -125,9 +126,13 @@ class LiveStatus:
         while True:
             counts = queue.statistics()
             m.queue_bytes.set(counts.bytes)
-            disk = await asyncio.to_thread(shutil.disk_usage, self._dir)
+            disk, memory, descriptors = await asyncio.to_thread(self._measure_limits)
             m.disk_free_bytes.set(disk.free)
             m.disk_size_bytes.set(disk.total)
+            m.memory_used_bytes.set(memory.used)
+            m.memory_limit_bytes.set(memory.limit)
+            m.open_descriptors.set(descriptors.used)
+            m.max_descriptors.set(descriptors.limit)
             if progress is not None:
                 progress.flow(
                     in_flight=counts.in_flight,
@@ -136,6 +141,10 @@ class LiveStatus:
                 )
             with waiting("idle"):
                 await asyncio.sleep(1.0)
+
+    def _measure_limits(self) -> tuple[Any, LimitUsage, LimitUsage]:
+        """Return the usage of the run folder's disk, of memory, and of descriptors."""
+        return shutil.disk_usage(self._dir), memory_usage(), descriptor_usage()
 
 
 def _engine_rows(pool: EnginePool) -> list[EngineRow]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from async_rl.observability.records import (
     Summary,
     Totals,
     TrajectoryCounts,
+    is_finite,
     step_record_log,
     summarise,
 )
@@ -103,6 +104,8 @@ class RunLogger:
         """Evaluation records, limited like `records`."""
         self._unrecorded: dict[int, StepRecord] = {}
         """Trained steps whose weights the engines do not have yet, without the figures of the update."""
+        self._before_restart: dict[str, float] = {}
+        """What the last step before a restart measured, until the first step after it measures the same."""
         self._run_begin_s: float | None = None
         """Start of the run on the clock, moved back by the seconds of earlier incarnations."""
         self._last_record_s = 0.0
@@ -127,6 +130,12 @@ class RunLogger:
         self._unrecorded.clear()
         self._step_records.truncate_to(step)  # the others were undone, and come again
         self.records = self._step_records.read()
+        self._before_restart = {
+            tokens: value
+            for tokens, figure in _COMPARED_OVER_RESTARTS.items()
+            if (value := next(filter(is_finite, (getattr(r, figure) for r in reversed(self.records))), None))
+            is not None
+        }
         self.evaluations = [record for record in self.evaluations if record.weight_version <= step]
 
     def begin_training(self, step: int) -> None:
@@ -207,6 +216,11 @@ class RunLogger:
         """Update the Prometheus metrics with a step."""
         m = self._metrics
         m.observe_step(record)
+        for tokens, before in list(self._before_restart.items()):
+            if is_finite(after := getattr(record, _COMPARED_OVER_RESTARTS[tokens])):
+                m.restart_log_prob_abs_diff_nats.labels(tokens, "before").set(before)
+                m.restart_log_prob_abs_diff_nats.labels(tokens, "after").set(after)
+                del self._before_restart[tokens]
         for staleness in batch.staleness:
             m.staleness_versions.observe(staleness)
         for length in batch.lengths:
@@ -214,6 +228,11 @@ class RunLogger:
         waited_s = sum(earlier.wait_s for earlier in self.records)
         m.trainer_idle_ratio.set(waited_s / max(record.time_s, 1e-9))
         m.engine_idle_ratio.set(self._pool.statistics.idle_share)
+
+
+_COMPARED_OVER_RESTARTS: Final = {"all": "log_prob_abs_diff", "lag0": "lag0_log_prob_abs_diff"}
+"""Figures of a step by the tokens that they are of. A restart does not change them: the trainer restores the
+weights that sampled the restored trajectories, and the engines load the trainer's."""
 
 
 def _sampled_before(records: list[StepRecord]) -> float:

@@ -39,6 +39,9 @@ pytestmark = [
     pytest.mark.timeout(600),  # events end the run, at any speed of the machine
 ]
 
+NEED_HOURS = {"run:async_rl_lag0_log_prob_abs_diff_nats:mean1h", "MismatchGrows", "DiskFilling"}
+"""Rules that compare hours, which this run does not last; promtool tests them."""
+
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "monitoring" / "rules"
 
@@ -180,7 +183,12 @@ def test_every_query_of_the_dashboard_has_data(scraped: Scraped) -> None:
 
 def test_every_expression_of_the_rules_has_data(scraped: Scraped) -> None:
     groups = yaml.safe_load((RULES / "async_rl.yml").read_text())["groups"]
-    exprs = [rule["expr"] for group in groups for rule in group["rules"]]
+    exprs = [
+        rule["expr"]
+        for group in groups
+        for rule in group["rules"]
+        if rule.get("alert", rule.get("record")) not in NEED_HOURS
+    ]
     # An alert that does not fire has no value: query the truth of its comparisons instead.
     asked = [re.sub(r" (==|!=|>|<) ", r" \1 bool ", expr) for expr in exprs]
     assert [expr for expr in asked if not scraped.values(expr)] == []

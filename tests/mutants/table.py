@@ -26,6 +26,7 @@ TRAIN: Final = "tests/unit/test_train.py"
 LOOP: Final = "tests/simulation/test_loop.py"
 MISBEHAVING: Final = "tests/simulation/test_misbehaving_loops.py"
 DIAGNOSIS: Final = "tests/unit/test_diagnosis.py"
+RUN_LOG: Final = "tests/unit/test_run_log.py"
 ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
@@ -1188,6 +1189,38 @@ MUTANTS: Final = (
         "(async_rl_tracker_steps_lost_total > 0 unless",
         "(async_rl_tracker_steps_lost_total unless",
         (ALERTS,),
+    ),
+    Mutant(
+        "mismatch-against-the-same-hour",
+        "Growth of the mismatch is measured against itself, so it never grows.",
+        "monitoring/rules/async_rl.yml",
+        "min_over_time(run:async_rl_lag0_log_prob_abs_diff_nats:mean1h[1d])",
+        "run:async_rl_lag0_log_prob_abs_diff_nats:mean1h",
+        (ALERTS,),
+    ),
+    Mutant(
+        "mismatch-of-one-address",
+        "A restart that changes the address of the metrics hides the growth of the mismatch.",
+        "monitoring/rules/async_rl.yml",
+        "avg_over_time(max by (run) (async_rl_lag0",
+        "avg_over_time((async_rl_lag0",
+        (ALERTS,),
+    ),
+    Mutant(
+        "restart-compared-with-itself",
+        "The first step after a restart is compared with the next one instead of the one before it.",
+        "async_rl/run/run_log.py",
+        "                del self._before_restart[tokens]\n",
+        "                self._before_restart[tokens] = after\n",
+        (RUN_LOG,),
+    ),
+    Mutant(
+        "caches-are-memory-in-use",
+        "Memory that the kernel can drop counts as used: the alert fires wherever files were read.",
+        "async_rl/runtime/machine_limits.py",
+        "max(0, used - int(stat.get(cached, 0)))",
+        "used",
+        ("tests/unit/test_machine_limits.py",),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts."""

@@ -36,7 +36,7 @@ class Queue:
         )
 
 
-def done(step: int, wait_s: float) -> TrainedStep:
+def done(step: int, wait_s: float, **figures: float) -> TrainedStep:
     batch = TakenBatch(
         batch_id=f"batch {step}",
         path="",
@@ -55,7 +55,7 @@ def done(step: int, wait_s: float) -> TrainedStep:
         routing_rows_invalid=0,
         routing_rows_recomputed=0,
     )
-    result = StepResult(step=step, metrics={"loss": 0.5, "grad_norm": 1.0})
+    result = StepResult(step=step, metrics={"loss": 0.5, "grad_norm": 1.0} | figures)
     return TrainedStep(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)
 
 
@@ -85,3 +85,43 @@ def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") == pytest.approx(10 / 25)
     summary = run_log.summary(Queue().statistics().counts, ended_s=now_s)
     assert (summary.rl_seconds, summary.tokens_per_s) == (25.0, 2.0)
+
+
+def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_step_before_it(tmp_path: Path) -> None:
+    for step, lag0 in ((1, 0.011), (2, 0.012), (3, None)):  # step 3 had no token of the trainer's version
+        record = StepRecord(
+            step=step,
+            weight_version=step,
+            time_s=step,
+            log_prob_abs_diff=0.01 * step,
+            lag0_log_prob_abs_diff=lag0,
+        )
+        step_record_log(tmp_path / "metrics.jsonl").append(record)
+    metrics = Metrics()
+    run_log = RunLogger(config_of(), tmp_path, EnginePool(metrics, lambda: 0.0), metrics, lambda: 0.0)
+
+    def value(tokens: str, when: str) -> float | None:
+        labels = {"tokens": tokens, "when": when}
+        return metrics.registry.get_sample_value("async_rl_restart_log_prob_abs_diff_nats", labels)
+
+    def train(step: int, **figures: float) -> None:
+        run_log.log_step(done(step, 0.0, **figures), SyncReport.none(step), cast(TrajectoryQueue, Queue()))
+
+    run_log.load_records_until(3)
+    run_log.begin_training(3)
+    train(4, log_prob_abs_diff=0.7)
+    assert (value("all", "before"), value("all", "after")) == (0.03, 0.7)
+    assert value("lag0", "before") is None
+    train(5, log_prob_abs_diff=0.04, lag0_log_prob_abs_diff=0.6)
+    train(6, log_prob_abs_diff=0.04, lag0_log_prob_abs_diff=0.01)
+    assert (value("all", "before"), value("all", "after")) == (0.03, 0.7)
+    assert (value("lag0", "before"), value("lag0", "after")) == (0.012, 0.6)
+
+
+def test_the_first_start_of_a_run_is_no_restart(tmp_path: Path) -> None:
+    metrics = Metrics()
+    run_log = RunLogger(config_of(), tmp_path, EnginePool(metrics, lambda: 0.0), metrics, lambda: 0.0)
+    run_log.load_records_until(0)
+    run_log.begin_training(0)
+    run_log.log_step(done(1, 0.0, log_prob_abs_diff=0.7), SyncReport.none(1), cast(TrajectoryQueue, Queue()))
+    assert next(iter(metrics.restart_log_prob_abs_diff_nats.collect())).samples == []
