@@ -138,7 +138,7 @@ def by_orjson(document: bytes) -> np.ndarray:
 def by_us(reads: list[bytes], engine: SGLangEngine, *, narrow: bool) -> np.ndarray:
     """Event to trace, without the network: decoded piece by piece as it arrives."""
     wire = RoutingWire(facts=FACTS, narrow=narrow)
-    reader = EventReader(lambda: RoutingText(wire, ROWS - 1))
+    reader = EventReader(lambda: RoutingText(wire, ROWS - 1, ROWS), 1 << 20)
     for data in reads:
         events = reader.feed(data)
         if reader.payload is not None and reader.payload.pending >= PIECE_BYTES:

@@ -16,7 +16,8 @@ class EnginesConfig(Strict, frozen=True, kw_only=True):
             gt=0,
             description=(
                 "An engine that has calls but sends nothing for this many seconds has failed; "
-                "time for the tokens that it must prefill is added."
+                "time for the tokens that it must prefill is added. So has one that sends less than a "
+                "megabyte of a routing payload in this time."
             ),
         ),
     ] = 60.0

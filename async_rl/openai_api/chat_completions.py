@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
+from async_rl.runtime.untrusted_json import UNREADABLE
+
 _SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -161,7 +163,7 @@ def read_request(body: bytes, model: str) -> ChatRequest:
     """
     try:
         raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body is a JSON {type(raw).__name__}, expected an object")

@@ -298,9 +298,13 @@ class FaultyEngine(SimulatedEngine):
         if self._gate.is_full and self._sends_payloads.is_set():
             self._checker.fail(f"{self._engine_id} waits for the payloads of another engine")
         deaths = self._deaths
-        async with self._gate.permit():
-            await self._gate.read_piece(self._sends_payloads.wait)
+        async with self._gate.permit() as arrival:
+            await arrival.read_piece(self._read_payload)
         self._check_alive(deaths)
+
+    async def _read_payload(self) -> bytes:
+        await self._sends_payloads.wait()
+        return b""
 
     def _sample(self, call: SimulatedCall) -> Chunk:
         digest = call.digest

@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of frames with atheris, which is not among the pinned requirements.
+"""Coverage-guided fuzzing of frames with atheris.
 
-    pip install atheris && python tests/fuzz/codec.py -runs=1000000 [a folder for what it finds]
+    python tests/fuzz/codec.py -runs=1000000 [a folder for what it finds]
 
 The first byte of an input chooses: a whole frame, or the header of one whose checksums are then made right,
 to reach the decoder behind them. A crash is whatever comes of it but a passed frame, `CorruptFrame` or

@@ -67,3 +67,24 @@ async def test_a_call_fails_with_its_engine_when_the_payload_stops_arriving() ->
         with pytest.raises(EngineTimeout, match=r"engine-0 .* in the middle of a routing payload"):
             await read_finish(engine)
         assert not engine.payload_gate.is_full
+
+
+async def test_bytes_that_drip_into_a_payload_do_not_extend_its_time() -> None:
+    data, server = last_event(), FakeSGLang()
+    ticks = [asyncio.Event() for _ in range(60)]
+    parts = [data[70_000 + i : 70_001 + i] for i in range(len(ticks))]
+    server.streams = [
+        [data[:70_000], *(part for pair in zip(ticks, parts, strict=True) for part in pair), HANG]
+    ]
+
+    async def drip() -> None:
+        for tick in ticks:
+            await asyncio.sleep(0.02)
+            tick.set()
+
+    async with server.client(facts=LONG, stall_s=0.3) as engine:
+        dripping = asyncio.create_task(drip())
+        with pytest.raises(EngineTimeout, match=r"sent \d+ bytes within engine.stall_s = 0.3"):
+            await read_finish(engine)
+        assert not dripping.done()
+        dripping.cancel()

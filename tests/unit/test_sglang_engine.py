@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, closing, suppress
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from async_rl.engine_protocol import (
     RoutingPayload,
     TensorSpec,
 )
-from async_rl.engines.sglang import client
+from async_rl.engines.sglang import client, http_client
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.narrow_launcher import OMIT_ABORTED_ROWS
 from async_rl.errors import (
@@ -649,11 +650,13 @@ async def test_an_interrupt_times_out_when_calls_do_not_end(server: FakeSGLang) 
     assert len(server.requests("abort_request")) == 3 + 1  # the last one is of the call that is left
 
 
-async def test_an_interrupt_waits_as_long_as_something_arrives(
-    server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [16_000, 10])
+async def test_an_interrupt_waits_as_long_as_pieces_of_a_payload_arrive(
+    server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Rows of an aborted call may take longer than any answer; each piece of them is progress."""
+    """Rows of an aborted call may take longer than any answer; each piece is progress, but not each byte."""
     monkeypatch.setattr(client, "ABORT_RESEND_S", (0.05, 0.05))
+    monkeypatch.setattr(client, "PIECE_BYTES", 8_000)
     pieces = [asyncio.Event() for _ in range(8)]
     numbers = iter(pieces)
 
@@ -663,22 +666,29 @@ async def test_an_interrupt_waits_as_long_as_something_arrives(
         return 200, {}
 
     server.answers["abort_request"] = abort
-    last = event([11], 2, finish_reason=finish("abort"), routed_experts="A" * 100)
-    parts = [last[begin : begin + 40] for begin in range(0, len(last), 40)]
+    last = event([11], 2, finish_reason=finish("abort"), routed_experts="A" * 32 * 7000)
+    begins = [0, *range(70_000, 70_000 + size * len(pieces), size)]
+    parts = [last[begin:end] for begin, end in pairwise([*begins, len(last)])]
     stream = [event([10], 1)]
     for arrives, part in zip(pieces, parts, strict=False):
         stream += [arrives, part]
     server.streams = [[*stream, *parts[len(pieces) :]]]
-    async with server.client(request_timeout_s=0.2) as engine:
-        calls = engine.generate(request(PROMPT, 8))
+    async with server.client(request_timeout_s=0.2, facts=facts(max_position_embeddings=1 << 14)) as engine:
+        calls = engine.generate(request([5] * 7000, 8))
         await anext(calls)
 
         async def read_until_the_finish() -> None:
             assert [e.reason async for e in calls if isinstance(e, Finish)] == ["abort"]
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(read_until_the_finish())
+        reading = asyncio.create_task(read_until_the_finish())
+        if size < client.PIECE_BYTES:
+            with pytest.raises(EngineTimeout, match="has sent nothing"):
+                await engine.interrupt("abort")
+            reading.cancel()
+        else:
             await engine.interrupt("abort")
+        await asyncio.gather(reading, return_exceptions=True)
+        assert reading.cancelled() == (size < client.PIECE_BYTES)
 
 
 def accept_version(server: FakeSGLang):
@@ -870,3 +880,91 @@ async def test_the_connection_is_closed_when_a_call_is_cancelled_while_it_is_abo
         with suppress(asyncio.CancelledError):
             await task
         gc.collect()
+
+
+# -- responses that no sound server sends -----------------------------------------------------------------
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nContent-Length: 9\r\n\r\nhello",
+        HEAD + b"Content-Length: 0x5\r\n\r\nhello",
+        HEAD + b"Content-Length: 9" + b"9" * 40 + b"\r\n\r\nhello",
+        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nhello",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n+5\r\nhello",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\nhello",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5" + b"x" * 70_000 + b"\r\nhello",
+        HEAD + b"X: " + b"x" * 70_000 + b"\r\n\r\n",
+        HEAD + b"".join(b"X-%d: x\r\n" % i for i in range(5000)) + b"\r\n",
+        b"HTTP/1.1 " + b"2" * 70_000,
+    ],
+    ids=lambda raw: f"{raw[52:90]!r}",
+)
+async def test_the_call_is_lost_when_the_framing_of_the_response_is_invalid(raw: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(raw)
+        return False
+
+    async with raw_server(answer) as (engine, _):
+        with pytest.raises(CallLost):
+            await call(engine, PROMPT, 8)
+
+
+async def test_bytes_that_drip_into_the_headers_do_not_extend_their_time() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(HEAD + b"X: ")
+        with suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        return False
+
+    async with raw_server(answer, request_timeout_s=0.2) as (engine, _):
+        with pytest.raises(CallLost, match=r"did not take a request within 0\.2 s"):
+            await call(engine, PROMPT, 8)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (event([300], 1), "outside the vocabulary of 300"),
+        (event([-1], 1), "outside the vocabulary of 300"),
+        (event([1, 2, 3], 3), "asked for at most 2"),
+        (event([1], 1, log_probs=[0.01]), r"log-prob of 0\.01"),
+        (
+            event([1], 1).replace(b'"x"', b'"\xff"').replace(b'"text"', b'"error":{"message":"\xff"},"t"'),
+            "format",
+        ),
+        (b'data: {"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n\n", "format"),
+        (event([1], 1, finish_reason=STOP, weight_version="9" * 5000), "versions are decimal"),
+        (b'data: {"text":"' + b"x" * (2 << 20), "an event of more than"),
+        (
+            event([1], 1, finish_reason=STOP, routed_experts="A" * (1 << 20)),
+            "more than twice the 4 rows",
+        ),
+    ],
+    ids=["large id", "negative id", "too many", "log-prob", "UTF-8", "depth", "version", "line", "payload"],
+)
+async def test_an_engine_is_at_fault_when_its_response_cannot_be_true(
+    server: FakeSGLang, part: bytes, words: str
+) -> None:
+    server.streams = [[part, HANG]]
+    async with server.client() as engine:
+        with pytest.raises(EngineError, match=words):
+            await call(engine, PROMPT, 2)
+
+
+async def test_a_long_reply_to_a_control_request_is_not_read_to_its_end(
+    server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "MAX_REPLY_BYTES", 1000)
+    server.answers["server_info"] = (200, GOOD_SERVER | {"more": "x" * 1000})
+    async with server.client(start_timeout_s=0.1) as engine:
+        with pytest.raises(EnvironmentNotReady, match="more than 1000 bytes"):
+            await engine.wait_ready()

@@ -29,7 +29,7 @@ def stream() -> bytes:
 
 @pytest.mark.parametrize("size", [100, 977, 70_000, 1 << 20])
 def test_events_and_the_payload_are_whole_when_reads_are_cut_anywhere(size: int) -> None:
-    reader, data, events = EventReader(Text), stream(), []
+    reader, data, events = EventReader(Text, 1 << 20), stream(), []
     for begin in range(0, len(data), size):
         events += reader.feed(data[begin : begin + size])
     documents = [document for document, _ in events]
@@ -47,7 +47,7 @@ def test_events_and_the_payload_are_whole_when_reads_are_cut_anywhere(size: int)
 def test_the_payload_is_whole_when_a_read_ends_around_its_last_quote(where: int) -> None:
     data = stream()
     end = data.index(b'"', data.index(b'"routed_experts":"') + 18)
-    reader = EventReader(Text)
+    reader = EventReader(Text, 1 << 20)
     events = reader.feed(data[: end + where]) + reader.feed(data[end + where :])
     assert events[1][1] == PAYLOAD.encode()
     assert json.loads(events[1][0])["z"] == '"quoted"'

@@ -42,8 +42,14 @@ from async_rl.engine_protocol import (
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request, parse_version
 from async_rl.engines.sglang.http_client import SGLangHttpClient
-from async_rl.engines.sglang.routing_payload import PIECE_BYTES, PayloadGate, RoutingText, RoutingWire
-from async_rl.engines.sglang.sse import EventReader
+from async_rl.engines.sglang.routing_payload import (
+    PIECE_BYTES,
+    PayloadArrival,
+    PayloadGate,
+    RoutingText,
+    RoutingWire,
+)
+from async_rl.engines.sglang.sse import EventReader, EventTooLong
 from async_rl.errors import (
     AlignmentError,
     CallLost,
@@ -151,7 +157,7 @@ class SGLangEngine:
         self.payload_gate = PayloadGate(engine_id, stall_s)
         """Bounds how many payloads are read at a time."""
         self._context_length = facts.context_length
-        self._num_reads = 0
+        self._num_pieces = 0
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -175,28 +181,35 @@ class SGLangEngine:
         self._check_request(request)
         self._running += 1
         self._idle.clear()
-        call = CallAccount(self._engine_id, request)
+        call = CallAccount(self._engine_id, request, self._facts.vocab_size)
         finish: Finish | None = None
         response: aiohttp.ClientResponse | None = None
-        reader = EventReader(lambda: RoutingText(self._wire, call.num_rows))
+        reader = EventReader(
+            lambda: RoutingText(self._wire, call.num_rows, call.max_rows), call.max_event_bytes
+        )
         permit = AsyncExitStack()
-        receiving = False
+        arrival: PayloadArrival | None = None
         try:
             response = await self._http.post_generate(encode_request(request))
             read = response.content.readany
-            while data := await (self.payload_gate.read_piece(read) if receiving else read()):
-                self._num_reads += 1
+            while data := await (read() if arrival is None else arrival.read_piece(read)):
                 events = reader.feed(data)
-                aborted = not receiving and call.ends_without_rows(reader.head)
+                aborted = arrival is None and call.ends_without_rows(reader.head)
                 if aborted and (head := reader.head) is not None:
                     events.append((head, None))  # the rest of it is rows that are not needed
                 elif reader.payload is not None:
-                    if not receiving:
+                    if arrival is None:
                         # Nothing more is read until this call may receive: the server is held back.
-                        await permit.enter_async_context(self.payload_gate.permit())
-                        receiving = True
+                        arrival = await permit.enter_async_context(self.payload_gate.permit())
+                    if reader.payload.is_too_long:
+                        raise EngineError(
+                            f"{self._engine_id} sends a routing payload of more than twice the "
+                            f"{call.max_rows} rows that the call {request.request_id} can have"
+                        )
                     if events or reader.payload.pending >= PIECE_BYTES:
+                        self._num_pieces += 1
                         await asyncio.to_thread(reader.payload.decode_pending)
+                self._num_pieces += len(events)
                 for document, payload in events:
                     if document == b"[DONE]":
                         continue
@@ -207,6 +220,8 @@ class SGLangEngine:
                     break
             if finish is None:
                 raise CallLost(f"{self._engine_id} ended the stream of {request.request_id} without a finish")
+        except EventTooLong as e:
+            raise EngineError(f"{self._engine_id} sends {e}") from e
         except aiohttp.ClientError as e:
             raise self._http.connection_error(e) from e
         finally:
@@ -286,26 +301,26 @@ class SGLangEngine:
 
         `abort` does not use /pause_generation, which takes a second. It aborts all requests and waits until
         the last stream has ended on our side, which takes one decode step, and longer where rows are moved.
-        It waits for as long as anything arrives.
+        It waits for as long as events or megabytes of a payload arrive.
         """
         if mode != "abort":
             self._paused = True
             await self._http.send_command("pause_generation", {"mode": mode})
             return
-        silent_s, read, (delay_s, max_delay_s) = 0.0, self._num_reads, ABORT_RESEND_S
+        silent_s, read, (delay_s, max_delay_s) = 0.0, self._num_pieces, ABORT_RESEND_S
         await self._http.send_command("abort_request", {"abort_all": True})
         while self._running:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._idle.wait()
                     return
-            silent_s = silent_s + delay_s if read == self._num_reads else 0.0
+            silent_s = silent_s + delay_s if read == self._num_pieces else 0.0
             if silent_s >= self._request_timeout_s:
                 raise EngineTimeout(
                     f"{self._engine_id} still runs {self._running} calls and has sent nothing for "
                     f"{self._request_timeout_s} s after they were aborted"
                 )
-            read, delay_s = self._num_reads, min(2 * delay_s, max_delay_s)
+            read, delay_s = self._num_pieces, min(2 * delay_s, max_delay_s)
             await self._http.send_command("abort_request", {"abort_all": True})
 
     async def resume_generation(self, mode: InterruptMode) -> None:

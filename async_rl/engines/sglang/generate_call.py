@@ -6,7 +6,7 @@ The types here declare only the fields that are read or written. A routing paylo
 from __future__ import annotations
 
 import math
-from typing import Literal, cast
+from typing import Final, Literal, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ from async_rl.errors import (
     RolloutError,
     VersionMismatch,
 )
+from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.types import VersionSpan
 
 
@@ -82,6 +83,18 @@ class _Event(msgspec.Struct):
     error: _Refusal | None = None
 
 
+_LOG_PROB_ROUNDING: Final = 1e-3
+"""How far above 0 rounding may leave a log-prob: a sum of bfloat16 probabilities can exceed 1 by this."""
+
+_LARGEST_EVENT_BYTES: Final = 1 << 20
+"""An event without tokens; a server's message of an error is the longest."""
+
+_TOKEN_BYTES: Final = 256
+"""One token in an event: its id twice, its log-prob, and its text."""
+
+_MAX_VERSION_DIGITS: Final = 18
+"""More digits do not fit 64 bits, and Python refuses to parse thousands of them."""
+
 _encode = msgspec.json.Encoder().encode
 _decode_event = msgspec.json.Decoder(_Event).decode
 
@@ -114,10 +127,10 @@ def parse_version(engine_id: str, text: str | None) -> int:
     Raises:
         VersionMismatch: When it is not a decimal integer, as all versions that the trainer publishes are.
     """
-    if text is None or not text.isdecimal():
+    if text is None or not text.isdecimal() or len(text) > _MAX_VERSION_DIGITS:
         raise VersionMismatch(
-            f"{engine_id} serves weights of version {text!r}, which this run did not publish: versions are "
-            f"decimal integers"
+            f"{engine_id} serves weights of version {text!r:.40}, which this run did not publish: "
+            f"versions are decimal integers"
         )
     return int(text)
 
@@ -126,16 +139,29 @@ class CallAccount:
     """Counts what one call has delivered, so that no token, log-prob or row is delivered twice.
 
     SGLang reports with every event how many tokens the call has so far. Tokens that an event repeats are cut
-    off, and missing ones end the call with an error.
+    off, and missing ones end the call with an error. So do tokens that are not in the vocabulary, more tokens
+    than were requested, and log-probs above 0.
     """
 
-    def __init__(self, engine_id: str, request: GenerateRequest) -> None:
+    def __init__(self, engine_id: str, request: GenerateRequest, vocab_size: int) -> None:
         self.delivered = 0
         """Number of tokens so far."""
         self.cut_short = False
         """Whether a chunk had fewer log-probs than tokens; it was cut to them, and no chunk can follow it."""
         self._engine_id = engine_id
         self._request = request
+        self._vocab_size = vocab_size
+
+    @property
+    def max_event_bytes(self) -> int:
+        """The longest event that the call can need, without a payload that was separated from it."""
+        return _LARGEST_EVENT_BYTES + _TOKEN_BYTES * self._request.max_new_tokens
+
+    @property
+    def max_rows(self) -> int:
+        """The most routing rows that the call can return."""
+        request = self._request
+        return max(0, len(request.input_ids) + request.max_new_tokens - 1 - request.routing_start)
 
     @property
     def num_rows(self) -> int:
@@ -156,7 +182,7 @@ class CallAccount:
         """
         try:
             event = _decode_event(document)
-        except msgspec.DecodeError as e:
+        except UNREADABLE as e:
             raise EngineError(f"{self._engine_id} sent an event of an unknown format: {e}") from e
         meta = event.meta_info
         if event.error is not None or meta is None:
@@ -179,7 +205,7 @@ class CallAccount:
             return False
         try:
             return self._omits_rows(_decode_event(head))
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return False  # another order of the fields: the event is read to its end
 
     def _omits_rows(self, event: _Event) -> bool:
@@ -220,9 +246,27 @@ class CallAccount:
             token_ids = token_ids[: len(entries)]
             if not token_ids:
                 return None
-        self.delivered += len(token_ids)
         # JSON has no NaN: it arrives as null, and the caller must see that the value is missing.
-        return Chunk(token_ids=token_ids, log_probs=[math.nan if e[0] is None else e[0] for e in entries])
+        log_probs = [math.nan if e[0] is None else e[0] for e in entries]
+        self._check_tokens(token_ids, log_probs)
+        self.delivered += len(token_ids)
+        return Chunk(token_ids=token_ids, log_probs=log_probs)
+
+    def _check_tokens(self, token_ids: list[int], log_probs: list[float]) -> None:
+        request = self._request
+        if self.delivered + len(token_ids) > request.max_new_tokens:
+            raise EngineError(
+                f"{self._engine_id} sent {self.delivered + len(token_ids)} tokens of the call "
+                f"{request.request_id}, which asked for at most {request.max_new_tokens}"
+            )
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise EngineError(
+                f"{self._engine_id} sent token ids from {min(token_ids)} to {max(token_ids)}, outside the "
+                f"vocabulary of {self._vocab_size}: does it serve this model?"
+            )
+        largest = max(log_probs)
+        if largest > _LOG_PROB_ROUNDING:
+            raise EngineError(f"{self._engine_id} sent a log-prob of {largest}, expected at most 0")
 
     def _finish(
         self, meta: _Meta, finish: _FinishReason, payload: RoutingText | None, *, omits_rows: bool

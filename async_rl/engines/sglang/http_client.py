@@ -29,11 +29,15 @@ from async_rl.errors import (
     EngineTimeout,
     WeightSyncError,
 )
+from async_rl.runtime.untrusted_json import UNREADABLE
 
 T = TypeVar("T")
 
 _READ_BUFFER_BYTES: Final = 1 << 17
 """A connection whose reader is slow holds twice this, and then holds the server back."""
+
+MAX_REPLY_BYTES: Final = 1 << 24
+"""Longest reply to any request but a generate call. The checksums of a large model are the longest."""
 
 _NO_TIMEOUT: Final = aiohttp.ClientTimeout(total=None)
 """For a generate call: `request_timeout_s` bounds its start, and the engine pool bounds its silence."""
@@ -103,7 +107,7 @@ class SGLangHttpClient:
                 )
                 if response.status != 200:
                     async with response:
-                        text = await response.read()
+                        text = await self._read_reply(response)
         except TimeoutError as e:
             raise CallLost(f"{self._engine_id} did not take a request within {self._timeout_s} s") from e
         if response.status != 200:
@@ -136,7 +140,7 @@ class SGLangHttpClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 async with self._open_session().get(self.url / endpoint, headers=self._headers) as response:
-                    status, text = response.status, await response.read()
+                    status, text = response.status, await self._read_reply(response)
         except TimeoutError as e:
             raise self._no_answer(endpoint) from e
         except aiohttp.ClientError as e:
@@ -188,7 +192,7 @@ class SGLangHttpClient:
                 data=None if body is None else _encode(body),
                 headers=self._admin_headers,
             ) as response:
-                text = await response.read()
+                text = await self._read_reply(response)
         except aiohttp.ClientError as e:
             raise self.connection_error(e) from e
         self._check_busy(response, endpoint)
@@ -204,7 +208,7 @@ class SGLangHttpClient:
         """
         try:
             return msgspec.json.decode(text, type=kind)
-        except msgspec.DecodeError as e:
+        except UNREADABLE as e:
             raise EngineError(f"{self._engine_id} answered /{endpoint} with {text[:200]!r}: {e}") from e
 
     async def close(self) -> None:
@@ -225,6 +229,16 @@ class SGLangHttpClient:
                 read_bufsize=_READ_BUFFER_BYTES,
             )
         return self._session
+
+    async def _read_reply(self, response: aiohttp.ClientResponse) -> bytes:
+        text = bytearray()
+        async for piece in response.content.iter_any():
+            text += piece
+            if len(text) > MAX_REPLY_BYTES:
+                raise EngineError(
+                    f"{self._engine_id} answered {response.url.path} with more than {MAX_REPLY_BYTES} bytes"
+                )
+        return bytes(text)
 
     def _check_busy(self, response: aiohttp.ClientResponse, endpoint: str) -> None:
         retry_after = response.headers.get("Retry-After")

@@ -25,6 +25,7 @@ import aiohttp
 import msgspec
 
 from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused
+from async_rl.runtime.untrusted_json import UNREADABLE
 
 _BLAMES_REQUEST: Final = frozenset({400, 413, 422})
 
@@ -116,7 +117,7 @@ def _has_sglang_shape(body: bytes) -> bool:
     """
     try:
         reply: Any = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return False
     if not isinstance(reply, dict):
         return False

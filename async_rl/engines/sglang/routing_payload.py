@@ -22,8 +22,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, TypeVar
+from contextlib import asynccontextmanager
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -34,8 +34,6 @@ from async_rl import routing
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AlignmentError, EngineTimeout
 from async_rl.types import ExpertIdArray
-
-T = TypeVar("T")
 
 _BLOCK_BYTES: Final = 1 << 18
 """Text that is decoded at once: together with its rows it fits the second-level cache."""
@@ -118,14 +116,14 @@ SLABS: Final = SlabAllocator(max_idle_bytes=1 << 28)
 
 
 class PayloadGate:
-    """Lets a few payloads of one engine be read at a time, and bounds the silence of each.
+    """Lets a few payloads of one engine be read at a time, and bounds how slowly each may arrive.
 
-    Invariant: an engine that stops in the middle of its payloads holds up no other engine, because each has
-    its own gate, and holds a permit for at most `stall_s` after its last piece.
+    Invariant: an engine that stops in the middle of its payloads, or sends them byte by byte, holds up no
+    other engine, because each has its own gate, and holds a permit for at most `stall_s` per megabyte.
 
     Example:
-        >>> async with gate.permit():
-        ...     piece = await gate.read_piece(response.content.readany)
+        >>> async with gate.permit() as arrival:
+        ...     piece = await arrival.read_piece(response.content.readany)
     """
 
     def __init__(self, engine_id: str, stall_s: float) -> None:
@@ -133,7 +131,7 @@ class PayloadGate:
 
         Args:
             engine_id: Name of the engine in errors.
-            stall_s: Longest silence within a payload.
+            stall_s: Longest time that `PIECE_BYTES` of a payload may take.
         """
         self._engine_id = engine_id
         self._stall_s = stall_s
@@ -145,25 +143,50 @@ class PayloadGate:
         return self._permits.locked()
 
     @asynccontextmanager
-    async def permit(self) -> AsyncIterator[None]:
+    async def permit(self) -> AsyncIterator[PayloadArrival]:
         """Wait until a payload may be read, and read it in the block."""
         async with self._permits:
-            yield
+            yield PayloadArrival(self._engine_id, self._stall_s)
 
-    async def read_piece(self, read: Callable[[], Awaitable[T]]) -> T:
+
+class PayloadArrival:
+    """The arrival of one payload, whose time is bounded by what has arrived."""
+
+    def __init__(self, engine_id: str, stall_s: float) -> None:
+        """Start the time of the first piece."""
+        self._engine_id = engine_id
+        self._stall_s = stall_s
+        self._due_s = 0.0
+        self._arrived = 0  # bytes of the piece
+        self._halves = 2  # of `stall_s`, that are left
+        self._begin_piece()
+
+    async def read_piece(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
         """Returns what `read` returns next; `read` can be cancelled and called again.
 
         Raises:
-            EngineTimeout: When nothing came for `stall_s`.
+            EngineTimeout: When fewer than `PIECE_BYTES` came within `stall_s`.
         """
-        for _ in range(2):  # after a stall of our own event loop, only the first of two limits has expired
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._stall_s / 2):
-                    return await read()
+        while self._halves:  # after a stall of our own event loop, only the first of two limits has expired
+            try:
+                async with asyncio.timeout_at(self._due_s):
+                    data = await read()
+            except TimeoutError:
+                self._halves -= 1
+                self._due_s = asyncio.get_running_loop().time() + self._stall_s / 2
+                continue
+            self._arrived += len(data)
+            if self._arrived >= PIECE_BYTES:
+                self._begin_piece()
+            return data
         raise EngineTimeout(
-            f"{self._engine_id} sent nothing for engine.stall_s = {self._stall_s} in the middle of a routing "
-            f"payload"
+            f"{self._engine_id} sent {self._arrived} bytes within engine.stall_s = {self._stall_s} in the "
+            f"middle of a routing payload, expected {PIECE_BYTES} or its end"
         )
+
+    def _begin_piece(self) -> None:
+        self._arrived, self._halves = 0, 2
+        self._due_s = asyncio.get_running_loop().time() + self._stall_s / 2
 
 
 class RoutingWire(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +221,7 @@ class RoutingWire(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             AlignmentError: When it is not base64, of another length, or names an expert that does not exist.
         """
-        reader = RoutingText(self, num_rows)
+        reader = RoutingText(self, num_rows, num_rows)
         reader.append_text(text)
         return reader.finish_rows(num_rows)
 
@@ -206,18 +229,23 @@ class RoutingWire(msgspec.Struct, frozen=True, kw_only=True):
 class RoutingText:
     """The base64 text of one payload, decoded piece by piece.
 
-    Errors in the text are raised by `finish_rows`, because most rows are needed much later.
+    Errors in the text are raised by `finish_rows`, because most rows are needed much later. Of a text that is
+    longer than twice what the call can need, nothing is kept.
 
     Example:
-        >>> text = RoutingText(wire, num_rows=900)
+        >>> text = RoutingText(wire, num_rows=900, max_rows=4096)
         >>> text.append_text(piece)
         >>> await asyncio.to_thread(text.decode_pending)
         >>> rows = text.finish_rows(903)
     """
 
-    def __init__(self, wire: RoutingWire, num_rows: int) -> None:
-        """Expect about `num_rows` rows; more are possible."""
+    def __init__(self, wire: RoutingWire, num_rows: int, max_rows: int) -> None:
+        """Expect about `num_rows` rows, and at most `max_rows`."""
         facts = wire.facts
+        # Twice, and of the wider format, so that `finish_rows` can name the usual mistakes by their length.
+        self._max_length = 2 * max(
+            RoutingWire(facts=facts, narrow=narrow).text_length(max_rows + 1) for narrow in (False, True)
+        )
         self.pending = 0
         """Characters that were appended and not yet decoded."""
         self._wire = wire
@@ -240,10 +268,15 @@ class RoutingText:
 
     def append_text(self, piece: bytes | memoryview) -> None:
         """Append text that arrived."""
-        if piece:
+        self._length += len(piece)
+        if piece and self._length <= self._max_length:
             self._pieces.append(piece)
-            self._length += len(piece)
             self.pending += len(piece)
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the text is longer than any mistake that has a name: the call is not worth reading on."""
+        return self._length > self._max_length
 
     def decode_pending(self) -> None:
         """Decode the complete units of the pending text. Mostly releases the GIL: call it in a thread."""

@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+_FIELD = b"data: "
+_END = b"\n\n"
 _PAYLOAD = b'"routed_experts":"'
 
 _LARGE = 1 << 16
 """Bytes of an unfinished event above which its payload is separated; below, it is not worth searching."""
+
+
+class EventTooLong(Exception):
+    """A server sends an event that is longer than any that the request can need."""
 
 
 class PayloadSink(Protocol):
@@ -32,16 +38,27 @@ class EventReader(Generic[S]):
     An event is a JSON document and the payload that was separated from it, with an empty string in its place.
     A small payload stays in the document.
 
+    Invariant: it holds at most `max_event_bytes` and one read, and searches each byte once, however the
+    server cuts its stream.
+
     Example:
-        >>> reader = EventReader(Text)
+        >>> reader = EventReader(Text, max_event_bytes=1 << 20)
         >>> [document for document, _ in reader.feed(b'data: {"a":1}' + b"\n\n" + b'data: {"b"')]
         [b'{"a":1}']
     """
 
-    def __init__(self, open_sink: Callable[[], S]) -> None:
-        """Call `open_sink` at the start of each payload."""
+    def __init__(self, open_sink: Callable[[], S], max_event_bytes: int) -> None:
+        """Start before the first event.
+
+        Args:
+            open_sink: Called at the start of each payload.
+            max_event_bytes: Longest event, without a payload that was separated from it.
+        """
         self._open_sink = open_sink
-        self._rest = b""
+        self._max_event_bytes = max_event_bytes
+        self._rest = bytearray()  # an event that is not complete
+        self._searched = 0  # bytes of it in which no payload begins
+        self._mark: int | None = None  # where its payload begins
         self._filling = False
         self.payload: S | None = None
         """The payload of the event that is arriving, or arrived last."""
@@ -53,12 +70,16 @@ class EventReader(Generic[S]):
 
         What follows the payload is missing. SGLang writes it last, in `meta_info`.
         """
-        if not self._rest or (mark := self._rest.find(_PAYLOAD)) < 0:
+        if self._mark is None:
             return None
-        return self._rest[6 : mark + len(_PAYLOAD)] + b'"}}'
+        return bytes(self._rest[len(_FIELD) : self._mark]) + b'"}}'
 
     def feed(self, data: bytes) -> list[tuple[bytes, S | None]]:
-        """Returns the events that one read completes."""
+        """Returns the events that one read completes.
+
+        Raises:
+            EventTooLong: When an event is longer than `max_event_bytes`; the reader is of no more use then.
+        """
         if self._filling and self.payload is not None:
             end = data.find(b'"')
             if end < 0:
@@ -68,31 +89,45 @@ class EventReader(Generic[S]):
             self._taken, self._filling = self.payload, False
             data = data[end:]
         if self._rest:
-            data = self._rest + data
+            begin = max(0, len(self._rest) - 1)  # the end may be cut in two
+            self._rest += data
+            if self._rest.find(_END, begin) < 0:
+                self._look_for_payload()
+                return []
+            data = bytes(self._rest)
+            self._rest.clear()
+            self._searched, self._mark = 0, None
         events: list[tuple[bytes, S | None]] = []
         begin = 0
-        while (end := data.find(b"\n\n", begin)) >= 0:
-            if data.startswith(b"data: ", begin):
-                events.append((data[begin + 6 : end], self._taken))
+        while (end := data.find(_END, begin)) >= 0:
+            if data.startswith(_FIELD, begin):
+                events.append((data[begin + len(_FIELD) : end], self._taken))
                 self._taken = None
-            begin = end + 2
-        self._rest = data[begin:]
-        if len(self._rest) > _LARGE and self._taken is None:
-            self._take_payload()
+            begin = end + len(_END)
+        self._rest += data[begin:]
+        self._look_for_payload()
         return events
 
-    def _take_payload(self) -> None:
-        mark = self._rest.find(_PAYLOAD)
-        if mark < 0:
-            return
-        begin = mark + len(_PAYLOAD)
+    def _look_for_payload(self) -> None:
+        """Look where the payload of the unfinished event begins, and separate it if the event is long."""
+        if self._mark is None:
+            found = self._rest.find(_PAYLOAD, self._searched)
+            self._searched = max(0, len(self._rest) - len(_PAYLOAD) + 1)
+            self._mark = found + len(_PAYLOAD) if found >= 0 else None
+        if self._mark is not None and self._taken is None and len(self._rest) > _LARGE:
+            self._take_payload(self._mark)
+        if len(self._rest) > self._max_event_bytes:
+            raise EventTooLong(
+                f"an event of more than {self._max_event_bytes} bytes, which is more than the call can need"
+            )
+
+    def _take_payload(self, begin: int) -> None:
         end = self._rest.find(b'"', begin)
+        self._filling = end < 0
         self.payload = self._open_sink()
-        if end < 0:
-            self._filling = True
-            self.payload.append_text(self._rest[begin:])
-            self._rest = self._rest[:begin]
+        self.payload.append_text(bytes(self._rest[begin:] if self._filling else self._rest[begin:end]))
+        if self._filling:
+            del self._rest[begin:]
         else:
             self._taken = self.payload
-            self.payload.append_text(self._rest[begin:end])
-            self._rest = self._rest[:begin] + self._rest[end:]
+            del self._rest[begin:end]

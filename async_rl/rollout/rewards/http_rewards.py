@@ -21,6 +21,7 @@ import msgspec
 
 from async_rl.config import HttpReward
 from async_rl.errors import ConfigError
+from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.types import Completion, Task
 
 _MAX_ANSWER_BYTES: Final = 1 << 20
@@ -90,7 +91,7 @@ class RewardClient:
             raise RewardRefused(self._describe(response.status, answer))
         try:
             return msgspec.json.decode(answer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise RewardRefused(f"its answer is not JSON ({error})") from error
 
     async def close(self) -> None:
