@@ -122,7 +122,9 @@ class EvaluationService:
         records = [r for r in evaluation_record_log(run_dir / FILE).read() if r.weight_version <= step]
         self._evaluated = records[-1].weight_version if records else None
         self._borrowed: list[str] = []
-        self._idle = asyncio.Event()
+        self._evaluating = False
+        self._ended = asyncio.Event()
+        """Set when an evaluation has ended, and when no more will start."""
         self._current: asyncio.Timeout | None = None
         self._cancelled = False
 
@@ -131,26 +133,28 @@ class EvaluationService:
         if self._current is not None and not self._cancelled:
             self._current.reschedule(0.0)
         self._cancelled = True
+        self._ended.set()
 
     async def finish_evaluations(self, version: int) -> None:
-        """Wait until no evaluation runs, and this version is evaluated, if it is due.
+        """Wait until no evaluation runs, and this version is evaluated, if it is due and none was cancelled.
 
         Each evaluation has a time limit, and engines that do not serve for long end the run.
         """
         with waiting("evaluation"):
-            while not self._idle.is_set() or due(self._config, version, self._evaluated):
-                self._idle.clear()
-                await self._idle.wait()
+            while self._evaluating or (not self._cancelled and due(self._config, version, self._evaluated)):
+                self._ended.clear()
+                await self._ended.wait()
 
     async def run_evaluations(self) -> None:
         """Evaluate each version that is due; never returns."""
         while True:
             if self._due_version() is None:
-                self._idle.set()
+                self._evaluating = False
+                self._ended.set()
                 with waiting("idle"):
                     await self._pool.wait_for_change()
                 continue
-            self._idle.clear()
+            self._evaluating = True
             async with self._phases.lease_engines():
                 await self._evaluate_due()
                 # Not on cancellation: the run ends, or the next incarnation updates all engines.

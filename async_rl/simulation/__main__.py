@@ -21,7 +21,15 @@ from pathlib import Path
 from async_rl.config import changed_fields
 from async_rl.simulation.cancellation_sweep import Place, Sweep, sweep
 from async_rl.simulation.faults import fault_table
-from async_rl.simulation.scenario import Scenario, branching, draw, peaceful, sharing, with_workers
+from async_rl.simulation.scenario import (
+    Scenario,
+    branching,
+    draw,
+    evaluating,
+    peaceful,
+    sharing,
+    with_workers,
+)
 from async_rl.simulation.scratch import scratch
 from async_rl.simulation.simulate import SeedOutcome, simulate
 
@@ -38,11 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--workers", action="store_true", help="with loops, every other branching, in workers"
     )
     parser.add_argument("--shared", action="store_true", help="on devices that engines and trainer share")
+    parser.add_argument("--evaluation", action="store_true", help="with evaluations in every seed")
     parser.add_argument("--peaceful", action="store_true", help="without faults and ends of the driver")
     parser.add_argument("--decisions", action="store_true", help="print each seed's digest of decisions")
     options = parser.parse_args(arguments)
     run = run_branching_seed if options.branches else run_shared_seed if options.shared else run_seed
     run = run_worker_seed if options.workers else run_peaceful_seed if options.peaceful else run
+    run = run_evaluating_seed if options.evaluation else run
     seeds = range(options.start, options.start + options.seeds)
     if options.awaits:
         return _sweep(seeds, options.jobs)
@@ -74,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         how += " --branches" if options.branches else ""
         how += " --workers" if options.workers else ""
         how += " --shared" if options.shared else ""
+        how += " --evaluation" if options.evaluation else ""
         print(f"seed {outcome.seed} failed; replay it: python -m async_rl.simulation {how}")
     return int(bool(failed))
 
@@ -108,6 +119,12 @@ def run_seed(seed: int) -> SeedOutcome:
 def run_branching_seed(seed: int) -> SeedOutcome:
     """The same with agent loops that branch."""
     return _run(branching(draw(seed)))
+
+
+def run_evaluating_seed(seed: int) -> SeedOutcome:
+    """The same with evaluations, in every third seed on devices that engines and trainer share."""
+    scenario = draw(seed)
+    return _run(evaluating(sharing(scenario) if seed % 3 == 2 else scenario))
 
 
 def run_peaceful_seed(seed: int) -> SeedOutcome:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 import msgspec
 from msgspec.structs import replace
 
-from async_rl.config import Config, parse_config
+from async_rl.config import Config, EvaluationConfig, SourceConfig, parse_config
 from async_rl.engine_protocol import EngineFacts
 from async_rl.simulation.faults import (
     FAULTS,
@@ -35,6 +35,9 @@ FACTS: Final = EngineFacts(
     num_layers=3, moe_layers=(1, 2), num_experts=61, top_k=2, vocab_size=400, context_length=4096
 )
 """Experts of the simulated model. The number is prime: a routing row encodes its weight version modulo 61."""
+
+_EVALUATED: Final = 0.15
+"""Share of the seeds that evaluate beside training."""
 
 _LAST_STEP: Final = 5_000
 """Callbacks of the loop within which faults may occur."""
@@ -89,6 +92,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     injections: tuple[Injection, ...]
     deaths: tuple[Death, ...]
     """Deaths of the first incarnations; later ones run to the end."""
+    validation: tuple[Task, ...] = ()
+    """Tasks of the evaluations; empty without them."""
 
 
 def draw(seed: int) -> Scenario:
@@ -109,7 +114,8 @@ def draw(seed: int) -> Scenario:
         injections=_injections(rng),
         deaths=_deaths(rng),
     )
-    return _with_own_streams(scenario, "any")
+    scenario = _with_own_streams(scenario, "any")
+    return evaluating(scenario) if random.Random(f"evaluation {seed}").random() < _EVALUATED else scenario
 
 
 def _with_own_streams(scenario: Scenario, setting: Setting) -> Scenario:
@@ -128,6 +134,33 @@ def _with_own_streams(scenario: Scenario, setting: Setting) -> Scenario:
 def peaceful(scenario: Scenario) -> Scenario:
     """The same with nothing going wrong: nothing happens at a number of callbacks."""
     return replace(scenario, injections=(), deaths=())
+
+
+def evaluating(scenario: Scenario) -> Scenario:
+    """The same with evaluations beside training, on borrowed or reserved engines."""
+    rng = random.Random(f"evaluating {scenario.seed}")
+    config = scenario.config
+    reserves = config.engine.num_engines > 1 and not config.placement.shared
+    evaluation = msgspec.convert(
+        {
+            "every": rng.choice((1, 1, 2)),
+            "at_start": rng.random() < 0.5,
+            "engines": 1 if reserves and rng.random() < 0.2 else "shared",
+            "samples": rng.choice((1, 2, 4)),
+            "temperature": rng.choice((None, 0.0)),
+            "agent_loop": "async_rl.simulation.users:AnswerLoop",
+            "max_concurrent": rng.choice((1, 4, 64)),
+            "timeout_s": rng.choice((3.0, 30.0)),
+            "keep_answers": rng.choice((0, 1)),
+        },
+        EvaluationConfig,
+    )
+    tasks = tuple(
+        replace(task, task_id=f"validation-{index}", metadata={**task.metadata, "trouble": None})
+        for index, task in enumerate(draw_task(rng, index) for index in range(rng.randint(1, 4)))
+    )
+    data = replace(config.data, validation=[SourceConfig(path="validation")])
+    return replace(scenario, config=replace(config, evaluation=evaluation, data=data), validation=tasks)
 
 
 def branching(scenario: Scenario) -> Scenario:
@@ -155,7 +188,10 @@ def sharing(scenario: Scenario) -> Scenario:
         scenario.config.weights, transport="disk", interrupt="abort", rolling=False, overlap=False
     )
     config = replace(
-        scenario.config, weights=weights, placement=replace(scenario.config.placement, shared=True)
+        scenario.config,
+        weights=weights,
+        placement=replace(scenario.config.placement, shared=True),
+        evaluation=replace(scenario.config.evaluation, engines="shared"),
     )
     kinds = kinds_of("memory", "offload")
     injections = tuple(

@@ -28,6 +28,7 @@ from typing import Any, Final, Literal, get_args
 import msgspec
 from msgspec.structs import replace
 
+from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
 from async_rl.errors import (
     AsyncRLError,
@@ -40,6 +41,7 @@ from async_rl.errors import (
     StoppedAtStart,
     TrainerError,
 )
+from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
 from async_rl.run.orchestrator import Orchestrator, RunInputs
@@ -206,7 +208,7 @@ class Simulation:
             self._cluster,
             Metrics(),
             loop.time,
-            RunInputs(self._scenario.tasks, SimulatedChat(), FACTS, self._new_id),
+            RunInputs(self._scenario.tasks, SimulatedChat(), FACTS, self._new_id, self._validation()),
         )
         try:
             loop.run_until_complete(self._main())
@@ -294,6 +296,9 @@ class Simulation:
             checker.fail("the run was cancelled and ended as if it had not been")
         if summary.trajectories.unaccounted:
             checker.fail(f"unaccounted: {summary.trajectories}")
+        for record in evaluation_record_log(self._run_dir / FILE).read():
+            if record.status == "done" and record.unaccounted:
+                checker.fail(f"{record.unaccounted} answers of version {record.weight_version} are missing")
         step = self._cluster.trainer.step
         checker.check_ledger(self._run_dir, settled=step)
         checker.check_records(self._run_dir, settled=step)
@@ -438,6 +443,11 @@ class Simulation:
             self._loop.run_until_complete(self._task)
         self._ended, self._cause = ended, cause
         self._checker.deaf = self._clearing = self._killed = False
+
+    def _validation(self) -> tuple[Dataset, ...]:
+        tasks = list(self._scenario.validation)
+        name = "validation"
+        return (Dataset(name=name, path=name, schema="plain", detected=False, tasks=tasks),) if tasks else ()
 
     # -- what the run is given ----------------------------------------------------------------------------
 

@@ -261,7 +261,6 @@ class Soak(Simulation):
             show: Shows progress.
         """
         super().__init__(soak_scenario(plan), folder, digests=False)
-        self._checker.in_peace = False
         self._plan = plan
         self._rng = random.Random(f"soak faults {plan.seed}")
         self._setting: Setting = "any"

@@ -174,6 +174,14 @@ class TurnsLoop:
             session.record_tool_call(error=False)
 
 
+class AnswerLoop(TurnsLoop):
+    """The same turns for an answer of an evaluation, which is no attempt of a trajectory."""
+
+    async def run(self, task: Task, session: Session) -> StopReason | None:
+        """Run the loop on a task of a validation set."""
+        return await self._play(task, session)
+
+
 class TreeLoop(TurnsLoop):
     """The same turns, but before each of them it branches as often as the script says.
 

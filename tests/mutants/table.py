@@ -711,6 +711,19 @@ MUTANTS: Final = (
         (SGLANG,),
     ),
     Mutant(
+        "recovery-forgets-its-engine",
+        "Missing rows are recovered on any engine, where they are computed anew.",
+        "async_rl/rollout/session/rollout_session.py",
+        """        self._append_pending()
+        try:
+            trace =""",
+        """        self._append_pending()
+        self.writer.release_engine()
+        try:
+            trace =""",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
         "aborted-rows-are-asked-for",
         "Under `replace` the rows of aborted calls are moved though nothing uses them.",
         "async_rl/rollout/session/transcript.py",

@@ -196,6 +196,18 @@ def check(world: World, summary: Summary) -> None:
     assert not world.lent_engines()
 
 
+def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path):
+    world = World(make_config(tmp_path))
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates and world.orchestrator.pool.version_of(engine.engine_id) == 6:
+            world.stop.set()
+
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    assert [record.weight_version for record in world.records] == [2, 4]
+
+
 @pytest.mark.parametrize("rolling", [False, True])
 def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_path, rolling):
     """An evaluation takes five steps' time, so that the weights move on in the middle of it."""

@@ -620,6 +620,23 @@ async def test_recovered_rows_are_exact_only_when_they_were_cached_under_the_sam
 
 
 @in_virtual_time
+async def test_rows_are_recovered_from_the_engine_that_has_them_cached() -> None:
+    engine = recorded(Watched(stop_at=[33]))
+    bench = Bench(engine, **LONG)
+    bench.start()
+    engine.mute = True
+    await bench.session.generate()
+    engine.mute = False
+    idle = recorded(Watched(stop_at=[33]), "engine-1")
+    bench.pool.add_engine(idle)
+    bench.pool.serve_engine("engine-1", 0)
+    async with bench.pool.lease("b", 400), bench.pool.lease("c", 390):  # one on each: engine-1 has less load
+        trajectory = await bench.finish()
+    assert (len(engine.finished), len(idle.finished)) == (2, 0)
+    assert trajectory.trace.recomputed == (), "whole pages of 16 tokens are cached"
+
+
+@in_virtual_time
 async def test_a_recovery_waits_when_many_others_recover() -> None:
     engine = recorded(Watched(stop_at=[20]))
     bench = Bench(engine, **LONG)

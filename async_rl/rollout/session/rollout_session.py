@@ -48,9 +48,12 @@ class RolloutSession(Conversation[Transcript]):
         Raises:
             AlignmentError: The routing does not fit the tokens.
         """
-        self.writer.release_engine()
         self._append_pending()
-        return self._trajectory(await self.writer.build_trace(), stop_reason, reward_parts, error=None)
+        try:
+            trace = await self.writer.build_trace()  # may fetch rows from the engine that has them cached
+        finally:
+            self.writer.release_engine()
+        return self._trajectory(trace, stop_reason, reward_parts, error=None)
 
     def failed_trajectory(self, error: Exception) -> Trajectory:
         """Return what a failed attempt sampled, for display only: without routing, never trained."""
