@@ -23,7 +23,8 @@ import msgspec
 
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest
 from async_rl.engines.back_pressure import BackPressure
-from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage
+from async_rl.engines.request_refusals import RequestRefusals
+from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused
 from async_rl.runtime.waits import waiting
 
 Recomputed = Literal["update", "failover", "moved", "evicted"]
@@ -82,6 +83,7 @@ class EngineSlot:
         self.error: Exception | None = None
         self.strikes: deque[float] = deque()
         self.back_pressure = BackPressure()
+        self.refusals = RequestRefusals()
         self.pause: asyncio.TimerHandle | None = None
         """Ends the pause in which it gets no calls, because it asked for fewer."""
         self.newcomer = False
@@ -184,6 +186,10 @@ class EngineFailureListener(Protocol):
 
     def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
         """Record that an engine asked for fewer calls."""
+        ...
+
+    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> None:
+        """Record that an engine refused a request as wrong."""
         ...
 
     def record_local_shortage(self, error: LocalShortage) -> None:
@@ -297,6 +303,7 @@ class Lease:
         Raises:
             EngineError: When the call or its engine failed, or the call was dropped. The failure has been
                 reported: the caller keeps the chunks it received and asks for another lease.
+            RequestRefused: When the engine refuses the request as wrong.
         """
         engine_id = self.engine.engine_id
         stream: Any = self.engine.generate(request)
@@ -327,6 +334,9 @@ class Lease:
             raise
         except EngineBusy as error:
             self._failures.record_back_pressure(engine_id, error)
+            raise
+        except RequestRefused as error:
+            self._failures.record_refused_request(engine_id, self.key, error)
             raise
         except LocalShortage as error:
             self._failures.record_local_shortage(error)

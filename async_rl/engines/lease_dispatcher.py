@@ -147,6 +147,7 @@ class LeaseDispatcher:
         if self._slots.get(engine_id) is lease.slot:
             pressure = lease.slot.back_pressure
             pressure.record_accepted_call(self._clock())
+            lease.slot.refusals.record_accepted_request(self._clock())
             self._balancer.end_prefill(engine_id, lease.prefill_tokens)
             self._balancer.limit_calls(engine_id, pressure.max_calls)
         kind = "new" if lease.cached_prefix is None else "again" if lease.cause is not None else "next"

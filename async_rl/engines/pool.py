@@ -32,7 +32,8 @@ from async_rl.engines.balancing import Balancer
 from async_rl.engines.lease import EngineLoad, EngineSlot, EngineSnapshot, EngineState, Lease
 from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
-from async_rl.errors import EngineBusy, EngineError, LocalShortage
+from async_rl.engines.request_refusals import RequestRefusals
+from async_rl.errors import EngineBusy, EngineError, LocalShortage, RequestRefused
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.waits import progressed, waiting
@@ -43,6 +44,11 @@ log = logging.getLogger(__name__)
 
 _STRIKE_MEMORY_S: Final = 600.0
 """Strikes further apart are no pattern: over days, any engine loses a connection now and then."""
+
+
+_REFUSAL_PAUSE_S: Final = 1.0
+"""Time without calls for an engine that has refused the requests of several trajectories as wrong. It always
+has the least load, so no other would be given a call that shows whether the requests are wrong."""
 
 
 class EnginePool:
@@ -156,7 +162,7 @@ class EnginePool:
         slot.restart_count += 1
         slot.weight_version = -1
         slot.strikes.clear()
-        slot.back_pressure = BackPressure()
+        slot.back_pressure, slot.refusals = BackPressure(), RequestRefusals()
         self._balancer.limit_calls(engine_id, slot.back_pressure.max_calls)
         self._end_pause(slot)
         self._enter_state(slot, EngineState.JOINING)
@@ -206,11 +212,37 @@ class EnginePool:
         else:
             pause_s = pressure.record_refusal(now, error, accepted=accepted)
             log.warning("engine %s is busy, no calls for %.1f s: %s", engine_id, pause_s, error)
-            slot.pause = asyncio.get_running_loop().call_later(pause_s, self._end_pause, slot)
-            self._balancer.close_engine(engine_id)
+            self._pause_engine(slot, pause_s)
         self._balancer.limit_calls(engine_id, pressure.max_calls)
         if pressure.is_broken(now, running=len(slot.streaming)):
             self.quarantine_engine(engine_id, error)
+
+    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> None:
+        """Count a refused request as a strike if the engine refuses all, and others accept theirs.
+
+        While that is suspected, the engine gets no calls for a while, so that others are given them.
+        """
+        slot = self._slots.get(engine_id)
+        if slot is None or slot.state is not EngineState.SERVING:
+            return
+        refusals = slot.refusals
+        refusals.record_refusal(trajectory_id, self._clock())
+        if not refusals.are_suspicious:
+            return
+        others = [other for other in self._slots.values() if other is not slot]
+        if any(other.refusals.accepted_s > refusals.since_s for other in others):
+            problem = (
+                f"engine {engine_id} refuses the requests of {refusals.num_trajectories} trajectories in a "
+                f"row, and other engines accept theirs: {error}"
+            )
+            self.record_strike(engine_id, EngineError(problem))
+        elif slot.pause is None and any(other.state is EngineState.SERVING for other in others):
+            self._pause_engine(slot, _REFUSAL_PAUSE_S)
+
+    def _pause_engine(self, slot: EngineSlot, pause_s: float) -> None:
+        """Give a serving engine no calls for a while."""
+        slot.pause = asyncio.get_running_loop().call_later(pause_s, self._end_pause, slot)
+        self._balancer.close_engine(slot.engine.engine_id)
 
     def _end_pause(self, slot: EngineSlot) -> None:
         """Let an engine be called again that was busy."""

@@ -83,6 +83,9 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "slow": FaultRow("engine", "an engine decodes 20 times as slowly"),
     "fail_restarts": FaultRow("engine", "the next restarts of an engine fail"),
     "refuse_calls": FaultRow("refusal", "an engine answers 401, 404 or 500 to calls until restarted", 0.1),
+    "refuse_requests": FaultRow(
+        "refusal", "an engine answers 400 to calls, as to wrong requests, for up to 10 s", 0.1
+    ),
     "too_busy": FaultRow("refusal", "an engine takes at most 3 calls and answers 429 to others", 0.1),
     "no_descriptors": FaultRow("refusal", "the driver has no descriptors for connections", 0.1),
     "step_fails": FaultRow("trainer", "a trainer step fails"),

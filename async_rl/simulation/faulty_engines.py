@@ -65,6 +65,9 @@ from async_rl.weights.delta_delivery import HostFolder
 _MAX_REFUSED: Final = 3
 """Calls that an engine may refuse before it is quarantined, beside those that were sent to it at once."""
 
+_REFUSAL_S: Final = 0.1
+"""An engine takes so long to refuse a request, so that attempts that fail by it do not use up all steps."""
+
 _CONTROL_S: Final = 2.0
 """A control request without an answer for so long is given up."""
 
@@ -125,6 +128,8 @@ class FaultyEngine(SimulatedEngine):
         self._refused_status: int | None = None
         """What it answers to all calls, until it is restarted."""
         self._refused = 0
+        self._refuses_requests = False
+        """Whether it answers as if every request were wrong."""
         self._max_streams: int | None = None
         """Above so many calls it answers that it is busy."""
         self._retry_after: str | None = None
@@ -168,6 +173,9 @@ class FaultyEngine(SimulatedEngine):
             asyncio.get_running_loop().call_later(10 * injection.amount, self._speed_up)
         elif kind == "refuse_calls":
             self._refused_status = (401, 404, 500)[int(3 * injection.amount)]
+        elif kind == "refuse_requests":
+            self._refuses_requests = True
+            asyncio.get_running_loop().call_later(10 * injection.amount, self._accept_requests)
         elif kind == "too_busy":
             self._max_streams, self._retry_after = int(4 * injection.amount), ("1", None)[injection.step % 2]
             asyncio.get_running_loop().call_later(10 ** (3 * injection.amount), self._end_busy_time)
@@ -204,10 +212,14 @@ class FaultyEngine(SimulatedEngine):
         super().restart()
         self._verified = self._refused_status = None
         self._refused = 0
+        self._accept_requests()
         self._end_busy_time()
 
     def _end_busy_time(self) -> None:
         self._max_streams = None
+
+    def _accept_requests(self) -> None:
+        self._refuses_requests = False
 
     def _become_reachable(self) -> None:
         self._reachable = True
@@ -229,7 +241,7 @@ class FaultyEngine(SimulatedEngine):
         finish: Finish | None = None
         failed = False
         try:
-            self._refuse_call()
+            await self._refuse_call()
             async with aclosing(super().generate(request)) as stream:
                 async for event in stream:
                     await self._arrival()
@@ -253,7 +265,7 @@ class FaultyEngine(SimulatedEngine):
         assert finish is not None
         yield finish
 
-    def _refuse_call(self) -> None:
+    async def _refuse_call(self) -> None:
         """Answer a call with a status, as a proxy or a server that was started otherwise does."""
         self._check_reachable()
         now = datetime.fromtimestamp(0, UTC)
@@ -264,6 +276,11 @@ class FaultyEngine(SimulatedEngine):
                 self._checker.fail(f"{self._engine_id} has refused {self._refused} calls, and is given more")
             body = b'{"object":"error","message":"Unauthorized"}'
             raise explain_refusal(self._engine_id, self._refused_status, None, body, now)
+        if self._refuses_requests:
+            self._meet("refuse_requests")
+            await asyncio.sleep(_REFUSAL_S)
+            body = b'{"object":"error","message":"wrong request"}'
+            raise explain_refusal(self._engine_id, 400, None, body, now)
         if self._max_streams is not None and self._streams > self._max_streams:
             self._meet("too_busy")
             raise explain_refusal(self._engine_id, 429, self._retry_after, b"", now)

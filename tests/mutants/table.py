@@ -711,6 +711,14 @@ MUTANTS: Final = (
         (SGLANG,),
     ),
     Mutant(
+        "refused-requests-are-believed",
+        "An engine that refuses every request as wrong, alone, is never to blame.",
+        "async_rl/engines/pool.py",
+        "if any(other.refusals.accepted_s > refusals.since_s for other in others):",
+        "if False:",
+        (REFUSALS,),
+    ),
+    Mutant(
         "recovery-forgets-its-engine",
         "Missing rows are recovered on any engine, where they are computed anew.",
         "async_rl/rollout/session/rollout_session.py",

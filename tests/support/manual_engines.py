@@ -10,7 +10,7 @@ import numpy as np
 
 from async_rl.engine_protocol import Chunk, Engine, EngineHealth, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.errors import EngineError
+from async_rl.errors import EngineError, RequestRefused
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery
 
@@ -97,7 +97,7 @@ class ManualPool:
                 async for event in lease.generate(request):
                     if isinstance(event, Chunk):
                         self.tokens[key] = self.tokens.get(key, 0) + len(event.token_ids)
-            except EngineError as error:
+            except (EngineError, RequestRefused) as error:
                 self.ended[key] = error
         return engine_id
 

@@ -145,6 +145,71 @@ async def test_an_engine_that_refuses_every_call_attracts_no_more_than_three(sta
             bench.engines["a"].say(stream, END)
 
 
+async def refuse_requests(bench: ManualPool, count: int, *, accepts: bool = True) -> int:
+    """Start calls, of which "broken" refuses its own as wrong; return how many it was given."""
+    broken = bench.engines["broken"]
+    for number in range(count):
+        bench.start(f"t{number}")
+        await asyncio.sleep(1.0)
+        if len(broken.streams) > broken.left:
+            broken.say(len(broken.streams) - 1, explain_refusal("broken", 400, None, SGLANG_ERROR, NOW))
+        for name, engine in bench.engines.items():
+            if accepts and name != "broken" and len(engine.streams) > engine.left:
+                engine.say(len(engine.streams) - 1, tokens(1))
+        await settle()
+    return len(broken.streams)
+
+
+@in_virtual_time
+async def test_an_engine_is_quarantined_when_it_alone_refuses_every_request_as_wrong() -> None:
+    async with Nursery() as nursery:
+        bench = ManualPool("broken", "a", nursery=nursery)
+        assert await refuse_requests(bench, 40) == 6
+        assert bench.state("broken") is EngineState.QUARANTINED
+        assert bench.state("a") is EngineState.SERVING
+        for stream in range(len(bench.engines["a"].streams)):
+            bench.engines["a"].say(stream, END)
+
+
+@pytest.mark.parametrize("names", [("broken",), ("broken", "a")])
+@in_virtual_time
+async def test_an_engine_is_believed_when_no_other_accepts_requests_meanwhile(names: tuple[str, ...]) -> None:
+    async with Nursery() as nursery:
+        bench = ManualPool(*names, nursery=nursery)
+        assert await refuse_requests(bench, 10, accepts=False) > 5
+        assert bench.state("broken") is EngineState.SERVING
+        for engine in bench.engines.values():
+            for stream in range(len(engine.streams)):
+                engine.say(stream, END)
+
+
+@in_virtual_time
+async def test_an_engine_is_believed_when_it_accepts_others_or_refuses_one_trajectory_only() -> None:
+    refused = RequestRefused("bad temperature")
+    async with Nursery() as nursery:
+        bench = ManualPool("broken", "a", nursery=nursery)
+        for number in range(20):
+            await asyncio.sleep(1.0)
+            bench.pool.record_refused_request("broken", f"t{number}", refused)
+            bench.pool.record_refused_request("broken", f"bad.{number}", refused)  # a branch of `bad`
+            for key in ("b", "c"):  # one on each engine
+                bench.start(f"{key}{number}")
+                await settle()
+            for engine in bench.engines.values():
+                engine.say(-1, tokens(1), END)
+            await settle()
+        assert bench.state("broken") is EngineState.SERVING
+        for number in range(20):
+            await asyncio.sleep(1.0)
+            bench.pool.record_refused_request("broken", f"bad.{number}", refused)
+            bench.start(f"d{number}")
+            await settle()
+        assert [len(engine.streams) for engine in bench.engines.values()] == [30, 30], "it is not paused"
+        for engine in bench.engines.values():
+            for stream in range(20, 30):
+                engine.say(stream, tokens(1), END)
+
+
 @in_virtual_time
 async def test_a_busy_engine_gets_no_calls_until_it_asked_for_them() -> None:
     async with Nursery() as nursery:
