@@ -154,9 +154,13 @@ class RunLogger:
         self._unrecorded[done.result.step] = self._record(done, SyncReport.none(done.result.step), queue)
 
     def write_held_steps(self) -> None:
-        """Write the held records: `metrics.jsonl` must have each step that a checkpoint holds."""
+        """Write the held records: `metrics.jsonl` must have each step that a checkpoint holds.
+
+        With `weights.overlap` a step is held before the one before it is recorded: times never go back.
+        """
+        last_s = self.records[-1].time_s if self.records else 0.0
         for record in self._unrecorded.values():
-            self._step_records.append(record)
+            self._step_records.append(replace(record, time_s=max(record.time_s, last_s)))
         self._unrecorded.clear()
 
     def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:

@@ -476,8 +476,8 @@ MUTANTS: Final = (
         "busy-engine-is-called-at-once",
         "Retry-After is ignored.",
         "async_rl/engines/pool.py",
-        "            self._balancer.close_engine(engine_id)\n        self._balancer.limit_calls",
-        "        self._balancer.limit_calls",
+        "            self._pause_engine(slot, pause_s)\n",
+        "",
         (REFUSALS,),
     ),
     Mutant(

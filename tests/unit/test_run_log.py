@@ -87,6 +87,35 @@ def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert (summary.rl_seconds, summary.tokens_per_s) == (25.0, 2.0)
 
 
+def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of_the_one_before_ended(
+    tmp_path: Path,
+) -> None:
+    """With `weights.overlap` a step is trained while the weights of the one before are still sent."""
+    metrics = Metrics()
+    now_s, queue = 1000.0, cast(TrajectoryQueue, Queue())
+
+    def make_run_log(metrics: Metrics) -> RunLogger:
+        pool = EnginePool(metrics, lambda: now_s, max_prefill_tokens=1024)
+        return RunLogger(config_of(), tmp_path, pool, metrics, lambda: now_s)
+
+    run_log = make_run_log(metrics)
+    run_log.begin_training(0)
+    metrics.sampled_tokens_total.inc(100)
+    now_s += 5.0
+    run_log.hold_step(done(2, wait_s=1.0), queue)
+    now_s += 20.0
+    run_log.log_step(done(1, wait_s=1.0), SyncReport.none(1), queue)
+    run_log.write_held_steps()
+    records = step_record_log(tmp_path / "metrics.jsonl").read()
+    assert [(record.step, record.time_s) for record in records] == [(1, 25.0), (2, 25.0)]
+
+    metrics = Metrics()
+    resumed = make_run_log(metrics)
+    resumed.load_records_until(2)
+    resumed.begin_training(2)
+    assert metrics.registry.get_sample_value("async_rl_sampled_tokens_total") == pytest.approx(100)
+
+
 def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_step_before_it(tmp_path: Path) -> None:
     for step, lag0 in ((1, 0.011), (2, 0.012), (3, None)):  # step 3 had no token of the trainer's version
         record = StepRecord(
