@@ -39,10 +39,11 @@ from async_rl.types import Task
 log = logging.getLogger(__name__)
 
 _CHILD: Final = Path(__file__).with_name("sandbox_child.py")
-_SETUP_FAILED: Final = 97
+_READY: Final = b"\n\x1eready\n"
+"""What the process writes once it can run programs."""
 _FIRST_USER: Final = 0x40000000
 """The first user id for programs if we are root: far from any user with files or processes here."""
-_START_S: Final = 30.0
+START_S: Final = 30.0
 """The time limit of a start on a busy machine; a start takes about 50 ms."""
 _EXIT_CODE_S: Final = 1.0
 _MAX_CODE_BYTES: Final = 1 << 20
@@ -133,7 +134,7 @@ class Sandbox:
         try:
             yield interpreter
         finally:
-            await finished(interpreter.close(), limit_s=_START_S)
+            await finished(interpreter.close(), limit_s=START_S)
 
 
 class Interpreter:
@@ -142,14 +143,22 @@ class Interpreter:
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, scratch: str | None) -> None:
         self.process = process
         # Not by its process id: asyncio's `kill` may take the exit status away from asyncio's own watcher.
-        self._handle: int | None = os.pidfd_open(process.pid)
+        self._handle: int | None = None
+        with suppress(ProcessLookupError):  # it has ended already
+            self._handle = os.pidfd_open(process.pid)
         self._limits = limits
         self._scratch = scratch
 
     @classmethod
     async def start(cls, limits: Limits) -> Interpreter:
-        """Start the process; the caller must `close` it."""
-        command, scratch = _command(limits)
+        """Start the process, and wait until it can run programs; the caller must `close` it.
+
+        A process that does not start is not mistaken for a program that fails.
+
+        Raises:
+            EnvironmentNotReady: The process does not start.
+        """
+        command, scratch = sandbox_command(limits)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -162,13 +171,34 @@ class Interpreter:
         except BaseException:
             _remove(scratch)
             raise
-        return cls(process, limits, scratch)
+        interpreter = cls(process, limits, scratch)
+        try:
+            await interpreter._wait_ready()
+        except BaseException:
+            await finished(interpreter.close(), limit_s=START_S)
+            raise
+        return interpreter
+
+    async def _wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        seen = b""
+        try:
+            async with asyncio.timeout(START_S):
+                while seen != _READY:
+                    data = await self.process.stdout.read(4096)
+                    if not data:
+                        code = await self.process.wait()
+                        raise _refused(seen.decode(errors="replace") or f"exit code {code}")
+                    seen += data
+        except TimeoutError as error:
+            raise EnvironmentNotReady(
+                f"sandbox: an interpreter did not start within {START_S:g} s: the machine is overloaded"
+            ) from error
 
     async def run_program(self, code: str, *, stdin: str = "", echo: bool = False) -> ProgramResult:
         """Run a program with the variables of earlier programs.
 
         Raises:
-            EnvironmentNotReady: The isolation could not be set up.
             ToolError: The program is too long.
         """
         program, input_data = code.encode(errors="replace"), stdin.encode(errors="replace")
@@ -191,8 +221,6 @@ class Interpreter:
                         await self.process.wait()
             await self.close()
             exit_code = self.process.returncode
-            if output.ended == "killed" and exit_code == _SETUP_FAILED:
-                raise _refused(output.text)
             if output.ended == "killed" and exit_code is not None and 0 <= exit_code < 128:
                 output.ended = "exit"  # without a marker, as by os._exit
         return ProgramResult(
@@ -303,7 +331,7 @@ class PythonSession:
         try:
             result = await state[0].run_program(code, echo=True)
         except asyncio.CancelledError:  # its output would be mistaken for that of the next program
-            await finished(state.pop().close(), limit_s=_START_S)
+            await finished(state.pop().close(), limit_s=START_S)
             raise
         if result.interpreter_ended:
             state.clear()
@@ -341,7 +369,7 @@ def _as_limits(given: dict[str, Any]) -> Limits:
         ) from error
 
 
-def _command(limits: Limits) -> tuple[list[str], str | None]:
+def sandbox_command(limits: Limits) -> tuple[list[str], str | None]:
     """Return the command of the process, and its scratch folder on the host, if any."""
     isolated = limits.isolation == "namespaces"
     user = next(_users) if os.geteuid() == 0 else None
@@ -380,7 +408,7 @@ def _environment(limits: Limits) -> dict[str, str]:
 
 def _check_isolation(limits: Limits) -> None:
     """Run an empty program, so that missing isolation is reported before the first trajectory."""
-    command, scratch = _command(limits)
+    command, scratch = sandbox_command(limits)
     try:
         ran = subprocess.run(
             command,
@@ -389,14 +417,14 @@ def _check_isolation(limits: Limits) -> None:
             stderr=subprocess.STDOUT,
             env=_environment(limits),
             cwd="/",
-            timeout=_START_S,
+            timeout=START_S,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise EnvironmentNotReady(f"sandbox: an empty program did not end within {_START_S:g} s") from error
+        raise EnvironmentNotReady(f"sandbox: an empty program did not end within {START_S:g} s") from error
     finally:
         _remove(scratch)
-    if ran.stdout != b"\n\x1etoken done\n":
+    if ran.stdout != _READY + b"\n\x1etoken done\n":
         raise _refused(ran.stdout.decode(errors="replace"))
 
 

@@ -9,8 +9,9 @@ library.
     └ fork  process 1 of the new pid space: other user or no capabilities, limits, then requests until EOF
 ```
 
-A request is a line (token, whether to echo, lengths of code and stdin), followed by both as bytes. Output
-goes to descriptor 1 at once; its end is a line that begins with a control character and the request's token.
+Once it can run programs, it writes READY to descriptor 1. A request is a line (token, whether to echo,
+lengths of code and stdin), followed by both as bytes. Output goes to descriptor 1 at once; its end is a line
+that begins with a control character and the request's token.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CLONE_REST = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 2, -100, 0x8000, 1, 2
 CAPABILITY_VERSION_3 = 0x20080522
+READY = b"\n\x1eready\n"
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """The architecture as audit(8) names it, and its column in the tables below."""
 REFUSED = {
@@ -409,6 +411,7 @@ def run_requests(settings: dict[str, Any]) -> None:
     output = os.dup(1)
     sys.path[:] = [path for path in sys.path if path] + settings["import_paths"]
     names = {"__name__": "__main__", "__builtins__": builtins}
+    os.write(output, READY)
     while line := requests.readline():
         token, echo, num_code, num_stdin = line.split()
         code = requests.read(int(num_code)).decode()

@@ -18,7 +18,8 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── RequestRefused  an engine refuses this request; any other engine would too
 │   ├── AgentLoopError  the agent loop raised or ran past its time
 │   ├── ToolError       a tool raised or ran past its time (the model sees it as text)
-│   └── RewardError     the reward raised, ran past its time or returned no finite number
+│   └── RewardError     the reward raised or returned no finite number
+│       └── RewardUnavailable  its infrastructure failed: server, process, sandbox, time limit
 ├── DataError           data written by this program is invalid
 │   ├── AlignmentError  routing rows do not fit the tokens they belong to
 │   ├── CorruptFrame    a frame is cut short or fails its checksum
@@ -154,7 +155,16 @@ class ToolError(RolloutError):
 
 
 class RewardError(RolloutError):
-    """A reward raised, ran past its time or returned something that is not a finite number."""
+    """A reward raised or returned something that is not a finite number."""
+
+
+class RewardUnavailable(RewardError):
+    """What a reward needs is gone, busy or too slow: no fault of the trajectory, and no score of 0."""
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+        """The delay that a server asks for before the next request."""
 
 
 class DataError(AsyncRLError):

@@ -232,7 +232,7 @@ FLOW: Final = (
         "Failed rewards",
         "Per second: trajectories that failed in their reward for good, and retried calls.",
         (
-            Query(rate("reward_errors_total", "reward"), "{{reward}}: failed"),
+            Query(rate("reward_errors_total", "reward", "cause"), "{{reward}}: failed, {{cause}}"),
             Query(rate("reward_retries_total", "reward"), "{{reward}}: called again"),
         ),
         unit="si:/s",

@@ -300,10 +300,13 @@ class FlowMetrics(Instruments):
         bad="Close to its timeout: calls fail, and their trajectories with them, which hold slots meanwhile.",
     )
     reward_errors_total = counter(
-        "Trajectories that a reward failed: it raised, took too long, or returned no finite number.",
+        "Trajectories that a reward failed, by cause: it raised or returned no finite number (reward), or "
+        "what it needs failed or was too slow (infrastructure).",
         "reward",
+        "cause",
         source="rollout.rewards.reward_calls, after the last retry",
-        bad="Rises: the attempt is made again or dropped; the log says why.",
+        bad="Rises: the attempt is made again or dropped (`reward_error`, `reward_unavailable`), never "
+        "scored 0; the log says why.",
     )
     reward_retries_total = counter(
         "Calls of a reward that were made again after one that failed.",

@@ -412,7 +412,8 @@ class RolloutManager:
             with attempt_boundary():
                 results = await self._backend.score_group(work.task, list(completions.values()))
         except ATTEMPT_ERRORS as error:
-            results = [RewardError(str(error))] * len(completions)
+            failure = error if isinstance(error, RewardError) else RewardError(str(error))
+            results = [failure] * len(completions)
         scores = dict(zip(completions, results, strict=True))
         for root_id, tree in trees.items():
             unscored = {name: work.unscored[name] for name in tree}

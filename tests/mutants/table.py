@@ -1228,6 +1228,22 @@ MUTANTS: Final = (
         (DIAGNOSIS,),
     ),
     Mutant(
+        "unstarted-sandbox-is-a-failed-program",
+        "A sandbox that does not start scores the answer 0.",
+        "agent_loops/sandbox.py",
+        "            await interpreter._wait_ready()\n",
+        "            pass\n",
+        ("tests/unit/test_rewards_code.py",),
+    ),
+    Mutant(
+        "infrastructure-is-the-rewards-bug",
+        "A failure of a reward's infrastructure that its code wrapped counts as a bug of the reward.",
+        "async_rl/rollout/rewards/reward_calls.py",
+        "error = error.__cause__ or error.__context__",
+        "error = None",
+        ("tests/unit/test_rollout_rewards.py",),
+    ),
+    Mutant(
         "alert-on-counters-at-zero",
         "A counter that begins at zero raises its alert.",
         "monitoring/rules/async_rl.yml",

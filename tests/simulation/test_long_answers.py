@@ -181,9 +181,9 @@ async def test_the_policy_decides_on_a_group_when_siblings_failed(tmp_path: Path
     await world.train(100)
     counts = world.close()
     expected = {
-        "train_rest": (160 - 8, {"reward_error": 8}),  # of four groups, two siblings each
-        "drop": (160 - 16, {"reward_error": 8, "sibling_failed": 8}),
-        "retry": (160, {"reward_error": 8, "sibling_failed": 8}),
+        "train_rest": (160 - 8, {"reward_unavailable": 8}),  # of four groups, two siblings each
+        "drop": (160 - 16, {"reward_unavailable": 8, "sibling_failed": 8}),
+        "retry": (160, {"reward_unavailable": 8, "sibling_failed": 8}),
     }
     assert (counts.trained, counts.dropped) == expected[policy]
     retries = value_of(world.metrics.task_retries_total.labels("sibling_failed"))

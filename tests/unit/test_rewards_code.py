@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from agent_loops import sandbox
 from agent_loops.rewards_code import cases_of, code_tests, program_of
+from async_rl.errors import EnvironmentNotReady
 from tests.support.reward_functions import make_completion
 from tests.support.scripted_session import make_task
 
@@ -54,6 +56,24 @@ async def test_a_program_that_hangs_fails_its_tests_alone() -> None:
     task = make_task(answer="assert True")
     assert (await code_tests(task, make_completion("while True: pass"), wall_s=0.5))["reward"] == 0.0
     assert (await code_tests(task, make_completion("pass"), wall_s=30))["reward"] == 1.0
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.parametrize(
+    "start", ["exit 1", "echo cannot fork; exit 127", "kill -9 $$", "cat > /dev/null"], ids=str
+)
+@pytest.mark.parametrize(
+    "answer", ["assert True", {"inputs": [""], "outputs": ["1"]}], ids=["assert", "print"]
+)
+async def test_a_sandbox_that_does_not_start_is_no_failed_test(
+    monkeypatch: pytest.MonkeyPatch, start: str, answer: Any
+) -> None:
+    limits = {"wall_s": 0.5}
+    await code_tests(make_task(answer="assert True"), make_completion("pass"), **limits)  # it was checked
+    monkeypatch.setattr(sandbox, "sandbox_command", lambda _: (["/bin/sh", "-c", start], None))
+    monkeypatch.setattr(sandbox, "START_S", 1.0)
+    with pytest.raises(EnvironmentNotReady, match="sandbox"):
+        await code_tests(make_task(answer=answer), make_completion("print(1)"), **limits)
 
 
 @pytest.mark.parametrize("answer", [None, "[]", {"inputs": []}, 4, [{"in": 1}]])

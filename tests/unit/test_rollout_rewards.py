@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import subprocess
@@ -13,12 +14,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
 from aiohttp import web
 
-from async_rl.errors import ConfigError, RewardError
+from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.rewards.signatures import parts_of, style_of
@@ -59,8 +61,8 @@ def completion_of(text: str, prompt: str = "2 + 2?") -> Completion:
     )
 
 
-def count(metrics: Metrics, name: str, reward: str) -> float | None:
-    return metrics.registry.get_sample_value(f"async_rl_{name}", {"reward": reward})
+def count(metrics: Metrics, name: str, reward: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"async_rl_{name}", {"reward": reward, **labels})
 
 
 # -- how they are called -------------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ async def test_a_reward_that_hangs_fails_after_its_time_and_retries() -> None:
         await rewards.score_completion(task_of(), completion_of("x"))
     assert asyncio.get_running_loop().time() == 5 + 3 + 5 + 6 + 5
     assert count(metrics, "reward_retries_total", name) == 2
-    assert count(metrics, "reward_errors_total", name) == 1
+    assert count(metrics, "reward_errors_total", name, cause="infrastructure") == 1
     assert count(metrics, "reward_seconds_count", name) == 3
 
 
@@ -189,6 +191,58 @@ async def test_a_timeout_of_the_functions_own_is_not_taken_for_ours() -> None:
     rewards = rewards_of(reward=f"{HERE}:own_timeout")
     with pytest.raises(RewardError, match="raised TimeoutError: its database is slow"):
         await rewards.score_completion(task_of(), completion_of("x"))
+
+
+async def unreachable_database(task: Task, completion: Completion) -> float:
+    try:
+        raise ConnectionRefusedError("10.0.0.7:5432")
+    except OSError as error:
+        raise RuntimeError("cannot look up the answer") from error
+
+
+def full_disk(task: Task, completion: Completion) -> float:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def no_sandbox(task: Task, completion: Completion) -> float:
+    raise EnvironmentNotReady("sandbox: this machine refuses the isolation")
+
+
+async def lost_connection(task: Task, completion: Completion) -> float:
+    raise aiohttp.ServerDisconnectedError
+
+
+def buggy(task: Task, completion: Completion) -> float:
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize(
+    ("function", "infrastructure"),
+    [
+        ("unreachable_database", True),
+        ("full_disk", True),
+        ("no_sandbox", True),
+        ("lost_connection", True),
+        ("own_timeout", True),
+        ("buggy", False),
+    ],
+)
+@pytest.mark.parametrize("group", [False, True])
+async def test_a_failure_of_the_infrastructure_is_counted_apart_and_is_no_score(
+    function: str, infrastructure: bool, group: bool
+) -> None:
+    metrics, cause = Metrics(), "infrastructure" if infrastructure else "reward"
+    name = f"{HERE if function == 'own_timeout' else __name__}:{function}"
+    rewards = rewards_of(metrics, reward=name)
+    if group:
+        scores = await rewards.score_group(task_of(), [completion_of("x")])
+        error: Any = scores[0]
+    else:
+        with pytest.raises(RewardError) as failed:
+            await rewards.score_completion(task_of(), completion_of("x"))
+        error = failed.value
+    assert type(error) is (RewardUnavailable if infrastructure else RewardError)
+    assert count(metrics, "reward_errors_total", name, cause=cause) == 1
 
 
 @pytest.mark.parametrize(("failures", "reward"), [(2, 3.0), (3, None)])
@@ -356,35 +410,39 @@ async def test_a_server_is_asked_again_when_it_fails_for_now() -> None:
     async with server.rewards(metrics) as rewards:
         assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": 1.0}
     assert count(metrics, "reward_retries_total", "judge") == 2
-    assert count(metrics, "reward_errors_total", "judge") is None
+    for cause in ("infrastructure", "reward"):
+        assert count(metrics, "reward_errors_total", "judge", cause=cause) is None
 
 
 @pytest.mark.parametrize(
-    ("answer", "said", "asked"),
+    ("answer", "said", "asked", "infrastructure"),
     [
-        (say("no such model: s3cret", 404), r"reward judge refused: HTTP 404: no such model: …$", 1),
-        (say("<html>"), "refused: its answer is not JSON", 1),
-        (say("", 302, Location="http://example.org/"), "refused: HTTP 302", 1),
-        (say("1" * (2 << 20)), "refused: its answer is longer than", 1),
-        (say("[1]"), r"returned reward = \[1\]", 1),
-        (say("s3cret is busy", 503), "is unavailable: HTTP 503: … is busy", 3),
+        (say("no such model: s3cret", 404), r"reward judge refused: HTTP 404: no such model: …$", 1, True),
+        (say("too long", 422), r"reward judge refused: HTTP 422: too long$", 1, False),
+        (say("<html>"), "refused: its answer is not JSON", 1, True),
+        (say("", 302, Location="http://example.org/"), "refused: HTTP 302", 1, True),
+        (say("1" * (2 << 20)), "refused: its answer is longer than", 1, True),
+        (say("[1]"), r"returned reward = \[1\]", 1, False),
+        (say('{"error": "no GPU"}'), "the parts", 1, False),
+        (say("s3cret is busy", 503), "is unavailable: HTTP 503: … is busy", 3, True),
     ],
 )
 async def test_a_server_that_gives_no_reward_fails_the_trajectory(
-    monkeypatch: pytest.MonkeyPatch, answer: web.Response, said: str, asked: int
+    monkeypatch: pytest.MonkeyPatch, answer: web.Response, said: str, asked: int, infrastructure: bool
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     server = Server(answer)
     async with server.rewards(token_env="JUDGE_KEY", max_retries=2) as rewards:
-        with pytest.raises(RewardError, match=said):
+        with pytest.raises(RewardError, match=said) as failed:
             await rewards.score_completion(task_of(), completion_of("x"))
     assert len(server.seen) == asked
+    assert isinstance(failed.value, RewardUnavailable) == infrastructure
 
 
 async def test_a_server_that_is_not_there_fails_the_trajectory() -> None:
     settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 1, "retry_delay_s": 0}
     rewards = named(settings)
-    with pytest.raises(RewardError, match="is unavailable: ClientConnectorError"):
+    with pytest.raises(RewardUnavailable, match="is unavailable: ClientConnectorError"):
         await rewards.score_completion(task_of(), completion_of("x"))
     await rewards.close()
 

@@ -20,27 +20,24 @@ import aiohttp
 import msgspec
 
 from async_rl.config import HttpReward
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RewardUnavailable
 from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.types import Completion, Task
 
 _MAX_ANSWER_BYTES: Final = 1 << 20
 _MAX_SHOWN: Final = 200
 """The most characters of an answer that an error shows."""
+_BAD_REQUEST: Final = frozenset({400, 413, 422})
 _RETRY_STATUS: Final = frozenset({408, 429})
 
 
 class RewardRefused(Exception):
     """The server rejected the request; a retry would not help."""
 
-
-class RewardUnavailable(Exception):
-    """The server did not answer, but may answer later."""
-
-    def __init__(self, message: str, after_s: float = 0.0) -> None:
+    def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
-        self.after_s = after_s
-        """The delay that the server asks for before the next request."""
+        self.because_of_request = status in _BAD_REQUEST
+        """Whether the server blames the request, rather than, say, its key or its URL."""
 
 
 class RewardClient:
@@ -88,7 +85,7 @@ class RewardClient:
         if response.status in _RETRY_STATUS or response.status >= 500:
             raise RewardUnavailable(self._describe(response.status, answer), _seconds(response))
         if response.status != 200:
-            raise RewardRefused(self._describe(response.status, answer))
+            raise RewardRefused(self._describe(response.status, answer), response.status)
         try:
             return msgspec.json.decode(answer)
         except UNREADABLE as error:

@@ -10,7 +10,8 @@
 ```
 
 A reward that raises, hangs or returns an invalid value fails the trajectories that it was called for, never
-the run.
+the run, and never scores them 0. A failure of its infrastructure (a server, a process, a sandbox, a time
+limit) is a `RewardUnavailable` and is counted apart.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
+import aiohttp
+
 from async_rl.config import Config, FunctionReward, HttpReward, RewardConfig
-from async_rl.errors import ConfigError, RewardError
+from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.rewards.http_rewards import RewardClient, RewardRefused, RewardUnavailable, request_of
+from async_rl.rollout.rewards.http_rewards import RewardClient, RewardRefused, request_of
 from async_rl.rollout.rewards.signatures import (
     GROUP_STYLES,
     Style,
@@ -202,8 +205,8 @@ class _Reward:
         """Score one trajectory."""
         try:
             return self._parts(await self._call_with_retries(task, [completion]))
-        except RewardError:
-            self._metrics.reward_errors_total.labels(self._name).inc()
+        except RewardError as error:
+            self._count([error])
             raise
 
     async def score_group(
@@ -222,9 +225,13 @@ class _Reward:
                     scores.append(self._parts(result))
                 except RewardError as error:
                     scores.append(error)
-        failed = sum(isinstance(score, RewardError) for score in scores)
-        self._metrics.reward_errors_total.labels(self._name).inc(failed)
+        self._count([score for score in scores if isinstance(score, RewardError)])
         return scores
+
+    def _count(self, errors: Sequence[RewardError]) -> None:
+        for error in errors:
+            cause = "infrastructure" if isinstance(error, RewardUnavailable) else "reward"
+            self._metrics.reward_errors_total.labels(self._name, cause).inc()
 
     async def _call_with_retries(self, task: Task, completions: Sequence[Completion]) -> Any:
         """Call the reward until a call succeeds or its retries are used up."""
@@ -234,8 +241,9 @@ class _Reward:
                 async with self._slot():
                     return await self._call_once(task, completions)
             except RewardRefused as error:
-                raise RewardError(f"reward {self._name} refused: {error}") from error
-            except (RewardError, RewardUnavailable) as error:
+                kind = RewardError if error.because_of_request else RewardUnavailable
+                raise kind(f"reward {self._name} refused: {error}") from error
+            except RewardError as error:
                 failure = error
             if retry < last:
                 self._metrics.reward_retries_total.labels(self._name).inc()
@@ -243,8 +251,6 @@ class _Reward:
                 wait_s = min(_MAX_DELAY_S, max(asked_s, delay_s * 2.0**retry))
                 with waiting("reward", self._name, limit_s=_MAX_DELAY_S):
                     await asyncio.sleep(wait_s)
-        if isinstance(failure, RewardUnavailable):
-            raise RewardError(f"reward {self._name} is unavailable: {failure}") from failure
         raise failure
 
     def _slot(self) -> Any:
@@ -260,15 +266,18 @@ class _Reward:
                 waiting("reward", name, limit_s=self._settings.timeout_s, scope=scope) as wait,
             ):
                 return await self.call(task, completions)
-        except (RewardRefused, RewardUnavailable):
+        except RewardRefused:
             raise
+        except RewardUnavailable as error:
+            raise RewardUnavailable(f"reward {name} is unavailable: {error}", error.after_s) from error
         except Exception as error:
+            kind = RewardUnavailable if _is_infrastructure(error) else RewardError
             if isinstance(error, TimeoutError) and scope.expired():
                 why = f"took more than {self._limit_key} = {limit_s}: raise it or make it faster"
                 why = "was ended by the stall doctor: bound its own waits" if wait.cut else why
             else:
                 why = f"raised {type(error).__name__}: {error}"
-            raise RewardError(f"reward {name} {why}") from error
+            raise kind(f"reward {name} {why}") from error
         finally:
             self._metrics.reward_seconds.labels(name).observe(self._clock() - since_s)
 
@@ -290,6 +299,20 @@ class _Reward:
     def _with_name(self, error: RewardError) -> RewardError:
         text = str(error)
         return error if text.startswith("reward ") else RewardError(f"reward {self._name} {text}")
+
+
+def _is_infrastructure(error: BaseException | None) -> bool:
+    """Return whether an error is, or was caused by, one of the system: a connection, a process, a limit.
+
+    Clients of servers often wrap them: `openai.APIConnectionError` is caused by an `OSError`.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError | MemoryError | EnvironmentNotReady | aiohttp.ClientConnectionError):
+            return True  # TimeoutError and the death of a worker process are OSErrors
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _ConcurrencySlot:

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import count
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, cast
 
 from async_rl.config import RolloutConfig
-from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, WorkerLost
+from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, RewardUnavailable, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.attempt import AttemptResult
 from async_rl.rollout.backend import RolloutBackend
@@ -254,7 +254,7 @@ class WorkerBackend(RolloutBackend):
                     answer = await inbox.next_message()
             except WorkerLost as error:
                 if not left:
-                    raise RewardError(
+                    raise RewardUnavailable(
                         f"its rollout worker ended {_MAX_SCORE_TRIES} times: {error}"
                     ) from error
                 continue
@@ -264,7 +264,7 @@ class WorkerBackend(RolloutBackend):
             assert isinstance(answer, GroupScored), "the only answer to a ScoreGroup"
             if answer.failure is not None:
                 raise answer.failure.error
-            return [RewardError(s.failure.text) if s.failure else s.parts for s in answer.scores]
+            return [cast(RewardError, s.failure.error) if s.failure else s.parts for s in answer.scores]
         raise AssertionError("the last try raises or returns")
 
     async def _choose_worker(self) -> WorkerHandle:
