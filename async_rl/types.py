@@ -41,10 +41,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     answer: Any = None
     metadata: dict[str, Any] = {}
     agent_loop: str | None = None
-    """The dotted path or name of the agent loop for this example; None uses `rollout.agent_loop`."""
+    """The name of the agent loop for this example, or a dotted path (`rollout.trust_examples`); None uses
+    `rollout.agent_loop`."""
     reward: str | None = None
-    """The dotted path or name of the reward for this example; None uses that of its data source, or
-    `rollout.reward`."""
+    """The name of the reward for this example, or a dotted path (`rollout.trust_examples`); None uses that of
+    its data source, or `rollout.reward`."""
     data_source: str = ""
     """The collection that the example is from, where it names one."""
     tools: list[dict[str, Any]] = []

@@ -35,8 +35,8 @@ class RowsConfig(Strict, frozen=True, kw_only=True):
         str | None,
         Meta(
             description=(
-                "Key of an example's own agent loop, a dotted path or a name of "
-                "`rollout.agent_loops`; examples without one use `rollout.agent_loop`."
+                "Key of an example's own agent loop, a name of `rollout.agent_loops` (or a dotted path with "
+                "`rollout.trust_examples`); examples without one use `rollout.agent_loop`."
             )
         ),
     ] = None
@@ -44,8 +44,9 @@ class RowsConfig(Strict, frozen=True, kw_only=True):
         str | None,
         Meta(
             description=(
-                "Key of an example's own reward, a dotted path or a name of `rollout.rewards`; "
-                "examples without one use that of their data source, or `rollout.reward`."
+                "Key of an example's own reward, a name of `rollout.rewards` (or a dotted path with "
+                "`rollout.trust_examples`); examples without one use that of their data source, or "
+                "`rollout.reward`."
             )
         ),
     ] = None

@@ -137,6 +137,16 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = {}
+    trust_examples: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Import agent loops and rewards that examples name by dotted path. Such a dataset runs any "
+                "code with your rights: set this only for data that you trust like your own code. "
+                "Otherwise examples may only name what `agent_loops`, `rewards` and the defaults declare."
+            )
+        ),
+    ] = False
     group_size: Annotated[int, Meta(ge=1, description="Trajectories per task (G).")] = 8
     max_concurrent_trajectories: Annotated[
         int,

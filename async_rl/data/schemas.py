@@ -100,8 +100,8 @@ def to_task(example: Any, number: int, where: str, keys: Keys) -> Task:
         raise ConfigError(f"{where}: {keys.id!r} is {kind(task_id)}; expected a string or an integer")
     names: dict[str, str | None] = {}
     for name, what in (
-        (keys.agent_loop, "`module:Class`, a name of rollout.agent_loops or null"),
-        (keys.reward, "`module:function`, a name of rollout.rewards or null"),
+        (keys.agent_loop, "a name of rollout.agent_loops or null"),
+        (keys.reward, "a name of rollout.rewards or null"),
         (keys.data_source, "a name or null"),
     ):
         value = _get(example, name)

@@ -50,7 +50,7 @@ class AgentLoops:
         """Return the agent loop of a dotted path or a name of `rollout.agent_loops`; None is the default.
 
         Raises:
-            ConfigError: The name is unknown, or the loop cannot be loaded or made.
+            ConfigError: The name is unknown or not declared, or the loop cannot be loaded or made.
         """
         name = name or self._config.agent_loop
         if name not in self._made:
@@ -114,6 +114,12 @@ class AgentLoops:
             )
         if named is None:
             default = name == config.agent_loop
+            if not (default or config.trust_examples):
+                raise ConfigError(
+                    f"an example names the agent loop {name}, which the config does not declare: add "
+                    f"rollout.agent_loops: {{mine: {{loop: {name}}}}} and write `mine` in the example. Or "
+                    f"set rollout.trust_examples: true, which lets the dataset run any code with your rights"
+                )
             named = NamedLoop(loop=name, args=config.agent_loop_args if default else {})
             key = "rollout.agent_loop_args"
         kind = load_object(named.loop, what="agent loop")

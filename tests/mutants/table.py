@@ -764,6 +764,22 @@ MUTANTS: Final = (
         (SGLANG,),
     ),
     Mutant(
+        "examples-import-agent-loops",
+        "A dataset runs any code by naming it as an agent loop.",
+        "async_rl/rollout/loops.py",
+        "            if not (default or config.trust_examples):\n",
+        "            if False:\n",
+        ("tests/unit/test_untrusted_examples.py",),
+    ),
+    Mutant(
+        "examples-import-rewards",
+        "A dataset runs any code by naming it as a reward.",
+        "async_rl/rollout/rewards/reward_calls.py",
+        "        if name not in declared and not rollout.trust_examples:\n",
+        "        if False:\n",
+        ("tests/unit/test_untrusted_examples.py",),
+    ),
+    Mutant(
         "events-may-be-endless",
         "A line without end fills the driver's memory.",
         "async_rl/engines/sglang/sse.py",

@@ -132,8 +132,14 @@ def test_tasks_are_equal_when_the_same_rows_are_parquet(tmp_path: Path):
         ({"messages": [{"role": "user", "content": 3}]}, r"'content' is int 3; expected a string"),
         ({"messages": "hi", "id": 1.5}, "'id' is float 1.5; expected a string or an integer"),
         ({"messages": "hi", "id": True}, "'id' is a boolean"),
-        ({"messages": "hi", "agent_loop": 3}, "'agent_loop' is int 3; expected `module:Class`, a name of"),
-        ({"messages": "hi", "reward_function": 3}, "'reward_function' is int 3; expected `module:function`"),
+        (
+            {"messages": "hi", "agent_loop": 3},
+            "'agent_loop' is int 3; expected a name of rollout.agent_loops",
+        ),
+        (
+            {"messages": "hi", "reward_function": 3},
+            "'reward_function' is int 3; expected a name of rollout.rewards",
+        ),
         ({"messages": "hi", "data_source": ["a"]}, "'data_source' is a list; expected a name or null"),
         ({"messages": "hi", "tools": "search"}, "'tools' is a string; expected a list of JSON schemas"),
     ],

@@ -127,7 +127,10 @@ async def test_a_group_is_scored_by_one_call_and_nonsense_fails_its_own_alone() 
 @in_virtual_time
 async def test_a_task_has_the_reward_of_its_row_or_its_source_or_the_default() -> None:
     rewards = rewards_of(
-        reward="a", rewards={"a": {"function": f"{HERE}:length"}}, rewards_by_source={"gsm8k": f"{HERE}:rm"}
+        reward="a",
+        rewards={"a": {"function": f"{HERE}:length"}},
+        rewards_by_source={"gsm8k": f"{HERE}:rm"},
+        trust_examples=True,
     )
     assert rewards.name_for(task_of()) == "a"
     assert rewards.name_for(task_of(data_source="other")) == "a"

@@ -112,7 +112,7 @@ class Rewards:
         """Return the name of a task's reward.
 
         Raises:
-            ConfigError: The task names a reward that cannot be loaded.
+            ConfigError: The task names a reward that is not declared or cannot be loaded.
         """
         rollout = self._config.rollout
         name = task.reward or rollout.rewards_by_source.get(task.data_source) or rollout.reward
@@ -167,6 +167,14 @@ class Rewards:
             raise ConfigError(
                 f"reward {name!r} is neither a dotted path nor a name of rollout.rewards (there: {known}); "
                 f"write `module:function`, or add rollout.rewards.{name}: {{function: module:function}}"
+            )
+        rollout = self._config.rollout
+        declared = (rollout.reward, *rollout.rewards_by_source.values())
+        if name not in declared and not rollout.trust_examples:
+            raise ConfigError(
+                f"an example names the reward {name}, which the config does not declare: add "
+                f"rollout.rewards: {{mine: {{function: {name}}}}} and write `mine` in the example. Or set "
+                f"rollout.trust_examples: true, which lets the dataset run any code with your rights"
             )
         return FunctionReward(function=name)
 
