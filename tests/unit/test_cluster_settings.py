@@ -1,0 +1,175 @@
+"""What a cluster asks Ray for, and how long it waits: settings of `placement` and the limits of a start."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+
+from async_rl.config import apply_override, parse_config
+from async_rl.errors import EnvironmentNotReady
+from async_rl.placement import actor_shutdown, rollout_worker_actor
+from async_rl.placement.actors import ActorSetup
+from async_rl.placement.ray_cluster import RayCluster
+from async_rl.simulation.virtual_time import in_virtual_time
+from tests.support.run_config import MOE
+
+
+class Asked(NamedTuple):
+    """What was asked for one kind of process."""
+
+    resources: dict[str, float]
+    count: int
+    strategy: str
+
+
+class RecordedPlacements:
+    """Placements that are there at once, unless a test lets them wait; `asked` holds what was asked for."""
+
+    asked: dict[str, Asked]
+    limits: list[float]
+    wait: Callable[[], Awaitable[None]]
+
+    def __init__(
+        self, what: str, asked: dict[str, float], count: int, strategy: str, **options: object
+    ) -> None:
+        self.asked[what] = Asked(asked, count, strategy)
+
+    async def wait_ready(self, limit_s: float) -> None:
+        self.limits.append(limit_s)
+
+    def actor_options(self, number: int) -> dict[str, Any]:
+        return {}
+
+
+class SilentActor:
+    """A handle of an actor none of whose calls returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def remote(self, *arguments: object) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+
+class SilentRay:
+    """A Ray whose actors start and never answer; it records how they were to start."""
+
+    def __init__(self) -> None:
+        self.options_of: list[dict[str, Any]] = []
+
+    def remote(self, *classes: type, **options: object) -> Any:
+        return self if classes else lambda each: self
+
+    def options(self, **options: Any) -> Any:
+        self.options_of.append(options)
+        return type("Start", (), {"remote": staticmethod(lambda *arguments: SilentActor())})
+
+    def kill(self, actor: object) -> None: ...
+
+    def get_runtime_context(self) -> Any:
+        return self
+
+    def get_node_id(self) -> str:
+        return "driver"
+
+
+@pytest.fixture
+def silent_ray(monkeypatch: pytest.MonkeyPatch) -> SilentRay:
+    """Puts a silent Ray and recorded placements where the cluster finds the real ones."""
+    fake = SilentRay()
+    monkeypatch.setattr(RecordedPlacements, "asked", {}, raising=False)
+    monkeypatch.setattr(RecordedPlacements, "limits", [], raising=False)
+    cluster_module = sys.modules[RayCluster.__module__]  # the package has a function of this name
+    monkeypatch.setattr(cluster_module, "Placements", RecordedPlacements)
+    for module in (cluster_module, rollout_worker_actor, actor_shutdown):
+        monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(rollout_worker_actor, "node_address", lambda: "127.0.0.1")
+    return fake
+
+
+SETUP: Final = ActorSetup(".", ".shared", "marker", "driver")
+
+
+def tree_of(folder: Path, *overrides: str) -> dict[str, Any]:
+    """Returns a config on a CPU with these settings, as plain values."""
+    (folder / "config.json").write_text(json.dumps(MOE))
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder)},
+        "engine": {"device": "cpu"},
+        "trainer": {"device": "cpu"},
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    return tree
+
+
+def cluster_of(folder: Path, *overrides: str) -> RayCluster:
+    return RayCluster(parse_config(tree_of(folder, *overrides)), folder)
+
+
+REQUESTS: Final[dict[str, Callable[[dict[str, Asked]], Any]]] = {
+    "placement.cpus_per_engine=3": lambda asked: asked["engine"].resources["CPU"] == 3,
+    "placement.gpus_per_engine=0.5": lambda asked: asked["engine"].resources["GPU"] == 0.5,
+    "placement.resources_per_engine={fast: 2}": lambda asked: asked["engine"].resources.get("fast") == 2,
+    "placement.engine_strategy=PACK": lambda asked: asked["engine"].strategy == "PACK",
+    "engine.num_engines=3": lambda asked: asked["engine"].count == 3,
+    "placement.cpus_per_rank=3": lambda asked: asked["trainer rank"].resources["CPU"] == 3,
+    "placement.gpus_per_rank=0.5": lambda asked: asked["trainer rank"].resources["GPU"] == 0.5,
+    "placement.resources_per_rank={fast: 2}": lambda asked: asked["trainer rank"].resources.get("fast") == 2,
+    "placement.trainer_strategy=SPREAD": lambda asked: asked["trainer rank"].strategy == "SPREAD",
+    "trainer.num_ranks=3": lambda asked: asked["trainer rank"].count == 3,
+    "trainer.device=cuda": lambda asked: asked["trainer rank"].resources["GPU"] == 1,
+}
+
+
+@pytest.mark.parametrize("override", REQUESTS)
+def test_ray_is_asked_for_what_a_setting_says(tmp_path: Path, silent_ray: SilentRay, override: str) -> None:
+    cluster_of(tmp_path)
+    assert not REQUESTS[override](RecordedPlacements.asked)
+    cluster_of(tmp_path, override)
+    assert REQUESTS[override](RecordedPlacements.asked)
+
+
+@in_virtual_time
+async def ends_after(start: Awaitable[Any]) -> float:
+    begin_s = asyncio.get_running_loop().time()
+    with pytest.raises((EnvironmentNotReady, ExceptionGroup)):  # a group where several engines start
+        await start
+    return asyncio.get_running_loop().time() - begin_s
+
+
+def test_placements_are_waited_for_as_long_as_the_config_says(tmp_path: Path, silent_ray: SilentRay) -> None:
+    cluster = cluster_of(tmp_path, "placement.wait_s=7", "engine.start_timeout_s=1", "trainer.start_timeout_s=1")
+    ends_after(cluster.start_engines())
+    ends_after(cluster.start_trainer())
+    assert RecordedPlacements.limits == [7, 7]
+
+
+def test_a_start_of_servers_ends_with_an_error_after_its_limit(tmp_path: Path, silent_ray: SilentRay) -> None:
+    assert ends_after(cluster_of(tmp_path, "engine.start_timeout_s=5").start_engines()) == 5
+
+
+def test_a_start_of_ranks_ends_with_an_error_after_its_limit(tmp_path: Path, silent_ray: SilentRay) -> None:
+    assert ends_after(cluster_of(tmp_path, "trainer.start_timeout_s=5").start_trainer()) == 5
+
+
+async def start_worker(config: Any, folder: Path) -> None:
+    async with rollout_worker_actor.rollout_worker(config, "worker 0", SETUP, folder / "log"):
+        pass
+
+
+def test_a_start_of_rollout_workers_ends_with_an_error_after_its_limit(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
+    config = parse_config(tree_of(tmp_path, "rollout.worker_start_timeout_s=5"))
+    assert ends_after(start_worker(config, tmp_path)) == 5
+
+
+def test_a_rollout_worker_reserves_its_cpus(tmp_path: Path, silent_ray: SilentRay) -> None:
+    config = parse_config(tree_of(tmp_path, "placement.cpus_per_rollout_worker=3"))
+    ends_after(start_worker(config, tmp_path))
+    assert [options["num_cpus"] for options in silent_ray.options_of] == [3]

@@ -1,0 +1,42 @@
+"""The command line of an SGLang server."""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from async_rl.config import SGLangEngines, apply_override, parse_config
+from async_rl.engines.sglang.server import SGLangServer
+from tests.support.run_config import MOE
+
+OPTIONS: Final = {
+    "model.dtype=float32": "--dtype=float32",
+    "engine.device=cuda": "--device=cuda",
+    "engine.tp_size=2": "--tp-size=2",
+    "engine.host=127.0.0.2": "--host=127.0.0.2",
+    "engine.context_length=5000": "--context-length=5000",
+    "engine.max_running_requests=5": "--max-running-requests=5",
+    "engine.max_total_tokens=700": "--max-total-tokens=700",
+    "engine.extra_args=[--schedule-policy=lpm]": "--schedule-policy=lpm",
+}
+
+
+def command_of(folder: Path, *overrides: str) -> list[str]:
+    """Returns the command of a server with these settings, on a CPU unless they say otherwise."""
+    (folder / "config.json").write_text(json.dumps(MOE))
+    tree: dict[str, Any] = {"model": {"path": str(folder)}, "engine": {"device": "cpu"}}
+    for override in overrides:
+        apply_override(tree, override)
+    config = parse_config(tree)
+    assert isinstance(config.engine, SGLangEngines)
+    server = SGLangServer(config.engine, config.model, routing=False, index=0, log_dir=folder, seed=0)
+    return server.command()
+
+
+@pytest.mark.parametrize("override", OPTIONS)
+def test_a_setting_is_on_the_command_line_when_it_differs_from_its_default(
+    tmp_path: Path, override: str
+) -> None:
+    assert OPTIONS[override] not in command_of(tmp_path)
+    assert OPTIONS[override] in command_of(tmp_path, override)
