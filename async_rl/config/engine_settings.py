@@ -180,12 +180,6 @@ class SimulatedEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind
         30000.0
     )
     mean_new_tokens: Annotated[float, Meta(gt=0, description="Mean length of an answer, tokens.")] = 32.0
-    vocab_size: Annotated[
-        int, Meta(ge=4, description="Size of the vocabulary that token ids are drawn from.")
-    ] = 512
-    num_layers: Annotated[int, Meta(ge=1, description="Layers in the routing payload.")] = 2
-    num_experts: Annotated[int, Meta(ge=2, description="Experts per layer.")] = 8
-    top_k: Annotated[int, Meta(ge=1, description="Experts per token.")] = 2
 
 
 class RoutingConfig(Strict, frozen=True, kw_only=True):

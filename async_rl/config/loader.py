@@ -25,6 +25,12 @@ DEFAULT_REWARD: Final = "function"
 RENAMED: Final = {"rollout.overage": "rollout.staleness_policy"}
 """Settings of earlier versions, and their present names."""
 
+REMOVED: Final = dict.fromkeys(
+    ("engine.vocab_size", "engine.num_layers", "engine.num_experts", "engine.top_k"),
+    "simulated engines take the dimensions of the model at model.path",
+)
+"""Settings of earlier versions that had no effect, and what applies instead."""
+
 _YES_AND_NO: Final = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """What YAML 1.1 reads as a boolean and YAML 1.2 as text."""
 
@@ -93,6 +99,9 @@ def parse_config(tree: dict[str, Any], source: str = "config", *, overrides: Seq
     for old, new in RENAMED.items():
         if _has(tree, old):
             raise ConfigError(f"{_blame(old, source, overrides)}: {old} was renamed: use {new}")
+    for old, instead in REMOVED.items():
+        if _has(tree, old):
+            raise ConfigError(f"{_blame(old, source, overrides)}: {old} was removed: {instead}; leave it out")
     engine = tree.setdefault("engine", {})
     if isinstance(engine, dict):
         engine.setdefault("kind", DEFAULT_ENGINE)

@@ -14,7 +14,7 @@ import random
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Literal, NoReturn, get_args
+from typing import Final, Literal, NoReturn, get_args
 
 import msgspec
 import numpy as np
@@ -57,6 +57,11 @@ _MAX_PAGES = 1 << 16
 
 _EOS = 2
 """Stops a call whose request has no stop token."""
+
+_TINY: Final = EngineFacts(
+    num_layers=2, moe_layers=(0, 1), num_experts=8, top_k=2, vocab_size=512, context_length=1 << 20
+)
+"""The dimensions of an engine that is given no model."""
 
 CallFault = Literal["die", "hang", "wrong_rows", "nan", "lose", "repeat", "busy"]
 UpdateFault = Literal["refuse_flush", "partial_update"]
@@ -268,23 +273,17 @@ class SimulatedEngine:
             policy: Chooses tokens; None draws them evenly, with answers of `config.mean_new_tokens`.
             context_length: Longest call, prompt and answer.
             update_s: How long a weight update takes.
-            facts: The model's dimensions, for the shape of its routing; None takes the config's.
+            facts: The model's dimensions, for its vocabulary and the shape of its routing; None takes those
+                of a tiny model.
             chunk_tokens: Tokens of a chunk, like the `stream_interval` of SGLang.
         """
         self._engine_id = engine_id
         self._config = config
         self._seed = seed
-        self._policy = policy or _uniform_policy(config)
+        self.facts = facts or msgspec.structs.replace(_TINY, context_length=context_length)
+        self._policy = policy or _uniform_policy(config.mean_new_tokens, self.facts.vocab_size)
         self._update_s = update_s
         self._chunk_tokens = chunk_tokens
-        self.facts = facts or EngineFacts(
-            num_layers=config.num_layers,
-            moe_layers=tuple(range(config.num_layers)),
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            vocab_size=config.vocab_size,
-            context_length=context_length,
-        )
         self.faults: list[Fault] = []
         """Faults that have not happened yet, in order."""
         self._random = random.Random()
@@ -636,13 +635,13 @@ class SimulatedEngine:
         return None
 
 
-def _uniform_policy(config: SimulatedEngines) -> Policy:
+def _uniform_policy(mean_new_tokens: float, vocab_size: int) -> Policy:
     """Returns a policy that draws tokens evenly and answers of geometric length; ids below 4 are special."""
 
     def choose(prefix: Sequence[int], rng: random.Random) -> int | None:
-        if rng.random() * config.mean_new_tokens < 1.0:
+        if rng.random() * mean_new_tokens < 1.0:
             return None
-        return 3 + int(rng.random() * (config.vocab_size - 3))
+        return 3 + int(rng.random() * (vocab_size - 3))
 
     return choose
 

@@ -245,7 +245,6 @@ def _config(rng: random.Random, seed: int) -> Config:
             "decode_step_s": rng.choice((0.002, 0.02, 0.1)),
             "prefill_tokens_per_s": rng.choice((300.0, 3000.0, 100_000.0)),
             "mean_new_tokens": rng.choice((3.0, 6.0, 12.0)),
-            "vocab_size": FACTS.vocab_size,
             "stall_s": rng.choice((3.0, 10.0)),
             "probe_s": 2.0,
             "probe_timeout_s": 1.0,

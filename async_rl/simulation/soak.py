@@ -41,7 +41,7 @@ from async_rl.observability.records import TrajectoryCounts
 from async_rl.simulation import growth
 from async_rl.simulation.faults import FAULTS, FaultKind, Setting, fault_table
 from async_rl.simulation.growth import Growth, regress
-from async_rl.simulation.scenario import FACTS, Death, Ending, Injection, Scenario, Speeds, draw_task
+from async_rl.simulation.scenario import Death, Ending, Injection, Scenario, Speeds, draw_task
 from async_rl.simulation.scratch import scratch
 from async_rl.simulation.simulate import Simulation
 
@@ -164,7 +164,6 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "max_running_requests": plan.slots,
             "decode_step_s": 0.02,
             "mean_new_tokens": 16.0,
-            "vocab_size": FACTS.vocab_size,
             "stall_s": 5.0,
             "probe_s": 2.0,
             "probe_timeout_s": 1.0,

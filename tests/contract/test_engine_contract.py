@@ -46,7 +46,7 @@ class Subject:
 @pytest.fixture(params=["simulated", pytest.param("sglang", marks=pytest.mark.sglang)])
 async def subject(request: pytest.FixtureRequest):
     if request.param == "simulated":
-        config = SimulatedEngines(max_running_requests=4, vocab_size=300, num_layers=3)
+        config = SimulatedEngines(max_running_requests=4)
         engine = SimulatedEngine(
             "engine-0",
             config,

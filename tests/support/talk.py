@@ -113,7 +113,7 @@ def talking(
 ) -> tuple[Bench, Talker]:
     """A bench whose policy follows a script, with a context for long conversations."""
     talker = Talker(script)
-    config = SimulatedEngines(**{"decode_step_s": 0.0, "vocab_size": 300, **engine})
+    config = SimulatedEngines(**{"decode_step_s": 0.0, **engine})
     simulated = SimulatedEngine("engine-0", config, seed=1, policy=talker, facts=FACTS)
     bench = Bench(
         simulated,

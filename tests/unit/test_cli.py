@@ -13,7 +13,7 @@ import yaml
 
 from async_rl.cli.main import main
 from async_rl.config import apply_override, describe_fields, load_config, reference
-from async_rl.config.loader import RENAMED
+from async_rl.config.loader import REMOVED, RENAMED
 from async_rl.run import preflight
 from async_rl.runtime import yaml12
 from tests.support.run_config import write_run
@@ -108,10 +108,18 @@ def test_the_new_name_is_given_when_a_config_has_a_renamed_setting(
     assert f"{path}: {old} was renamed: use {new}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("old", REMOVED)
+def test_a_removed_setting_is_refused_with_what_applies_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str
+) -> None:
+    assert main(["check", str(write_run(tmp_path)), f"{old}=8"]) == 2
+    assert f"override '{old}=8': {old} was removed: {REMOVED[old]}; leave it out" in capsys.readouterr().err
+
+
 def test_every_renamed_setting_has_a_present_name() -> None:
     present = {key for key, *_ in describe_fields()}
     assert set(RENAMED.values()) <= present
-    assert not present & RENAMED.keys()
+    assert not present & (RENAMED.keys() | REMOVED.keys())
 
 
 def test_the_remedy_is_named_when_a_dense_model_is_to_replay_routing(
