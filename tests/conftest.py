@@ -59,7 +59,7 @@ def place_in_queue(item: pytest.Item) -> int:
     found = lane(item.nodeid.partition("::")[0])
     if "/" not in found:
         return 0
-    return 1 if found.startswith(("tests/mutants/", "tests/simulation/")) else 2
+    return 1 if found.startswith(("tests/mutants/", "tests/settings/", "tests/simulation/")) else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:

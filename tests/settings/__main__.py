@@ -29,7 +29,9 @@ def main() -> int:
             print(effect.output)
     without = sum(bool(effect.problem) for effect in effects)
     took_s = time.monotonic() - begin_s
-    print(f"{len(effects)} settings in {took_s:.0f} s: {len(effects) - without} have an effect, {without} not")
+    print(
+        f"{len(effects)} settings in {took_s:.0f} s: {len(effects) - without} have an effect, {without} not"
+    )
     return int(without > 0)
 
 

@@ -6,7 +6,7 @@ config says, and so do its checks and what displays it: a setting that is only c
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final, get_args, get_origin, get_type_hints
@@ -56,7 +56,8 @@ def _ignore_field(section: type[Strict], name: str) -> None:
     real: Any = getattr(section, name)
 
     def read(self: Strict) -> Any:
-        if type(self) is section and _is_program(sys._getframe(1)):
+        here = inspect.currentframe()
+        if type(self) is section and here and here.f_back and _is_program(here.f_back):
             return default
         return real.__get__(self)
 

@@ -6,24 +6,24 @@ setting every test must pass, or its failure would show nothing.
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import IO, Final, NamedTuple, cast
+from collections.abc import Iterator
+from typing import IO, Final, NamedTuple
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 from tests.settings.ignoring import ignore_setting
 
-_LIMIT_S: Final = 60
-"""The limit of one trial. A test that waits forever without its setting has noticed it."""
+_LIMIT_S: Final = 120
+"""The limit of one trial, which then counts as failed: a test that waits forever has noticed."""
 
 _PASSED, _FAILED, _BROKEN = range(3)
+"""Exit codes of a trial. A process that reaches its limit exits with 1, too."""
 
 
 class Effect(NamedTuple):
@@ -57,6 +57,8 @@ class Trials:
         """Takes the test of each setting, by the setting's key."""
         self._tests, self._jobs = tests, jobs
         self._verdicts: dict[tuple[str | None, str], _Verdict] = {}
+        self._reports: list[pytest.TestReport] = []
+        """In the process of a trial: those of its test."""
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Runs each test once for every setting that it should notice, and once with all settings."""
@@ -69,11 +71,37 @@ class Trials:
                 key, test = waiting.popleft()
                 output = tempfile.TemporaryFile()  # noqa: SIM115, read and closed when the trial ends
                 trial = _Trial(key, test, output, time.monotonic())
-                running[_fork(trial, items[test])] = trial
+                running[self._fork(trial, items[test])] = trial
             process, status = os.waitpid(-1, 0)
             trial = running.pop(process)
             self._verdicts[trial.key, trial.test] = _verdict(trial, os.waitstatus_to_exitcode(status))
         return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps the report of a phase of the test, in the process of its trial."""
+        self._reports.append(report)
+
+    def _fork(self, trial: _Trial, item: pytest.Item) -> int:
+        """Starts the process of a trial, and returns its id."""
+        process = os.fork()
+        if process:
+            return process
+        code = _BROKEN
+        try:
+            for stream in (1, 2):
+                os.dup2(trial.output.fileno(), stream)
+            faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
+            if trial.key is not None:
+                ignore_setting(trial.key)
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+            print(*(report.longreprtext for report in self._reports if not report.passed), sep="\n")
+            if all(report.passed for report in self._reports):
+                code = _PASSED
+            elif any(report.failed for report in self._reports):
+                code = _FAILED
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
 
     def effects(self) -> Iterator[Effect]:
         """Yields the result of each setting, in order."""
@@ -85,7 +113,7 @@ class Trials:
                 yield Effect(key, test, without.seconds, "the test fails or is skipped anyway", whole.output)
             elif without.code == _PASSED:
                 yield Effect(key, test, without.seconds, "the test passes without it", without.output)
-            elif without.code not in (_FAILED, -signal.SIGALRM):
+            elif without.code != _FAILED:
                 yield Effect(key, test, without.seconds, "the trial broke", without.output)
             else:
                 yield Effect(key, test, without.seconds, "", without.output)
@@ -95,31 +123,8 @@ def run_trials(tests: dict[str, str], jobs: int) -> list[Effect]:
     """Runs the trials of settings, given the test of each."""
     trials = Trials(tests, jobs)
     files = sorted({test.partition("::")[0] for test in tests.values()})
-    pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-p", "no:terminal", *files], plugins=[trials])
+    pytest.main(["-q", "-s", "-p", "no:cacheprovider", *files], plugins=[trials])
     return list(trials.effects())
-
-
-def _fork(trial: _Trial, item: pytest.Item) -> int:
-    process = os.fork()
-    if process:
-        return process
-    code = _BROKEN
-    try:
-        os.setpgid(0, 0)
-        signal.alarm(_LIMIT_S)
-        for stream in (1, 2):
-            os.dup2(trial.output.fileno(), stream)
-        if trial.key is not None:
-            ignore_setting(trial.key)
-        reports = cast("Sequence[pytest.TestReport]", runtestprotocol(item, log=False))
-        print(*(report.longreprtext for report in reports if not report.passed), sep="\n", flush=True)
-        if all(report.passed for report in reports):
-            code = _PASSED
-        elif any(report.failed for report in reports):
-            code = _FAILED
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
 
 
 def _verdict(trial: _Trial, code: int) -> _Verdict:

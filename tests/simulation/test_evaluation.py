@@ -208,6 +208,29 @@ def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path):
     assert [record.weight_version for record in world.records] == [2, 4]
 
 
+def test_the_answers_of_as_many_evaluations_are_kept_as_the_config_says(tmp_path):
+    world = World(make_config(tmp_path, keep_answers=1))
+    check(world, world.run())
+    assert [folder.name for folder in (world.run_dir / "evaluations").iterdir()] == ["version_00000006"]
+
+
+def test_no_more_answers_are_written_at_a_time_than_the_config_allows(tmp_path):
+    durations = []
+    for number in (64, 1):
+        world = World(make_config(tmp_path / str(number), max_concurrent=number))
+        check(world, world.run())
+        durations.append(world.records[0].duration_s)
+    assert durations[1] > 3 * durations[0]
+
+
+def test_an_answer_passes_from_the_reward_of_the_config_on(tmp_path):
+    world = World(make_config(tmp_path, pass_reward=2.0))
+    check(world, world.run())
+    scores = [score for record in world.records for score in record.scores.values()]
+    assert max(score.reward.value for score in scores) > 0
+    assert {estimate.value for score in scores for estimate in score.pass_at.values()} == {0.0}
+
+
 @pytest.mark.parametrize("rolling", [False, True])
 def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_path, rolling):
     """An evaluation takes five steps' time, so that the weights move on in the middle of it."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from agent_loops.single_turn import SingleTurnLoop
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.errors import AsyncRLError
+from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
@@ -99,6 +101,30 @@ async def test_a_run_trains_every_step_and_accounts_for_every_trajectory(calcula
     assert summary.routing.rows_invalid == 0
     trained = [i for batch in cluster.trainer.batches for i in batch.trajectory_ids]
     assert len(set(trained)) == len(trained)
+
+
+async def test_a_run_is_served_and_announced_where_the_config_says(calculator, tmp_path):
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+    config = make_config(
+        calculator,
+        tmp_path,
+        "run.max_steps=1",
+        "metrics.host=127.0.0.2",
+        f"metrics.port={port}",
+        f"metrics.targets_dir={tmp_path / 'targets'}",
+    )
+    cluster = LocalCluster(config)
+    original, seen = cluster.trainer.train_step, []
+
+    async def look(path: str, step: int):
+        seen.append((tmp_path / "sim" / URL_FILE).read_text())
+        seen.append(len(list((tmp_path / "targets").iterdir())))
+        return await original(path, step)
+
+    cluster.trainer.train_step = look  # type: ignore[method-assign]
+    await run(config, cluster)
+    assert seen == [f"http://127.0.0.2:{port}", 1]
 
 
 async def test_records_are_of_their_own_step(calculator, tmp_path):
@@ -251,12 +277,14 @@ async def test_what_was_trained_is_saved_when_the_run_ends_with_an_error(calcula
 
 
 async def test_the_run_ends_with_the_cause_when_every_reward_fails(calculator, tmp_path):
-    config = make_config(calculator, tmp_path, f"rollout.reward={__name__}:always_fail")
+    config = make_config(
+        calculator, tmp_path, f"rollout.reward={__name__}:always_fail", "rollout.max_failed_share=0.7"
+    )
     with pytest.raises(BaseExceptionGroup) as caught:
         await run(config, LocalCluster(config))
     error = first_error(caught.value)
     assert isinstance(error, AsyncRLError)
-    assert "max_failed_share" in str(error)
+    assert "more than rollout.max_failed_share = 0.7 allows" in str(error)
     assert "no such key" in str(error)
 
 

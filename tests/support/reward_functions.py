@@ -56,6 +56,11 @@ class Crowd:
         return 1.0
 
 
+def count_arguments(*arguments: object, **named: object) -> float:
+    """Takes any arguments, so that they do not show its style."""
+    return float(len(arguments) + len(named))
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
     """As in verl: a mapping with `score` and text beside it."""
     right = solution_str.strip() == ground_truth and data_source == "openai/gsm8k"

@@ -3,17 +3,19 @@
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
 
 from async_rl.config import apply_override, parse_config
-from async_rl.errors import EnvironmentNotReady
-from async_rl.placement import actor_shutdown, rollout_worker_actor
+from async_rl.errors import EnvironmentNotReady, TrainerError
+from async_rl.placement import actor_shutdown, ray_trainer, rollout_worker_actor
 from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
+from async_rl.placement.ray_trainer import RayTrainer
+from async_rl.runtime.supervision import first_error
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.run_config import MOE
 
@@ -41,8 +43,18 @@ class RecordedPlacements:
     async def wait_ready(self, limit_s: float) -> None:
         self.limits.append(limit_s)
 
+    async def why_missing(self, name: str) -> str:
+        return f"{name} is missing"
+
     def actor_options(self, number: int) -> dict[str, Any]:
         return {}
+
+
+class SilentCall:
+    """A reference to a result that never comes, which can be awaited again, as Ray's."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.get_running_loop().create_future().__await__()
 
 
 class SilentActor:
@@ -51,8 +63,8 @@ class SilentActor:
     def __getattr__(self, name: str) -> Any:
         return self
 
-    def remote(self, *arguments: object) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+    def remote(self, *arguments: object) -> SilentCall:
+        return SilentCall()
 
 
 class SilentRay:
@@ -135,26 +147,38 @@ def test_ray_is_asked_for_what_a_setting_says(tmp_path: Path, silent_ray: Silent
 
 
 @in_virtual_time
-async def ends_after(start: Awaitable[Any]) -> float:
+async def ends_after(start: Awaitable[Any], error: type[Exception] = EnvironmentNotReady) -> float:
     begin_s = asyncio.get_running_loop().time()
-    with pytest.raises((EnvironmentNotReady, ExceptionGroup)):  # a group where several engines start
+    with pytest.raises((error, ExceptionGroup)) as caught:  # a group where several engines start
         await start
+    assert isinstance(first_error(caught.value), error)
     return asyncio.get_running_loop().time() - begin_s
 
 
 def test_placements_are_waited_for_as_long_as_the_config_says(tmp_path: Path, silent_ray: SilentRay) -> None:
-    cluster = cluster_of(tmp_path, "placement.wait_s=7", "engine.start_timeout_s=1", "trainer.start_timeout_s=1")
+    cluster = cluster_of(
+        tmp_path, "placement.wait_s=7", "engine.start_timeout_s=1", "trainer.start_timeout_s=1"
+    )
     ends_after(cluster.start_engines())
     ends_after(cluster.start_trainer())
     assert RecordedPlacements.limits == [7, 7]
 
 
 def test_a_start_of_servers_ends_with_an_error_after_its_limit(tmp_path: Path, silent_ray: SilentRay) -> None:
-    assert ends_after(cluster_of(tmp_path, "engine.start_timeout_s=5").start_engines()) == 5
+    assert ends_after(cluster_of(tmp_path, "engine.start_timeout_s=70").start_engines()) == 70
 
 
 def test_a_start_of_ranks_ends_with_an_error_after_its_limit(tmp_path: Path, silent_ray: SilentRay) -> None:
-    assert ends_after(cluster_of(tmp_path, "trainer.start_timeout_s=5").start_trainer()) == 5
+    assert ends_after(cluster_of(tmp_path, "trainer.start_timeout_s=70").start_trainer()) == 70
+
+
+def test_a_step_of_ranks_ends_with_an_error_after_its_limit(
+    tmp_path: Path, silent_ray: SilentRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_trainer, "ray", silent_ray)
+    config = parse_config(tree_of(tmp_path, "trainer.step_timeout_s=70"))
+    trainer = RayTrainer([SilentActor()], ["driver"], [tmp_path / "trainer-0.log"], config)
+    assert ends_after(trainer.train_step("batch", 1), TrainerError) == 70
 
 
 async def start_worker(config: Any, folder: Path) -> None:
@@ -165,8 +189,8 @@ async def start_worker(config: Any, folder: Path) -> None:
 def test_a_start_of_rollout_workers_ends_with_an_error_after_its_limit(
     tmp_path: Path, silent_ray: SilentRay
 ) -> None:
-    config = parse_config(tree_of(tmp_path, "rollout.worker_start_timeout_s=5"))
-    assert ends_after(start_worker(config, tmp_path)) == 5
+    config = parse_config(tree_of(tmp_path, "rollout.worker_start_timeout_s=70"))
+    assert ends_after(start_worker(config, tmp_path)) == 70
 
 
 def test_a_rollout_worker_reserves_its_cpus(tmp_path: Path, silent_ray: SilentRay) -> None:

@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from async_rl.config import DataConfig, DatasetConfig, SourceConfig
-from async_rl.data.dataset import PromptRule, load_tasks, load_validation
+from async_rl.config import DataConfig, DatasetConfig, SourceConfig, parse_config
+from async_rl.data import dataset as dataset_module
+from async_rl.data.dataset import PromptRule, load_tasks, load_validation, prompt_rule
 from async_rl.errors import ConfigError
 from async_rl.types import Task
 
@@ -280,6 +281,15 @@ def test_long_prompts_are_refused_by_line_when_the_config_says_so(tmp_path: Path
     path = write_jsonl(tmp_path, {"messages": "a"}, {"messages": "a b c d"})
     with pytest.raises(ConfigError, match=f"{path}:2: the prompt has 4 tokens, and 3 are allowed; set data"):
         load_tasks(DataConfig(path=str(path)), rule("refuse"))
+
+
+def test_the_limit_of_prompts_is_the_configs_when_it_names_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dataset_module, "load_chat_format", lambda path: None)
+    tree = {"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "rollout": {"max_context_tokens": 2000}}
+    for data, limit in (({}, 1999), ({"max_prompt_tokens": 7}, 7)):
+        rule = prompt_rule(parse_config(tree | {"data": {"path": "x.jsonl", **data}}))
+        assert rule is not None
+        assert rule.limit == limit
 
 
 def several(tmp_path: Path, *weights: float | None) -> DataConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import load_config
+from async_rl.config import DoctorConfig, load_config
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import StallError
 from async_rl.observability.loop_watchdog import LoopWatchdog
@@ -119,6 +119,14 @@ async def test_a_blocked_event_loop_is_said_with_what_it_executes(caplog: pytest
     value = metrics.registry.get_sample_value
     assert value("async_rl_event_loop_blocked_total") == 1
     assert value("async_rl_event_loop_lag_seconds_sum") > 0.3
+
+
+async def test_the_config_sets_from_when_on_an_event_loop_is_blocked() -> None:
+    metrics = Metrics()
+    async with recording_waits(Waits(), metrics, DoctorConfig(blocked_s=0.1)):
+        compute_without_an_await(0.5)
+        await asyncio.sleep(0.05)
+    assert metrics.registry.get_sample_value("async_rl_event_loop_blocked_total") == 1
 
 
 async def test_a_loop_that_waits_is_not_blocked(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

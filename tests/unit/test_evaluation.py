@@ -127,6 +127,8 @@ def test_sampling_and_loop_are_the_rollouts_unless_they_are_given():
     changed = rollout_settings(config(temperature=0.0, max_new_tokens=7, agent_loop="m:Other"))
     assert (changed.temperature, changed.max_new_tokens) == (0.0, 7)
     assert (changed.agent_loop, changed.agent_loop_args) == ("m:Other", {})
+    changed = rollout_settings(config(top_p=0.5, top_k=3, agent_loop="m:Other", agent_loop_args={"a": 1}))
+    assert (changed.top_p, changed.top_k, changed.agent_loop_args) == (0.5, 3, {"a": 1})
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,15 @@ async def test_a_stopped_engine_is_noticed_and_left_when_its_calls_say_nothing()
 
 
 @in_virtual_time
+async def test_an_engine_is_left_after_as_many_missed_probes_as_the_config_says() -> None:
+    async with watched("a", config=msgspec.structs.replace(CONFIG, probe_misses=5)) as bench:
+        bench.engines["a"].answers.clear()
+        await asyncio.sleep(600.0)
+        assert bench.state("a") is EngineState.QUARANTINED
+        assert "did not answer 5 times" in str(bench.pool.error_of("a"))
+
+
+@in_virtual_time
 async def test_an_idle_engine_that_stopped_is_noticed_before_it_is_needed() -> None:
     async with watched("a", "b") as bench:
         bench.engines["a"].answers.clear()

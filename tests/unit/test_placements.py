@@ -11,10 +11,11 @@ from ray._private import ray_constants
 from async_rl.config import parse_config
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, is_loopback, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
-from async_rl.placement.actors import ActorSetup, SharedFrame, enter_driver_folder, interface_of
+from async_rl.placement import actors
+from async_rl.placement.actors import ActorSetup, EngineActor, SharedFrame, enter_driver_folder, interface_of
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
-from tests.support.run_config import config_of
+from tests.support.run_config import config_of, write_weights
 
 
 @pytest.mark.parametrize(
@@ -182,3 +183,14 @@ async def test_there_is_one_clear_error_when_ray_does_not_answer(tmp_path, monke
     with pytest.raises(EnvironmentNotReady, match=r"could not join the Ray cluster at 10.0.0.1:6379 in 0 s"):
         await connect_ray(config, tmp_path, limit_s=0.05)
     never.set()
+
+
+async def test_an_engines_copy_of_the_weights_is_where_the_config_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(actors, "die_with_parent", lambda: None)
+    monkeypatch.setattr(actors, "node_address", lambda: "127.0.0.1")
+    (tmp_path / "published").mkdir()
+    write_weights(tmp_path / "published")
+    config = {"model": {"path": "m"}, "weights": {"local_dir": str(tmp_path / "mine")}}
+    actor = EngineActor(lambda *arguments, **options: None, config, 0, str(tmp_path / "logs"))
+    copy = await actor.copy_version(str(tmp_path / "published"), 1)
+    assert Path(copy).is_relative_to(tmp_path / "mine")

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 import torch
 
@@ -61,3 +62,41 @@ def test_the_loss_is_its_parts_as_often_as_tokens_count(where, of_kl):
         0,
     ]
     torch.testing.assert_close(log_probs.grad, torch.tensor(gradient))
+
+
+CHANGES = [
+    {"objective": "gspo"},
+    {"clip_low": 0.05},
+    {"clip_high": 0.05},
+    {"dual_clip": 1.5},
+    {"entropy_bonus": 0.5},
+    {"importance": {"level": "off"}},
+    {"importance": {"beyond": "mask"}},
+    {"importance": {"low": 0.2}},
+    {"importance": {"high": 1.5}},
+    {"reject": {"geometric_low": 0.5}},
+    {"reject": {"geometric_high": 1.1}},
+    {"reject": {"token_below": 0.1}},
+    {"kl": {"coefficient": 0.1}},
+    {"kl": {"coefficient": 0.5, "estimator": "k2"}},
+    {"kl": {"coefficient": 0.5, "where": "reward"}},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_the_loss_changes_with_each_setting(change):
+    """Two answers of two tokens: ratios on both sides of each bound, with advantages of both signs."""
+    rollout = torch.tensor([0.1, 0.4, 0.1, 0.8]).log()
+    proximal = rollout + torch.tensor([3.0, 0.5, 1.0, 0.05]).log()
+    current = proximal + torch.tensor([2.0, 0.5, 3.0, 1.0]).log()
+    advantages, counts = torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.ones(4)
+    sequences = Sequences(torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2]))
+    tokens = TrainedTokens(proximal, rollout, advantages, counts, sequences, current - 0.7)
+    losses = [
+        policy_sums(msgspec.convert(settings, LossConfig), current, ENTROPY.new_ones(4), tokens)[0].item()
+        for settings in (
+            {"kl": {"coefficient": 0.5}},
+            change | {"kl": {"coefficient": 0.5} | change.get("kl", {})},
+        )
+    ]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)

@@ -111,6 +111,23 @@ async def test_a_function_gets_the_arguments_of_its_name() -> None:
 
 
 @in_virtual_time
+async def test_a_function_is_called_in_the_style_that_the_config_names() -> None:
+    rewards = named({"function": f"{HERE}:count_arguments", "style": "verl"})
+    assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": 4.0}
+
+
+@in_virtual_time
+async def test_the_part_that_the_config_names_is_trained_on() -> None:
+    rewards = named({"function": f"{HERE}:compute_score", "part": "index"})
+    task = task_of(metadata={"index": 3})
+    assert await rewards.score_completion(task, completion_of("x")) == {
+        "reward": 3.0,
+        "index": 3.0,
+        "score": 0.0,
+    }
+
+
+@in_virtual_time
 async def test_a_group_is_scored_by_one_call_and_nonsense_fails_its_own_alone() -> None:
     rewards = rewards_of(reward=f"{HERE}:relative")
     assert rewards.scores_groups(task_of())

@@ -40,3 +40,7 @@ def test_a_setting_is_on_the_command_line_when_it_differs_from_its_default(
 ) -> None:
     assert OPTIONS[override] not in command_of(tmp_path)
     assert OPTIONS[override] in command_of(tmp_path, override)
+
+
+def test_a_server_loads_the_model_of_the_config(tmp_path: Path) -> None:
+    assert f"--model-path={tmp_path}" in command_of(tmp_path)

@@ -353,3 +353,18 @@ async def test_a_turn_of_no_tokens_is_refused(wanted):
     with pytest.raises(ValueError, match="expected at least 1"):
         await b.session.generate(max_new_tokens=wanted)
     assert b.session.num_turns == 0
+
+
+@pytest.mark.parametrize(
+    "setting", [{"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 3}], ids=lambda s: next(iter(s))
+)
+async def test_the_policy_is_sampled_as_the_config_says(setting):
+    seen = []
+
+    def script(request):
+        seen.append(request.sampling)
+        return sampled(3, "stop", 0, prompt=PROMPT)
+
+    await bench([script], **setting).session.generate()
+    ((name, value),) = setting.items()
+    assert getattr(seen[0], name) == value

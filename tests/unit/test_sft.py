@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from contextlib import asynccontextmanager
@@ -125,6 +126,15 @@ def test_turns_keep_their_thoughts_when_the_template_would_drop_them(tmp_path):
         "<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>",
         "<think>\nYes.\n</think>\n\nSure.<|im_end|>",
     ]
+
+
+def test_conversations_and_tools_are_read_from_the_keys_that_the_config_names(tmp_path):
+    ((usual,), _) = rows_of(write(tmp_path / "a.jsonl", {"messages": MESSAGES, "tools": TOOLS}))
+    path = write(tmp_path / "b.jsonl", {"talk": MESSAGES, "functions": TOOLS})
+    ((named,), _) = rows_of(path, messages_key="talk", tools_key="functions")
+    assert named.token_ids.tolist() == usual.token_ids.tolist()
+    ((without,), _) = rows_of(path, messages_key="talk")
+    assert len(without.token_ids) < len(usual.token_ids)
 
 
 def test_parquet_and_jsonl_give_the_same_rows(tmp_path):
@@ -302,6 +312,46 @@ def test_all_steps_are_taken_and_the_model_is_written(tmp_path, monkeypatch, cap
     assert "step 6/6" in out
     assert sft(config, (), opened(RecordingRanks())) == 0
     assert "is complete" in capsys.readouterr().out
+
+
+def test_rows_come_in_order_when_they_are_not_shuffled(tmp_path, monkeypatch):
+    ranks = RecordingRanks()
+    assert sft(make_run(tmp_path, monkeypatch, shuffle=False), (), opened(ranks)) == 0
+    assert [ids[0] for _, _, ids in ranks.steps] == list(range(6))
+
+
+def test_a_run_ends_after_the_steps_that_the_config_allows(tmp_path, monkeypatch):
+    ranks = RecordingRanks()
+    assert sft(make_run(tmp_path, monkeypatch, max_steps=2), (), opened(ranks)) == 0
+    assert len(ranks.steps) == 2
+
+
+def test_learning_rates_of_a_run_are_those_of_its_config(tmp_path, monkeypatch):
+    ranks = RecordingRanks()
+    config = make_run(tmp_path, monkeypatch, warmup_steps=2, decay="linear", final_lr_share=0.5, lr=8.0)
+    assert sft(config, (), opened(ranks)) == 0
+    expected = [
+        learning_rate(step, 6, peak=8.0, warmup_steps=2, decay="linear", final_share=0.5) for step in range(6)
+    ]
+    assert [rate for _, rate, _ in ranks.steps] == expected
+
+
+def test_the_log_has_the_level_that_the_config_names(tmp_path, monkeypatch):
+    ranks = RecordingRanks()
+    ranks.at_step[1] = lambda: logging.getLogger("async_rl").debug("a detail")
+    assert sft(make_run(tmp_path, monkeypatch), ["run.log_level=debug"], opened(ranks)) == 0
+    assert "a detail" in (tmp_path / "runs" / "warm" / "logs" / "driver.log").read_text()
+
+
+def test_the_ranks_run_the_worker_that_the_config_names():
+    tree = {"model": {"path": "m"}, "sft": {"path": "x.jsonl", "worker": "mine:Worker"}}
+    assert sft_run.sft_config(parse_config(tree)).trainer.worker == "mine:Worker"
+
+
+def test_the_model_is_written_where_the_config_says(tmp_path, monkeypatch):
+    ranks = RecordingRanks()
+    assert sft(make_run(tmp_path, monkeypatch, out=str(tmp_path / "mine")), (), opened(ranks)) == 0
+    assert ranks.published == [(str(tmp_path / "mine"), 6)]
 
 
 def test_the_report_of_a_finished_run_has_its_figures(tmp_path, monkeypatch, capsys):

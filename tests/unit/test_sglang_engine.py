@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from async_rl.config import parse_config
 from async_rl.engine_protocol import (
     DiskUpdate,
     DistributedUpdate,
@@ -25,6 +26,7 @@ from async_rl.engine_protocol import (
 )
 from async_rl.engines.sglang import client, http_client
 from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.connect import sglang_client
 from async_rl.engines.sglang.narrow_launcher import OMIT_ABORTED_ROWS
 from async_rl.errors import (
     AlignmentError,
@@ -439,6 +441,23 @@ async def test_the_call_is_lost_when_the_server_does_not_begin_to_answer() -> No
     async with raw_server(answer, request_timeout_s=0.05) as (engine, _):
         with pytest.raises(CallLost, match=r"did not take a request within 0\.05 s"):
             await call(engine, PROMPT, 8)
+
+
+async def test_limits_of_a_client_are_those_of_the_config() -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            await reader.read()
+
+    limits = {"request_timeout_s": 0.05, "start_timeout_s": 0.1}
+    config = parse_config({"model": {"path": "m"}, "engine": limits})
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        engine = sglang_client(config, "engine-0", url, facts(), (None, None), None)
+        with pytest.raises(CallLost, match=r"did not take a request within 0\.05 s"):
+            await call(engine, PROMPT, 8)
+        with pytest.raises(EnvironmentNotReady, match=r"engine\.start_timeout_s = 0\.1"):
+            await engine.wait_ready()
+        await engine.close()
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, CallLost), (429, EngineBusy), (503, CallLost)])

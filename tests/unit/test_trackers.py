@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -189,6 +190,20 @@ def test_wandb_goes_on_with_its_run_when_a_run_resumes(
     assert run_of(first).run_id == run_of(second).run_id
     assert (run_of(first).project, run_of(first).display_name) == ("maths", "run")
     assert "max_staleness" in {item.key: item.value_json for item in run_of(first).config.update}["rollout"]
+
+
+@pytest.mark.parametrize("setting", [{"project": "maths"}, {"entity": "team"}, {"mode": "offline"}])
+def test_wandb_is_told_where_a_run_belongs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, str]
+) -> None:
+    import wandb
+
+    from async_rl.observability.trackers.wandb import WandbTracker
+
+    told: dict[str, object] = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: told.update(options) or MagicMock())
+    WandbTracker(config("wandb", wandb=setting), tmp_path)
+    assert setting.items() <= told.items()
 
 
 # -- never in the way ----------------------------------------------------------------------------------

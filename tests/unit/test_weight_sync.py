@@ -192,13 +192,13 @@ async def test_weights_are_broadcast_into_each_engines_own_group_when_distribute
 
 
 async def test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory_is_shared(tmp_path):
-    bench = Bench(tmp_path, transport="tensor", tp_size=2)
+    bench = Bench(tmp_path, transport="tensor", tp_size=2, bucket_bytes=1 << 20)
     await bench.start()
     await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
     assert [a for name, a in bench.trainer.calls if name == "share_bucket"] == [
-        (0, 256 << 20, 4),
-        (1, 256 << 20, 4),
+        (0, 1 << 20, 4),
+        (1, 1 << 20, 4),
     ]
     payloads = [payload for engine in bench.engines for bucket in engine.buckets for payload in bucket]
     assert len(set(payloads)) == 8

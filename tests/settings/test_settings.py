@@ -1,0 +1,51 @@
+"""Tests that every setting has an effect: the test that tests/settings/table.py names notices its absence."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from async_rl.config import describe_fields
+from tests.settings.ignoring import sections_of_settings
+from tests.settings.table import EFFECTS, WITHOUT
+
+ROOT: Final = Path(__file__).parent.parent.parent
+
+
+def test_every_setting_has_a_test_or_a_reason() -> None:
+    keys = dict.fromkeys(key for key, *_ in describe_fields())
+    assert [key for key in keys if key in EFFECTS] == list(EFFECTS), "the table has the order of the config"
+    assert keys.keys() - EFFECTS.keys() == WITHOUT.keys()
+    assert len(WITHOUT) <= 0.05 * len(keys)
+    assert EFFECTS.keys() <= sections_of_settings().keys()
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((ROOT / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_named_test_exists() -> None:
+    named = [test.partition("[")[0].split("::") for test in EFFECTS.values()]
+    assert [f"{file}::{name}" for file, name in named if name not in functions_of(file)] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_each_named_test_fails_when_the_program_ignores_its_setting() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.settings", "--jobs", "2"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
