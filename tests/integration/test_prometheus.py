@@ -28,6 +28,7 @@ from async_rl.observability.records import Summary
 from async_rl.run import orchestrator
 from monitoring.dashboard import dashboard
 from tests.support.environment import program
+from tests.support.recorded_series import INTERVAL_S, RecordedSeries
 from tests.support.troubled_run import TroubledCluster, settings
 from tests.unit.test_dashboards import expressions
 
@@ -38,6 +39,8 @@ pytestmark = [
     pytest.mark.needs("prometheus"),
     pytest.mark.timeout(600),  # events end the run, at any speed of the machine
 ]
+
+HEALTHY_RUNS = sorted((Path(__file__).parents[1] / "support" / "healthy_runs").glob("*.json.gz"))
 
 NEED_HOURS = {"run:async_rl_lag0_log_prob_abs_diff_nats:mean1h", "MismatchGrows", "DiskFilling"}
 """Rules that compare hours, which this run does not last; promtool tests them."""
@@ -62,6 +65,23 @@ def test_config_and_rules_are_accepted() -> None:
 
 def test_each_alert_fires_when_it_must_and_not_before() -> None:
     promtool("test", "rules", RULES / "tests" / "async_rl.yml")
+
+
+@pytest.mark.parametrize("path", HEALTHY_RUNS, ids=lambda path: path.name)
+def test_no_alert_fires_in_a_healthy_run(path: Path, tmp_path: Path) -> None:
+    """Real runs, recorded by `python -m tests.support.recorded_series`: engines, trainer and trackers."""
+    recorded = RecordedSeries.read(path)
+    assert recorded.scrapes * INTERVAL_S > 900
+    names = {series.partition("{")[0] for series in recorded.values}
+    assert {"async_rl_tracker_steps_lost_total", "async_rl_open_descriptors"} < names
+    assert recorded.alerts(tmp_path) == ""
+
+
+def test_an_alert_in_a_recorded_run_is_seen(tmp_path: Path) -> None:
+    recorded = RecordedSeries.read(HEALTHY_RUNS[0])
+    (lost, *_) = (s for s in recorded.values if s.startswith("async_rl_tracker_steps_lost_total"))
+    recorded.values[lost][100:] = [1.0] * (recorded.scrapes - 100)
+    assert "TrackerLosesSteps" in recorded.alerts(tmp_path)
 
 
 class Server:
