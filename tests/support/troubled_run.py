@@ -115,7 +115,7 @@ def reward(task: Task, completion: Completion) -> float:
     """Raises for some trajectories; gives many groups equal rewards."""
     luck = zlib.crc32(completion.text.encode()) % 32
     if luck == 0:
-        raise RuntimeError("a reward with a bug")
+        raise ConnectionError("the reward's server is gone")
     return float(luck % 2)
 
 
