@@ -8,6 +8,7 @@ restarted, as a stopped process does.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -119,6 +120,7 @@ class FaultyEngine(SimulatedEngine):
         """How long the payloads from the next one on stop in their middle."""
         self._sends_payloads = asyncio.Event()
         self._sends_payloads.set()
+        self._sends_since_s = -math.inf
         self._streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -205,7 +207,7 @@ class FaultyEngine(SimulatedEngine):
         """Implements `SimulatedEngine.die`."""
         super().die()
         self._thawed.set()
-        self._sends_payloads.set()
+        self._send_payloads()
 
     def restart(self) -> None:
         """Implements `SimulatedEngine.restart`."""
@@ -308,11 +310,13 @@ class FaultyEngine(SimulatedEngine):
     async def _receive_payload(self) -> None:
         """The way of a payload to the client, which lets a few of each engine in at a time."""
         if self._payload_stop_s:
-            asyncio.get_running_loop().call_later(self._payload_stop_s, self._sends_payloads.set)
+            asyncio.get_running_loop().call_later(self._payload_stop_s, self._send_payloads)
             self._payload_stop_s = 0.0
             self._sends_payloads.clear()
             self._checker.met("stuck_payload")
-        if self._gate.is_full and self._sends_payloads.is_set():
+        now_s = asyncio.get_running_loop().time()
+        # At the moment at which the payloads go on, those that waited still hold their permits.
+        if self._gate.is_full and self._sends_payloads.is_set() and now_s > self._sends_since_s:
             self._checker.fail(f"{self._engine_id} waits for the payloads of another engine")
         deaths = self._deaths
         async with self._gate.permit() as arrival:
@@ -322,6 +326,10 @@ class FaultyEngine(SimulatedEngine):
     async def _read_payload(self) -> bytes:
         await self._sends_payloads.wait()
         return b""
+
+    def _send_payloads(self) -> None:
+        self._sends_payloads.set()
+        self._sends_since_s = asyncio.get_running_loop().time()
 
     def _sample(self, call: SimulatedCall) -> Chunk:
         digest = call.digest

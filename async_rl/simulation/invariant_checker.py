@@ -95,8 +95,7 @@ class InvariantChecker:
         self._numbers: dict[str, dict[str | None, int]] = defaultdict(dict)
         """The names that decisions are about, by kind, each numbered by its first appearance."""
         self._said: dict[tuple[int, int], list[tuple[int, float]]] = {}
-        self._said_at: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        """The keys of `_said` by weight version, to forget them."""
+        """Versions and log-probs of the tokens that engines drew, by the digest of the text before."""
         self._heads: dict[str, dict[str, list[int]]] = defaultdict(dict)
         """The tokens that the next call of a trajectory must continue, by root and name."""
         self._unaccounted: Counter[str] = Counter()
@@ -209,15 +208,14 @@ class InvariantChecker:
         if self._digests:
             self.decided("sample", digest, token, version, log_prob)
         self._said.setdefault((digest, token), []).append((version, float(np.float32(log_prob))))
-        self._said_at[version].append((digest, token))
 
     def _forget_tokens(self, below: int) -> None:
         """Forget the tokens that were sampled before a version: they are too old to be trained."""
-        for version in [version for version in self._said_at if version < below]:
-            for key in self._said_at.pop(version):
-                left = [said for said in self._said.pop(key, ()) if said[0] >= below]
-                if left:
-                    self._said[key] = left
+        kept = (
+            (key, [said for said in all_said if said[0] >= below]) for key, all_said in self._said.items()
+        )
+        # A new dict takes as much memory as its members, however many the old one once had.
+        self._said = {key: said for key, said in kept if said}
 
     def call_begins(
         self, engine_id: str, request: GenerateRequest, version: int, verified: int | None
@@ -255,8 +253,8 @@ class InvariantChecker:
         sampled = [token for chunk in chunks for token in chunk.token_ids]
         log_probs = [value for chunk in chunks for value in chunk.log_probs]
         fit = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), len(log_probs))
-        if finish is None:
-            kept = sampled[:fit]
+        if finish is None:  # it may have been left at a stop string, within a chunk
+            kept = _until_stop(request, sampled[:fit])
         else:  # it is judged as a whole
             right = fit == len(sampled) and check_partition(finish.version_spans, len(sampled))
             kept = sampled if right else []
@@ -281,6 +279,8 @@ class InvariantChecker:
 
     def engines_serve(self, serve: bool) -> None:
         """Some engine serves from now on, or none does."""
+        if serve == (self._serving_since_s is not None):
+            return
         self._served_s = self.served_s
         self._serving_since_s = self.now() if serve else None
 
@@ -298,6 +298,8 @@ class InvariantChecker:
     def attempt_cancelled(self, remaining_s: float) -> None:
         """The agent loop of a trajectory is cancelled: not by its limit while engines were held."""
         limit_s, root = self._config.rollout.trajectory_timeout_s, _task_name()
+        if root not in self._ends_s:
+            return  # it is settled, and its loop was late to hear of it
         early_s = self._ends_s[root] - self.served_s
         slack_s = _LINK_SLACK_S if self._config.rollout.num_workers else _ROUNDING_S
         if remaining_s <= 0.0 and early_s > slack_s:
@@ -457,7 +459,7 @@ class InvariantChecker:
         if valid[-1]:
             self.fail(f"trajectory {name}: the last token was never fed, but has a row")
         rows, valid = experts[:-1], valid[:-1]
-        versions = _versions_of(rows, tokens, self._newest)
+        versions = versions_of_rows(rows, tokens, self._newest)
         if not np.array_equal(routing_rows(tokens, versions, FACTS)[valid], rows[valid]):
             self.fail(f"trajectory {name}: rows that no engine computes for these tokens and positions")
             return
@@ -538,6 +540,7 @@ class InvariantChecker:
             self._heads.pop(f"trajectory {name}", None)
             self._unaccounted.pop(f"trajectory {name}", None)
             self._failed_recoveries.pop(f"trajectory {name}", None)
+            self._ends_s.pop(f"trajectory {name}", None)
         self._names = names
         for step in [step for step in self._steps if step <= self._saved and step not in trained]:
             self._trained.update(self._steps.pop(step))
@@ -604,8 +607,18 @@ class InvariantChecker:
             self.fail(f"published versions are left: {sorted(path.name for path in versions)}")
 
 
-def _versions_of(rows: ExpertIdArray, tokens: Int32Array, newest: int) -> Int32Array:
-    """The version of each row, read from its first expert; see `routing_rows`.
+def _until_stop(request: GenerateRequest, sampled: list[int]) -> list[int]:
+    """The tokens until the first that completes a stop string, perhaps together with the last one before."""
+    words = [str(request.input_ids[-1]), *map(str, sampled)]
+    for count in range(1, len(sampled) + 1):
+        pair = " ".join(words[count - 1 : count + 1])
+        if any(stop in pair for stop in request.sampling.stop):
+            return sampled[:count]
+    return sampled
+
+
+def versions_of_rows(rows: ExpertIdArray, tokens: Int32Array, newest: int) -> Int32Array:
+    """Return the version of each row, read from its first expert; see `routing_rows`.
 
     A row encodes it modulo the number of experts, so it is the last such version up to a
     few after the newest.

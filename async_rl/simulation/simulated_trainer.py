@@ -27,6 +27,10 @@ _JOIN_S: Final = 3.0
 """How long both ends of a weight-update group wait for each other."""
 
 
+_ASKS_EVERY_S: Final = 1.0
+"""Between two questions whether a step may end."""
+
+
 class Broadcasts:
     """Where trainer and engines meet for distributed updates: events by group name."""
 
@@ -122,6 +126,8 @@ class SimulatedTrainer:
         """The version that a delta can be of."""
         self.faults: list[FaultKind] = []
         """To come, in order."""
+        self.may_end: Callable[[], bool] = lambda: True
+        """Whether a step may end; asked until it may."""
 
     @property
     def step(self) -> int:
@@ -147,6 +153,8 @@ class SimulatedTrainer:
         batch = read_frame(batch_path, TrainBatch)
         try:
             await asyncio.sleep(slow * self._speeds.train_s)
+            while not self.may_end():  # noqa: ASYNC110 - time is virtual
+                await asyncio.sleep(_ASKS_EVERY_S)
         finally:
             # A step that remote ranks have begun goes on even if its caller stops waiting.
             if fault != "step_fails":

@@ -1,4 +1,4 @@
-"""A short soak holds, and finds a leak of 1000 B per trajectory (docs/design/simulation.md)."""
+"""A short soak holds, and finds a leak of 100 B per trajectory (docs/design/simulation.md)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_nothing_is_lost_and_nothing_grows_when_all_faults_happen() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lifetime", ["process", "incarnation"])
-def test_a_leak_of_1000_bytes_per_trajectory_is_found(lifetime: str) -> None:
-    done = soak("--leak-bytes", "1000", "--leak", lifetime)
+def test_a_leak_of_100_bytes_per_trajectory_is_found(lifetime: str) -> None:
+    done = soak("--leak-bytes", "100", "--leak", lifetime)
     assert done.returncode == 1, done.stdout[-6000:] + done.stderr[-2000:]
     (line,) = [line for line in done.stdout.splitlines() if "B per trajectory, within" in line]
     assert line.startswith("FAIL")

@@ -1,0 +1,97 @@
+"""The checker of the simulation reads rows of any version, and raises no false alarm."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
+from async_rl.engines.sglang.routing_payload import MAX_RECEIVING
+from async_rl.engines.simulated import routing_rows
+from async_rl.simulation.faulty_engines import FaultyEngine
+from async_rl.simulation.invariant_checker import InvariantChecker, versions_of_rows
+from async_rl.simulation.scenario import FACTS, Injection
+from async_rl.simulation.simulated_trainer import Broadcasts
+from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
+from tests.support.small_run import small_run
+
+
+@pytest.mark.parametrize("newest", [0, 60, 61, 62, 400, 1009, 100_000])
+def test_the_version_of_a_row_is_read_however_many_there_were(newest: int) -> None:
+    rng = np.random.default_rng(newest)
+    versions = rng.integers(max(0, newest - 50), newest + 3, 300).astype(np.int32)
+    tokens = rng.integers(0, FACTS.vocab_size, 300).astype(np.int32)
+    rows = routing_rows(tokens, versions, FACTS)
+    assert versions_of_rows(rows, tokens, newest).tolist() == versions.tolist()
+
+
+def request_of(tokens: list[int], *, number: int = 0, stop: tuple[str, ...] = ()) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{number:032x}",
+        input_ids=np.array(tokens, np.int32),
+        max_new_tokens=1,
+        sampling=SamplingParams(stop=stop),
+        return_routing=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampled", "then", "continues"),
+    [
+        ([156, 95, 188], [284, 156, 4, 40], True),  # "284 156" ends the turn within the chunk
+        ([95, 24, 156, 188], [284, 95, 24, 156, 4], True),
+        ([156, 95, 188], [284, 4, 40], False),
+        ([95, 188], [284, 95, 4], False),
+    ],
+)
+def test_what_follows_a_stop_string_in_a_chunk_is_not_kept(
+    sampled: list[int], then: list[int], continues: bool
+) -> None:
+    checker = InvariantChecker(small_run(0), digests=False)
+
+    async def run() -> None:
+        request = request_of([284], stop=("4 1",))
+        checker.call_begins("engine-0", request, 0, 0)
+        chunk = Chunk(token_ids=sampled, log_probs=[-1.0] * len(sampled))
+        checker.call_ends(request, [chunk], None, failed=False)
+        checker.call_begins("engine-0", request_of(then), 0, 0)
+
+    run_virtual(run())
+    assert (checker.violations == []) == continues, checker.violations
+
+
+def test_payloads_that_go_on_at_the_moment_at_which_others_arrive_are_no_violation() -> None:
+    scenario = small_run(0)
+    scenario = replace(
+        scenario, config=replace(scenario.config, engine=replace(scenario.config.engine, stall_s=500.0))
+    )
+    checker = InvariantChecker(scenario, digests=False)
+
+    async def call(engine: FaultyEngine, number: int) -> None:
+        async with aclosing(engine.generate(request_of([5, 6, 7, 8], number=number))) as events:
+            assert [event async for event in events if isinstance(event, Finish)]
+
+    async def run() -> None:
+        engine = FaultyEngine(0, scenario, checker, Broadcasts(), 0)
+        await engine.health()
+        engine.inject(Injection(step=0, kind="stuck_payload", engine=0, amount=1.0))
+        async with asyncio.TaskGroup() as group:
+            for number in range(MAX_RECEIVING):
+                group.create_task(call(engine, number))
+            await asyncio.sleep(1.0)
+            assert checker.met_faults["stuck_payload"] == 1
+            for number in range(3):
+                group.create_task(call(engine, 100 + number))
+            engine.inject(Injection(step=0, kind="freeze", engine=0, amount=0.5))  # thaws first
+            await asyncio.sleep(1.0)
+            loop.jump(400.0)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        runner.run(run())
+    assert checker.violations == []
