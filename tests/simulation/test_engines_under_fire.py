@@ -14,10 +14,12 @@ from async_rl.config import Config, apply_override, parse_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_tasks
 from async_rl.engine_protocol import Chunk, EngineHealth
+from async_rl.engines.membership import EngineMembership
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
+from async_rl.run import orchestrator
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.simulation.virtual_time import VirtualTimeLoop
 from async_rl.types import Completion, Task
@@ -275,7 +277,16 @@ def test_a_pause_in_place_ends_and_what_it_paused_goes_on(calculator: Path, tmp_
     assert summary.trajectories.dropped == {}
 
 
-def test_engines_join_and_leave_a_running_job(calculator: Path, tmp_path: Path) -> None:
+def test_engines_join_and_leave_a_running_job(
+    calculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drains: list[float] = []
+
+    def membership(*arguments: Any, drain_s: float) -> EngineMembership:
+        drains.append(drain_s)
+        return EngineMembership(*arguments, drain_s=drain_s)
+
+    monkeypatch.setattr(orchestrator, "EngineMembership", membership)
     servers = tmp_path / "servers.txt"
     servers.write_text("http://a:1\nhttp://b:1\n")
     config = make_config(calculator, tmp_path, f"engine.urls_file={servers}", "engine.drain_s=1")
@@ -299,6 +310,7 @@ def test_engines_join_and_leave_a_running_job(calculator: Path, tmp_path: Path) 
     world.cluster.connect_engine = connect  # type: ignore[method-assign]
     world.run(come_and_go)
     a, b, c = (engine for engine in world.engines if engine not in template)
+    assert drains == [1]
     assert joined_at[:2] == [0, 0]
     assert joined_at[2] > 0
     assert world.cluster.left == [a.engine_id]
