@@ -27,6 +27,7 @@ from msgspec import Meta
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.user_processes import marked
 from async_rl.runtime.waits import waiting
 from async_rl.types import Task
 
@@ -297,7 +298,7 @@ class McpServer:
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(spec.connect_timeout_s):
                 if spec.command:
-                    env = _secrets(spec.env, spec.label)
+                    env = marked(_secrets(spec.env, spec.label), "mcp_server")
                     server: Any = StdioServerParameters(
                         command=spec.command[0], args=spec.command[1:], env=env
                     )

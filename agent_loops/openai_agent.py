@@ -16,7 +16,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -32,6 +31,7 @@ from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.threads import call_in_thread
+from async_rl.runtime.user_processes import marked
 from async_rl.types import StopReason, Task
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ _HIDDEN_PREFIXES: Final = ("ASYNC_RL_", "RAY_", "OPENAI_")
 """Prefixes of environment variables that agents do not receive: keys of engines, of Ray and of other APIs."""
 _TAIL_BYTES: Final = 4096
 """How much of the end of a program's output an error message shows."""
-_DIE_WITH_DRIVER: Final = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-)
-"""Sets PR_SET_PDEATHSIG in a separate process, because a threaded one could hang between fork and exec."""
 
 
 class AgentAPI:
@@ -259,11 +255,11 @@ def _start_program(command: Sequence[str], task: Task, access: EndpointAccess) -
         stdin.write(msgspec.json.encode(request, enc_hook=str))
         stdin.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _DIE_WITH_DRIVER, *command],
+            command,
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_environment(os.environ, access),
+            env=marked(_environment(os.environ, access), "agent_program"),
             start_new_session=True,  # its own process group, to be killed as a whole
         )
 

@@ -34,6 +34,7 @@ from msgspec import Meta
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
 from async_rl.runtime.supervision import finished
+from async_rl.runtime.user_processes import marked
 from async_rl.types import Task
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class Interpreter:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=_environment(limits),
+                env=marked(_environment(limits), "sandbox"),
                 cwd="/",
             )
         except BaseException:

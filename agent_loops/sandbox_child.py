@@ -97,6 +97,7 @@ def main() -> None:
     """Set up the isolation, then run programs."""
     settings = marshal.loads(bytes.fromhex(sys.argv[1]))
     sys.argv[1:] = []
+    os.environ.pop("ASYNC_RL_STARTED_BY", None)  # for the reaper, which reads it from /proc
     try:
         set_up_isolation(settings)
     except OSError as error:

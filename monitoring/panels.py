@@ -640,6 +640,7 @@ HEALTH: Final = (
             Query(increase("event_loop_blocked_total"), "event loop blocked"),
             Query(increase("trainer_restarts_total"), "trainer restarted"),
             Query(increase("rollout_worker_restarts_total"), "rollout worker restarted"),
+            Query(increase("user_processes_reaped_total", "kind", "reason"), "ended: {{kind}}, {{reason}}"),
             Query(increase("checkpoint_failures_total"), "checkpoint failed"),
             Query(increase("updates_skipped_total"), "update skipped"),
             Query(increase("tracker_steps_lost_total", "tracker"), "not in {{tracker}}"),

@@ -184,7 +184,7 @@ class _EvaluationRun:
         self._weight_version = weight_version
         self._metrics = metrics
         self._observer = observer
-        self._loops = AgentLoops(inputs.rollout)
+        self._loops = AgentLoops(inputs.rollout, metrics)
         self._rewards = Rewards(config, decode=inputs.chat.decode, metrics=metrics, clock=inputs.clock)
         self._capacity = asyncio.Semaphore(config.evaluation.max_concurrent)
         self.answers: list[EvaluatedAnswer] = []

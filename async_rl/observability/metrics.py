@@ -629,6 +629,16 @@ class HealthMetrics(Instruments):
         bad="Rises: user code ends its process or blocks its event loop; the log names the worker, and its "
         "own log the code. What it played goes on in another.",
     )
+    user_processes_reaped_total = counter(
+        "Trees of processes of user code that had outlived what started them and were ended, by kind "
+        "(sandbox, mcp_server, agent_program, other) and reason: attempt_ended, attempt_failed, "
+        "attempt_cancelled, run_ended, owner_ended (the driver or rollout worker was killed).",
+        "kind",
+        "reason",
+        source="runtime.user_processes, every few seconds; rollout.loops",
+        bad="An attempt_… rises: a loop or tool leaves processes behind; the log names them. owner_ended: "
+        "look for why a driver or worker was killed.",
+    )
     seconds_since_progress = gauge(
         "Seconds since the last progress: a token, the end of a trajectory, a step or an engine that serves.",
         unit="seconds",

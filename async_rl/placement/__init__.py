@@ -27,6 +27,7 @@ from async_rl.placement.local_ray import connect_ray, disconnect_ray, scratch_fo
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.run import orchestrator
 from async_rl.runtime.supervision import cut_by, was_stopped_at_start
+from async_rl.runtime.user_processes import write_reports
 
 
 async def run(
@@ -45,6 +46,7 @@ async def run(
         progress: Shows phases and steps on the terminal; None shows nothing.
         server: The server class that an engine's actor starts; every node must be able to import it.
     """
+    write_reports(run_dir)
     async with AsyncExitStack() as stack:
         async with cut_by(stop):
             cluster = await stack.enter_async_context(ray_cluster(config, run_dir, server))

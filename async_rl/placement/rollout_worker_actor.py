@@ -30,6 +30,7 @@ from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.runtime.descriptors import raise_descriptor_limit
 from async_rl.runtime.processes import Process, die_with_parent
 from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.user_processes import mark_all_children, write_reports
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,10 @@ class RolloutWorkerActor(NodeActor):
         """Run the worker for the driver at an address until the link is lost; in the main thread."""
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         sys.path.insert(0, os.getcwd())
-        asyncio.run(_run_worker(parse_config(config), host, port, key))
+        parsed = parse_config(config)
+        write_reports(Path(parsed.run.dir) / parsed.run.name)
+        mark_all_children()
+        asyncio.run(_run_worker(parsed, host, port, key))
 
 
 @asynccontextmanager

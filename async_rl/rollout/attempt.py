@@ -28,6 +28,7 @@ from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.conversation import Conversation
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery, contained, first_error
+from async_rl.runtime.user_processes import attempt_scope
 from async_rl.runtime.waits import waiting
 from async_rl.types import Completion, StopReason, Task, Trajectory
 
@@ -92,17 +93,18 @@ async def run_agent_loop(
     session.begin_limit()
     returned: Any = None
     try:
-        async with (
-            session.serving_clock.timeout(rollout.trajectory_timeout_s) as scope,
-            waiting("agent loop", name, scope=scope) as wait,
-        ):
-            with session.serving_clock.in_use():
-                returned = await contained(
-                    _call_loop(name, loop, task, session),
-                    limit_s=CLEAN_UP_S,
-                    on_cancel=session.refuse_calls,
-                    on_ignored=lambda: loops.report_swallowed_cancellation(name),
-                )
+        with attempt_scope(f"trajectory {session.trajectory_id}", loops.count_reaped):
+            async with (
+                session.serving_clock.timeout(rollout.trajectory_timeout_s) as scope,
+                waiting("agent loop", name, scope=scope) as wait,
+            ):
+                with session.serving_clock.in_use():
+                    returned = await contained(
+                        _call_loop(name, loop, task, session),
+                        limit_s=CLEAN_UP_S,
+                        on_cancel=session.refuse_calls,
+                        on_ignored=lambda: loops.report_swallowed_cancellation(name),
+                    )
     except Exception as error:
         cause = first_error(error)  # the loop may have its own task group
         if isinstance(error, TimeoutError) and scope.expired():

@@ -70,7 +70,7 @@ class LocalBackend(RolloutBackend):
             ConfigError: One of them cannot be loaded.
         """
         self._config = config.rollout
-        self.loops = AgentLoops(config.rollout)
+        self.loops = AgentLoops(config.rollout, metrics)
         self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
 
     async def __aenter__(self) -> Self:

@@ -11,8 +11,10 @@ from typing import Any, Self
 
 from async_rl.config import NamedLoop, RolloutConfig
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.observability.metrics import Metrics
 from async_rl.runtime.loading import call_problem, load_object
 from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.user_processes import ProcessScope, settle
 from async_rl.runtime.waits import waiting
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,12 @@ class AgentLoops:
         ...     await loop.run(task, session)
     """
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutConfig, metrics: Metrics | None = None) -> None:
         """Make the default agent loop.
+
+        Args:
+            config: The settings of rollouts.
+            metrics: Counts the processes that loops leave behind.
 
         Raises:
             ConfigError: The loop cannot be loaded or made.
@@ -42,6 +48,8 @@ class AgentLoops:
         self._made: dict[str, Any] = {}
         self._ready: dict[str, asyncio.Event] = {}
         self._keepers = Nursery()
+        self._metrics = metrics
+        self._processes = ProcessScope("the agent loops of the run", self.count_reaped)
         self._swallowing: set[str] = set()
         """Loops that were reported because they swallow cancellations."""
         self.get_loop(config.agent_loop)
@@ -65,11 +73,17 @@ class AgentLoops:
         name = name or self._config.agent_loop
         if name not in self._ready:
             self._ready[name] = asyncio.Event()
-            self._keepers.start_task(f"agent loop {name}", self._keep_loop_open(loop, self._ready[name]))
+            with self._processes.active():
+                self._keepers.start_task(f"agent loop {name}", self._keep_loop_open(loop, self._ready[name]))
         if not self._ready[name].is_set():
             with waiting("agent loop", name):
                 await self._ready[name].wait()
         return loop
+
+    def count_reaped(self, kind: str, reason: str) -> None:
+        """Count processes that a loop or an attempt has left behind."""
+        if self._metrics is not None:
+            self._metrics.user_processes_reaped_total.labels(kind, reason).inc()
 
     def report_swallowed_cancellation(self, name: str) -> None:
         """Tell the author of a loop, once, that it did not end when it was cancelled."""
@@ -94,7 +108,11 @@ class AgentLoops:
         traceback: TracebackType | None,
     ) -> None:
         self._keepers.cancel_tasks()
-        await self._keepers.__aexit__(kind, error, traceback)
+        try:
+            await self._keepers.__aexit__(kind, error, traceback)
+        finally:
+            self._processes.end("run_ended")
+            await settle()
 
     async def _keep_loop_open(self, loop: Any, ready: asyncio.Event) -> None:
         """Enter a loop, and exit it when the block ends."""

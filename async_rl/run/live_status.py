@@ -20,6 +20,7 @@ from async_rl.rollout.manager import RolloutManager
 from async_rl.run.doctor import Doctor
 from async_rl.run.run_log import RunLogger
 from async_rl.runtime.machine_limits import LimitUsage, descriptor_usage, memory_usage
+from async_rl.runtime.user_processes import read_reports
 from async_rl.runtime.waits import Waits, waiting
 
 _DIAGNOSIS_MAX_AGE_S: Final = 5.0
@@ -127,6 +128,8 @@ class LiveStatus:
             counts = queue.statistics()
             m.queue_bytes.set(counts.bytes)
             disk, memory, descriptors = await asyncio.to_thread(self._measure_limits)
+            for labels, count in (await asyncio.to_thread(read_reports, self._dir)).items():
+                m.user_processes_reaped_total.labels(*labels).inc(count)
             m.disk_free_bytes.set(disk.free)
             m.disk_size_bytes.set(disk.total)
             m.memory_used_bytes.set(memory.used)

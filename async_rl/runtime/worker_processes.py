@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from async_rl.errors import EnvironmentNotReady
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.processes import die_with_parent
+from async_rl.runtime.user_processes import become_scope, scope_mark
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -69,17 +70,15 @@ class WorkerProcesses:
             EnvironmentNotReady: The package `pebble` is not installed.
         """
         try:
-            from pebble import ProcessPool
+            import pebble  # noqa: F401
         except ImportError as error:
             raise EnvironmentNotReady(
                 f"{path} requests worker processes, which need the package pebble, and it is not installed: "
                 "pip install 'async-rl[rewards]', or set processes to 0"
             ) from error
         self._path = path
-        # Not a fork, because this process has threads. Without the initializer, a hung worker would outlive a
-        # killed driver.
-        context = multiprocessing.get_context("spawn")
-        self._pool: ProcessPool = ProcessPool(max_workers=count, context=context, initializer=die_with_parent)
+        self._count = count
+        self._pool: ProcessPool | None = None
 
     async def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function in a worker; a cancellation kills the worker.
@@ -87,13 +86,30 @@ class WorkerProcesses:
         Raises:
             Exception: The error of the function, or the death of its process.
         """
+        if self._pool is None:
+            self._pool = _new_pool(self._count)
         future = self._pool.schedule(_call, args=[self._path, args, kwargs])
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Kill all workers."""
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join(timeout=_JOIN_S)
+        if self._pool is not None:
+            self._pool.stop()  # type: ignore[no-untyped-call]
+            self._pool.join(timeout=_JOIN_S)
+
+
+def _new_pool(count: int) -> ProcessPool:
+    from pebble import ProcessPool
+
+    # Not a fork, because this process has threads.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPool(max_workers=count, context=context, initializer=_join, initargs=[scope_mark()])
+
+
+def _join(mark: str) -> None:
+    """Let a hung worker not outlive a killed driver, and what a worker starts not outlive the worker."""
+    die_with_parent()
+    become_scope(mark)
 
 
 def _call(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

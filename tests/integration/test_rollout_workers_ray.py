@@ -4,6 +4,7 @@ import asyncio
 import os
 import sqlite3
 
+import psutil
 import pytest
 
 from async_rl import placement
@@ -13,6 +14,13 @@ from tests.support.fateful_loop import FATE
 from tests.support.mortal_rank import PLAN
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
@@ -49,6 +57,7 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
     processes = {int(path.name.partition("-")[2]) for path in fate.glob("process-*")}
     assert len(processes) >= 2
     assert os.getpid() not in processes  # neither loops nor rewards run in the driver
+    assert not is_running(int((fate / "daemon").read_text())), "the worker that died has left it"
     ledger = Ledger(run_dir / "ledger.sqlite")
     assert ledger.audit().holds
     ledger.close()

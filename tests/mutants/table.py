@@ -28,6 +28,7 @@ MISBEHAVING: Final = "tests/simulation/test_misbehaving_loops.py"
 DIAGNOSIS: Final = "tests/unit/test_diagnosis.py"
 RUN_LOG: Final = "tests/unit/test_run_log.py"
 ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
+USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
@@ -1298,6 +1299,41 @@ MUTANTS: Final = (
         "max(0, used - int(stat.get(cached, 0)))",
         "used",
         ("tests/unit/test_machine_limits.py",),
+    ),
+    Mutant(
+        "attempts-leave-processes",
+        "What an attempt has started goes on when the attempt is over.",
+        "async_rl/runtime/user_processes.py",
+        "        scope.end(reason)\n",
+        "        pass\n",
+        (f"{USER_PROCESSES}::test_what_an_attempt_started_ends_with_the_attempt",),
+        says="outlived|Timeout",
+    ),
+    Mutant(
+        "reaper-forgets-sigkill",
+        "A process that ignores SIGTERM is never killed.",
+        "async_rl/runtime/reaper.py",
+        "signal.SIGTERM if now - first < self._grace_s else signal.SIGKILL",
+        "signal.SIGTERM",
+        (f"{USER_PROCESSES}::test_a_process_that_ignores_sigterm_is_killed",),
+        says="Timeout",
+    ),
+    Mutant(
+        "reaper-starts-anew",
+        "A reaper that takes the place of a killed one does not know what is held.",
+        "async_rl/runtime/user_processes.py",
+        "self._new_held, self._released = set(self._held), set()",
+        "self._new_held, self._released = set(), set()",
+        (f"{USER_PROCESSES}::test_a_reaper_is_replaced_and_knows_everything_when_it_is_killed",),
+    ),
+    Mutant(
+        "sandboxes-unmarked",
+        "A sandbox goes on when its driver is killed.",
+        "agent_loops/sandbox.py",
+        'env=marked(_environment(limits), "sandbox"),',
+        "env=_environment(limits),",
+        (f"{USER_PROCESSES}::test_everything_ends_and_is_counted_when_its_owner_is_killed",),
+        says="outlived|Timeout",
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts."""

@@ -13,6 +13,7 @@ from agent_loops.single_turn import SingleTurnLoop
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.errors import AsyncRLError
 from async_rl.observability.discovery import URL_FILE
+from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
@@ -125,6 +126,24 @@ async def test_a_run_is_served_and_announced_where_the_config_says(calculator, t
     cluster.trainer.train_step = look  # type: ignore[method-assign]
     await run(config, cluster)
     assert seen == [f"http://127.0.0.2:{port}", 1]
+
+
+async def test_processes_that_an_earlier_driver_left_are_counted(calculator, tmp_path, monkeypatch):
+    made: list[Metrics] = []
+
+    def make_metrics() -> Metrics:
+        made.append(Metrics())
+        return made[0]
+
+    monkeypatch.setattr(orchestrator, "Metrics", make_metrics)
+    config = make_config(calculator, tmp_path)
+    reports = tmp_path / "sim" / "logs" / "reaped"
+    reports.mkdir(parents=True)
+    (reports / "0123.json").write_text('[["sandbox", "owner_ended"], ["sandbox", "owner_ended"]]')
+    await run(config, LocalCluster(config, step_s=0.02))
+    (family,) = made[0].user_processes_reaped_total.collect()
+    assert [sample.value for sample in family.samples if sample.name.endswith("_total")] == [2]
+    assert not list(reports.iterdir())
 
 
 async def test_records_are_of_their_own_step(calculator, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ FATE = "ASYNC_RL_TEST_FATE"
 
 
 class FatefulLoop:
-    """One turn; the first loop that sees one grow dies with its process."""
+    """One turn; the first loop that sees one grow starts a process, and dies with its own."""
 
     async def run(self, task: Task, session: Session) -> None:
         folder = Path(os.environ[FATE])
@@ -25,6 +26,8 @@ class FatefulLoop:
             except FileExistsError:
                 return
             (folder / "died").write_text(session.trajectory_id)
+            daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            (folder / "daemon").write_text(str(daemon.pid))
             os.kill(os.getpid(), signal.SIGKILL)
 
         session.start(task.messages)

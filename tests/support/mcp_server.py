@@ -1,10 +1,12 @@
-"""A real MCP server for tests: `python -m tests.support.mcp_server stdio | http PORT`."""
+"""A real MCP server for tests: `python -m tests.support.mcp_server stdio | stubborn FOLDER | http PORT`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 from mcp.server.mcpserver import MCPServer
@@ -62,6 +64,10 @@ def main() -> None:
     if sys.argv[1] == "stdio":
         server.run("stdio")
         return
+    if sys.argv[1] == "stubborn":  # outlives the end of its input
+        (Path(sys.argv[2]) / "server").write_text(str(os.getpid()))
+        server.run("stdio")
+        time.sleep(1000)
     import uvicorn
 
     app = _NeedsKey(server.streamable_http_app(), os.environ["SERVER_KEY"])

@@ -155,7 +155,7 @@ async def test_a_program_is_an_agent_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASYNC_RL_ENGINE_API_KEY", "secret")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     loop = OpenAIAgentLoop(command=[sys.executable, "-c", PROGRAM])
-    with pytest.raises(AgentLoopError, match=r"ended with 1: 4 \[\]"):
+    with pytest.raises(AgentLoopError, match=r"ended with 1: 4 \['ASYNC_RL_STARTED_BY'\]"):
         await play(loop, "4")
 
 

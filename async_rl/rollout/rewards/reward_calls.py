@@ -43,6 +43,7 @@ from async_rl.rollout.rewards.signatures import (
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.supervision import contained
 from async_rl.runtime.threads import call_in_thread
+from async_rl.runtime.user_processes import ProcessScope
 from async_rl.runtime.waits import waiting
 from async_rl.runtime.worker_processes import WorkerProcesses, processes_asked
 from async_rl.types import Completion, Task
@@ -104,6 +105,10 @@ class Rewards:
         self._metrics = metrics
         self._clock = clock
         self._rewards: dict[str, _Reward] = {}
+        self._processes = ProcessScope(
+            "the rewards of the run",
+            lambda kind, reason: metrics.user_processes_reaped_total.labels(kind, reason).inc(),
+        )
         rollout = config.rollout
         for name in (rollout.reward, *rollout.rewards, *rollout.rewards_by_source.values()):
             self._named_reward(name)
@@ -132,18 +137,23 @@ class Rewards:
         Raises:
             RewardError: The reward failed.
         """
-        return await self._named_reward(self.name_for(task)).score_completion(task, completion)
+        with self._processes.active():
+            return await self._named_reward(self.name_for(task)).score_completion(task, completion)
 
     async def score_group(
         self, task: Task, completions: Sequence[Completion]
     ) -> list[dict[str, float] | RewardError]:
         """Score all trajectories of a group by one call; a failed one has an error in place of its parts."""
-        return await self._named_reward(self.name_for(task)).score_group(task, completions)
+        with self._processes.active():
+            return await self._named_reward(self.name_for(task)).score_group(task, completions)
 
     async def close(self) -> None:
         """End worker processes and connections."""
-        for reward in self._rewards.values():
-            await reward.call.close()
+        try:
+            for reward in self._rewards.values():
+                await reward.call.close()
+        finally:
+            self._processes.end("run_ended")
 
     def _named_reward(self, name: str) -> _Reward:
         if name not in self._rewards:

@@ -85,7 +85,7 @@ class RolloutWorker:
             clock=clock,
             serving_clock=self._serving_clock,
         )
-        self._loops = AgentLoops(config.rollout)
+        self._loops = AgentLoops(config.rollout, metrics)
         self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
         self._channels: dict[int, WorkerChannel] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
