@@ -24,8 +24,8 @@ test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more mo
 mutants: setup tools  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME").
 	@$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only $(ONLY))
 
-chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).
-	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),5)
+chaos: setup  ## Inject faults into the real loop (SEED=0 MINUTES=30 ONLY="engine:stuck_payload disk:disk_full").
+	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),30) $(if $(ONLY),--only $(ONLY))
 
 PYTHON ?= $(BIN)/python
 

@@ -91,6 +91,16 @@ class HttpReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag=
             description="Further requests after a lost connection, a timeout, 429 or 5xx.",
         ),
     ] = 3
+    max_outage_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description=(
+                "How long a request is repeated, every second, while no server accepts connections; "
+                "this does not use up `max_retries`."
+            ),
+        ),
+    ] = 300.0
     max_concurrent: Annotated[
         PositiveInt | None, Meta(description="Maximum number of concurrent requests; null sets no limit.")
     ] = 64

@@ -14,7 +14,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -61,8 +61,9 @@ def announced(url: str, run_name: str, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if path.exists() and path.read_text() == text:  # another run of this name may have replaced it
-            path.unlink()
+        with suppress(OSError):  # it must not hide the error that ends the run
+            if path.read_text() == text:  # another run of this name may have replaced it
+                path.unlink()
 
 
 def _address(url: str) -> str:

@@ -43,6 +43,7 @@ from async_rl.queue.journal_file import (
     journal_files,
     read_journal,
 )
+from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.types import (
     Float32Array,
     Int32Array,
@@ -362,7 +363,7 @@ class Journal:
                 self._begin_pass(compact=compact)
             while True:
                 self._visit_entries()
-                await loop.run_in_executor(self._thread, work)
+                await wait_out_shortage(lambda: loop.run_in_executor(self._thread, work))
                 if not self._unvisited:
                     break
 

@@ -11,6 +11,7 @@ from async_rl.config import TrainerConfig
 from async_rl.errors import CheckpointError, StallError, TrainerError
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 
@@ -86,10 +87,13 @@ class Checkpoints:
             CheckpointError: The previous one failed, and too many have failed in a row.
         """
         await self._settle_saved(wait=True)
-        self._before_write()
+        await wait_out_shortage(self._write_before)
         with waiting("checkpoint"):
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
         self._writing = step
+
+    async def _write_before(self) -> None:
+        self._before_write()
 
     async def poll_saved(self) -> None:
         """Record a checkpoint that has been completed or has failed since the last call.

@@ -36,6 +36,7 @@ from async_rl.observability.records import (
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.runtime.shortages import is_shortage
 from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
 
@@ -158,24 +159,32 @@ class RunLogger:
 
         With `weights.overlap` a step is held before the one before it is recorded: times never go back.
         """
-        last_s = self.records[-1].time_s if self.records else 0.0
-        for record in self._unrecorded.values():
-            self._step_records.append(replace(record, time_s=max(record.time_s, last_s)))
-        self._unrecorded.clear()
+        for step in sorted(self._unrecorded):
+            self._write_held(step)
 
     def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
         """Record a step after the update of the engines' weights, and show it."""
-        record = self._record(done, report, queue)
-        self._unrecorded.pop(record.step, None)
+        self._unrecorded[done.result.step] = record = self._record(done, report, queue)
         self._last_record_s = self._clock()
         self._tokens_at_last_record = value_of(self._metrics.sampled_tokens_total)
         self.records.append(record)
-        self._step_records.append(record)
+        try:
+            for step in sorted(self._unrecorded):
+                if step <= record.step:
+                    self._write_held(step)
+        except OSError as error:
+            if not is_shortage(error):
+                raise  # else it is held until the next step or checkpoint
         if self._trackers is not None:
             self._trackers.log(record)
         self._observe_step(done.batch, record)
         if self._progress is not None:
             self._progress.step(record)
+
+    def _write_held(self, step: int) -> None:
+        record, last_s = self._unrecorded[step], self.records[-1].time_s if self.records else 0.0
+        self._step_records.append(replace(record, time_s=max(record.time_s, last_s)))
+        del self._unrecorded[step]
 
     def log_evaluation(self, record: EvaluationRecord) -> EvaluationRecord:
         """Show a finished evaluation, and return its record with the run's time."""

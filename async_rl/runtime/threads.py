@@ -20,6 +20,7 @@ from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.waits import waiting
 
 R = TypeVar("R")
@@ -30,6 +31,8 @@ async def run_uncancellable(
 ) -> tuple[R, asyncio.CancelledError | None]:
     """Run file work in a thread to its end, even if the caller is cancelled.
 
+    It is repeated while there is no descriptor or no space for it, as `wait_out_shortage` says.
+
     Returns:
         The result, and a cancellation that arrived meanwhile, which the caller raises when its state is
         consistent.
@@ -38,6 +41,12 @@ async def run_uncancellable(
         Exception: The error of the work. If a cancellation arrived, it is raised with that error as its
         cause.
     """
+    return await wait_out_shortage(lambda: _run_once_uncancellable(threads, work))
+
+
+async def _run_once_uncancellable(
+    threads: Executor, work: Callable[[], R]
+) -> tuple[R, asyncio.CancelledError | None]:
     future = asyncio.get_running_loop().run_in_executor(threads, work)
     cancelled = None
     while not future.done():

@@ -94,6 +94,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "checkpoint_fails": FaultRow("trainer", "a checkpoint cannot be written"),
     "publish_fails": FaultRow("trainer", "weights cannot be published"),
     "disk_full": FaultRow("disk", "the disk is full for a while"),
+    "no_files": FaultRow("disk", "the driver has no descriptors for files for up to 10 s", share=0.1),
     "corrupt_frame": FaultRow("disk", "a bit of a queued frame flips"),
     "clock_jump": FaultRow("clock", "the clock jumps by 10 ms to 100 s"),
     "refuse_memory": FaultRow("memory", "an engine refuses to change its device memory", only="shared"),

@@ -160,7 +160,7 @@ class Simulation:
                 self.run_incarnation(incarnation, deaths[incarnation] if incarnation < len(deaths) else None)
                 if self._checker.violations or self._ended == "finished":
                     break
-                self._disk.full = False
+                self._disk.full = self._disk.no_files = False
             else:
                 self._checker.fail(
                     f"after {self.max_incarnations} incarnations there is no end: {self._incarnations}"
@@ -383,6 +383,10 @@ class Simulation:
             self._checker.met(kind)
             self._disk.full = True
             self._loop.call_later(10 * amount, self._free_disk)
+        elif kind == "no_files":
+            self._disk.no_files = True
+            self._disk.on_no_file = lambda: self._checker.met(kind)
+            self._loop.call_later(10 * amount, self._free_files)
         elif kind == "corrupt_frame":
             self._corrupt_frame(amount)
         elif kind == "clock_jump":
@@ -390,6 +394,9 @@ class Simulation:
             self._loop.jump(10 ** (4 * amount - 2))
         else:
             self._cluster.inject(injection)
+
+    def _free_files(self) -> None:
+        self._disk.no_files = False
 
     def _free_disk(self) -> None:
         self._disk.full = False
@@ -435,7 +442,8 @@ class Simulation:
     def _clear_away(self) -> None:
         """End the tasks of an incarnation that was cut off; they are cancelled, which must end them."""
         self._checker.deaf = self._clearing = True
-        self._disk.full, self._disk.die_at = False, None
+        self._disk.full = self._disk.no_files = False
+        self._disk.die_at = None
         self._incarnation_steps, self._born_s = 0, self._loop.time()
         ended, cause = self._ended, self._cause
         self._task.cancel()

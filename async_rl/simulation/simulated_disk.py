@@ -6,6 +6,7 @@ While it is mounted, calls that use disk space (of SQLite, the spool and the jou
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -24,6 +25,10 @@ class Disk:
 
     def __init__(self) -> None:
         self.full = False
+        self.no_files = False
+        """Whether the driver has no descriptors for files that it writes."""
+        self.on_no_file: Callable[[], None] = lambda: None
+        """Called once when that keeps it from opening one."""
         self.operations = 0
         self.die_at: int | None = None
         """The operation in which the driver dies."""
@@ -34,6 +39,7 @@ class Disk:
     def mounted(self) -> Iterator[None]:
         """Stand between the program and the disk. One at a time in a process."""
         fallocate, write, connect = os.posix_fallocate, os.write, sqlite3.connect
+        open_descriptor, open_file, pwrite = os.open, io.open, os.pwrite
 
         def faulty_fallocate(file: int, offset: int, length: int) -> None:
             self._use_space()
@@ -46,6 +52,20 @@ class Disk:
                 return half
             self._refuse_if_full()
             return write(file, data)
+
+        def faulty_pwrite(file: int, data: Any, offset: int) -> int:
+            self._refuse_if_full()
+            return pwrite(file, data, offset)
+
+        def faulty_open(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                self._refuse_file(path)
+            return open_descriptor(path, flags, *arguments, **options)
+
+        def faulty_open_file(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            if mode != "rb" and not isinstance(path, int):
+                self._refuse_file(path)
+            return open_file(path, mode, *arguments, **options)
 
         disk = self
 
@@ -65,11 +85,13 @@ class Disk:
             return connection
 
         os.posix_fallocate, os.write = faulty_fallocate, faulty_write
+        os.open, io.open, os.pwrite = faulty_open, faulty_open_file, faulty_pwrite
         sqlite3.connect = faulty_connect  # type: ignore[assignment]
         try:
             yield
         finally:
             os.posix_fallocate, os.write, sqlite3.connect = fallocate, write, connect
+            os.open, io.open, os.pwrite = open_descriptor, open_file, pwrite
 
     def _use_space(self) -> None:
         if self._dies():
@@ -79,6 +101,13 @@ class Disk:
     def _refuse_if_full(self) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _refuse_file(self, path: Any) -> None:
+        folders = os.fspath(path).split(os.sep)
+        if self.no_files and not {"spool", "journal", "metrics.jsonl"}.isdisjoint(folders):
+            note, self.on_no_file = self.on_no_file, lambda: None
+            note()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), os.fspath(path))
 
     def _dies(self) -> bool:
         self.operations += 1

@@ -6,11 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from async_rl.config import Config
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.ledger import REDISPATCHED, Ledger
+from tests.chaos import reward
 from tests.chaos.diary import Trained, effective, read
+from tests.chaos.engine_faults import EngineFaults
 from tests.chaos.evidence import LedgerWatch, Processes
 from tests.chaos.exposure import Exposure
 
@@ -24,7 +27,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def audit(
-    config: Config, diary: Path, watch: LedgerWatch, processes: Processes, exposure: Exposure
+    config: Config,
+    diary: Path,
+    watch: LedgerWatch,
+    processes: Processes,
+    exposure: Exposure,
+    faults: EngineFaults,
 ) -> list[Finding]:
     """Returns all checks of a run that completed."""
     run_dir = Path(config.run.dir) / config.run.name
@@ -37,6 +45,8 @@ def audit(
         _staleness(config, every),
         *_ledger(run_dir, done, watch),
         _positions(done, watch),
+        _rewards(every, watch),
+        _rows(faults.sent_rows(), faults.trained_rows()),
     ]
     orphans = processes.left()
     findings.append(Finding("no process is left", not orphans, ", ".join(orphans) or "none"))
@@ -83,6 +93,29 @@ def _staleness(config: Config, every: list[Trained]) -> Finding:
     worst = max(entry.version - oldest for entry in every for oldest in entry.oldest)
     bound = config.rollout.max_staleness
     return Finding("the staleness bound held", worst <= bound, f"at most {worst} of {bound} versions")
+
+
+def _rewards(every: list[Trained], watch: LedgerWatch) -> Finding:
+    """Checks that no failure of the reward server was trained on as a score."""
+    rewards = [each for entry in every for each in entry.rewards]
+    wrong = [each for each in rewards if not reward.LEAST <= each <= reward.MOST]
+    dropped = sum(row.reason == "reward_unavailable" for row in watch.rows.values())
+    return Finding(
+        "no failure of a reward was scored",
+        not wrong and len(rewards) > 0,
+        f"{len(rewards)} rewards, the least {min(rewards, default=0):.3f}, outside of what the server gives: "
+        f"{len(wrong)}; {dropped} attempts dropped without a reward",
+    )
+
+
+def _rows(sent: np.ndarray, trained: np.ndarray) -> Finding:
+    """Checks that an engine sent each routing row that was replayed, for the same tokens up to its own."""
+    unknown = len(np.setdiff1d(trained, sent, assume_unique=True))
+    return Finding(
+        "replayed routing is what engines sent",
+        not unknown and len(trained) > 0,
+        f"{len(trained)} rows replayed, {len(sent)} sent, replayed but not sent: {unknown}",
+    )
 
 
 def _ledger(run_dir: Path, done: dict[int, Trained], watch: LedgerWatch) -> list[Finding]:

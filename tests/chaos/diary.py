@@ -28,6 +28,8 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, tag="trained"):
     trajectory_ids: tuple[str, ...]
     oldest: tuple[int, ...]
     """Version of the oldest sampled token of each trajectory."""
+    rewards: tuple[float, ...] = ()
+    """The reward of each trajectory."""
 
 
 Entry = SetUp | Trained

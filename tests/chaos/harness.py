@@ -1,4 +1,4 @@
-"""Runs the real loop as a user would, kills or stops its processes by a plan, and restarts a killed driver.
+"""Runs the real loop as a user would, injects faults by a plan, and restarts a driver that ended of them.
 
 The run is observed from outside only: its processes by the environment that they inherit, its progress by the
 trainer's diary, its ledger by reading the file.
@@ -9,28 +9,38 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from async_rl.config import Config, parse_config
 from async_rl.engines.sglang.server import free_port
 from tests.chaos.audit import Finding, audit
 from tests.chaos.diary import DIARY, Trained, read
+from tests.chaos.engine_faults import FAULTS, EngineFaults, Evidence, TooBusy
 from tests.chaos.evidence import LedgerWatch, Processes
 from tests.chaos.exposure import Exposure
-from tests.chaos.plan import Blow, last
+from tests.chaos.plan import Blow, Kind, last
+from tests.chaos.shortages import DescriptorShortage, FullDisk, RewardServer, failed_reward_calls
+from tests.chaos.strikes import Strikes
 
 ROOT = Path(__file__).parents[2]
 STUCK_S = 400.0
 """A run without a step for this time hangs: every limit in its config is far shorter. Only a busy machine
 makes a start slow."""
+MAX_ENDS = 5
+"""A driver that has ended by itself is started again this often, so that a run finds more than one reason."""
+STRIKE_S = 45.0
+"""A fault that waits for a payload, a call or a reward is given up after this time."""
 GONE_S = 20.0
 """All processes must be gone within this time after a kill of the driver."""
 
@@ -42,7 +52,16 @@ class Violation(AssertionError):
 def make_config(
     folder: Path, model: Path, data: Path, seed: int, *, num_engines: int, num_ranks: int
 ) -> dict:
-    """Returns the config of a run with small limits, so that hangs are detected in seconds."""
+    """Returns the config of a run with small limits, so that hangs are detected in seconds.
+
+    Args:
+        folder: Folder of the run's folder.
+        model: The model.
+        data: The tasks.
+        seed: Chooses transport, interruption and merge of routing.
+        num_engines: Servers.
+        num_ranks: Ranks of the trainer.
+    """
     rng = random.Random(seed)
     interrupt, merge = rng.choice([("abort", "replace"), ("abort", "splice"), ("retract", "replace")])
     return {
@@ -62,7 +81,15 @@ def make_config(
         "rollout": {
             "agent_loop": "agent_loops.tool_loop:ToolLoop",
             "agent_loop_args": {"tools": ["agent_loops.calculator:calculator"]},
-            "reward": "tests.chaos.reward:share_of_digits",
+            "reward": "digits",
+            "rewards": {
+                "digits": {
+                    "kind": "http",
+                    "url": RewardServer(free_port("127.0.0.1")).url,
+                    "max_retries": 1,
+                    "timeout_s": 5,
+                }
+            },
             "group_size": 4,
             "max_concurrent_trajectories": 24,
             "max_staleness": 3,
@@ -98,7 +125,7 @@ class Chaos:
         """Writes the config; starts nothing.
 
         Args:
-            folder: Empty; the run's folder is `run` in it.
+            folder: Empty; for what the harness and the tests' own parts of the run write.
             tree: The config.
             tell: Receives each line of the timeline.
         """
@@ -109,20 +136,35 @@ class Chaos:
         self._config_path = folder / "chaos.yaml"
         self._output = folder / "output.txt"
         self._diary = folder / "diary.jsonl"
-        self._run_dir = folder / tree["run"]["name"]
+        self._run_dir = Path(tree["run"]["dir"]) / tree["run"]["name"]
         self._driver: subprocess.Popen[bytes] | None = None
         self._expected: int | None = None  # the exit code of a driver that the plan killed
+        self._ends: list[str] = []  # of drivers that ended by themselves
+        self._excuse: Kind | None = None  # a fault that may end the driver with a message about the disk
+        self._reward = RewardServer.of(tree["rollout"]["rewards"]["digits"]["url"])
+        self._disk = FullDisk(Path(tree["run"]["dir"]))
+        self._faults = EngineFaults(folder / "faults")
+        self.strikes = Strikes()
         self.processes = Processes(self._diary)
         self.ledger = LedgerWatch(self._run_dir / "ledger.sqlite")
         self.exposure = Exposure()
 
-    def run(self, plan: Iterable[Blow], seed: int, more_steps: int = 3) -> list[Finding]:
+    def run(
+        self, plan: Iterable[Blow], seed: int, more_steps: int = 3, required: Iterable[Kind] = ()
+    ) -> list[Finding]:
         """Starts the run, executes the plan, kills the driver, lets the run complete, and audits it.
+
+        Args:
+            plan: The faults.
+            seed: Chooses the moment of the last fault.
+            more_steps: Steps after the last fault.
+            required: Faults that must take effect, beside those of the plan.
 
         Raises:
             Violation: When the driver exits by itself, or the run hangs.
         """
         try:
+            self._reward.start()
             self.start()
             self._wait_for_step("start")
             for blow in plan:
@@ -137,7 +179,13 @@ class Chaos:
                 raise Violation(f"the driver ended with code {self._ended()}: {self._end_of_log()}")
             self._note("the run has ended")
             self._look()
-            return audit(self.config, self._diary, self.ledger, self.processes, self.exposure)
+            findings = audit(
+                self.config, self._diary, self.ledger, self.processes, self.exposure, self._faults
+            )
+            by_itself = Finding(
+                "the driver never ended by itself", not self._ends, "; ".join(self._ends) or "never"
+            )
+            return [*findings, by_itself, self.strikes.finding(required)]
         finally:
             self._clean_up()
 
@@ -153,7 +201,7 @@ class Chaos:
             self._driver = subprocess.Popen(
                 [sys.executable, "-m", "async_rl.cli", "train", str(self._config_path)],
                 cwd=ROOT,
-                env=os.environ | {DIARY: str(self._diary), "OMP_NUM_THREADS": "1"},
+                env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -161,11 +209,35 @@ class Chaos:
         self._expected = None
         self._note(f"driver {self._driver.pid} is started")
 
+    def _environment(self) -> dict[str, str]:
+        paths = [str(ROOT / "tests/chaos/hooks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        return os.environ | {
+            DIARY: str(self._diary),
+            FAULTS: str(self._faults.folder),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+
     def strike(self, blow: Blow, *, start_again: bool = True) -> None:
         """Waits for the moment of a blow, executes it, and observes the result."""
         if blow.after_step:
             self._wait_for_step("a step before the next blow")
-        self._until(lambda: False, blow.delay_s, "", must=False)
+        self._wait(blow.delay_s)
+        self.strikes.plan(blow.kind)
+        if blow.how == "stuck_payload":
+            self._stick_payload(blow)
+        elif blow.how == "too_busy":
+            self._make_busy(blow)
+        elif blow.how == "no_descriptors":
+            self._take_descriptors(blow)
+        elif blow.how == "disk_full":
+            self._fill_disk(blow)
+        elif blow.victim == "reward server":
+            self._end_reward_server(blow)
+        else:
+            self._signal(blow, start_again=start_again)
+
+    def _signal(self, blow: Blow, *, start_again: bool) -> None:
         victims = self.processes.look().get(blow.victim, [])
         if not victims:
             self._note(f"no {blow.victim} to strike: it is being started")
@@ -177,20 +249,145 @@ class Chaos:
             self._expected = -signal.SIGKILL
             before = self.processes.look()
             victim.send_signal(number)
+            self.strikes.strike(blow.kind)
             self._until(lambda: self._ended() is not None, 10, "the driver's end")
             if start_again:
                 self.start()
             self._wait_until_gone([p for role in before.values() for p in role])
         elif blow.victim == "driver":
             victim.send_signal(number)
-            self._until(lambda: False, blow.lasts_s, "", must=False)
+            self.strikes.strike(blow.kind)
+            self._wait(blow.lasts_s)
             victim.send_signal(signal.SIGCONT)
             self._note(f"driver {victim.pid} goes on after {blow.lasts_s:.1f} s")
         else:
             try:
                 victim.send_signal(number)
+                self.strikes.strike(blow.kind)
             except psutil.NoSuchProcess:
                 self._note("it was gone already")
+
+    def _stick_payload(self, blow: Blow) -> None:
+        """Stops an engine when it has sent the first half of a routing payload."""
+        if (pid := self._pick_server(blow)) is None:
+            return
+        before = len(self._struck("stuck_payload", pid))
+        self._faults.request("stuck_payload", pid)
+        self._note(f"engine {pid} is to be stopped in the middle of its next routing payload")
+        self._until(
+            lambda: len(self._struck("stuck_payload", pid)) > before, STRIKE_S, "a payload", must=False
+        )
+        self._faults.withdraw("stuck_payload", pid)
+        if len(struck := self._struck("stuck_payload", pid)) == before:
+            self._note("it sent no payload in time")
+            return
+        sent, left = struck[-1].bytes_sent, struck[-1].bytes_left
+        self._note(f"engine {pid} is stopped after {sent} bytes of a payload, {left} are left")
+        self.strikes.strike(blow.kind, {"stopped with a payload half sent": 1})
+        if blow.resumes:
+            self._wait(blow.lasts_s)
+            resumed = _resume_tree(pid)
+            self._note(f"{resumed} processes of engine {pid} are resumed after {blow.lasts_s:.1f} s")
+            self.strikes.add_evidence(blow.kind, {"resumed": int(resumed > 0)})
+        else:
+            self._until(lambda: not psutil.pid_exists(pid), STUCK_S, "the end of an engine that is stopped")
+            self._note(f"engine {pid} was replaced")
+            self.strikes.add_evidence(blow.kind, {"replaced by the run": 1})
+
+    def _make_busy(self, blow: Blow) -> None:
+        """Lets an engine answer 429 to all calls and control requests until it has refused one, or longer."""
+        if (pid := self._pick_server(blow)) is None:
+            return
+        before, end = len(self._struck("too_busy", pid)), time.monotonic() + blow.lasts_s
+        self._faults.request("too_busy", pid, msgspec.json.encode(TooBusy(time.time() + STRIKE_S)))
+        self._note(f"engine {pid} answers 429")
+        self._until(
+            lambda: time.monotonic() >= end and len(self._struck("too_busy", pid)) > before,
+            STRIKE_S,
+            "a refused request",
+            must=False,
+        )
+        self._faults.withdraw("too_busy", pid)
+        refused = len(self._struck("too_busy", pid)) - before
+        self._note(f"engine {pid} has refused {refused} requests and accepts them again")
+        if refused:
+            self.strikes.strike(blow.kind, {"requests answered 429": refused})
+
+    def _take_descriptors(self, blow: Blow) -> None:
+        """Leaves a process without a free file descriptor for some seconds."""
+        pid = self._pick_server(blow) if blow.victim == "engine" else self._driver and self._driver.pid
+        if pid is None:
+            return
+        num_full = 0
+
+        def tighten() -> bool:
+            nonlocal num_full
+            num_full += shortage.tighten()
+            return False
+
+        try:
+            shortage = DescriptorShortage(pid)
+            self._note(f"{blow.victim} {pid} has no free file descriptors")
+            try:
+                self._until(tighten, blow.lasts_s, "", must=False)
+            finally:
+                shortage.end()
+        except (ProcessLookupError, FileNotFoundError):
+            self._note("it was gone already")
+        self._note(
+            f"{blow.victim} {pid} has them back after {blow.lasts_s:.1f} s, {num_full} samples without"
+        )
+        if num_full:
+            self.strikes.strike(blow.kind, {"samples without a free descriptor": num_full})
+
+    def _fill_disk(self, blow: Blow) -> None:
+        """Fills the run's disk for some seconds; a driver that ends of it is started again."""
+        num_full = 0
+
+        def fill() -> bool:
+            nonlocal num_full
+            num_full += self._disk.fill()
+            return False
+
+        self._excuse = blow.kind
+        self._note("the disk is full")
+        self._until(fill, blow.lasts_s, "", must=False)
+        self._disk.free()
+        self._note(f"the disk has space again after {blow.lasts_s:.1f} s")
+        if num_full:
+            self.strikes.strike(blow.kind, {"samples without a free block": num_full})
+        self._wait_for_step("after the disk was full")
+        self._wait_for_step("after the disk was full")
+        self._excuse = None
+
+    def _end_reward_server(self, blow: Blow) -> None:
+        """Kills the reward server, and starts it again when calls of it have failed."""
+        port = self._tree["metrics"]["port"]
+        before, end = failed_reward_calls(port) or 0.0, time.monotonic() + blow.lasts_s
+        self._reward.kill()
+        self._note("the reward server is killed")
+        failed = 0.0
+
+        def noticed() -> bool:
+            nonlocal failed
+            failed = max(failed, (failed_reward_calls(port) or 0.0) - before)
+            return time.monotonic() >= end and failed > 0
+
+        self._until(noticed, STRIKE_S, "a failed reward", must=False)
+        self._reward.start()
+        self._note(f"the reward server is started again after {failed:.0f} failed calls")
+        if failed:
+            self.strikes.strike(blow.kind, {"calls failed and made again": int(failed)})
+
+    def _pick_server(self, blow: Blow) -> int | None:
+        servers = self._faults.servers()
+        if not servers:
+            self._note("no engine to strike: they are being started")
+            return None
+        return servers[int(blow.pick * len(servers))]
+
+    def _struck(self, fault: str, pid: int) -> list[Evidence]:
+        return [each for each in self._faults.evidence() if each.fault == fault and each.pid == pid]
 
     # -- waiting ---------------------------------------------------------------------------------------
 
@@ -208,12 +405,15 @@ class Chaos:
         )
         self._note(f"its {len(processes)} processes were gone within {time.monotonic() - begin:.1f} s")
 
+    def _wait(self, seconds: float) -> None:
+        self._until(lambda: False, seconds, "", must=False)
+
     def _until(self, happened: Callable[[], bool], limit_s: float, what: str, *, must: bool = True) -> None:
         """Polls a condition, because files and other processes raise no event."""
         deadline = time.monotonic() + limit_s
         while not happened():
             if self._ended() not in (None, self._expected, 0):
-                raise Violation(f"the driver ended with code {self._ended()}: {self._end_of_log()}")
+                self._start_after_end()
             if time.monotonic() >= deadline:
                 if must:
                     raise Violation(f"waited {limit_s:.0f} s for {what}; {self._end_of_log()}")
@@ -221,6 +421,26 @@ class Chaos:
             if time.monotonic() >= self._next_look:
                 self._look()
             time.sleep(0.2)
+
+    def _start_after_end(self) -> None:
+        """Starts a driver again that ended by itself: a violation, unless a full disk is the reason it gives.
+
+        Raises:
+            Violation: When this happened too often.
+        """
+        lines = [line for line in self._output.read_text(errors="replace").splitlines() if line.strip()]
+        end = f"the driver ended with code {self._ended()}: {lines[-1]}"
+        self._note(end)
+        if self._excuse is not None and self._ended() == 1 and "disk" in lines[-1]:
+            self.strikes.add_evidence(self._excuse, {"ends of the driver, started again": 1})
+            self._disk.free()
+        else:
+            self._ends.append(f"{end}, at {time.monotonic() - self._begin:.0f} s")
+            log = self._run_dir / "logs" / "driver.log"
+            shutil.copy(log, self._output.with_name(f"driver-{len(self._ends)}.log"))
+        if len(self._ends) > MAX_ENDS:
+            raise Violation("\n".join(self._ends))
+        self.start()
 
     # -- observation ----------------------------------------------------------------------------------
 
@@ -250,12 +470,26 @@ class Chaos:
 
     def _clean_up(self) -> None:
         """Removes everything of the run from this machine, also after a failure."""
+        self._reward.kill()
+        self._disk.free()
         if self._driver is not None and self._driver.poll() is None:
             self._driver.kill()
             self._driver.wait()
         for role in self.processes.look().values():
             for process in role:
                 process.kill()
+
+
+def _resume_tree(pid: int) -> int:
+    """Resumes the processes of an engine, the server's own last; returns their number."""
+    resumed = 0
+    with suppress(psutil.NoSuchProcess):
+        server = psutil.Process(pid)
+        for process in [*server.children(recursive=True), server]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+                resumed += 1
+    return resumed
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -8,9 +8,12 @@ from typing import Final, Literal
 
 import msgspec
 
-Victim = Literal["driver", "trainer rank", "engine", "engine actor"]
+Victim = Literal["driver", "trainer rank", "engine", "engine actor", "disk", "reward server"]
 
-DECK: Final[tuple[tuple[Victim, str], ...]] = (
+Kind = tuple[Victim, str]
+"""A victim and what happens to it: a signal, or a fault as the simulation names it."""
+
+DECK: Final[tuple[Kind, ...]] = (
     ("trainer rank", "SIGKILL"),
     ("engine", "SIGKILL"),
     ("driver", "SIGKILL"),
@@ -18,16 +21,22 @@ DECK: Final[tuple[tuple[Victim, str], ...]] = (
     ("engine", "SIGSTOP"),
     ("driver", "SIGSTOP"),
     ("engine actor", "SIGKILL"),
+    ("engine", "stuck_payload"),
+    ("engine", "too_busy"),
+    ("engine", "no_descriptors"),
+    ("driver", "no_descriptors"),
+    ("disk", "disk_full"),
+    ("reward server", "SIGKILL"),
 )
 """Every kind occurs once before one is repeated."""
 
 
 class Blow(msgspec.Struct, frozen=True, kw_only=True):
-    """The kill or stop of one process."""
+    """One fault of one process, or of the run's disk."""
 
     victim: Victim
     how: str
-    """SIGKILL or SIGSTOP."""
+    """SIGKILL, SIGSTOP, or the name of a fault in `async_rl.simulation.faults`."""
     after_step: bool
     """Whether the run first completes a step, or is hit while it still recovers."""
     delay_s: float
@@ -35,14 +44,22 @@ class Blow(msgspec.Struct, frozen=True, kw_only=True):
     pick: float
     """Selects one of the candidates; in [0, 1)."""
     lasts_s: float
-    """A stopped driver is resumed after this time; other stopped processes are left to the run."""
+    """How long the fault lasts at least, seconds."""
+    resumes: bool = True
+    """Whether an engine that is stopped in the middle of a payload is resumed by the harness; other stopped
+    processes than the driver are always left to the run."""
+
+    @property
+    def kind(self) -> Kind:
+        """What is done to whom."""
+        return self.victim, self.how
 
 
-def blows(seed: int) -> Iterator[Blow]:
-    """Yields an endless plan."""
+def blows(seed: int, kinds: tuple[Kind, ...] = DECK) -> Iterator[Blow]:
+    """Yields an endless plan of these kinds."""
     rng = random.Random(seed)
     while True:
-        for victim, how in rng.sample(DECK, len(DECK)):
+        for victim, how in rng.sample(kinds, len(kinds)):
             yield Blow(
                 victim=victim,
                 how=how,
@@ -50,6 +67,7 @@ def blows(seed: int) -> Iterator[Blow]:
                 delay_s=rng.uniform(0.0, 4.0),
                 pick=rng.random(),
                 lasts_s=rng.uniform(2.0, 8.0),
+                resumes=rng.random() < 0.5,
             )
 
 

@@ -272,7 +272,7 @@ MUTANTS: Final = (
         "journal-waits-for-other-threads",
         "The journal's writes share their threads with everything else that blocks.",
         "async_rl/queue/journal.py",
-        "await loop.run_in_executor(self._thread, work)",
+        "await wait_out_shortage(lambda: loop.run_in_executor(self._thread, work))",
         "await asyncio.to_thread(work)",
         ("tests/simulation/test_recovery.py",),
     ),
@@ -1234,6 +1234,35 @@ MUTANTS: Final = (
         "async with services(doctor=self.doctor.run_checks):",
         (f"{LOOP}::test_a_run_that_is_stopped_while_it_starts_ends_at_once",),
         says="Timeout",
+    ),
+    Mutant(
+        "shortage-ends-the-run",
+        "File work that finds no descriptor or no space is not repeated.",
+        "async_rl/runtime/shortages.py",
+        "if not is_shortage(error) or loop.time() >= deadline:",
+        "if True:",
+        (
+            "tests/unit/test_threads.py::test_work_is_done_again_when_the_process_has_no_descriptor_for_a_while",
+        ),
+    ),
+    Mutant(
+        "no-descriptor-for-a-record-ends-the-run",
+        "A step whose line cannot be written for want of a descriptor ends the run.",
+        "async_rl/run/run_log.py",
+        "            if not is_shortage(error):\n",
+        "            if True:\n",
+        ("tests/simulation/test_found.py::test_a_run_goes_on_when_there_is_no_descriptor_for_files",),
+    ),
+    Mutant(
+        "reward-outage-uses-up-retries",
+        "A reward server that is restarted fails all trajectories that end meanwhile, and so the run.",
+        "async_rl/rollout/rewards/reward_calls.py",
+        "if outage_end_s is not None and self._clock() < outage_end_s:",
+        "if False:",
+        (
+            "tests/unit/test_rollout_rewards.py"
+            "::test_a_server_that_is_started_again_scores_what_waited_for_it",
+        ),
     ),
     # -- diagnosis and alerts ------------------------------------------------------------------------------
     Mutant(

@@ -57,6 +57,19 @@ def test_no_checkpoint_claims_a_step_when_the_disk_was_full_as_it_was_settled(
     assert settled > 5
 
 
+def test_a_run_goes_on_when_there_is_no_descriptor_for_files(tmp_path: Path) -> None:
+    faults: tuple[FaultKind, ...] = ("no_files",) * 5
+    assert [violations(small_run(seed, faults), tmp_path / str(seed)) for seed in range(4)] == [()] * 4
+
+
+def test_a_run_goes_on_when_the_disk_is_full_for_seconds(tmp_path: Path) -> None:
+    for seed in range(4):
+        scenario = small_run(seed, ("disk_full",) * 4)
+        (tmp_path / str(seed)).mkdir()
+        outcome = simulate(seed, tmp_path / str(seed), scenario=scenario)
+        assert (outcome.violations, outcome.incarnations) == ((), ("finished",))
+
+
 def test_no_log_prob_is_nan_when_an_engine_says_it_and_dies(tmp_path: Path) -> None:
     faults: tuple[FaultKind, ...] = ("nan", "disconnect", "nan", "die")
     assert [violations(small_run(seed, faults), tmp_path / str(seed)) for seed in range(3)] == [(), (), ()]

@@ -30,6 +30,7 @@ from async_rl.queue.journal_file import JournalledTrajectory, read_journal
 from async_rl.queue.ledger import Conservation, Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
+from async_rl.runtime import shortages
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.virtual_time import VirtualTimeLoop
@@ -402,6 +403,7 @@ def test_one_error_says_what_to_do_when_the_disk_is_full_and_nothing_done_is_los
         return False
 
     monkeypatch.setattr(os, "write", write_while_there_is_space)
+    monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)  # the run would have ended before
     first = world.live(fill)
     assert isinstance(first.error, SpoolFull)
     assert "the disk is full; free some and start the run again" in str(first.error)

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
+from async_rl.rollout.rewards.http_rewards import RewardClient, RewardUnreachable
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.rewards.signatures import parts_of, style_of
 from async_rl.simulation.virtual_time import in_virtual_time
@@ -461,9 +462,35 @@ async def test_a_server_that_gives_no_reward_fails_the_trajectory(
 
 async def test_a_server_that_is_not_there_fails_the_trajectory() -> None:
     settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 1, "retry_delay_s": 0}
-    rewards = named(settings)
+    rewards = named({**settings, "max_outage_s": 0})
     with pytest.raises(RewardUnavailable, match="is unavailable: ClientConnectorError"):
         await rewards.score_completion(task_of(), completion_of("x"))
+    await rewards.close()
+
+
+@in_virtual_time
+async def test_a_server_that_is_started_again_scores_what_waited_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+
+    async def post(self: RewardClient, payload: Any) -> float:
+        nonlocal calls
+        calls += 1
+        if calls <= 100:
+            raise RewardUnreachable("refused")
+        return 1.0
+
+    monkeypatch.setattr(RewardClient, "post_request", post)
+    settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 0}
+    loop, metrics = asyncio.get_running_loop(), Metrics()
+    rewards = rewards_of(metrics, reward="judge", rewards={"judge": settings})
+    assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": 1.0}
+    assert count(metrics, "reward_retries_total", "judge") == 100
+    calls, begin_s = -1000, loop.time()
+    with pytest.raises(RewardError, match="is unavailable: refused"):
+        await rewards.score_completion(task_of(), completion_of("x"))
+    assert loop.time() - begin_s == pytest.approx(300.0, abs=2.0)
     await rewards.close()
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from async_rl.runtime.threads import run_uncancellable
+from async_rl.simulation.virtual_time import in_virtual_time
 
 
 async def test_work_is_waited_for_and_its_result_kept_when_its_caller_is_cancelled() -> None:
@@ -31,3 +36,39 @@ async def test_work_is_waited_for_and_its_result_kept_when_its_caller_is_cancell
     result, cancelled = await task
     assert result == 5
     assert isinstance(cancelled, asyncio.CancelledError)
+
+
+@in_virtual_time
+async def test_work_is_done_again_when_the_process_has_no_descriptor_for_a_while() -> None:
+    attempts = 0
+
+    def work() -> int:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 20:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return attempts
+
+    with ThreadPoolExecutor(1) as threads:
+        assert await run_uncancellable(threads, work) == (20, None)
+
+
+@in_virtual_time
+async def test_a_lasting_shortage_of_descriptors_is_an_error() -> None:
+    def work() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with ThreadPoolExecutor(1) as threads, pytest.raises(OSError, match="Too many open files"):
+        await run_uncancellable(threads, work)
+
+
+async def test_other_errors_of_work_are_raised_at_once() -> None:
+    def work() -> None:
+        nonlocal attempts
+        attempts += 1
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    attempts = 0
+    with ThreadPoolExecutor(1) as threads, pytest.raises(OSError, match="Input/output"):
+        await run_uncancellable(threads, work)
+    assert attempts == 1

@@ -40,6 +40,10 @@ class RewardRefused(Exception):
         """Whether the server blames the request, rather than, say, its key or its URL."""
 
 
+class RewardUnreachable(RewardUnavailable):
+    """No server accepts the connection: it is being restarted, or is gone."""
+
+
 class RewardClient:
     """Posts requests to the URL of one reward server.
 
@@ -67,7 +71,8 @@ class RewardClient:
 
         Raises:
             RewardRefused: The server rejected the request, or its answer is not JSON.
-            RewardUnavailable: The server is unreachable, is busy, or failed.
+            RewardUnreachable: No server accepts the connection.
+            RewardUnavailable: The server is busy, or failed.
         """
         if self._client is None:
             headers = {"Content-Type": "application/json"}
@@ -80,6 +85,8 @@ class RewardClient:
         try:
             async with self._client.post(self._config.url, data=body, allow_redirects=False) as response:
                 answer = await self._read_answer(response)
+        except aiohttp.ClientConnectorError as error:
+            raise RewardUnreachable(self._redact(f"{type(error).__name__}: {error}")) from None
         except aiohttp.ClientError as error:
             raise RewardUnavailable(self._redact(f"{type(error).__name__}: {error}")) from None
         if response.status in _RETRY_STATUS or response.status >= 500:

@@ -6,7 +6,7 @@
 
  one of max_concurrent slots ──► the call, at most timeout_s ──► parts, of which `reward` is trained on
               ▲                             │ error or timeout
-              └───────── back-off ◄─────────┘ up to max_retries
+              └───────── back-off ◄─────────┘ up to max_retries; up to max_outage_s where no server listens
 ```
 
 A reward that raises, hangs or returns an invalid value fails the trajectories that it was called for, never
@@ -28,7 +28,12 @@ import aiohttp
 from async_rl.config import Config, FunctionReward, HttpReward, RewardConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.rewards.http_rewards import RewardClient, RewardRefused, request_of
+from async_rl.rollout.rewards.http_rewards import (
+    RewardClient,
+    RewardRefused,
+    RewardUnreachable,
+    request_of,
+)
 from async_rl.rollout.rewards.signatures import (
     GROUP_STYLES,
     Style,
@@ -52,6 +57,9 @@ R = TypeVar("R")
 
 _MAX_DELAY_S: Final = 30.0
 """The longest wait between two calls."""
+
+_OUTAGE_DELAY_S: Final = 1.0
+"""How often a connection to a server that is gone is tried. A refused connection costs next to nothing."""
 
 _CLEAN_UP_S: Final = 5.0
 """How long an async reward may release what it holds after it was cancelled."""
@@ -214,6 +222,7 @@ class _Reward:
         self._limit_key = (
             f"rollout.rewards.{name}.timeout_s" if settings.timeout_s else "rollout.reward_timeout_s"
         )
+        self._max_outage_s = settings.max_outage_s if isinstance(settings, HttpReward) else 0.0
         self._max_concurrent = settings.max_concurrent or call.max_concurrent
         self._slots = asyncio.Semaphore(self._max_concurrent) if self._max_concurrent else None
         self._metrics = metrics
@@ -254,7 +263,9 @@ class _Reward:
     async def _call_with_retries(self, task: Task, completions: Sequence[Completion]) -> Any:
         """Call the reward until a call succeeds or its retries are used up."""
         delay_s, last = self._settings.retry_delay_s, self._settings.max_retries
-        for retry in range(last + 1):
+        outage_end_s: float | None = None
+        retry = 0
+        while True:
             try:
                 async with self._slot():
                     return await self._call_once(task, completions)
@@ -263,12 +274,21 @@ class _Reward:
                 raise kind(f"reward {self._name} refused: {error}") from error
             except RewardError as error:
                 failure = error
-            if retry < last:
-                self._metrics.reward_retries_total.labels(self._name).inc()
+            if isinstance(failure.__cause__, RewardUnreachable):
+                outage_end_s = outage_end_s or self._clock() + self._max_outage_s
+            else:
+                outage_end_s = None
+            if outage_end_s is not None and self._clock() < outage_end_s:
+                wait_s = _OUTAGE_DELAY_S
+            elif retry < last:
                 asked_s = failure.after_s if isinstance(failure, RewardUnavailable) else 0.0
                 wait_s = min(_MAX_DELAY_S, max(asked_s, delay_s * 2.0**retry))
-                with waiting("reward", self._name, limit_s=_MAX_DELAY_S):
-                    await asyncio.sleep(wait_s)
+                retry += 1
+            else:
+                break
+            self._metrics.reward_retries_total.labels(self._name).inc()
+            with waiting("reward", self._name, limit_s=_MAX_DELAY_S):
+                await asyncio.sleep(wait_s)
         raise failure
 
     def _slot(self) -> Any:
