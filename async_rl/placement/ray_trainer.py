@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, TrainerError
-from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 
 WEIGHTS: Final = "weights"
@@ -180,6 +180,8 @@ class RayTrainer(Trainer):
             raise TrainerError(
                 f"the trainer took more than {limit_s} s for {method}; see {self._log_paths[0]}"
             ) from error
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
         return [task.result() for task in answers]
 
 

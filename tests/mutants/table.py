@@ -1264,6 +1264,14 @@ MUTANTS: Final = (
             "::test_a_server_that_is_started_again_scores_what_waited_for_it",
         ),
     ),
+    Mutant(
+        "failed-update-ends-the-run",
+        "An update that reaches no engine ends the run, because the rank's error arrives in a group.",
+        "async_rl/placement/ray_trainer.py",
+        "            raise first_error(errors) from errors",
+        "            raise",
+        ("tests/unit/test_ray_trainer.py",),
+    ),
     # -- diagnosis and alerts ------------------------------------------------------------------------------
     Mutant(
         "diagnosis-blames-a-run-that-moves",
