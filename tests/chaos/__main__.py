@@ -44,12 +44,17 @@ def mount_disk(mount: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "async-rl-chaos", mount], check=True)
 
 
+def name_of(kind: Kind) -> str:
+    """Return the name of a kind for `--only`: `engine:stuck_payload`, `trainer-rank:SIGKILL`."""
+    return ":".join(kind).replace(" ", "-")
+
+
 def kind_of(name: str) -> Kind:
-    """Return the kind of fault that `--only` names: `engine:stuck_payload`, `driver:SIGKILL`."""
+    """Return the kind of fault that has this name."""
     for kind in DECK:
-        if ":".join(kind) == name:
+        if name_of(kind) == name:
             return kind
-    raise argparse.ArgumentTypeError(f"found {name!r}, expected one of {', '.join(map(':'.join, DECK))}")
+    raise argparse.ArgumentTypeError(f"found {name!r}, expected one of {', '.join(map(name_of, DECK))}")
 
 
 def keep(folder: Path) -> None:
@@ -95,7 +100,7 @@ def main() -> int:
                 return
             yield blow
 
-    only = "" if arguments.only is DECK else f' ONLY="{" ".join(map(":".join, arguments.only))}"'
+    only = "" if arguments.only is DECK else f' ONLY="{" ".join(map(name_of, arguments.only))}"'
     repeat = f"make chaos SEED={arguments.seed} MINUTES={arguments.minutes:g}{only}"
     chaos = Chaos(folder, tree, lambda line: print(line, flush=True))
     try:
