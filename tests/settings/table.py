@@ -74,6 +74,7 @@ EFFECTS: Final[dict[str, str]] = {
     "rollout.rewards.NAME.url": "tests/unit/test_rollout_rewards.py::test_a_server_that_is_not_there_fails_the_trajectory",
     "rollout.rewards.NAME.group": "tests/unit/test_rollout_rewards.py::test_a_server_scores_a_group_by_one_request",
     "rollout.rewards.NAME.token_env": "tests/unit/test_rollout_rewards.py::test_a_server_is_asked_and_its_token_is_sent",
+    "rollout.rewards.NAME.max_outage_s": "tests/unit/test_rollout_rewards.py::test_a_server_that_is_started_again_scores_what_waited_for_it",
     "rollout.rewards_by_source": "tests/unit/test_rollout_rewards.py::test_a_task_has_the_reward_of_its_row_or_its_source_or_the_default",
     "rollout.group_size": "tests/simulation/test_long_answers.py::test_the_policy_decides_on_a_group_when_siblings_failed[train_rest]",
     "rollout.max_concurrent_trajectories": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.max_concurrent_trajectories=3]",
