@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,9 @@ class RecordLog(Generic[R]):
         self._last = step, begin
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            os.pwrite(descriptor, line + b"\n", begin)
+            if os.pwrite(descriptor, line + b"\n", begin) <= len(line):  # the disk took a part of it
+                os.ftruncate(descriptor, begin)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         finally:
             os.close(descriptor)
 

@@ -85,7 +85,8 @@ class Disk:
             return connection
 
         os.posix_fallocate, os.write = faulty_fallocate, faulty_write
-        os.open, io.open, os.pwrite = faulty_open, faulty_open_file, faulty_pwrite
+        os.open, os.pwrite = faulty_open, faulty_pwrite
+        io.open = faulty_open_file  # type: ignore[assignment]
         sqlite3.connect = faulty_connect  # type: ignore[assignment]
         try:
             yield

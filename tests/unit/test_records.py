@@ -184,6 +184,21 @@ def test_a_line_is_replaced_in_one_write_when_its_step_is_completed(
     assert len(writes) == 1
 
 
+def test_a_line_that_a_full_disk_cuts_short_is_an_error_and_can_be_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = step_record_log(tmp_path / "metrics.jsonl")
+    log.append(record(1))
+    write = os.pwrite
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:10], offset))
+        with pytest.raises(OSError, match="No space left"):
+            log.append(record(2))
+    log.append(record(2))
+    log.append(record(3))
+    assert [each.step for each in log.read()] == [1, 2, 3]
+
+
 def test_the_last_mismatch_is_of_the_step_that_had_tokens_of_its_own_version() -> None:
     measured = record(4, lag0_log_prob_abs_diff=1e-6)
     assert (
