@@ -366,9 +366,10 @@ class Soak(Simulation):
         assert queue is not None
         self.counts = queue.statistics().counts
         self._plan_faults()
-        if self._restarting and self._death is None and version >= self._due_version:
+        is_long = not self._restarting and self._setting == "any"
+        if not is_long and self._death is None and version >= self._due_version:
             self._plan_ending()
-        if not self._restarting and version % self._plan.sample_every == 0:
+        if is_long and version % self._plan.sample_every == 0:
             self._step_begin_s = self._loop.time()
             self._cluster.trainer.may_end = self._sample_when_drained
         self._show(self._progress())
