@@ -45,6 +45,10 @@ GONE_S = 20.0
 """All processes must be gone within this time after a kill of the driver."""
 
 
+ORPHANS_S = 60.0
+"""What user code has left behind must be gone within this time after the end of the run."""
+
+
 class Violation(AssertionError):
     """The run failed before the audit."""
 
@@ -79,7 +83,7 @@ def make_config(
             "max_restarts": 1000,
         },
         "rollout": {
-            "agent_loop": "agent_loops.tool_loop:ToolLoop",
+            "agent_loop": "tests.chaos.loop:LeavingLoop",
             "agent_loop_args": {"tools": ["agent_loops.calculator:calculator"]},
             "reward": "digits",
             "rewards": {
@@ -178,6 +182,7 @@ class Chaos:
             if self._ended() != 0:
                 raise Violation(f"the driver ended with code {self._ended()}: {self._end_of_log()}")
             self._note("the run has ended")
+            self._until(lambda: not self.processes.left(), ORPHANS_S, "", must=False)
             self._look()
             findings = audit(
                 self.config, self._diary, self.ledger, self.processes, self.exposure, self._faults
