@@ -74,7 +74,7 @@ async def test_everything_else_precedes_the_rows_when_sglang_ends_an_aborted_cal
     engine = sglang_world.engine()
     await engine.wait_ready()
     try:
-        event = await last_event_of_an_abort(sglang_world.server, omit=True)
+        event = await last_event_of_an_abort(sglang_world.server, omit=False)
         meta = json.loads(event)["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
         fields = ("output_ids", "finish_reason", "weight_version", "output_token_logprobs")
@@ -123,11 +123,8 @@ async def narrow_engine(
         await server.stop()
 
 
-@pytest.mark.long
-async def test_an_aborted_call_has_no_rows_when_the_launcher_omits_them(
-    narrow_engine: tuple[SGLangServer, SGLangEngine],
-) -> None:
-    server, engine = narrow_engine
+async def check_omitted(server: SGLangServer, engine: SGLangEngine) -> None:
+    """Check that aborted calls that ask for it have no rows, and all others have them."""
     meta = json.loads(await last_event_of_an_abort(server, omit=True))["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
     assert "routed_experts" not in meta
@@ -139,3 +136,19 @@ async def test_an_aborted_call_has_no_rows_when_the_launcher_omits_them(
     assert whole.finish is not None
     assert whole.finish.reason == "length"
     assert len(whole.trace.rows) == len(PROMPT) + 3
+
+
+async def test_an_aborted_call_has_no_rows_when_we_start_the_server(sglang_world: SGLangWorld) -> None:
+    engine = sglang_world.engine()
+    await engine.wait_ready()
+    try:
+        await check_omitted(sglang_world.server, engine)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.long
+async def test_an_aborted_call_has_no_rows_when_the_server_sends_narrow_ids(
+    narrow_engine: tuple[SGLangServer, SGLangEngine],
+) -> None:
+    await check_omitted(*narrow_engine)

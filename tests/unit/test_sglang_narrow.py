@@ -45,6 +45,14 @@ def test_the_program_ends_with_a_sentence_when_another_version_is_installed(
         narrow_launcher.install([0], 8)
 
 
+def test_rows_of_aborted_calls_are_sent_when_another_version_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The client leaves the connection instead, so the server is left as it is."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.24")
+    assert narrow_launcher.omit_aborted_rows() is False
+
+
 def make_server(folder: Path, *, narrow: bool, routing: bool = True) -> SGLangServer:
     config = (
         '{"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, '

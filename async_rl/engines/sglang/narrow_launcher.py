@@ -12,7 +12,8 @@ top-k ─► device buffer ─┬─ narrow ─► host buffer ─► rows of a 
 ```
 
 A request that an update aborts is sent again, and its rows are computed anew. So that they are not moved for
-nothing, an aborted request that says so (`OMIT_ABORTED_ROWS`) ends without its rows.
+nothing, an aborted request that says so (`OMIT_ABORTED_ROWS`) ends without its rows. `cpu_launcher.py` does
+this too, whether ids are narrow or not.
 
 Like `cpu_launcher.py` this file is a program of its own; `server.py` only uses its names. It patches classes
 of exactly one version: if another version is installed, or the source of these classes differs, the program
@@ -37,8 +38,11 @@ SUPPORTED: Final = "0.5.23"
 OMIT_ABORTED_ROWS: Final = "async_rl_omit_aborted_rows"
 """Name in a request's `custom_params` that asks for no rows if the request is aborted."""
 
-_SOURCE: Final = "13cdd8f0801ed09681f532f40e7d43f6822311d2b89a32884b281536a77dbe94"
-"""sha256 of the sources of the classes and functions that are patched or relied upon."""
+_SOURCE: Final = "3c426572d6a5816b7857a0103f4ebd7b1214e00ba3d2deb8c61033c83db0fc18"
+"""sha256 of the sources of the classes that are patched or relied upon for narrow ids."""
+
+_ABORT_SOURCE: Final = "ac5949bd41fa318dd136810d1e4756f556cbd12463543dff7588c0945513bbe1"
+"""The same for `omit_aborted_rows`."""
 
 
 def install(layers: Sequence[int], num_experts: int) -> None:
@@ -53,18 +57,10 @@ def install(layers: Sequence[int], num_experts: int) -> None:
     """
     check_version()
     import torch
-    from sglang.srt.managers import schedule_batch
-    from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.state_capturer import base, routed_experts
 
     capturer = routed_experts.RoutedExpertsCapturer
-    request = schedule_batch.Req
-    processor = batch_result_processor.SchedulerBatchResultProcessor
-    collect_rows, update_finish = processor._maybe_collect_routed_experts, request.update_finish_state
-    check_source(
-        *(base.BaseHostCache, base.TopkCaptureOutput, base.BaseTopkCapturer, capturer),
-        *(schedule_batch.FINISH_ABORT, update_finish, collect_rows),
-    )
+    check_source(base.BaseHostCache, base.TopkCaptureOutput, base.BaseTopkCapturer, capturer)
     # torch supports few operations on uint16; int16 has the same bits, and nothing here computes with them.
     dtype = torch.uint8 if num_experts <= 1 << 8 else torch.int16
     first, count = layers[0], len(layers)
@@ -100,6 +96,29 @@ def install(layers: Sequence[int], num_experts: int) -> None:
             self.buffer = getattr(self, "async_rl_words", self.buffer)  # the pinned memory must be unpinned
             super().destroy()
 
+    capturer.async_rl_layers = None
+    capturer._get_local_slice = narrow_slice
+    base.BaseHostCache = HostCache
+
+
+def omit_aborted_rows() -> bool:
+    """Let requests that ask for it end without rows when they are aborted.
+
+    Returns:
+        False when the installed SGLang is not the one that the patch was written for, and is left as it is.
+        Clients then leave the connection where the rows begin.
+    """
+    if importlib.metadata.version("sglang") != SUPPORTED:
+        return False
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.scheduler_components import batch_result_processor
+
+    request = schedule_batch.Req
+    processor = batch_result_processor.SchedulerBatchResultProcessor
+    collect_rows, update_finish = processor._maybe_collect_routed_experts, request.update_finish_state
+    if hash_source(schedule_batch.FINISH_ABORT, update_finish, collect_rows) != _ABORT_SOURCE:
+        return False
+
     def omits_rows(req: Any, reason: Any) -> bool:
         """Whether a request that ends for this reason asks for no rows; an error has a status code."""
         if not isinstance(reason, schedule_batch.FINISH_ABORT) or reason.status_code is not None:
@@ -123,9 +142,7 @@ def install(layers: Sequence[int], num_experts: int) -> None:
 
     request.update_finish_state = update_finish_state
     processor._maybe_collect_routed_experts = collect_unless_aborted
-    capturer.async_rl_layers = None
-    capturer._get_local_slice = narrow_slice
-    base.BaseHostCache = HostCache
+    return True
 
 
 def check_version() -> None:
@@ -143,9 +160,14 @@ def wrong_version(installed: str) -> str:
     )
 
 
+def hash_source(*parts: Any) -> str:
+    """Returns the sha256 of the sources of classes and functions."""
+    return hashlib.sha256("".join(inspect.getsource(part) for part in parts).encode()).hexdigest()
+
+
 def check_source(*classes: Any, expected: str = _SOURCE) -> None:
-    """End the program when the source of the classes or functions differs from the supported version's."""
-    found = hashlib.sha256("".join(inspect.getsource(c) for c in classes).encode()).hexdigest()
+    """End the program when the source of the classes differs from the supported version's."""
+    found = hash_source(*classes)
     if found != expected:
         names = ", ".join(f"{c.__module__}.{c.__qualname__}" for c in classes)
         sys.exit(
@@ -160,6 +182,8 @@ def _install_from_arguments() -> list[str]:
     layers, num_experts, *rest = sys.argv[1:]
     if "--device=cpu" in rest:
         from async_rl.engines.sglang import cpu_launcher  # noqa: F401  (the shims come first)
+    else:
+        omit_aborted_rows()
     install([int(layer) for layer in layers.split(",")], int(num_experts))
     return rest
 
