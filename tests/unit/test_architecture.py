@@ -48,7 +48,11 @@ ONLY_IN = {
     "mbridge": ("trainer/megatron/",),
     "ray": ("async_rl/placement/",),
     # Programs of their own, inside the server's process.
-    "sglang": ("async_rl/engines/sglang/cpu_launcher.py", "async_rl/engines/sglang/narrow_launcher.py"),
+    "sglang": (
+        "async_rl/engines/sglang/aborted_rows.py",
+        "async_rl/engines/sglang/cpu_launcher.py",
+        "async_rl/engines/sglang/narrow_launcher.py",
+    ),
     "create_task": ("async_rl/runtime/supervision.py",),
     "ensure_future": ("async_rl/runtime/supervision.py",),
 }

@@ -25,9 +25,9 @@ from async_rl.engine_protocol import (
     TensorSpec,
 )
 from async_rl.engines.sglang import client, http_client
+from async_rl.engines.sglang.aborted_rows import OMIT_ABORTED_ROWS
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.connect import sglang_client
-from async_rl.engines.sglang.narrow_launcher import OMIT_ABORTED_ROWS
 from async_rl.errors import (
     AlignmentError,
     CallLost,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engines.sglang import narrow_launcher
+from async_rl.engines.sglang import aborted_rows, narrow_launcher
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 
@@ -50,7 +50,7 @@ def test_rows_of_aborted_calls_are_sent_when_another_version_is_installed(
 ) -> None:
     """The client leaves the connection instead, so the server is left as it is."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.24")
-    assert narrow_launcher.omit_aborted_rows() is False
+    assert aborted_rows.omit_aborted_rows() is False
 
 
 def make_server(folder: Path, *, narrow: bool, routing: bool = True) -> SGLangServer:

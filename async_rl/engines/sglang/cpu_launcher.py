@@ -1,7 +1,7 @@
 """Runs an SGLang server on a CPU that SGLang has no kernels for, by shims that each give their reason.
 
 This file is a program of its own, started by `async_rl.engines.sglang.server`, or run by `narrow_launcher.py`
-in the same process. It imports only `narrow_launcher.py` of `async_rl`, and no other module imports it:
+in the same process. It imports only `aborted_rows.py` of `async_rl`, and no other module imports it:
 SGLang is loaded in the server's processes only. The shims apply to SGLang's scheduler and detokenizer because
 those are forked from this process, see `main`.
 
@@ -80,7 +80,7 @@ from sglang.kernels.ops.elementwise import elementwise  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402
 from sglang.srt.models.deepseek_common import attention_backend_handler as mla  # noqa: E402
 
-from async_rl.engines.sglang.narrow_launcher import omit_aborted_rows  # noqa: E402
+from async_rl.engines.sglang.aborted_rows import omit_aborted_rows  # noqa: E402
 
 # --enable-return-routed-experts keeps its rows in a CUDA-pinned host buffer on any device. Without CUDA,
 # plain memory is sufficient.

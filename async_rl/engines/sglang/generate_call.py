@@ -11,7 +11,7 @@ from typing import Final, Literal, cast
 import msgspec
 
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, RoutingPayload, check_partition
-from async_rl.engines.sglang.narrow_launcher import OMIT_ABORTED_ROWS
+from async_rl.engines.sglang.aborted_rows import OMIT_ABORTED_ROWS
 from async_rl.engines.sglang.routing_payload import RoutingText
 from async_rl.errors import (
     AlignmentError,

@@ -11,9 +11,7 @@ top-k ─► device buffer ─┬─ narrow ─► host buffer ─► rows of a 
         int32, all layers   uint8 or uint16, MoE layers
 ```
 
-A request that an update aborts is sent again, and its rows are computed anew. So that they are not moved for
-nothing, an aborted request that says so (`OMIT_ABORTED_ROWS`) ends without its rows. `cpu_launcher.py` does
-this too, whether ids are narrow or not.
+It also installs `aborted_rows.py`, as `cpu_launcher.py` does.
 
 Like `cpu_launcher.py` this file is a program of its own; `server.py` only uses its names. It patches classes
 of exactly one version: if another version is installed, or the source of these classes differs, the program
@@ -25,24 +23,16 @@ ends with an error message.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import inspect
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-SUPPORTED: Final = "0.5.23"
-
-OMIT_ABORTED_ROWS: Final = "async_rl_omit_aborted_rows"
-"""Name in a request's `custom_params` that asks for no rows if the request is aborted."""
+from async_rl.engines.sglang.aborted_rows import SUPPORTED, hash_source, omit_aborted_rows
 
 _SOURCE: Final = "3c426572d6a5816b7857a0103f4ebd7b1214e00ba3d2deb8c61033c83db0fc18"
 """sha256 of the sources of the classes that are patched or relied upon for narrow ids."""
-
-_ABORT_SOURCE: Final = "ac5949bd41fa318dd136810d1e4756f556cbd12463543dff7588c0945513bbe1"
-"""The same for `omit_aborted_rows`."""
 
 
 def install(layers: Sequence[int], num_experts: int) -> None:
@@ -101,50 +91,6 @@ def install(layers: Sequence[int], num_experts: int) -> None:
     base.BaseHostCache = HostCache
 
 
-def omit_aborted_rows() -> bool:
-    """Let requests that ask for it end without rows when they are aborted.
-
-    Returns:
-        False when the installed SGLang is not the one that the patch was written for, and is left as it is.
-        Clients then leave the connection where the rows begin.
-    """
-    if importlib.metadata.version("sglang") != SUPPORTED:
-        return False
-    from sglang.srt.managers import schedule_batch
-    from sglang.srt.managers.scheduler_components import batch_result_processor
-
-    request = schedule_batch.Req
-    processor = batch_result_processor.SchedulerBatchResultProcessor
-    collect_rows, update_finish = processor._maybe_collect_routed_experts, request.update_finish_state
-    if hash_source(schedule_batch.FINISH_ABORT, update_finish, collect_rows) != _ABORT_SOURCE:
-        return False
-
-    def omits_rows(req: Any, reason: Any) -> bool:
-        """Whether a request that ends for this reason asks for no rows; an error has a status code."""
-        if not isinstance(reason, schedule_batch.FINISH_ABORT) or reason.status_code is not None:
-            return False
-        return bool((req.sampling_params.custom_params or {}).get(OMIT_ABORTED_ROWS))
-
-    def update_finish_state(self: Any, *arguments: Any, **named: Any) -> None:
-        abort = self.to_finish
-        if abort is None or not omits_rows(self, abort):
-            update_finish(self, *arguments, **named)
-            return
-        # A request that ends by itself in the step in which it is aborted keeps its reason, and so its rows.
-        self.to_finish = None
-        update_finish(self, *arguments, **named)
-        if not self.finished():
-            self.finished_reason = abort
-
-    def collect_unless_aborted(self: Any, req: Any) -> None:
-        if not omits_rows(req, req.finished_reason):
-            collect_rows(self, req)
-
-    request.update_finish_state = update_finish_state
-    processor._maybe_collect_routed_experts = collect_unless_aborted
-    return True
-
-
 def check_version() -> None:
     """End the program when another SGLang is installed."""
     installed = importlib.metadata.version("sglang")
@@ -158,11 +104,6 @@ def wrong_version(installed: str) -> str:
         f"engine.narrow_routing patches sglang {SUPPORTED}, found {installed}: install "
         f"sglang=={SUPPORTED}, or set engine.narrow_routing=false"
     )
-
-
-def hash_source(*parts: Any) -> str:
-    """Returns the sha256 of the sources of classes and functions."""
-    return hashlib.sha256("".join(inspect.getsource(part) for part in parts).encode()).hexdigest()
 
 
 def check_source(*classes: Any, expected: str = _SOURCE) -> None:

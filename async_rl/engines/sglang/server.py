@@ -24,7 +24,7 @@ from pathlib import Path
 
 from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engines.model_facts import load_facts
-from async_rl.engines.sglang import narrow_launcher
+from async_rl.engines.sglang import aborted_rows, narrow_launcher
 from async_rl.errors import EnvironmentNotReady
 
 _HERE = Path(__file__).parent
@@ -139,7 +139,7 @@ class SGLangServer:
                 "placement.shared: SGLang releases device memory by torch-memory-saver, which is not "
                 "installed here: `pip install torch-memory-saver`"
             )
-        if self._narrow and installed != narrow_launcher.SUPPORTED:
+        if self._narrow and installed != aborted_rows.SUPPORTED:
             raise EnvironmentNotReady(narrow_launcher.wrong_version(installed))
         self._process = self._spawn()
 
