@@ -301,6 +301,16 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = "version"
+    watch_every: Annotated[
+        PositiveInt | None,
+        Meta(
+            description=(
+                "Every this many versions, checksums of each engine's weights are compared with those of the "
+                "last time: an alert fires when they have not changed and the trainer's have. null turns "
+                "it off."
+            )
+        ),
+    ] = 20
     keep_versions: Annotated[int, Meta(ge=1, description="Published versions kept on disk.")] = 2
     timeout_s: Annotated[
         float, Meta(gt=0, description="Maximum duration of the update of one engine, seconds.")

@@ -597,6 +597,15 @@ class TrainerMetrics(Instruments):
         source="weights.weight_sync, after each update",
         bad="The longest phase is where the time goes; docs/design/weight-updates.md.",
     )
+    served_weights_unchanged = gauge(
+        "1 if an engine's weights had the checksums of an earlier version although the trainer's had "
+        "changed, when it was last compared (`weights.watch_every`).",
+        "engine",
+        unit="1",
+        source="weights.checksums, after each update to a version that is watched",
+        bad="1: the engine samples from old weights under a new version; restart it, and set "
+        "`weights.verify: checksum`.",
+    )
     weight_delta_fallbacks_total = counter(
         "Updates of one engine by whole files in place of a delta.",
         "reason",

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Literal
 
+from async_rl.config import WeightsConfig
 from async_rl.engine_protocol import Engine
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import VersionMismatch
+from async_rl.errors import EngineError, VersionMismatch
+from async_rl.observability.metrics import Metrics
 from async_rl.trainer_protocol import Trainer
 
 log = logging.getLogger(__name__)
@@ -29,23 +30,36 @@ Sums = tuple[dict[str, str], ...]
 class VersionVerifier:
     """Verifies the weight version that an engine serves, after it was updated."""
 
-    def __init__(self, verify: Literal["version", "checksum"], *, pool: EnginePool, trainer: Trainer) -> None:
+    def __init__(
+        self, config: WeightsConfig, *, pool: EnginePool, trainer: Trainer, metrics: Metrics
+    ) -> None:
         """Expect no version yet.
 
         Args:
-            verify: Whether to compare only version numbers, or also checksums.
+            config: Whether to compare only version numbers, or also checksums.
             pool: Quarantines engines that turn out to have wrong weights.
             trainer: Sums its own weights.
+            metrics: Receives whether an engine's weights stay the same.
         """
-        self._verify = verify
+        self._verify = config.verify
+        self._watch_every = config.watch_every
         self._pool = pool
         self._trainer = trainer
+        self._metrics = metrics
         self._comparison = ChecksumComparison()
+        self._changes = ChangeWatch()
+        self._without_sums: set[str] = set()
+        """Engines that were reported because they return no sums."""
 
     async def expect_version(self, version: int) -> None:
         """Let the trainer sum its weights, which do not change meanwhile."""
-        if self._verify == "checksum":
-            self._comparison.expect_sums(version, await self._trainer.checksums())
+        if self._verify == "checksum" or self._is_watched(version):
+            sums = await self._trainer.checksums()
+            self._comparison.expect_sums(version, sums)
+            self._changes.expect_sums(version, sums)
+
+    def _is_watched(self, version: int) -> bool:
+        return self._watch_every is not None and version > 0 and version % self._watch_every == 0
 
     async def verify_version(self, engine: Engine, version: int, *, from_files: bool) -> None:
         """Read the version back from an engine; quarantine other engines that prove to have wrong weights.
@@ -64,6 +78,8 @@ class VersionVerifier:
                 f"engine {engine.engine_id} reports weight version {health.weight_version} after an "
                 f"update to {version}"
             )
+        if self._is_watched(version):
+            await self._watch_changes(engine, version)
         if self._verify == "version":
             return
         sums = await engine.checksums()
@@ -77,6 +93,62 @@ class VersionVerifier:
             self._pool.quarantine_engine(engine_id, error)
         if own_error is not None:
             raise own_error
+
+    async def _watch_changes(self, engine: Engine, version: int) -> None:
+        """Report an engine whose weights are those of an earlier version, although the trainer's changed."""
+        try:
+            sums = await engine.checksums()
+        except EngineError as error:
+            if engine.engine_id not in self._without_sums:
+                self._without_sums.add(engine.engine_id)
+                log.warning("cannot watch whether the weights of %s change: %s", engine.engine_id, error)
+            return
+        since = self._changes.unchanged_since(engine.engine_id, version, sums)
+        self._metrics.served_weights_unchanged.labels(engine.engine_id).set(since is not None)
+        if since is not None:
+            log.error(
+                "engine %s reports version %d and serves the weights of version %d: no checksum of its "
+                "parameters has changed, and the trainer's have; set weights.verify: checksum",
+                engine.engine_id,
+                version,
+                since,
+            )
+
+
+class ChangeWatch:
+    """Finds engines whose weights do not change although the trainer's do.
+
+    Unlike `ChecksumComparison` it needs no parameter that trainer and engine sum alike, so it holds for any
+    fusing, sharding and quantization.
+
+    Example:
+        >>> watch = ChangeWatch()
+        >>> for version, weight in ((20, "a"), (40, "b")):
+        ...     watch.expect_sums(version, {"w": weight})
+        ...     print(watch.unchanged_since("engine-0", version, ({"w": "stuck"},)))
+        None
+        20
+    """
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._expected: Mapping[str, str] = {}
+        self._last: dict[str, tuple[int, Mapping[str, str], Sums]] = {}
+        """For each engine: the oldest version with its newest sums, and the trainer's sums then."""
+
+    def expect_sums(self, version: int, sums: Mapping[str, str]) -> None:
+        """Set the trainer's sums over a version."""
+        self._version, self._expected = version, sums
+
+    def unchanged_since(self, engine_id: str, version: int, sums: Sums) -> int | None:
+        """Returns the version whose weights an engine still has, if the trainer's have changed since."""
+        if version != self._version:
+            return None  # overtaken: it will load again
+        last = self._last.get(engine_id)
+        if last is None or last[2] != sums:
+            self._last[engine_id] = (version, self._expected, sums)
+            return None
+        return last[0] if last[1] != self._expected else None
 
 
 class ChecksumComparison:

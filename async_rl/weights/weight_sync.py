@@ -111,7 +111,7 @@ class WeightSync:
         the copying of the weights on.
         """
         self._started = asyncio.Event()
-        self._verifier = VersionVerifier(config.verify, pool=pool, trainer=trainer)
+        self._verifier = VersionVerifier(config, pool=pool, trainer=trainer, metrics=metrics)
         self._publisher = WeightPublisher(trainer, directory, keep_versions=config.keep_versions)
         self._deltas = DeltaDelivery(
             config,

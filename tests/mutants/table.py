@@ -781,6 +781,22 @@ MUTANTS: Final = (
         ("tests/unit/test_untrusted_examples.py",),
     ),
     Mutant(
+        "stuck-weights-look-served",
+        "An engine that serves old weights under new versions is not reported.",
+        "async_rl/weights/checksums.py",
+        "        return last[0] if last[1] != self._expected else None\n",
+        "        return None\n",
+        ("tests/unit/test_weight_sync.py",),
+    ),
+    Mutant(
+        "learning-rate-zero-looks-stuck",
+        "An engine is reported although the trainer's weights did not change either.",
+        "async_rl/weights/checksums.py",
+        "        return last[0] if last[1] != self._expected else None\n",
+        "        return last[0]\n",
+        ("tests/unit/test_weight_sync.py",),
+    ),
+    Mutant(
         "events-may-be-endless",
         "A line without end fills the driver's memory.",
         "async_rl/engines/sglang/sse.py",

@@ -527,6 +527,50 @@ async def test_no_sums_are_made_when_only_versions_are_verified(tmp_path):
     assert "checksums" not in [name for name, _ in bench.trainer.calls]
 
 
+async def update_to(bench: Bench, *versions: int) -> list[list[float | None]]:
+    """Update to versions, and return the metric of both engines after each."""
+    value, found = bench.metrics.registry.get_sample_value, []
+    for version in versions:
+        await bench.sync.update_engines(version)
+        labels = [{"engine": engine.engine_id} for engine in bench.engines]
+        found.append([value("async_rl_served_weights_unchanged", engine) for engine in labels])
+    return found
+
+
+async def test_an_engine_is_reported_when_its_weights_stay_and_the_trainers_change(tmp_path, caplog):
+    """It says that it has the version. Both engines are asked every third version."""
+    bench = Bench(tmp_path, watch_every=3)
+    await bench.start()
+    bench.engines[1].sums = {"w": "old"}
+    assert await update_to(bench, 1, 2, 3, 4, 5, 6) == [[None, None]] * 2 + [[0, 0]] * 3 + [[0, 1]]
+    assert [engine.log.count("sums") for engine in bench.engines] == [2, 2]
+    assert "engine-1 reports version 6 and serves the weights of version 3" in caplog.text
+    assert bench.serving() == {"engine-0": 6, "engine-1": 6}
+    assert await update_to(bench, 9) == [[0, 1]]
+    assert "serves the weights of version 3" in caplog.records[-1].getMessage()
+    bench.engines[1].sums = None
+    assert await update_to(bench, 12) == [[0, 0]]
+
+
+async def test_no_engine_is_reported_when_the_trainers_weights_stay_too(tmp_path):
+    """As at learning rate 0."""
+    bench = Bench(tmp_path, watch_every=1)
+    await bench.start()
+    bench.trainer.checksum_seed = 7
+    for engine in bench.engines:
+        engine.sums = {"w": "7"}
+    assert await update_to(bench, 1, 2, 3) == [[0, 0]] * 3
+
+
+async def test_an_engine_without_checksums_is_named_once(tmp_path, caplog):
+    bench = Bench(tmp_path, watch_every=1)
+    await bench.start()
+    bench.engines[0].fail_in, bench.engines[0].error = "sums", EngineError("404 for /weights_checker")
+    assert await update_to(bench, 1, 2) == [[None, 0]] * 2
+    assert caplog.text.count("cannot watch whether the weights of engine-0 change: 404") == 1
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+
+
 # -- deltas ----------------------------------------------------------------------------------------------
 
 
