@@ -411,10 +411,10 @@ WEIGHTS: Final = (
             Query(
                 f"{value('trainer_weight_version')} - on (run) group_right {value('engine_weight_version')}",
                 "{{engine}}",
-                Query(value("served_weights_unchanged"), "{{engine}} has old weights"),
-        ),
+            ),
             Query(f"{value('trainer_weight_version')} - {value('checkpoint_step')}", "newest checkpoint"),
             Query(f"{value('trainer_weight_version')} - {value('lag0_step')}", "engine mismatch"),
+            Query(value("served_weights_unchanged"), "{{engine}} has old weights"),
         ),
         unit="none",
         limits=((2, RED),),
