@@ -135,7 +135,8 @@ class TrainerRank(Protocol):
         """Compute checksums of the current weights by the engine's method and under its names.
 
         Returns:
-            The checksums on rank 0 if engines run on a CPU; otherwise an empty dict.
+            The checksums on rank 0, an empty dict on the others. If engines run on a GPU, they have names of
+            the trainer's own, and only tell which tensors have changed.
         """
         ...
 

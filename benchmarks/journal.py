@@ -80,6 +80,10 @@ class Reader:
         """Implements `Trainer.publish`."""
         await asyncio.to_thread(Path(directory).mkdir, parents=True, exist_ok=True)
 
+    async def checksums(self) -> dict[str, str]:
+        """Implements `Trainer.checksums`."""
+        return {}
+
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """Implements `Trainer.save_checkpoint`."""
 

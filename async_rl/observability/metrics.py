@@ -644,7 +644,7 @@ class HealthMetrics(Instruments):
         "attempt_cancelled, run_ended, owner_ended (the driver or rollout worker was killed).",
         "kind",
         "reason",
-        source="runtime.user_processes, every few seconds; rollout.loops",
+        source="rollout.loops, rollout.rewards.reward_calls and run.live_status, every few seconds",
         bad="An attempt_… rises: a loop or tool leaves processes behind; the log names them. owner_ended: "
         "look for why a driver or worker was killed.",
     )

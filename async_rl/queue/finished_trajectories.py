@@ -22,6 +22,7 @@ from pathlib import Path
 from async_rl import codec
 from async_rl.errors import CorruptFrame, SpoolFull
 from async_rl.queue.ledger import GroupRecord, Ledger
+from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.types import Trajectory, root_of
 
@@ -60,7 +61,8 @@ class TrajectoryFiles:
         """Write a trajectory, replacing an earlier file of it, and return the name of the file.
 
         Raises:
-            SpoolFull: When there is no space. The caller can go on: the journal has the tokens.
+            SpoolFull: When there is no space, or no descriptor for the file. The caller can go on: the
+                journal has the tokens.
         """
         name = trajectory.trajectory_id
         data = b"".join(codec.encode(trajectory))
@@ -77,9 +79,11 @@ class TrajectoryFiles:
             self._write_or_make_space(name, data)
         except OSError as error:
             self.delete([name])
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_shortage(error):
                 raise
-            raise SpoolFull(f"no space for {nbytes} bytes in {self._directory}: the disk is full") from error
+            raise SpoolFull(
+                f"{nbytes} bytes cannot be written to {self._directory}: {error.strerror}"
+            ) from error
         return name
 
     def read_trajectory(self, name: str) -> Trajectory:

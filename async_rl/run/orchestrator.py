@@ -66,6 +66,7 @@ from async_rl.run.recovery import RecoveredState
 from async_rl.run.run_log import RunLogger
 from async_rl.run.train_loop import TrainLoop, choose_train_loop
 from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
+from async_rl.runtime.shortages import wait_for_files
 from async_rl.runtime.supervision import Nursery, cut_by, first_error, services
 from async_rl.runtime.threads import call_until_cancelled
 from async_rl.runtime.waits import Waits, acting, waiting
@@ -294,6 +295,7 @@ class Orchestrator:
         while True:
             # A restarted trainer continues from its checkpoint exactly as a new process does: the components
             # that depend on its step are rebuilt from the run's folder, and the engines get its weights.
+            await wait_for_files(self._dir / "spool")
             incarnation = self._incarnation = self._build_incarnation(trainer_handle, failed_checkpoints)
             queue = incarnation.recovered.queue
             try:

@@ -182,7 +182,7 @@ class RecoveredState:
             self.queue.record_straggling()
             self.queue.flush_ledger()
             self.journal.write_entries()
-        except AsyncRLError as error:  # this error may be what ends the incarnation
+        except (AsyncRLError, OSError) as error:  # this error may be what ends the incarnation
             log.warning("trajectories in flight could not be journalled to the last token: %s", error)
         finally:
             self.journal.close()

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
+import os
 import sqlite3
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final, TypeVar
 
 from async_rl.runtime.waits import waiting
 
+log = logging.getLogger(__name__)
+
 R = TypeVar("R")
+
+_PROBE_BYTES: Final = 1 << 16
+"""Size of a file that shows whether there is space."""
 
 MAX_SHORTAGE_S: Final = 60.0
 """A shortage that lasts longer is no peak: it needs the user."""
@@ -38,13 +46,41 @@ async def wait_out_shortage(attempt: Callable[[], Awaitable[R]]) -> R:
     Raises:
         Exception: The shortage lasts, or the attempt fails for another reason.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + MAX_SHORTAGE_S
+    waited_s = 0.0  # counted, and not read from the clock, which jumps when the machine was suspended
     while True:
         try:
             return await attempt()
         except Exception as error:
-            if not is_shortage(error) or loop.time() >= deadline:
+            if not is_shortage(error) or waited_s >= MAX_SHORTAGE_S:
                 raise
         with waiting("disk"):
             await asyncio.sleep(_SHORTAGE_DELAY_S)
+        waited_s += _SHORTAGE_DELAY_S
+
+
+async def wait_for_files(folder: Path) -> None:
+    """Make a folder, and wait until a file can be written in it, for up to `MAX_SHORTAGE_S`.
+
+    What needs the file then says why there is none.
+    """
+
+    async def write_file() -> None:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        path = folder / ".shortage"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(file, bytes(_PROBE_BYTES))
+        finally:
+            os.close(file)
+            os.unlink(path)
+
+    try:
+        await write_file()
+    except OSError as error:
+        if is_shortage(error):
+            log.warning("waiting for up to %.0f s until a file can be written: %s", MAX_SHORTAGE_S, error)
+    try:
+        await wait_out_shortage(write_file)
+    except OSError as error:
+        if not is_shortage(error):
+            raise

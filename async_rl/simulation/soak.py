@@ -113,7 +113,7 @@ FULL: Final = SoakPlan(
     trajectories=200_000,
 )
 SHORT: Final = SoakPlan(
-    versions=80,
+    versions=180,
     faults_each=1,
     endings_each=1,
     restart_share=0.2,

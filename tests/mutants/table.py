@@ -1255,7 +1255,7 @@ MUTANTS: Final = (
         "shortage-ends-the-run",
         "File work that finds no descriptor or no space is not repeated.",
         "async_rl/runtime/shortages.py",
-        "if not is_shortage(error) or loop.time() >= deadline:",
+        "if not is_shortage(error) or waited_s >= MAX_SHORTAGE_S:",
         "if True:",
         (
             "tests/unit/test_threads.py::test_work_is_done_again_when_the_process_has_no_descriptor_for_a_while",

@@ -6,6 +6,7 @@ Tests of monitoring use it: the values do not matter, only that every metric has
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 import zlib
 from collections.abc import Mapping
@@ -33,6 +34,9 @@ TROUBLE: dict[CallFault, bytes] = {
 
 EVALUATED = b"async_rl_evaluation_reward{"
 """The metrics of an evaluation."""
+
+REAPED = b"async_rl_user_processes_reaped_total{"
+"""The metrics of what user code leaves behind."""
 
 STILL = b"async_rl_stalls_total{"
 """The metrics that count stalls."""
@@ -89,7 +93,10 @@ def _validation(calculator: Path, folder: Path) -> Path:
 
 
 class TroubledLoop(AgentLoop):
-    """Two turns and a tool call. Some calls fail, some attempts raise or hang, one blocks the event loop."""
+    """Two turns and a tool call. Some calls fail, some attempts raise or hang.
+
+    One blocks the event loop and leaves a process behind.
+    """
 
     blocked = False
 
@@ -105,6 +112,7 @@ class TroubledLoop(AgentLoop):
         if not TroubledLoop.blocked:
             TroubledLoop.blocked = True
             time.sleep(0.5)  # noqa: ASYNC251 - blocks the event loop, on purpose
+            subprocess.run(["sh", "-c", "sleep 300 >/dev/null 2>&1 &"], check=True)  # noqa: ASYNC221
         session.record_tool_call(error=luck < 16)
         session.record_request("answered", ["temperature"])
         session.add_messages([{"role": "tool", "content": "17"}])
@@ -179,7 +187,7 @@ class TroubledCluster(LocalCluster):
         self.to_come = {kind: name for kind, name in self.to_come.items() if name not in text}
         if STILL in text:
             self.found_still.set()
-        return self.found_still.is_set() and not self.to_come and EVALUATED in text
+        return self.found_still.is_set() and not self.to_come and EVALUATED in text and REAPED in text
 
     def make_trouble(self, step: int) -> None:
         """Injects one fault of each remaining kind, each on its own engine."""

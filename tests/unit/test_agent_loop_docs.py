@@ -25,7 +25,8 @@ def loops() -> dict[str, AgentLoop]:
             continue
         names: dict[str, Any] = {}
         exec(compile(source, str(PAGE), "exec"), names)
-        kind = next(v for v in names.values() if isinstance(v, type) and v.__module__ != AgentLoop.__module__)
+        classes = [value for value in names.values() if isinstance(value, type)]
+        (kind,) = (each for each in classes if issubclass(each, AgentLoop) and each is not AgentLoop)
         found[kind.__name__] = kind()
     return found
 
@@ -61,8 +62,24 @@ def turns_of(trajectory: Trajectory) -> list[str]:
     return [chat.decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
 
 
-def test_the_page_has_five_examples_and_no_more() -> None:
-    assert list(LOOPS) == ["AskTwice", "Searching", "SecondThoughts", "BestOfSome", "Summarising"]
+def test_the_page_has_six_examples_and_no_more() -> None:
+    names = ["AskTwice", "Searching", "SecondThoughts", "BestOfSome", "Summarising", "InContainer"]
+    assert list(LOOPS) == names
+
+
+async def test_a_container_is_made_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    async def docker(*words: str) -> None:
+        commands.append(words)
+
+    monkeypatch.setattr(LOOPS["InContainer"], "docker", docker, raising=False)
+    session, _ = await play("InContainer", lambda text: "4")
+    name = f"box-{session.trajectory_id}"
+    assert commands == [
+        ("run", "-d", "--name", name, "python:3.11", "sleep", "inf"),
+        ("rm", "-f", name),
+    ]
 
 
 async def test_a_second_turn_is_asked_for() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from async_rl.weights.checksums import ChecksumComparison
-from trainer.weights.checksums import checksum_parameters
+from trainer.weights.checksums import checksum_parameters, sum_tensors
 
 A, B = ({"norm": "1", "qkv": "2"},), ({"norm": "1", "qkv": "3"},)
 SHARDED = ({"norm": "1", "qkv": "8"}, {"norm": "1", "qkv": "9"})
@@ -102,3 +102,16 @@ def test_a_tensor_keeps_its_name_when_nothing_is_fused():
     assert checksum_parameters([("model.norm.weight", norm)]) == {
         "model.norm.weight": sha(norm.view(torch.uint8))
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_sum_on_the_device_tells_that_one_bit_has_changed(dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-1, 1, 96).to(dtype).reshape(8, 12)
+    before = sum_tensors([("w", tensor), ("v", tensor.T)])
+    assert before["bits of w"] == before["bits of v"]
+    assert before == sum_tensors([("w", tensor.clone()), ("v", tensor.clone())])
+    changed = tensor.clone()
+    changed.view(torch.uint8)[3, 2] ^= 1
+    after = sum_tensors([("w", changed), ("v", tensor)])
+    assert after["bits of w"] != before["bits of w"]
+    assert after["bits of v"] == before["bits of v"]

@@ -25,7 +25,7 @@ from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spe
 from async_rl.weights.delta import DeltaWriter, Raw
 from async_rl.weights.relay import BUFFERS
 from async_rl.weights.shared_memory import payload_for, shared_buffer
-from trainer.weights.checksums import checksum_parameters
+from trainer.weights.checksums import checksum_parameters, sum_tensors
 
 Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Iterates over all tensors under their Hugging Face names, in the same order each time."""
@@ -84,8 +84,10 @@ class WeightExport:
         """Implements `TrainerRank.checksums`."""
         tensors = self._export()
         try:
-            # An engine on a GPU computes its checksums there, by another algorithm.
-            return checksum_parameters(tensors) if self._rank == 0 and self._device.type == "cpu" else {}
+            if self._rank != 0:
+                return {}
+            # An engine on a GPU computes its checksums there, by another algorithm, and so does the trainer.
+            return checksum_parameters(tensors) if self._device.type == "cpu" else sum_tensors(tensors)
         finally:
             collections.deque(tensors, maxlen=0)
 
