@@ -22,6 +22,9 @@ ROOT: Final = Path(__file__).parent.parent.parent
 _TEST_TIMEOUT_S: Final = 60
 """The limit of one test. A mutant that makes a test wait forever counts as killed."""
 
+_UNCHANGED_TIMEOUT_S: Final = 300
+"""The limit of one test on the unchanged program, where none waits forever but the machine may be busy."""
+
 _HANG_S: Final = 180
 """The limit of one mutant: an event loop swallows what a test's limit raises inside one of its callbacks."""
 
@@ -64,7 +67,7 @@ class Tree:
             return Result("error", 0.0, f"the old text is {count} times in {mutant.file}, expected once", "")
         self._write(path, text.replace(mutant.old, mutant.new))
         try:
-            code, seconds, output = self._test(mutant.tests, limit_s=_HANG_S)
+            code, seconds, output = self._test(mutant.tests, _TEST_TIMEOUT_S, limit_s=_HANG_S)
         finally:
             self._write(path, text)
         if code == 0:
@@ -80,7 +83,7 @@ class Tree:
 
     def run_unchanged(self, tests: Sequence[str]) -> Result:
         """Runs tests on the unchanged program. They must pass, or a killed mutant proves nothing."""
-        code, seconds, output = self._test(tests)
+        code, seconds, output = self._test(tests, _UNCHANGED_TIMEOUT_S)
         if code == 0:
             return Result("survived", seconds, "", output)
         return Result("error", seconds, f"without a mutant pytest exits with {code}", output)
@@ -91,12 +94,14 @@ class Tree:
         path.write_text(text)
         Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
-    def _test(self, tests: Sequence[str], limit_s: float | None = None) -> tuple[int, float, str]:
+    def _test(
+        self, tests: Sequence[str], timeout_s: int, limit_s: float | None = None
+    ) -> tuple[int, float, str]:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment = {**own, "PYTHONPATH": str(self._folder), "OMP_NUM_THREADS": "1"}
         begin_s = time.monotonic()
-        command.extend([f"--timeout={_TEST_TIMEOUT_S}", *tests])
+        command.extend([f"--timeout={timeout_s}", *tests])
         code, output = bounded_run(command, limit_s, cwd=self._folder, env=environment)
         return (_FAILED if code is None else code), time.monotonic() - begin_s, output
 

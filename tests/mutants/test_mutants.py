@@ -40,7 +40,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # the first one also runs all tests of the table on the unchanged program
+@pytest.mark.timeout(1800)  # the first one also runs all tests of the table on the unchanged program
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_tests_notice_when_the_program_is_broken(tree: Tree, mutant: Mutant) -> None:
     result = tree.try_mutant(mutant)
