@@ -43,8 +43,9 @@ NUM_ESCAPES = 4
 
 
 def pids_in(folder: Path) -> list[int]:
-    """Return the processes that have noted their pids in a folder."""
-    return [int(path.read_text()) for path in folder.iterdir() if path.suffix != ".new"]
+    """Return the processes that have noted their pids in a folder; a file without one is being written."""
+    texts = [path.read_text() for path in folder.iterdir() if path.suffix != ".new"]
+    return [int(text) for text in texts if text]
 
 
 async def agent_program(folder: Path) -> None:
