@@ -48,6 +48,9 @@ class MortalRank:
     def publish(self, directory: str, weight_version: int) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
 
+    def checksums(self) -> dict[str, str]:
+        return {"weights": str(self._step)}
+
     def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         if self._rank == 0:
             (Path(directory) / "latest.json").write_text(json.dumps(self._step))

@@ -7,7 +7,7 @@ import pytest
 from async_rl.config import WeightsConfig
 from async_rl.engine_protocol import DistributedUpdate, Engine, EngineHealth
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.errors import EngineError, WeightSyncError
+from async_rl.errors import EngineError, TrainerError, WeightSyncError
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.simulation.virtual_time import in_virtual_time
@@ -560,6 +560,19 @@ async def test_no_engine_is_reported_when_the_trainers_weights_stay_too(tmp_path
     for engine in bench.engines:
         engine.sums = {"w": "7"}
     assert await update_to(bench, 1, 2, 3) == [[0, 0]] * 3
+
+
+async def test_a_trainer_that_cannot_sum_its_weights_goes_on(tmp_path, caplog):
+    bench = Bench(tmp_path, watch_every=1)
+    await bench.start()
+
+    async def checksums() -> dict[str, str]:
+        raise TrainerError("rank 1 has no checksums")
+
+    bench.trainer.checksums = checksums
+    assert await update_to(bench, 1, 2) == [[0, 0]] * 2
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+    assert "cannot watch whether weights change at version 1: rank 1 has no checksums" in caplog.text
 
 
 async def test_an_engine_without_checksums_is_named_once(tmp_path, caplog):
