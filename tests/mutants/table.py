@@ -811,7 +811,7 @@ MUTANTS: Final = (
         "async_rl/routing.py",
         "rows[held:], versions[held:] = new.rows[held - start :], _versions(new)[held - start :]",
         "rows[held:], versions[held:] = new.rows[: end - held], _versions(new)[: end - held]",
-        (SPLICED,),
+        (SPLICED, "tests/unit/test_routing.py"),
         "rows of the versions|no engine computes|a row is older",
     ),
     Mutant(
