@@ -812,7 +812,6 @@ MUTANTS: Final = (
         "rows[held:], versions[held:] = new.rows[held - start :], _versions(new)[held - start :]",
         "rows[held:], versions[held:] = new.rows[: end - held], _versions(new)[: end - held]",
         (SPLICED, "tests/unit/test_routing.py"),
-        "rows of the versions|no engine computes|a row is older",
     ),
     Mutant(
         "splice-keeps-unreported-rows",
