@@ -104,8 +104,9 @@ class EventReader(Generic[S]):
                 events.append((data[begin + len(_FIELD) : end], self._taken))
                 self._taken = None
             begin = end + len(_END)
-        self._rest += data[begin:]
-        self._look_for_payload()
+        if begin < len(data):
+            self._rest += data[begin:]
+            self._look_for_payload()
         return events
 
     def _look_for_payload(self) -> None:
