@@ -45,7 +45,9 @@ from async_rl.observability.evaluation_record import (
 )
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive, Observer
+from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import Nursery, first_error, services
+from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import acting, waiting
 
 log = logging.getLogger(__name__)
@@ -187,7 +189,10 @@ class EvaluationService:
         finally:
             self._current = None
         self._evaluated = max(version, record.weight_version)
-        evaluation_record_log(self._run_dir / FILE).append(self._log_evaluation(record))
+        record, records = self._log_evaluation(record), evaluation_record_log(self._run_dir / FILE)
+        _, cancelled = await run_uncancellable(None, lambda: records.append(record))
+        if cancelled is not None:
+            raise cancelled
 
     async def _evaluate(self, version: int) -> EvaluationRecord:
         """Evaluate this version, or a later one if the engines have been updated meanwhile."""
@@ -211,7 +216,7 @@ class EvaluationService:
         for engine in engines:
             pool.add_engine(engine)
             pool.serve_engine(engine.engine_id, version)
-        answers = await asyncio.to_thread(self._open_archive, version)
+        answers = await wait_out_shortage(lambda: asyncio.to_thread(self._open_archive, version))
         try:
             async with services(mirror=lambda: self._mirror_failures(pool)):
                 return await self._evaluator.evaluate_sets(pool, version, answers)

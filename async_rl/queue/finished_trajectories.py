@@ -3,7 +3,7 @@
 ```
  add_tree ─► pending ─ store_pending (in a thread) ─► files ─► ledger, with its next flush
                │                                       │
-               └── discard: settled, or its group is queued ──► files deleted
+               └── discard: settled, or its group is queued ─► files deleted (by the next store)
 ```
 """
 
@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from itertools import groupby
@@ -161,6 +162,7 @@ class FinishedTrajectories:
         self._files = files
         self._executor = executor
         self._pending: dict[str, Trajectory] = {}  # branches right after their trunk
+        self._discarded: deque[str] = deque()  # files to be deleted
 
     def add_tree(self, *tree: Trajectory) -> None:
         """Add a trajectory that has ended before its group, with its branches.
@@ -175,20 +177,17 @@ class FinishedTrajectories:
     async def store_pending(self) -> list[str]:
         """Store the trajectories added since the last call whose groups have not ended, in a thread.
 
-        The ledger has them after its next flush.
+        Discarded files are deleted there before. The ledger has them after its next flush.
 
         Returns:
             Those that were stored now. Without space they are not: the journal has their tokens.
         """
         pending = list(self._pending.values())
-        if not pending:
+        if not pending and not self._discarded:
             return []
         stored, cancelled = await run_uncancellable(self._executor, lambda: self._store(pending))
-        settled = [name for name in stored if name not in self._pending]
+        self._discarded.extend(name for name in stored if name not in self._pending)  # settled meanwhile
         recorded = self._record_stored(stored)
-        if settled:
-            _, late = await run_uncancellable(self._executor, lambda: self._files.delete(settled))
-            cancelled = cancelled or late
         if cancelled is not None:
             raise cancelled
         return recorded
@@ -210,14 +209,15 @@ class FinishedTrajectories:
                 self._record(trajectory, None)
 
     def discard(self, trajectory_ids: Iterable[str], files: Collection[str] = ()) -> None:
-        """Forget settled trajectories and delete their files."""
+        """Forget settled trajectories; the next store or `delete_discarded` deletes their files."""
         for name in trajectory_ids:
             self._pending.pop(name, None)
-        self._files.delete(files)
+        self._discarded.extend(files)
 
-    def delete_files(self, files: Collection[str]) -> None:
-        """Delete the files of trajectories whose group is queued. From any thread."""
-        self._files.delete(files)
+    def delete_discarded(self) -> None:
+        """Delete the discarded files. From any thread."""
+        while self._discarded:
+            self._files.delete([self._discarded.popleft()])
 
     def recover_files(self, groups: Iterable[GroupRecord]) -> None:
         """Keep the files that an earlier process wrote for these groups, and delete all others."""
@@ -256,6 +256,7 @@ class FinishedTrajectories:
 
     def _store(self, trajectories: Sequence[Trajectory]) -> list[str]:
         """Write trajectories until there is no space, each together with its branches; return their files."""
+        self.delete_discarded()
         stored: list[str] = []
         for _, tree in groupby(trajectories, key=lambda trajectory: root_of(trajectory.trajectory_id)):
             complete = len(stored)

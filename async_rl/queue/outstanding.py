@@ -207,8 +207,7 @@ class OutstandingGroups:
         """Make a group ready that was written to the spool.
 
         Returns:
-            The files of its trajectories that finished early. They can be discarded once the ledger is
-            flushed.
+            The files of its trajectories that finished early, to be discarded once the ledger is flushed.
 
         Raises:
             InvariantError: When the group was dropped while it was written; its frame is freed.
@@ -288,8 +287,11 @@ class OutstandingGroups:
         self._observer.trained(batch.trajectory_ids, step)
 
     def flush_ledger(self) -> None:
-        """Write all changes of the ledger. From any thread."""
-        self._ledger.flush()
+        """Write all changes of the ledger, then free the frames of dropped groups. From any thread.
+
+        In this order, because no restart may find a group queued in a slab that holds another.
+        """
+        self._spool.free_retired(before=self._ledger.flush)
 
     def free_trained(self, batch: TakenBatch, groups: Sequence[ReadyGroup]) -> None:
         """Free the frames of a batch's groups, after it was written that they are trained."""
@@ -337,8 +339,7 @@ class OutstandingGroups:
         self._remove_restored(group_id)
         ready = self._ready.pop(group_id, None)
         if ready is not None:
-            self._ledger.flush()  # no restart may find the group queued in a slab that holds another
-            self._spool.free_frame(ready.ref)
+            self._spool.retire_frame(ready.ref)
         self._changes.notify_all()
 
     def drop_and_retry(self, group_id: str, reason: str) -> None:

@@ -86,6 +86,8 @@ class Spool:
         self._slabs: dict[str, Bytes] = {}  # all of them, mapped
         self._used: set[str] = set()
         self._free: list[tuple[int, str]] = []  # (size, path), ascending
+        self._retired: list[str] = []
+        self._retiring = threading.Lock()
         self._next = 0
         self._used_bytes = self._total_bytes = 0
         for path in sorted(directory.glob("slab-*")):
@@ -100,8 +102,13 @@ class Spool:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the slabs that hold a frame."""
+        """The bytes of the slabs that hold a frame which is not retired."""
         return self._used_bytes
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether `free_retired` has slabs to free."""
+        return bool(self._retired)
 
     def put_frame(self, obj: Any) -> SpoolRef:
         """Write an object as a frame, with one copy of its arrays.
@@ -150,6 +157,26 @@ class Spool:
             ValueError: When it was free already.
         """
         self._release(ref.path)
+
+    def retire_frame(self, ref: SpoolRef) -> None:
+        """Release a slab for reuse after the next `free_retired`; its bytes count as free from now on.
+
+        Raises:
+            ValueError: When it was free already.
+        """
+        with self._lock:
+            self._remove_used(ref.path)
+            self._retired.append(ref.path)
+
+    def free_retired(self, before: Callable[[], None]) -> None:
+        """Call `before`, then free the slabs that were retired when it began; none if it raises."""
+        with self._retiring:
+            retired = tuple(self._retired)
+            before()
+            with self._lock:
+                for path in retired:
+                    self._add_free(path)
+                del self._retired[: len(retired)]
 
     def recover_frames(self) -> RecoveredFrames:
         """Verify all frames in the folder completely, and free those that are damaged."""
@@ -237,13 +264,19 @@ class Spool:
 
     def _release(self, path: str) -> None:
         with self._lock:
-            if path not in self._used:
-                raise ValueError(f"{path} is free already")
-            slab = self._slabs[path]
-            slab[: len(_WIPED)] = np.frombuffer(_WIPED, np.uint8)
-            self._used.remove(path)
-            self._used_bytes -= len(slab)
-            bisect.insort(self._free, (len(slab), path))
+            self._remove_used(path)
+            self._add_free(path)
+
+    def _remove_used(self, path: str) -> None:
+        if path not in self._used:
+            raise ValueError(f"{path} is free already")
+        self._used.remove(path)
+        self._used_bytes -= len(self._slabs[path])
+
+    def _add_free(self, path: str) -> None:
+        slab = self._slabs[path]
+        slab[: len(_WIPED)] = np.frombuffer(_WIPED, np.uint8)
+        bisect.insort(self._free, (len(slab), path))
 
 
 def slab_size(nbytes: int) -> int:

@@ -268,13 +268,10 @@ class TrajectoryQueue:
             ref, cancelled = await self._write_group(group)
             files = self._groups.queue_group(group, ref)
             if cancelled is None:
-                _, cancelled = await run_uncancellable(self._threads, self._ledger.flush)
-            if cancelled is None:
-                _, cancelled = await run_uncancellable(
-                    self._threads, lambda: self.finished.delete_files(files)
-                )
+                _, cancelled = await run_uncancellable(self._threads, self.flush_ledger)
             if cancelled is not None:
                 raise cancelled  # `restore_groups` deletes the files, which belong to no group in flight
+            self.finished.discard((), files)
 
     async def _write_group(self, group: Group) -> tuple[SpoolRef, BaseException | None]:
         trajectory_ids = {trajectory.trajectory_id for trajectory in group.trajectories}
@@ -286,11 +283,16 @@ class TrajectoryQueue:
                     f"{sorted(in_flight)}"
                 )
             try:
-                return await run_uncancellable(self._threads, lambda: self._spool.put_frame(group))
+                return await run_uncancellable(self._threads, lambda: self._put_frame(group))
             except SpoolFull:
                 if not (self._delivery.in_progress or self._backlog.select_batch(self._admission.next)):
                     raise
                 await self._changes.wait_for_change("capacity", self._admission.why_full)
+
+    def _put_frame(self, group: Group) -> SpoolRef:
+        if self._spool.has_retired:
+            self.flush_ledger()
+        return self._spool.put_frame(group)
 
     # -- drops --------------------------------------------------------------------------------------------
 
@@ -414,17 +416,19 @@ class TrajectoryQueue:
         self._groups.record_straggling()
 
     def flush_ledger(self) -> None:
-        """Write all changes of the ledger that are not written yet. From any thread.
+        """Write all changes of the ledger that are not written yet, and free dropped groups. From any thread.
 
         Raises:
             AsyncRLError: When the ledger cannot be written.
         """
-        self._ledger.flush()
+        self._groups.flush_ledger()
 
     def close(self) -> None:
         """Stop, write what is not written yet, and close the ledger."""
         self.stop()
         self._threads.shutdown()
+        self.finished.delete_discarded()
+        self.flush_ledger()
         self._ledger.close()
 
     @property

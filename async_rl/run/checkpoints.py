@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +11,6 @@ from async_rl.config import TrainerConfig
 from async_rl.errors import CheckpointError, StallError, TrainerError
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 
@@ -32,7 +31,7 @@ class Checkpoints:
     Invariant: `step` is the newest checkpoint that the ledger knows of.
 
     Example:
-        >>> checkpoints = Checkpoints(config.trainer, run_dir, trainer, queue, metrics, step=4)
+        >>> checkpoints = Checkpoints(config.trainer, run_dir, trainer, queue, metrics, before_write, step=4)
         >>> if checkpoints.is_due(8): await checkpoints.start_checkpoint(8)
         >>> await checkpoints.poll_saved()  # before each step
         >>> await checkpoints.write_last_checkpoint(9)
@@ -45,7 +44,7 @@ class Checkpoints:
         trainer: Trainer,
         queue: TrajectoryQueue,
         metrics: Metrics,
-        before_write: Callable[[], None] = lambda: None,
+        before_write: Callable[[], Awaitable[None]],
         *,
         step: int,
         num_failed: int = 0,
@@ -58,7 +57,7 @@ class Checkpoints:
             trainer: Writes the checkpoints.
             queue: Its ledger records each complete checkpoint.
             metrics: The metrics of the run.
-            before_write: Called before a checkpoint is begun, to write what must be on disk with its step.
+            before_write: Called before a checkpoint is begun; writes what must be on disk with its step.
             step: The step of the checkpoint that the trainer started from; 0 without one.
             num_failed: Consecutive failures when the previous incarnation of the trainer ended.
         """
@@ -87,13 +86,10 @@ class Checkpoints:
             CheckpointError: The previous one failed, and too many have failed in a row.
         """
         await self._settle_saved(wait=True)
-        await wait_out_shortage(self._write_before)
+        await self._before_write()
         with waiting("checkpoint"):
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
         self._writing = step
-
-    async def _write_before(self) -> None:
-        self._before_write()
 
     async def poll_saved(self) -> None:
         """Record a checkpoint that has been completed or has failed since the last call.

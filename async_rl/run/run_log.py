@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.shortages import is_shortage
+from async_rl.runtime.threads import run_uncancellable
 from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
 
@@ -65,7 +67,7 @@ class RunLogger:
         >>> run_log = RunLogger(config, run_dir, pool, metrics, clock)
         >>> run_log.load_records_until(4)  # the step of the checkpoint
         >>> run_log.begin_training(4)
-        >>> run_log.log_step(done, report, queue)
+        >>> await run_log.log_step(done, report, queue)
         >>> run_log.summary(queue.statistics().counts, ended_s=clock())
     """
 
@@ -104,7 +106,8 @@ class RunLogger:
         self.evaluations = evaluation_record_log(run_dir / evaluations.FILE).read()
         """Evaluation records, limited like `records`."""
         self._unrecorded: dict[int, StepRecord] = {}
-        """Trained steps whose weights the engines do not have yet, without the figures of the update."""
+        """Records of steps whose line is not written yet; until `log_step` without the update's figures."""
+        self._writing = asyncio.Lock()
         self._before_restart: dict[str, float] = {}
         """What the last step before a restart measured, until the first step after it measures the same."""
         self._run_begin_s: float | None = None
@@ -154,37 +157,56 @@ class RunLogger:
         """Hold the record of a step that the ledger has settled, for `log_step` or a checkpoint."""
         self._unrecorded[done.result.step] = self._record(done, SyncReport.none(done.result.step), queue)
 
-    def write_held_steps(self) -> None:
-        """Write the held records: `metrics.jsonl` must have each step that a checkpoint holds.
+    async def write_held_steps(self) -> None:
+        """Write the held records: `metrics.jsonl` must have each step that a checkpoint holds."""
+        await self._write_held(lambda step: True, wait_out_shortage=True)
 
-        With `weights.overlap` a step is held before the one before it is recorded: times never go back.
-        """
-        for step in sorted(self._unrecorded):
-            self._write_held(step)
-
-    def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
-        """Record a step after the update of the engines' weights, and show it."""
+    async def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
+        """Show a step after the update of the engines' weights, and write its record."""
         self._unrecorded[done.result.step] = record = self._record(done, report, queue)
         self._last_record_s = self._clock()
         self._tokens_at_last_record = value_of(self._metrics.sampled_tokens_total)
         self.records.append(record)
-        try:
-            for step in sorted(self._unrecorded):
-                if step <= record.step:
-                    self._write_held(step)
-        except OSError as error:
-            if not is_shortage(error):
-                raise  # else it is held until the next step or checkpoint
         if self._trackers is not None:
             self._trackers.log(record)
         self._observe_step(done.batch, record)
         if self._progress is not None:
             self._progress.step(record)
+        await self._write_held(lambda step: step <= record.step, wait_out_shortage=False)
 
-    def _write_held(self, step: int) -> None:
-        record, last_s = self._unrecorded[step], self.records[-1].time_s if self.records else 0.0
-        self._step_records.append(replace(record, time_s=max(record.time_s, last_s)))
-        del self._unrecorded[step]
+    async def _write_held(self, which: Callable[[int], bool], *, wait_out_shortage: bool) -> None:
+        """Append the held records of these steps in a thread, and hold each until its line is written.
+
+        With `weights.overlap` a step is held before the one before it is recorded: times never go back.
+
+        Args:
+            which: Whether a step is to be written.
+            wait_out_shortage: Whether to wait for a descriptor or space. Otherwise what cannot be written is
+                held until the next step or checkpoint.
+        """
+        async with self._writing:
+            held = [self._unrecorded[step] for step in sorted(self._unrecorded) if which(step)]
+            last_s = self.records[-1].time_s if self.records else 0.0
+            written: list[StepRecord] = []
+
+            def append_lines() -> None:
+                for record in held[len(written) :]:
+                    try:
+                        self._step_records.append(replace(record, time_s=max(record.time_s, last_s)))
+                    except OSError as error:
+                        if wait_out_shortage or not is_shortage(error):
+                            raise
+                        return
+                    written.append(record)
+
+            try:
+                _, cancelled = await run_uncancellable(None, append_lines)
+            finally:
+                for record in written:
+                    if self._unrecorded[record.step] is record:  # else it has got its figures meanwhile
+                        del self._unrecorded[record.step]
+            if cancelled is not None:
+                raise cancelled
 
     def log_evaluation(self, record: EvaluationRecord) -> EvaluationRecord:
         """Show a finished evaluation, and return its record with the run's time."""

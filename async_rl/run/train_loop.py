@@ -159,12 +159,12 @@ class TrainLoop(ABC):
         step = done.result.step
         with waiting("weight update", str(step)):
             report = await self._devices.hand_to_engines(self._sync, self._trainer, step)
-        self._finish_step(done, report)
+        await self._finish_step(done, report)
 
-    def _finish_step(self, done: TrainedStep, report: SyncReport) -> None:
+    async def _finish_step(self, done: TrainedStep, report: SyncReport) -> None:
         """Admit new groups to the version that the engines now serve, and record the step."""
         self._queue.advance_version(done.result.step)
-        self._run_log.log_step(done, report, self._queue)
+        await self._run_log.log_step(done, report, self._queue)
 
 
 class SequentialLoop(TrainLoop):
@@ -210,7 +210,7 @@ class OverlappedLoop(TrainLoop):
         with waiting("weight update", str(step)):
             report = await self._sync.update_from_snapshot(step, copied)
         self._last_update_end_s = self._clock()
-        self._finish_step(done, report)
+        await self._finish_step(done, report)
 
     def _sync_hidden_s(self, begin: float, end: float) -> float:
         return max(0.0, min(end, self._last_update_end_s) - begin)
@@ -246,7 +246,7 @@ class TimeSharedLoop(TrainLoop):
             if self._ready_batch is None:
                 await self._update_engines(done)
             else:
-                self._run_log.log_step(done, SyncReport.none(self.step), self._queue)
+                await self._run_log.log_step(done, SyncReport.none(self.step), self._queue)
 
 
 def choose_train_loop(config: Config) -> type[TrainLoop]:

@@ -27,11 +27,15 @@ R = TypeVar("R")
 
 
 async def run_uncancellable(
-    threads: Executor, work: Callable[[], R]
+    threads: Executor | None, work: Callable[[], R]
 ) -> tuple[R, asyncio.CancelledError | None]:
     """Run file work in a thread to its end, even if the caller is cancelled.
 
     It is repeated while there is no descriptor or no space for it, as `wait_out_shortage` says.
+
+    Args:
+        threads: Where to run it; None for the event loop's own threads.
+        work: Takes no arguments. An attempt that fails has had no effect, or the next one knows of it.
 
     Returns:
         The result, and a cancellation that arrived meanwhile, which the caller raises when its state is
@@ -45,7 +49,7 @@ async def run_uncancellable(
 
 
 async def _run_once_uncancellable(
-    threads: Executor, work: Callable[[], R]
+    threads: Executor | None, work: Callable[[], R]
 ) -> tuple[R, asyncio.CancelledError | None]:
     future = asyncio.get_running_loop().run_in_executor(threads, work)
     cancelled = None

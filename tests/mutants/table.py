@@ -1261,11 +1261,48 @@ MUTANTS: Final = (
         ),
     ),
     Mutant(
+        "record-forgotten-while-it-is-written",
+        "The figures of an update that arrive while the step's line is written are lost.",
+        "async_rl/run/run_log.py",
+        "                    if self._unrecorded[record.step] is record:",
+        "                    if True:",
+        (f"{RUN_LOG}::test_a_step_has_one_line_when_its_write_is_cancelled",),
+    ),
+    Mutant(
+        "record-lost-when-its-write-is-cancelled",
+        "A step whose line could not be written is not held for the next checkpoint.",
+        "async_rl/run/run_log.py",
+        "                for record in written:\n",
+        "                for record in held:\n",
+        (f"{RUN_LOG}::test_a_step_is_held_when_the_disk_takes_a_part_of_its_line",),
+    ),
+    Mutant(
+        "dropped-slab-reused-before-the-drop-is-written",
+        "A slab is free before the ledger has its group as dropped: a restart finds another group in it.",
+        "async_rl/queue/spool.py",
+        "            before()\n            with self._lock:\n                for path in retired:\n"
+        "                    self._add_free(path)\n                del self._retired[: len(retired)]\n",
+        "            with self._lock:\n                for path in retired:\n"
+        "                    self._add_free(path)\n                del self._retired[: len(retired)]\n"
+        "            before()\n",
+        (f"{QUEUE}::test_a_dropped_group_keeps_its_slab_while_the_drop_cannot_be_written",),
+    ),
+    Mutant(
+        "full-disk-ends-an-evaluation",
+        "A full disk ends the run when an evaluation is recorded.",
+        "async_rl/evaluation/service.py",
+        "_, cancelled = await run_uncancellable(None, lambda: records.append(record))",
+        "_, cancelled = records.append(record), None",
+        (
+            "tests/simulation/test_evaluation.py::test_an_evaluation_is_recorded_when_the_disk_is_full_for_seconds",
+        ),
+    ),
+    Mutant(
         "no-descriptor-for-a-record-ends-the-run",
         "A step whose line cannot be written for want of a descriptor ends the run.",
         "async_rl/run/run_log.py",
-        "            if not is_shortage(error):\n",
-        "            if True:\n",
+        "                        if wait_out_shortage or not is_shortage(error):\n",
+        "                        if True:\n",
         ("tests/simulation/test_found.py::test_a_run_goes_on_when_there_is_no_descriptor_for_files",),
     ),
     Mutant(

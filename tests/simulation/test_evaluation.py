@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
+from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
@@ -206,6 +208,22 @@ def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path):
     world.called = called  # type: ignore[method-assign]
     check(world, world.run())
     assert [record.weight_version for record in world.records] == [2, 4]
+
+
+def test_an_evaluation_is_recorded_when_the_disk_is_full_for_seconds(tmp_path, monkeypatch):
+    append, refused = RecordLog.append, []
+
+    def refuse_at_first(self: RecordLog[Any], record: Any) -> None:
+        if self.path.name == "evaluations.jsonl" and len(refused) < 3:
+            refused.append(record)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, record)
+
+    monkeypatch.setattr(RecordLog, "append", refuse_at_first)
+    world = World(make_config(tmp_path))
+    check(world, world.run())
+    assert [record.status for record in world.records] == ["done"] * 3
+    assert len(refused) == 3
 
 
 def test_the_answers_of_as_many_evaluations_are_kept_as_the_config_says(tmp_path):

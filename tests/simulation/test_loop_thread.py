@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from async_rl.trainer_protocol import StepResult
-from tests.simulation.test_loop import make_config, run
+from tests.simulation.test_loop import FlakyReward, make_config, run
 from tests.support.local_cluster import LocalCluster
 from tests.support.loop_blockers import loop_blockers
 
 STEPS = 8
 
-ALLOWED = {"open in observability/record_log.py:append"}
-"""One line for each step, appended without waiting for the disk."""
 
-
-async def test_nothing_slow_runs_on_the_event_loop(calculator: Path, tmp_path: Path) -> None:
-    config = make_config(calculator, tmp_path, f"run.max_steps={STEPS}", "queue.journal_s=0.05")
+@pytest.mark.parametrize("drops", [False, True])
+async def test_nothing_slow_runs_on_the_event_loop(calculator: Path, tmp_path: Path, drops: bool) -> None:
+    """With `drops`, groups are dropped that have files: some of their trajectories have ended."""
+    FlakyReward.calls = 0
+    validation = tmp_path / "validation.jsonl"
+    validation.write_text("".join((calculator / "data" / "tasks.jsonl").read_text().splitlines(True)[:4]))
+    failing = (
+        f"rollout.reward={FlakyReward.__module__}:FlakyReward.score",
+        "rollout.max_attempts=1",
+        "rollout.min_group_size=3",
+        "rollout.max_failed_share=1",
+    )
+    config = make_config(
+        calculator,
+        tmp_path,
+        f"run.max_steps={STEPS}",
+        "queue.journal_s=0.05",
+        f"data.validation=[{{path: {validation}}}]",
+        "evaluation.every=2",
+        *(failing if drops else ()),
+    )
     cluster = LocalCluster(config, step_s=0.05)
     train_step = cluster.trainer.train_step
     with loop_blockers() as blockers:
@@ -29,8 +47,9 @@ async def test_nothing_slow_runs_on_the_event_loop(calculator: Path, tmp_path: P
             return result
 
         cluster.trainer.train_step = train_watched  # type: ignore[method-assign]
-        await run(config, cluster)
-    assert set(blockers.places) - ALLOWED == set(), blockers.places
+        summary = await run(config, cluster)
+    assert ("too_few_siblings" in summary.trajectories.dropped) == drops
+    assert not blockers.places
 
 
 def test_a_blocking_call_is_found(tmp_path: Path) -> None:

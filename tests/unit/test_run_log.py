@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from pathlib import Path
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
+from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.run.run_log import RunLogger, TrainedStep
+from async_rl.runtime.supervision import Nursery
 from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
 from tests.support.run_config import config_of
@@ -59,7 +65,7 @@ def done(step: int, wait_s: float, **figures: float) -> TrainedStep:
     return TrainedStep(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)
 
 
-def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
+async def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     tmp_path: Path,
 ) -> None:
     for step, time_s in ((1, 10.0), (2, 20.0), (3, 30.0)):
@@ -77,7 +83,7 @@ def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert run_log.elapsed_s == 20.0
     now_s += 5.0
     metrics.sampled_tokens_total.inc(10)
-    run_log.log_step(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
+    await run_log.log_step(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
 
     written = step_record_log(tmp_path / "metrics.jsonl").read()[-1]
     assert (written.step, written.time_s, written.tokens_per_s) == (3, 25.0, 2.0)
@@ -87,7 +93,7 @@ def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert (summary.rl_seconds, summary.tokens_per_s) == (25.0, 2.0)
 
 
-def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of_the_one_before_ended(
+async def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of_the_one_before_ended(
     tmp_path: Path,
 ) -> None:
     """With `weights.overlap` a step is trained while the weights of the one before are still sent."""
@@ -104,8 +110,8 @@ def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of_the_o
     now_s += 5.0
     run_log.hold_step(done(2, wait_s=1.0), queue)
     now_s += 20.0
-    run_log.log_step(done(1, wait_s=1.0), SyncReport.none(1), queue)
-    run_log.write_held_steps()
+    await run_log.log_step(done(1, wait_s=1.0), SyncReport.none(1), queue)
+    await run_log.write_held_steps()
     records = step_record_log(tmp_path / "metrics.jsonl").read()
     assert [(record.step, record.time_s) for record in records] == [(1, 25.0), (2, 25.0)]
 
@@ -116,7 +122,9 @@ def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of_the_o
     assert metrics.registry.get_sample_value("async_rl_sampled_tokens_total") == pytest.approx(100)
 
 
-def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_step_before_it(tmp_path: Path) -> None:
+async def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_step_before_it(
+    tmp_path: Path,
+) -> None:
     for step, lag0 in ((1, 0.011), (2, 0.012), (3, None)):  # step 3 had no token of the trainer's version
         record = StepRecord(
             step=step,
@@ -133,24 +141,87 @@ def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_step_befo
         labels = {"tokens": tokens, "when": when}
         return metrics.registry.get_sample_value("async_rl_restart_log_prob_abs_diff_nats", labels)
 
-    def train(step: int, **figures: float) -> None:
-        run_log.log_step(done(step, 0.0, **figures), SyncReport.none(step), cast(TrajectoryQueue, Queue()))
+    async def train(step: int, **figures: float) -> None:
+        await run_log.log_step(
+            done(step, 0.0, **figures), SyncReport.none(step), cast(TrajectoryQueue, Queue())
+        )
 
     run_log.load_records_until(3)
     run_log.begin_training(3)
-    train(4, log_prob_abs_diff=0.7)
+    await train(4, log_prob_abs_diff=0.7)
     assert (value("all", "before"), value("all", "after")) == (0.03, 0.7)
     assert value("lag0", "before") is None
-    train(5, log_prob_abs_diff=0.04, lag0_log_prob_abs_diff=0.6)
-    train(6, log_prob_abs_diff=0.04, lag0_log_prob_abs_diff=0.01)
+    await train(5, log_prob_abs_diff=0.04, lag0_log_prob_abs_diff=0.6)
+    await train(6, log_prob_abs_diff=0.04, lag0_log_prob_abs_diff=0.01)
     assert (value("all", "before"), value("all", "after")) == (0.03, 0.7)
     assert (value("lag0", "before"), value("lag0", "after")) == (0.012, 0.6)
 
 
-def test_the_first_start_of_a_run_is_no_restart(tmp_path: Path) -> None:
+async def test_the_first_start_of_a_run_is_no_restart(tmp_path: Path) -> None:
     metrics = Metrics()
     run_log = RunLogger(config_of(), tmp_path, EnginePool(metrics, lambda: 0.0), metrics, lambda: 0.0)
     run_log.load_records_until(0)
     run_log.begin_training(0)
-    run_log.log_step(done(1, 0.0, log_prob_abs_diff=0.7), SyncReport.none(1), cast(TrajectoryQueue, Queue()))
+    await run_log.log_step(
+        done(1, 0.0, log_prob_abs_diff=0.7), SyncReport.none(1), cast(TrajectoryQueue, Queue())
+    )
     assert next(iter(metrics.restart_log_prob_abs_diff_nats.collect())).samples == []
+
+
+@pytest.mark.parametrize("writes", ["log", "checkpoint"])
+async def test_a_step_has_one_line_when_its_write_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str
+) -> None:
+    """Whatever moment the run is stopped at, a line that is being written is written once."""
+    run_log, queue = make_run_log(tmp_path), cast(TrajectoryQueue, Queue())
+    append, begun, go = RecordLog.append, threading.Event(), threading.Event()
+
+    def append_slowly(self: RecordLog[StepRecord], record: StepRecord) -> None:
+        begun.set()
+        assert go.wait(30)
+        append(self, record)
+
+    monkeypatch.setattr(RecordLog, "append", append_slowly)
+    run_log.hold_step(done(1, 0.0), queue)
+    async with Nursery() as nursery:
+        step = run_log.log_step(done(1, 0.0), replace(SyncReport.none(1), pause_s=3.0), queue)
+        task = nursery.start_task("write", step if writes == "log" else run_log.write_held_steps())
+        await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        run_log.hold_step(done(2, 0.0), queue)
+        if writes == "checkpoint":
+            logged = nursery.start_task("log", step)
+            await asyncio.sleep(0)  # it has the figures of the update, and waits for the line to be written
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        if writes == "checkpoint":
+            await logged
+        await run_log.write_held_steps()  # of the last checkpoint
+    records = step_record_log(tmp_path / "metrics.jsonl").read()
+    assert [(record.step, record.pause_s) for record in records] == [(1, 3.0), (2, 0.0)]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+async def test_a_step_is_held_when_the_disk_takes_a_part_of_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_log, queue = make_run_log(tmp_path), cast(TrajectoryQueue, Queue())
+    pwrite = os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[: len(data) // 2], at))
+        await run_log.log_step(done(1, 0.0), SyncReport.none(1), queue)
+        run_log.hold_step(done(2, 0.0), queue)
+        assert step_record_log(tmp_path / "metrics.jsonl").read() == []
+    await run_log.write_held_steps()
+    assert [record.step for record in step_record_log(tmp_path / "metrics.jsonl").read()] == [1, 2]
+    await run_log.write_held_steps()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def make_run_log(folder: Path) -> RunLogger:
+    metrics = Metrics()
+    pool = EnginePool(metrics, lambda: 0.0, max_prefill_tokens=1024)
+    run_log = RunLogger(config_of(), folder, pool, metrics, lambda: 0.0)
+    run_log.begin_training(0)
+    return run_log

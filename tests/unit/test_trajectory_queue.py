@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 
 from async_rl.codec import read_frame
-from async_rl.errors import CorruptFrame, DataError, InvariantError, SpoolFull
+from async_rl.errors import AsyncRLError, CorruptFrame, DataError, InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue import delivery
 from async_rl.queue.ledger import Ledger
@@ -27,6 +28,7 @@ from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import Waits, acting
 from async_rl.staleness import Backlog
 from async_rl.types import Group, TrainBatch
+from tests.support.loop_blockers import loop_blockers
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
@@ -563,6 +565,45 @@ async def test_a_ready_group_can_be_dropped_and_a_taken_one_cannot(run: Run) -> 
         run.queue.drop_group("a", "error")
     await run.queue.settle_batch(batch, 1)
     assert run.spool.used_bytes == 0
+
+
+async def test_a_dropped_group_is_freed_in_a_thread_before_its_space_is_used_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_bytes=3 * 64 << 10)
+    await run.ready("a", "b", "c")
+    path = run.frame_of("c").path
+    with loop_blockers() as blockers:
+        blockers.start()
+        run.queue.drop_group("c", "error")
+        assert run.spool.used_bytes == 2 * 64 << 10
+        crashed = [group.group_id for group in Ledger(tmp_path / "ledger.sqlite").outstanding()]
+        blockers.places.clear()  # those of the crash
+        await run.ready("d")
+        blockers.stop()
+    assert not blockers.places
+    assert "c" in crashed  # no restart may find it dropped before the drop is written, nor its slab reused
+    assert run.frame_of("d").path == path
+    assert [group.group_id for group in Ledger(tmp_path / "ledger.sqlite").outstanding()] == ["a", "b", "d"]
+    run.queue.drop_group("d", "error")
+    run.queue.close()
+    frames = Spool(tmp_path / "spool", None).recover_frames()
+    assert len(frames.intact) == 2
+    assert not frames.corrupt
+
+
+async def test_a_dropped_group_keeps_its_slab_while_the_drop_cannot_be_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run.ready("a", "b", "c")
+    ref = run.frame_of("c")
+    run.queue.drop_group("c", "error")
+    with monkeypatch.context() as patch:
+        patch.setattr(run.ledger, "flush", Mock(side_effect=AsyncRLError("no ledger")))
+        with pytest.raises(AsyncRLError, match="no ledger"):
+            run.queue.flush_ledger()
+    assert run.spool.read_frame(ref, Group).group_id == "c"
+    run.queue.flush_ledger()
+    with pytest.raises(CorruptFrame):
+        run.spool.read_frame(ref, Group)
 
 
 async def test_a_damaged_frame_is_dropped_and_the_next_group_takes_its_place(run: Run) -> None:
