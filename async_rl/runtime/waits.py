@@ -412,7 +412,7 @@ class waiting:
 
     def expire(self) -> bool:
         """Let the surrounding timeout expire now; return False if there is none or it already expires."""
-        if self.scope is None or self.cut:
+        if self.scope is None or self.cut or self.scope.expired():
             return False
         self.cut = True
         self.scope.reschedule(asyncio.get_running_loop().time())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -105,6 +106,20 @@ async def test_a_wait_that_is_ended_ends_as_if_its_time_were_over() -> None:
     with acting("trajectory", "7", waits=Waits()), pytest.raises(TimeoutError):
         await use()
     assert ends == [True, False]
+
+
+async def test_a_wait_cannot_be_ended_when_its_time_was_over_and_its_task_went_on() -> None:
+    async def use() -> None:
+        async with asyncio.timeout(0) as scope:
+            with waiting("tool", "search", scope=scope) as wait:
+                with contextlib.suppress(asyncio.CancelledError):  # as user code does
+                    await asyncio.Future()
+                ended.append(wait.expire())
+
+    ended: list[bool] = []
+    with acting("trajectory", "7", waits=Waits()):
+        await use()
+    assert ended == [False]
 
 
 async def test_a_lock_is_waited_for_by_name_only_while_somebody_has_it() -> None:
