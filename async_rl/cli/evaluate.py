@@ -94,7 +94,7 @@ async def _evaluate_sets(
     evaluator = Evaluator(
         config,
         load_validation(config.data, prompt_rule(config)),
-        chat=load_chat_format(config.model.path),
+        chat=load_chat_format(config.model.path, config.model.trusted_roles),
         facts=load_facts(config.model.path),
         new_id=lambda: uuid7().hex,
         clock=time.monotonic,

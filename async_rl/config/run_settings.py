@@ -56,6 +56,17 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["float32", "bfloat16"], Meta(description="Data type of the weights in engines and trainer.")
     ] = "bfloat16"
+    trusted_roles: Annotated[
+        list[Literal["system", "developer", "user", "assistant", "tool"]],
+        Meta(
+            description=(
+                "Roles of messages in which the text of a control token, such as `<|im_end|>`, becomes "
+                "that token, and so can end a turn and begin another in any role; tools' schemas belong "
+                "to `system`. Name a role only if you trust all who write its text: datasets, tools, "
+                "agents; see docs/design/security.md."
+            )
+        ),
+    ] = []
 
 
 class QueueConfig(Strict, frozen=True, kw_only=True):

@@ -8,6 +8,15 @@ Each piece is rendered by the model's own chat template and tokenised separately
 turn is found by rendering a dummy conversation whose assistant message is a marker: after the marker follow
 the end of the turn and everything up to the next generation prompt. Pieces join at special tokens, where
 tokenizers split anyway.
+
+The text of messages does not become control tokens (`async_rl.data.control_tokens`): only the template writes
+those. A message without the text of a control token has exactly the template's tokens.
+
+| text of | may contain |
+|---|---|
+| an assistant | tags that a policy writes, such as `<think>` and `<|python_tag|>` |
+| system, developer, user, tools' schemas | tags like `<think>` that are not special and delimit no message |
+| a tool, or any other role | none |
 """
 
 from __future__ import annotations
@@ -20,16 +29,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from async_rl.data.control_tokens import ControlTokens, has_control_shape, without_surrogates
 from async_rl.errors import ConfigError
 from async_rl.types import BoolArray, Int32Array
 
 _TAG = re.compile(r"tool|think|python_tag|arg_(key|value)")
 """Matches special tokens that belong to the text of a turn (Llama 3, Kimi-K2, …); others only delimit it."""
 _QUESTION = {"role": "user", "content": "?"}
+_RESULT = {"role": "tool", "content": "?", "name": "tool", "tool_call_id": "call00000"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MARKER = "ASSISTANTMARKER"
 """Stands for an assistant message. It is a plain word because templates trim or split whitespace and tags."""
-_READ_ROLES = frozenset({"system", "developer", "user", "tool"})
+_MENTIONING_ROLES = ("system", "developer", "user")
+"""Roles of messages that explain tags to the policy."""
+_READ_ROLES = frozenset({*_MENTIONING_ROLES, "tool"})
 """Roles of messages that a policy reads, as all templates know them."""
 
 
@@ -41,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Tokens added to the vocabulary, by id, with `content` and `special`."""
+        """Tokens added to the vocabulary, by id, with `content`, `special` and `single_word`."""
         ...
 
     def apply_chat_template(
@@ -76,13 +89,17 @@ class ChatFormat:
     Args:
         tokenizer: A tokenizer with a chat template.
         stop_token_ids: Stop tokens besides the end of turn and the tokenizer's end of sequence.
+        trusted_roles: Roles of messages whose text may contain any control token; tools' schemas are part of
+            the role `system`.
 
     Raises:
         ConfigError: The template is missing, cannot be rendered, or does not end assistant messages with a
             special token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), trusted_roles: Collection[str] = ()
+    ) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template; expected `chat_template` in tokenizer_config.json or a "
@@ -90,6 +107,14 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._tags: dict[int, str] = {}
+        added = {
+            token.content: (token_id, token) for token_id, token in tokenizer.added_tokens_decoder.items()
+        }
+        ids = {text: token_id for text, (token_id, token) in added.items() if self._is_control(token)}
+        self._control = ControlTokens(ids)
+        self._keeping: dict[str, re.Pattern[str]] = {}
+        """What the text of messages may contain, by role."""
+        self._keeping_none = self._control.keeping([])
         self.end_of_turn_id, self._end_of_turn = self._find_end_of_turn()
         stops = {self.end_of_turn_id, tokenizer.eos_token_id, *stop_token_ids}
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(stop for stop in stops if stop is not None))
@@ -98,6 +123,16 @@ class ChatFormat:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special and token_id not in stops and _TAG.search(token.content)
         }
+        around = self._written_around_messages()
+        mentioned = [
+            text
+            for text in ids
+            if not added[text][1].special and not has_control_shape(text) and text not in around
+        ]
+        as_mentioned = self._control.keeping(mentioned)
+        self._keeping = dict.fromkeys(_MENTIONING_ROLES, as_mentioned)
+        self._keeping["assistant"] = self._control.keeping([*mentioned, *self._tags.values()])
+        self._keeping |= dict.fromkeys(trusted_roles, self._control.keeping(ids))
 
     @property
     def template(self) -> str:
@@ -109,13 +144,13 @@ class ChatFormat:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32Array:
         """Return the tokens of a conversation up to the policy's turn, `[P] int32`."""
-        return self.encode(self.prompt_text(messages, tools))
+        return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
     def prompt_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         """Return the text of `prompt_ids`, at a tenth of its cost, for measuring many prompts."""
-        return self._render(messages, tools, add_generation_prompt=True)
+        return self._control.unmark(self._render(messages, tools, add_generation_prompt=True))
 
     def append_ids(self, messages: Sequence[Mapping[str, Any]], *, after_length: bool = False) -> Int32Array:
         """Return the tokens between the policy's last token and the next generation prompt, `[n] int32`.
@@ -128,11 +163,14 @@ class ChatFormat:
             after_length: Whether the turn ended without its end-of-turn token (by a length limit, a stop
                 string, another stop token), so that it must be added.
         """
-        after = self.encode(self.append_text(messages))
+        after = self.encode(self._append(messages))
         return after if after_length else after[1:]
 
     def append_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of `append_ids`, which starts with the end of the policy's turn."""
+        return self._control.unmark(self._append(messages))
+
+    def _append(self, messages: Sequence[Mapping[str, Any]]) -> str:
         asked = [_QUESTION, {"role": "assistant", "content": _MARKER}, *messages]
         return self._after_marker(self._render(asked, add_generation_prompt=True))
 
@@ -213,7 +251,7 @@ class ChatFormat:
         """
         marked = [i for i in between if i in trained or messages[i]["role"] not in _READ_ROLES]
         said = [{**messages[i], "content": _marker(i)} if i in marked else messages[i] for i in between]
-        text = self.append_text(said) if between.start else self.prompt_text(said, tools)
+        text = self._append(said) if between.start else self._render(said, tools, add_generation_prompt=True)
         for i in marked:
             role, content = messages[i]["role"], messages[i].get("content")
             before, found, text = text.partition(_marker(i))
@@ -226,6 +264,7 @@ class ChatFormat:
                 raise ConfigError(
                     f"the content of a message of the role {role!r} is {content!r:.60}, expected text"
                 )
+            content = self._mark(content, role)
             if i not in trained:
                 text = before + content + text
                 continue
@@ -282,24 +321,63 @@ class ChatFormat:
         *,
         add_generation_prompt: bool,
     ) -> str:
+        """Render a conversation; control tokens that the template did not write are marked."""
+        said, known = [dict(message) for message in messages], [dict(tool) for tool in tools]
+        plain = without_surrogates(self._apply_template(said, known, add_generation_prompt))
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
+            marked = [self._mark(message, str(message.get("role"))) for message in said]
+            marked_tools = self._mark(known, "system")
+        except RecursionError as error:
+            raise ConfigError("a message is nested too deeply to be rendered") from error
+        if marked == said and marked_tools == known:
+            return plain
+        rendered = self._apply_template(marked, marked_tools, add_generation_prompt)
+        return plain if self._control.find(plain) == self._control.find(rendered) else rendered
+
+    def _mark(self, value: Any, role: str) -> Any:
+        return self._control.mark(value, self._keeping.get(role, self._keeping_none))
+
+    def _apply_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool
+    ) -> str:
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # a template is a program, which may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
                 f"the chat template cannot render a conversation of roles [{roles}]: {error}"
             ) from error
+        return str(rendered)
 
     def encode(self, text: str) -> Int32Array:
         """Convert text to token ids; special tokens are recognised, and none is prepended."""
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return np.asarray(self._control.encode(text, self._tokenize), np.int32)
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _is_control(self, token: Any) -> bool:
+        """Return whether an added token is special, or a tag; others are frequent words."""
+        text = token.content
+        is_tag = text.startswith(("<", "[")) and (_TAG.search(text) or text in self.template)
+        return bool(token.special or is_tag or has_control_shape(text)) and not token.single_word
+
+    def _written_around_messages(self) -> set[str]:
+        """Return the control tokens with which the template delimits messages that the policy reads."""
+        turn = {"role": "assistant", "content": _MARKER}
+        written: set[str] = set()
+        for messages in (
+            [{"role": "system", "content": "?"}, _QUESTION],
+            [_QUESTION, turn, _RESULT, _QUESTION],
+        ):
+            try:
+                rendered = self._render(messages, add_generation_prompt=False)
+            except ConfigError:  # the template knows no such role
+                continue
+            written.update(self._control.find(rendered.rpartition(_MARKER)[2]))
+        return written
 
 
 def _marker(index: int) -> str:
@@ -307,8 +385,12 @@ def _marker(index: int) -> str:
     return f"MESSAGE{index}MARKER"
 
 
-def load_chat_format(model_path: str | Path) -> ChatFormat:
+def load_chat_format(model_path: str | Path, trusted_roles: Collection[str] = ()) -> ChatFormat:
     """Load the chat format of a model folder: its tokenizer, template and stop tokens.
+
+    Args:
+        model_path: The folder.
+        trusted_roles: As for `ChatFormat`; needed by those who render messages.
 
     Raises:
         ConfigError: There is no tokenizer or no usable chat template.
@@ -317,7 +399,7 @@ def load_chat_format(model_path: str | Path) -> ChatFormat:
     if not folder.is_dir():
         raise ConfigError(f"model.path: there is no folder {str(folder)!r} (looked from {Path.cwd()})")
     try:
-        return ChatFormat(_load_tokenizer(folder), _generation_stop_ids(folder))
+        return ChatFormat(_load_tokenizer(folder), _generation_stop_ids(folder), trusted_roles)
     except ConfigError as error:
         raise ConfigError(f"model.path {str(folder)!r}: {error}") from error
 

@@ -59,7 +59,7 @@ def prompt_rule(config: Config) -> PromptRule | None:
     """
     if config.data.long_prompts == "keep":
         return None
-    chat = load_chat_format(config.model.path)
+    chat = load_chat_format(config.model.path, config.model.trusted_roles)
     return PromptRule(
         render=lambda task: chat.prompt_text(task.messages, task.tools),
         count=lambda task: len(chat.prompt_ids(task.messages, task.tools)),

@@ -124,7 +124,7 @@ async def _accept_link(listener: LinkListener, running: Awaitable[None]) -> Link
 
 async def _run_worker(config: Config, host: str, port: int, key: bytes) -> None:
     metrics = Metrics()
-    chat = load_chat_format(config.model.path)
+    chat = load_chat_format(config.model.path, config.model.trusted_roles)
     worker = RolloutWorker(config, chat=chat, metrics=metrics, clock=time.monotonic)
     with LoopWatchdog(metrics, config.doctor.blocked_s):
         await worker.run(await connect_link(host, port, key))

@@ -159,7 +159,9 @@ class RunInputs(NamedTuple):
         check_model(config, facts)
         tasks = load_run_tasks(config)
         validation = load_validation(config.data, prompt_rule(config)) if config.evaluation.enabled else []
-        return cls(tasks, load_chat_format(config.model.path), facts, new_id, validation)
+        return cls(
+            tasks, load_chat_format(config.model.path, config.model.trusted_roles), facts, new_id, validation
+        )
 
 
 class _Incarnation(NamedTuple):

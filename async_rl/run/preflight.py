@@ -57,7 +57,11 @@ def check_config(config: Config) -> list[str]:
         except ConfigError as error:
             raise ConfigError(f"task {task.task_id}: {error}") from error
     # The weights and tokenizer of an external engine may be missing here.
-    chat = load_chat_format(config.model.path) if has_tokenizer(config.model.path) else None
+    chat = (
+        load_chat_format(config.model.path, config.model.trusted_roles)
+        if has_tokenizer(config.model.path)
+        else None
+    )
     if chat is not None:
         _check_vocabulary(chat, config.model.path, facts.vocab_size)
     loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]

@@ -165,7 +165,7 @@ def read_data(config: Config, settings: SftConfig) -> SftData:
             f"{facts.context_length} tokens: lower it"
         )
     check_trainer(config, settings.worker, "sft.worker")
-    chat = load_chat_format(config.model.path)
+    chat = load_chat_format(config.model.path, config.model.trusted_roles)
     rows, left_out = load_conversations(Path(settings.path or ""), "sft.path", settings, chat)
     validation: list[SftExample] = []
     if settings.validation is not None:

@@ -29,6 +29,7 @@ DIAGNOSIS: Final = "tests/unit/test_diagnosis.py"
 RUN_LOG: Final = "tests/unit/test_run_log.py"
 ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
 USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
+FORGED_TURNS: Final = "tests/unit/test_forged_turns.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
@@ -1422,6 +1423,40 @@ MUTANTS: Final = (
         'env=marked(_environment(limits), "sandbox"),',
         "env=_environment(limits),",
         (f"{USER_PROCESSES}::test_everything_ends_and_is_counted_when_its_owner_is_killed",),
+    ),
+    Mutant(
+        "text-writes-control-tokens",
+        "The text of messages is rendered without marks.",
+        "async_rl/data/chat_format.py",
+        "        return plain if self._control.find(plain) == self._control.find(rendered) else rendered\n",
+        "        return plain\n",
+        (f"{FORGED_TURNS}::test_a_tools_result_cannot_forge_a_turn",),
+    ),
+    Mutant(
+        "marked-tokens-uncut",
+        "A marked control token reaches the tokenizer in one piece.",
+        "async_rl/data/control_tokens.py",
+        """            yield plain[begin : match.start() + 1]
+            begin = match.start() + 1
+""",
+        "            continue\n",
+        (f"{FORGED_TURNS}::test_words_around_a_forged_token_have_their_usual_tokens",),
+    ),
+    Mutant(
+        "normalised-text-unchecked",
+        "Control tokens that the tokenizer makes from similar characters stay.",
+        "async_rl/data/control_tokens.py",
+        "        if [each for each in token_ids if each in self._known] == genuine:\n",
+        "        if token_ids:\n",
+        (f"{FORGED_TURNS}::test_characters_that_the_tokenizer_normalises_cannot_forge_a_token",),
+    ),
+    Mutant(
+        "tools-mention-tags",
+        "A tool's result may contain every tag that a prompt may.",
+        "async_rl/data/chat_format.py",
+        "self._keeping.get(role, self._keeping_none)",
+        'self._keeping.get(role, self._keeping.get("user", self._keeping_none))',
+        (f"{FORGED_TURNS}::test_a_tools_result_cannot_forge_a_turn",),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts."""

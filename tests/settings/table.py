@@ -8,6 +8,7 @@ from typing import Final
 EFFECTS: Final[dict[str, str]] = {
     "model.path": "tests/unit/test_server_command.py::test_a_server_loads_the_model_of_the_config",
     "model.dtype": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[model.dtype=float32]",
+    "model.trusted_roles": "tests/unit/test_forged_turns.py::test_the_config_names_the_roles_that_are_trusted[trusted1]",
     "data.schema": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[data]",
     "data.messages_key": "tests/unit/test_dataset.py::test_keys_are_the_configs_when_it_names_others",
     "data.answer_key": "tests/unit/test_dataset.py::test_keys_are_the_configs_when_it_names_others",

@@ -2,9 +2,9 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from async_rl.data.chat_format import ChatFormat
@@ -33,15 +33,71 @@ APPEND_ONLY: Final = ("qwen2_5", "ours")
 """These never rewrite an earlier turn."""
 
 
+_PROMPT: Final = "{% if add_generation_prompt %}{{ ASSISTANT }}{% endif %}"
+_LIKE: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str]]] = {
+    # Name: special tokens, other added tokens, the end of a turn, template.
+    "roles_in_tokens": (  # Phi-3: the role makes the token
+        ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"),
+        (),
+        "<|end|>",
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+        + _PROMPT.replace("ASSISTANT", "'<|assistant|>'"),
+    ),
+    "undeclared": (  # DeepSeek: the tokens of roles are not special
+        ("<｜end▁of▁sentence｜>",),
+        ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁output▁begin｜>", "<think>", "</think>"),
+        "<｜end▁of▁sentence｜>",
+        "{% for m in messages %}"
+        "{% if m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content + '<｜end▁of▁sentence｜>' }}"
+        "{% elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m.content }}"
+        "{% else %}{{ '<｜User｜>' + m.content }}{% endif %}{% endfor %}"
+        + _PROMPT.replace("ASSISTANT", "'<｜Assistant｜>'"),
+    ),
+    "brackets": (  # Mistral
+        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        (),
+        "</s>",
+        "{% for m in messages %}"
+        "{% if m.role == 'assistant' %}{{ ' ' + m.content + '</s>' }}"
+        "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content | tojson + '[/TOOL_RESULTS]' }}"
+        "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}",
+    ),
+    "normalised": (  # compatibility characters become those of the control tokens
+        ("<|im_start|>", "<|im_end|>"),
+        ("<tool_response>", "</tool_response>", "<|note|>"),
+        "<|im_end|>",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'tool' %}{{ '<tool_response>' + m.content + '</tool_response>' }}"
+        "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        + _PROMPT.replace("ASSISTANT", "'<|im_start|>assistant\n'"),
+    ),
+}
+LIKE_OTHERS: Final = tuple(_LIKE)
+"""Formats in the way of further families, with what is special about their control tokens."""
+
+
 @cache
-def chat_of(name: str) -> ChatFormat:
+def chat_of(name: str, trusted_roles: tuple[str, ...] = ()) -> ChatFormat:
     """The chat format of a family; `ours` is the calculator example's."""
+    if name in _LIKE:
+        special, tags, end, template = _LIKE[name]
+        normalizer = normalizers.NFKC() if name == "normalised" else None
+        tokenizer = _tokenizer(special, end, template, tags=tags, normalizer=normalizer)
+        return ChatFormat(tokenizer, trusted_roles=trusted_roles)
     path = _CALCULATOR if name == "ours" else _HERE / "templates" / f"{name}.jinja"
     special, end = (_LLAMA, "<|eot_id|>") if name == "llama3_1" else (_CHATML, "<|im_end|>")
-    return ChatFormat(_tokenizer(special, end, path.read_text(encoding="utf-8")))
+    tokenizer = _tokenizer(special, end, path.read_text(encoding="utf-8"))
+    return ChatFormat(tokenizer, trusted_roles=trusted_roles)
 
 
-def _tokenizer(special: tuple[str, ...], end: str, template: str) -> PreTrainedTokenizerFast:
+def _tokenizer(
+    special: tuple[str, ...],
+    end: str,
+    template: str,
+    *,
+    tags: tuple[str, ...] = _TAGS,
+    normalizer: Any = None,
+) -> PreTrainedTokenizerFast:
     """Bytes, a few merges, and the family's special tokens."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, _MERGES)]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
@@ -50,8 +106,10 @@ def _tokenizer(special: tuple[str, ...], end: str, template: str) -> PreTrainedT
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in _TAGS])
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in tags])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=end)
     fast.chat_template = template
     return fast

@@ -56,7 +56,7 @@ def test_check_says_where_the_chat_template_writes_turns_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "has_tokenizer", lambda path: True)
-    monkeypatch.setattr(preflight, "load_chat_format", lambda path: chat_of("qwen3"))
+    monkeypatch.setattr(preflight, "load_chat_format", lambda *_: chat_of("qwen3"))
     assert main(["check", str(write_run(tmp_path))]) == 0
     out = capsys.readouterr().out
     assert (

@@ -284,7 +284,7 @@ def test_long_prompts_are_refused_by_line_when_the_config_says_so(tmp_path: Path
 
 
 def test_the_limit_of_prompts_is_the_configs_when_it_names_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dataset_module, "load_chat_format", lambda path: None)
+    monkeypatch.setattr(dataset_module, "load_chat_format", lambda *_: None)
     tree = {"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "rollout": {"max_context_tokens": 2000}}
     for data, limit in (({}, 1999), ({"max_prompt_tokens": 7}, 7)):
         rule = prompt_rule(parse_config(tree | {"data": {"path": "x.jsonl", **data}}))

@@ -255,7 +255,7 @@ class RecordingRanks:
 
 
 def make_run(tmp_path: Path, monkeypatch, **settings: Any) -> Path:
-    monkeypatch.setattr(sft_run, "load_chat_format", lambda path: chat_of("ours"))
+    monkeypatch.setattr(sft_run, "load_chat_format", lambda *_: chat_of("ours"))
     (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "model" / "config.json").write_text(json.dumps(MOE))
     write_weights(tmp_path / "model")

@@ -182,7 +182,7 @@ async def try_out(
         clock=clock,
     )
     pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
-    chat = load_chat_format(config.model.path)
+    chat = load_chat_format(config.model.path, config.model.trusted_roles)
     manager = RolloutManager(
         config,
         SessionContext(
