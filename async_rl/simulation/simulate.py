@@ -275,10 +275,18 @@ class Simulation:
         elif isinstance(cause, SpoolFull):
             allowed = "queue.max_bytes" in str(cause)
         else:
-            allowed = "max_failed_share" in str(cause) and self._config.rollout.max_failed_share < 1
-            # The tasks are as hard the next time: the error message asks the user to allow for it.
-            rollout = replace(self._config.rollout, max_failed_share=1.0)
-            self._config = replace(self._config, rollout=rollout)
+            before = self._config.rollout
+            # The tasks are as hard the next time: the user does what the error message says.
+            if "max_filtered_groups" in str(cause):
+                after = replace(
+                    before, failed_siblings="train_rest", min_group_size=1, dynamic_filtering=False
+                )
+            elif "max_failed_share" in str(cause):
+                after = replace(before, max_failed_share=1.0)
+            else:
+                after = before
+            allowed = after != before
+            self._config = replace(self._config, rollout=after)
         if not allowed:
             self._checker.fail(f"the run ended with {type(cause).__name__}: {cause}")
 
