@@ -304,6 +304,10 @@ class EnginePool:
         """Returns the engines in any of the states; all engines without an argument."""
         return [slot.engine for slot in self._slots.values() if not states or slot.state in states]
 
+    def has_engine(self, state: EngineState) -> bool:
+        """Returns whether an engine is in this state."""
+        return any(slot.state is state for slot in self._slots.values())
+
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._slots
 

@@ -220,7 +220,7 @@ class _EvaluationRun:
     async def _watch(self) -> None:
         """End the evaluation when no engine is left, because nothing repairs its engines."""
         with waiting("idle"):
-            while self._pool.engines(EngineState.SERVING):
+            while self._pool.has_engine(EngineState.SERVING):
                 await self._pool.wait_for_change()
         engines = {engine.engine_id: self._pool.error_of(engine.engine_id) for engine in self._pool.engines()}
         errors = "; ".join(f"{name}: {error}" for name, error in engines.items())

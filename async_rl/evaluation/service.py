@@ -132,7 +132,7 @@ class EvaluationService:
 
     def cancel_evaluations(self) -> None:
         """Cancel the current evaluation without a record, and start no more, because the run stops."""
-        if self._current is not None and not self._cancelled:
+        if self._current is not None and not self._current.expired():
             self._current.reschedule(0.0)
         self._cancelled = True
         self._ended.set()

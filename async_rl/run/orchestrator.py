@@ -40,7 +40,7 @@ from async_rl.engines.membership import EngineMembership
 from async_rl.engines.model_facts import check_model, load_facts
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
-from async_rl.errors import TrainerError
+from async_rl.errors import StallError, TrainerError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.console_report import RunProgress
@@ -67,7 +67,7 @@ from async_rl.run.run_log import RunLogger
 from async_rl.run.train_loop import TrainLoop, choose_train_loop
 from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
 from async_rl.runtime.shortages import wait_for_files
-from async_rl.runtime.supervision import Nursery, cut_by, first_error, services
+from async_rl.runtime.supervision import Nursery, cut_by, first_error, observer, services
 from async_rl.runtime.threads import call_until_cancelled
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.trainer_protocol import Trainer
@@ -120,7 +120,7 @@ async def run(
         page = Feed(config, status.now, lambda: run_log.records, lambda: run_log.evaluations)
         async with (
             serve(metrics, host, config.metrics.port, status.health, page_routes(page, host)) as url,
-            services(page=page.run),
+            services(page=observer(page.run)),
         ):
             (run_dir / URL_FILE).write_text(url)
             targets = Path(config.metrics.targets_dir or run_dir.parent / ".prometheus")
@@ -288,7 +288,7 @@ class Orchestrator:
         Raises:
             AsyncRLError: The error of the service that failed, inside an exception group.
         """
-        async with cut_by(self._stop), services(doctor=self.doctor.run_checks):
+        async with cut_by(self._stop), services(doctor=self._watching_doctor):
             trainer_handle = await self._start_engines_and_trainer()
         if isinstance(num_reserved := self._config.evaluation.engines, int) and self._inputs.validation:
             for engine in self.pool.engines()[-num_reserved:]:
@@ -309,6 +309,10 @@ class Orchestrator:
             if not isinstance(end, TrainerHandle):
                 return self.run_log.summary(trajectories, ended_s=end)
             trainer_handle, failed_checkpoints = end, incarnation.checkpoints.num_failed
+
+    @property
+    def _watching_doctor(self) -> Callable[[], Awaitable[None]]:
+        return observer(self.doctor.run_checks, ends_run_with=(StallError,))
 
     # -- one incarnation of the trainer ------------------------------------------------------------------
 
@@ -433,8 +437,8 @@ class Orchestrator:
                 health=self._health.watch_engines,
                 **self._members(),
                 stopper=stopper,
-                doctor=self.doctor.run_checks,
-                live_status=self.live_status.update_gauges,
+                doctor=self._watching_doctor,
+                live_status=observer(self.live_status.update_gauges),
                 **incarnation.recovered.services,
             ):
                 try:

@@ -34,6 +34,7 @@ from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.runtime.supervision import observer
 from async_rl.runtime.waits import waiting
 from async_rl.types import Task
 
@@ -160,7 +161,7 @@ class RecoveredState:
         if self.journal is not None:
             loops |= {"journal": self._write_journal, "finished trajectories": self._store_finished}
         if self.archive is not None:
-            loops["archive"] = self._write_archive
+            loops["archive"] = observer(self._write_archive)
         return loops
 
     async def _write_archive(self) -> None:

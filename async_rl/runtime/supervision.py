@@ -2,13 +2,14 @@
 
 ```
 services(feeder=…, sync=…)   run endless loops beside a block; one that fails or returns fails the block
+observer(loop)               a service that only observes: when it fails, it is logged and starts again
 cut_by(stop)                 a block that ends with `StoppedAtStart` as soon as an event is set
 Nursery()                    a block that owns the tasks started in it and ends when they have ended
 finished(work)               run work to its end even if the caller is cancelled
 contained(work)              run user code, which ends when its caller is cancelled, whatever it catches
 ```
 
-The first three end as a `TaskGroup` does: the first failure cancels the siblings and leaves the block in an
+`services`, `cut_by` and `Nursery` end as a `TaskGroup` does: the first failure cancels the siblings and leaves the block in an
 exception group. `first_error` returns the cause inside the group, `service_of` the loop or task it came from.
 """
 
@@ -16,19 +17,25 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from async_rl.errors import AsyncRLError, ServiceExited, StoppedAtStart
-from async_rl.runtime.waits import acting
+from async_rl.runtime.waits import acting, waiting
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _NOTE = "in service "
+
+_OBSERVE_AGAIN_S: Final = 5.0
+"""Seconds after which an observer that failed starts again."""
 
 
 @asynccontextmanager
@@ -63,6 +70,37 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
             closing = True
             for task in tasks:
                 task.cancel()
+
+
+def observer(
+    loop: Callable[[], Awaitable[None]], *, ends_run_with: tuple[type[Exception], ...] = ()
+) -> Callable[[], Awaitable[None]]:
+    """Return a service of a loop that only observes the run: its failures do not end the run.
+
+    Each failure is logged, and the loop starts again a few seconds later.
+
+    Args:
+        loop: The endless loop.
+        ends_run_with: The errors by which the loop ends the run on purpose.
+
+    Example:
+        >>> async with services(page=observer(page.run)):
+        ...     await trainer_loop()
+    """
+
+    async def run() -> None:
+        while True:
+            try:
+                return await loop()
+            except ends_run_with:
+                raise
+            except Exception as error:
+                failed = getattr(loop, "__qualname__", repr(loop))
+                log.exception("%s failed and starts again: %s: %s", failed, type(error).__name__, error)
+            with waiting("idle"):
+                await asyncio.sleep(_OBSERVE_AGAIN_S)
+
+    return run
 
 
 @asynccontextmanager

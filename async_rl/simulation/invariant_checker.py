@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 
 from async_rl import codec
+from async_rl.config import Config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import CorruptFrame
@@ -124,6 +125,16 @@ class InvariantChecker:
         """When `_served_s` was counted last; None if no engine has served since."""
         self._ends_s: dict[str, float] = {}
         """`served_s` at which the present attempt of a trajectory reaches its limit."""
+
+    def begin_incarnation(self, config: Config, now: Callable[[], float]) -> None:
+        """Check a new incarnation of the driver, which may have another config; no engine serves yet.
+
+        Args:
+            config: Its config.
+            now: Its clock, in virtual seconds.
+        """
+        self.engines_serve(False)
+        self._config, self.now = config, now
 
     # -- the trace ----------------------------------------------------------------------------------------
 

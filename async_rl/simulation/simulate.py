@@ -45,7 +45,7 @@ from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
 from async_rl.run.orchestrator import Orchestrator, RunInputs
-from async_rl.runtime.supervision import first_error
+from async_rl.runtime.supervision import first_error, observer
 from async_rl.runtime.waits import acting
 from async_rl.simulation.faults import ENGINE_FAULTS, TRAINER_FAULTS
 from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
@@ -153,7 +153,7 @@ class Simulation:
     def run(self) -> SeedOutcome:
         """Run all incarnations."""
         begin_s = time.perf_counter()
-        with self._disk.mounted(), _silence():
+        with self._disk.mounted(), _logging_only(_FailedObservers(self._checker)):
             self._run_dir.mkdir()
             for incarnation in range(self.max_incarnations):
                 deaths = self._scenario.deaths
@@ -194,8 +194,7 @@ class Simulation:
             after_step=self._after_step,
         )
         self._loop, self._born_s = loop, self._now_s
-        self._checker.engines_serve(False)
-        self._checker.now = loop.time
+        self._checker.begin_incarnation(self._config, loop.time)
         loop.set_exception_handler(self._unhandled)
         for name in ("checkpoints", "logs"):
             (self._run_dir / name).mkdir(parents=True, exist_ok=True)
@@ -247,6 +246,7 @@ class Simulation:
             self._ended = "finished"
             self._check_end(summary)
         if not self._checker.deaf:
+            self._disk.no_files = False  # the checker reads what is left
             await self._loop.shutdown_default_executor()
             if self._ended in ("finished", "stopped"):
                 self._checker.check_folder(self._run_dir)
@@ -330,7 +330,7 @@ class Simulation:
             return
         if self._killed:
             raise _Halt
-        self._checker.engines_serve(bool(self._orchestrator.pool.engines(EngineState.SERVING)))
+        self._checker.engines_serve(self._orchestrator.pool.has_engine(EngineState.SERVING))
         self._checker.turn(task.number if task is not None else 0)
         if self._after_turn is not None and task is not None and not self._incarnations:
             self._after_turn(self._incarnation_steps, task)
@@ -490,13 +490,34 @@ class Simulation:
             self._checker.fail(f"unhandled: {context.get('message')}: {context.get('exception')!r}")
 
 
+class _FailedObservers(logging.Handler):
+    """Reports observers that failed, unless the operating system refused them something."""
+
+    def __init__(self, checker: InvariantChecker) -> None:
+        super().__init__(logging.ERROR)
+        self._checker = checker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Implements `logging.Handler.emit`."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, OSError):
+            self._checker.fail(f"log: {record.getMessage()}")
+
+
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Thousands of runs have nothing to say to the log."""
+def _logging_only(handler: logging.Handler) -> Iterator[None]:
+    """Let only a handler hear of errors: thousands of runs have nothing to say to the log."""
     logger = logging.getLogger("async_rl")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
+    supervision = logging.getLogger(observer.__module__)
+    supervision.setLevel(logging.ERROR)
+    supervision.propagate = False
+    supervision.addHandler(handler)
     try:
         yield
     finally:
+        supervision.removeHandler(handler)
+        supervision.propagate = True
+        supervision.setLevel(logging.NOTSET)
         logger.setLevel(level)

@@ -5,6 +5,7 @@ While it is mounted, calls that use disk space (of SQLite, the spool and the jou
 
 from __future__ import annotations
 
+import builtins
 import errno
 import io
 import os
@@ -26,7 +27,7 @@ class Disk:
     def __init__(self) -> None:
         self.full = False
         self.no_files = False
-        """Whether the driver has no descriptors for files that it writes."""
+        """Whether the driver has no descriptors for files and folders."""
         self.on_no_file: Callable[[], None] = lambda: None
         """Called once when that keeps it from opening one."""
         self.operations = 0
@@ -40,6 +41,7 @@ class Disk:
         """Stand between the program and the disk. One at a time in a process."""
         fallocate, write, connect = os.posix_fallocate, os.write, sqlite3.connect
         open_descriptor, open_file, pwrite = os.open, io.open, os.pwrite
+        listdir, scandir = os.listdir, os.scandir
 
         def faulty_fallocate(file: int, offset: int, length: int) -> None:
             self._use_space()
@@ -58,14 +60,20 @@ class Disk:
             return pwrite(file, data, offset)
 
         def faulty_open(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-            if flags & (os.O_WRONLY | os.O_RDWR):
-                self._refuse_file(path)
+            self._refuse_file(path)
             return open_descriptor(path, flags, *arguments, **options)
 
         def faulty_open_file(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-            if mode != "rb" and not isinstance(path, int):
-                self._refuse_file(path)
+            self._refuse_file(path)
             return open_file(path, mode, *arguments, **options)
+
+        def faulty_listdir(path: Any = ".") -> list[Any]:
+            self._refuse_file(path)
+            return listdir(path)
+
+        def faulty_scandir(path: Any = ".") -> Any:
+            self._refuse_file(path)
+            return scandir(path)
 
         disk = self
 
@@ -86,13 +94,15 @@ class Disk:
 
         os.posix_fallocate, os.write = faulty_fallocate, faulty_write
         os.open, os.pwrite = faulty_open, faulty_pwrite
-        io.open = faulty_open_file  # type: ignore[assignment]
+        os.listdir, os.scandir = faulty_listdir, faulty_scandir  # type: ignore[assignment]
+        io.open = builtins.open = faulty_open_file  # type: ignore[assignment]
         sqlite3.connect = faulty_connect  # type: ignore[assignment]
         try:
             yield
         finally:
             os.posix_fallocate, os.write, sqlite3.connect = fallocate, write, connect
-            os.open, io.open, os.pwrite = open_descriptor, open_file, pwrite
+            os.open, os.pwrite, os.listdir, os.scandir = open_descriptor, pwrite, listdir, scandir
+            io.open = builtins.open = open_file
 
     def _use_space(self) -> None:
         if self._dies():
@@ -104,8 +114,10 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _refuse_file(self, path: Any) -> None:
+        if not self.no_files or isinstance(path, int):
+            return
         folders = os.fspath(path).split(os.sep)
-        if self.no_files and not {"spool", "journal", "metrics.jsonl"}.isdisjoint(folders):
+        if not _FILES_OF_DRIVER.isdisjoint(folders) and "batches" not in folders:
             note, self.on_no_file = self.on_no_file, lambda: None
             note()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), os.fspath(path))
@@ -114,5 +126,10 @@ class Disk:
         self.operations += 1
         return self.operations == self.die_at
 
+
+_FILES_OF_DRIVER = frozenset({"proc", "sys", "spool", "journal", "metrics.jsonl"})
+"""Parts of a path to what the driver opens. Trainer and engines are simulated in the same process, and the
+trainer opens the batches.
+"""
 
 _WRITES = ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT")

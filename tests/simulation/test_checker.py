@@ -95,3 +95,24 @@ def test_payloads_that_go_on_at_the_moment_at_which_others_arrive_are_no_violati
         assert isinstance(loop, VirtualTimeLoop)
         runner.run(run())
     assert checker.violations == []
+
+
+@pytest.mark.parametrize(("num_workers", "too_early"), [(0, True), (2, False)])
+def test_only_a_rollout_worker_of_this_incarnation_may_learn_late_that_engines_are_held(
+    num_workers: int, too_early: bool
+) -> None:
+    scenario = small_run(0)
+    checker = InvariantChecker(scenario, digests=False)
+    rollout = replace(scenario.config.rollout, num_workers=num_workers)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
+        checker.engines_serve(True)
+        checker.attempt_begins(60.0)
+        loop.jump(59.0)
+        checker.attempt_cancelled(0.0)
+
+    run_virtual(run())
+    assert bool(checker.violations) == too_early

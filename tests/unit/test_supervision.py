@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import EngineError, ServiceExited
-from async_rl.runtime.supervision import Nursery, contained, finished, first_error, service_of, services
+from async_rl.errors import EngineError, ServiceExited, StallError
+from async_rl.runtime.supervision import (
+    Nursery,
+    contained,
+    finished,
+    first_error,
+    observer,
+    service_of,
+    services,
+)
 from async_rl.simulation.virtual_time import in_virtual_time
 
 
@@ -73,6 +81,35 @@ async def test_a_service_may_return_when_it_is_told_to_end() -> None:
     async with services(polite=polite):
         await asyncio.sleep(0)
     assert returned.is_set()
+
+
+@in_virtual_time
+async def test_an_observer_that_fails_is_logged_and_starts_again(caplog: pytest.LogCaptureFixture) -> None:
+    starts = 0
+
+    async def loop() -> None:
+        nonlocal starts
+        starts += 1
+        if starts < 3:
+            raise OSError(24, "Too many open files", "/proc/meminfo")
+        await forever()
+
+    async with services(status=observer(loop)):
+        await asyncio.sleep(60.0)
+    assert starts == 3
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "/proc/meminfo" in caplog.text
+
+
+@in_virtual_time
+async def test_an_observer_ends_the_run_by_the_errors_that_are_its_purpose() -> None:
+    async def loop() -> None:
+        raise StallError("the run is stalled")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with services(doctor=observer(loop, ends_run_with=(StallError,))):
+            await forever()
+    assert isinstance(first_error(caught.value), StallError)
 
 
 async def test_services_end_when_the_block_raises() -> None:
