@@ -19,6 +19,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from async_rl.config import Config
@@ -45,6 +46,7 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.slots import Slots
 from async_rl.runtime.serving_clock import ServingClock
+from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import acting, progressed, waiting
 from async_rl.types import Group, Segment, Trajectory, root_of
@@ -294,7 +296,8 @@ class RolloutManager:
                 self._queue.start_attempt(trajectory_id, attempt)
                 self._context.metrics.trajectory_retries_total.inc()
             try:
-                tree = await self._run_attempt(trajectory_id, attempt, work)
+                # What user code could not open or write is no fault of the attempt.
+                tree = await wait_out_shortage(partial(self._run_attempt, trajectory_id, attempt, work))
             except ATTEMPT_ERRORS as error:
                 task_id = work.task.task_id
                 log.warning(

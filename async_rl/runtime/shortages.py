@@ -29,12 +29,23 @@ _SHORTAGE_DELAY_S: Final = 0.2
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})
 
 
-def is_shortage(error: Exception) -> bool:
-    """Whether the cause of an error is that there was no descriptor for a file or no space on the disk."""
-    cause = error.__cause__ or error
-    if isinstance(cause, sqlite3.OperationalError):
-        return "disk is full" in str(cause)
-    return isinstance(cause, OSError) and cause.errno in _SHORTAGES
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error, or a cause of it, is that there was no descriptor or no space on the disk."""
+    causes: dict[int, BaseException] = {}  # an error raised from its own group is a cause of itself
+    left: list[BaseException | None] = [error]
+    while left:
+        cause = left.pop()
+        if cause is None or id(cause) in causes:
+            continue
+        causes[id(cause)] = cause
+        left += [cause.__cause__, *(cause.exceptions if isinstance(cause, BaseExceptionGroup) else ())]
+    return any(map(_is_shortage_itself, causes.values()))
+
+
+def _is_shortage_itself(error: BaseException) -> bool:
+    if isinstance(error, sqlite3.OperationalError):
+        return "disk is full" in str(error)
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 async def wait_out_shortage(attempt: Callable[[], Awaitable[R]]) -> R:

@@ -9,8 +9,9 @@ finished(work)               run work to its end even if the caller is cancelled
 contained(work)              run user code, which ends when its caller is cancelled, whatever it catches
 ```
 
-`services`, `cut_by` and `Nursery` end as a `TaskGroup` does: the first failure cancels the siblings and leaves the block in an
-exception group. `first_error` returns the cause inside the group, `service_of` the loop or task it came from.
+`services`, `cut_by` and `Nursery` end as a `TaskGroup` does: the first failure cancels the siblings and
+leaves the block in an exception group. `first_error` returns the cause inside the group, `service_of` the
+loop or task it came from.
 """
 
 from __future__ import annotations

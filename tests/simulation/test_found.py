@@ -109,5 +109,6 @@ def test_a_user_who_does_what_the_message_about_filtered_groups_says_ends_the_ru
     scenario = replace(drawn, config=replace(drawn.config, rollout=rollout), tasks=tasks)
     outcome = simulate(0, tmp_path, scenario=scenario)
     *failed, last = outcome.incarnations
-    assert failed and all("max_filtered_groups is 4" in end for end in failed)
+    assert failed
+    assert all("max_filtered_groups is 4" in end for end in failed)
     assert (last, outcome.violations) == ("finished", ())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -96,6 +98,13 @@ class ReturnsError(OneTurn):
         return "error"
 
 
+class OpensFile(OneTurn):
+    """Opens a file at a moment at which the process has no free descriptor."""
+
+    async def misbehave(self, session: Session, text: str) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/etc/hosts")
+
+
 async def go(calculator: Path, tmp_path: Path, loop: str, *overrides: str) -> Summary:
     OneTurn.seen.clear()
     config = make_config(
@@ -163,3 +172,12 @@ async def test_a_run_goes_on_when_loops_swallow_the_cancellation_of_stragglers(
     told = [record for record in caplog.records if "does not end when it is cancelled" in record.message]
     assert len(told) == 1
     assert f"agent loop {__name__}:{loop}" in told[0].message
+
+
+async def test_an_attempt_is_made_again_when_user_code_finds_no_descriptor(
+    calculator: Path, tmp_path: Path
+) -> None:
+    summary = await go(calculator, tmp_path, "OpensFile", "rollout.max_failed_share=0.01")
+    assert len(OneTurn.seen) > STEPS
+    assert not summary.trajectories.dropped
+    assert_conserved(summary)

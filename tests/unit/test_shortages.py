@@ -1,0 +1,41 @@
+"""Which errors say that this process had no descriptor for a file, or its disk no space."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+
+import pytest
+
+from async_rl.errors import AgentLoopError
+from async_rl.runtime.shortages import is_shortage
+
+
+def caused_by(cause: BaseException) -> AgentLoopError:
+    error = AgentLoopError("agent loop mine:Loop raised")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.ENOENT, "No such file"), False),
+        (sqlite3.OperationalError("database or disk is full"), True),
+        (sqlite3.OperationalError("database is locked"), False),
+        (caused_by(OSError(errno.EMFILE, "Too many open files")), True),
+        (caused_by(ExceptionGroup("two", [ValueError("no"), OSError(errno.ENFILE, "files")])), True),
+        (caused_by(ExceptionGroup("two", [ValueError("no"), KeyError("x")])), False),
+        (ValueError("no"), False),
+    ],
+)
+def test_a_shortage_is_found_among_the_causes(error: BaseException, expected: bool) -> None:
+    assert is_shortage(error) == expected
+
+
+def test_an_error_that_is_raised_from_its_own_group_is_no_endless_chain() -> None:
+    error = ValueError("no")
+    error.__cause__ = ExceptionGroup("one", [error])
+    assert not is_shortage(error)
