@@ -94,7 +94,7 @@ class Disk:
 
         os.posix_fallocate, os.write = faulty_fallocate, faulty_write
         os.open, os.pwrite = faulty_open, faulty_pwrite
-        os.listdir, os.scandir = faulty_listdir, faulty_scandir  # type: ignore[assignment]
+        os.listdir, os.scandir = faulty_listdir, faulty_scandir
         io.open = builtins.open = faulty_open_file  # type: ignore[assignment]
         sqlite3.connect = faulty_connect  # type: ignore[assignment]
         try:
