@@ -137,16 +137,3 @@ async def test_a_lock_is_waited_for_by_name_only_while_somebody_has_it() -> None
             await asyncio.sleep(0)
             assert [wait.on for wait in waits.open_waits()] == ["sync lock"]
         assert await other == [[]]
-
-
-async def test_a_wait_whose_limit_is_being_reached_is_not_expired_again() -> None:
-    async def work() -> None:
-        async with asyncio.timeout(0.0) as scope, waiting("tool", "search", scope=scope) as wait:
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                assert not wait.expire()
-                raise
-
-    with pytest.raises(TimeoutError):
-        await work()
