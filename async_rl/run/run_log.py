@@ -65,7 +65,7 @@ class RunLogger:
 
     Example:
         >>> run_log = RunLogger(config, run_dir, pool, metrics, clock)
-        >>> run_log.load_records_until(4)  # the step of the checkpoint
+        >>> await run_log.load_records_until(4)  # the step of the checkpoint
         >>> run_log.begin_training(4)
         >>> await run_log.log_step(done, report, queue)
         >>> run_log.summary(queue.statistics().counts, ended_s=clock())
@@ -129,11 +129,15 @@ class RunLogger:
         if self._progress is not None:
             self._progress.phase(phase)
 
-    def load_records_until(self, step: int) -> None:
+    async def load_records_until(self, step: int) -> None:
         """Load the records of the steps up to the one that the trainer continues from; remove all others."""
         self._unrecorded.clear()
-        self._step_records.truncate_to(step)  # the others were undone, and come again
-        self.records = self._step_records.read()
+
+        def load_records() -> list[StepRecord]:
+            self._step_records.truncate_to(step)  # the others were undone, and come again
+            return self._step_records.read()
+
+        self.records, cancelled = await run_uncancellable(None, load_records)
         self._before_restart = {
             tokens: value
             for tokens, figure in _COMPARED_OVER_RESTARTS.items()
@@ -141,6 +145,8 @@ class RunLogger:
             is not None
         }
         self.evaluations = [record for record in self.evaluations if record.weight_version <= step]
+        if cancelled is not None:
+            raise cancelled
 
     def begin_training(self, step: int) -> None:
         """Start measuring at a step; seconds, tokens and rates are those of the whole run."""

@@ -80,7 +80,7 @@ class TrainerRestarts:
             state = await trainer.setup(self._checkpoints)
         for flaw in state.skipped_checkpoints:
             log.warning("a newer checkpoint is skipped: %s", flaw)
-        self._run_log.load_records_until(state.step)
+        await self._run_log.load_records_until(state.step)
         return TrainerHandle(trainer, state.step)
 
     async def restart_trainer(self, cause: AsyncRLError) -> TrainerHandle:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.runtime.supervision import Nursery
+from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
 from tests.support.run_config import config_of
@@ -77,7 +79,7 @@ async def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert [record.step for record in run_log.records] == [1, 2, 3]
     assert run_log.elapsed_s is None
 
-    run_log.load_records_until(2)
+    await run_log.load_records_until(2)
     now_s += 50.0  # the start
     run_log.begin_training(2)
     assert run_log.elapsed_s == 20.0
@@ -117,7 +119,7 @@ async def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of
 
     metrics = Metrics()
     resumed = make_run_log(metrics)
-    resumed.load_records_until(2)
+    await resumed.load_records_until(2)
     resumed.begin_training(2)
     assert metrics.registry.get_sample_value("async_rl_sampled_tokens_total") == pytest.approx(100)
 
@@ -146,7 +148,7 @@ async def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_ste
             done(step, 0.0, **figures), SyncReport.none(step), cast(TrajectoryQueue, Queue())
         )
 
-    run_log.load_records_until(3)
+    await run_log.load_records_until(3)
     run_log.begin_training(3)
     await train(4, log_prob_abs_diff=0.7)
     assert (value("all", "before"), value("all", "after")) == (0.03, 0.7)
@@ -160,7 +162,7 @@ async def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_ste
 async def test_the_first_start_of_a_run_is_no_restart(tmp_path: Path) -> None:
     metrics = Metrics()
     run_log = RunLogger(config_of(), tmp_path, EnginePool(metrics, lambda: 0.0), metrics, lambda: 0.0)
-    run_log.load_records_until(0)
+    await run_log.load_records_until(0)
     run_log.begin_training(0)
     await run_log.log_step(
         done(1, 0.0, log_prob_abs_diff=0.7), SyncReport.none(1), cast(TrajectoryQueue, Queue())
@@ -225,3 +227,22 @@ def make_run_log(folder: Path) -> RunLogger:
     run_log = RunLogger(config_of(), folder, pool, metrics, lambda: 0.0)
     run_log.begin_training(0)
     return run_log
+
+
+@in_virtual_time
+async def test_records_are_loaded_when_a_descriptor_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = 0
+
+    def truncate_to(self: RecordLog[Any], step: int) -> None:
+        nonlocal refused
+        refused += 1
+        if refused < 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self.path))
+
+    metrics = Metrics()
+    run_log = RunLogger(config_of(), tmp_path, EnginePool(metrics, lambda: 0.0), metrics, lambda: 0.0)
+    monkeypatch.setattr(RecordLog, "truncate_to", truncate_to)
+    await run_log.load_records_until(3)
+    assert refused == 3
