@@ -244,12 +244,13 @@ class Simulation:
                 self._judge(cause)
         else:
             self._ended = "finished"
-            self._check_end(summary)
+            with self._disk.open_to_checks():
+                self._check_end(summary)
         if not self._checker.deaf:
-            self._disk.no_files = False  # the checker reads what is left
             await self._loop.shutdown_default_executor()
             if self._ended in ("finished", "stopped"):
-                self._checker.check_folder(self._run_dir)
+                with self._disk.open_to_checks():
+                    self._checker.check_folder(self._run_dir)
             self._checker.note(f"incarnation ends: {self._ended} {self._cause}")
             left = [t.get_name() for t in asyncio.all_tasks() if t is not task]
             if left:
@@ -396,7 +397,8 @@ class Simulation:
             self._disk.on_no_file = lambda: self._checker.met(kind)
             self._loop.call_later(10 * amount, self._free_files)
         elif kind == "corrupt_frame":
-            self._corrupt_frame(amount)
+            with self._disk.open_to_checks():
+                self._corrupt_frame(amount)
         elif kind == "clock_jump":
             self._checker.met(kind)
             self._loop.jump(10 ** (4 * amount - 2))
@@ -443,7 +445,8 @@ class Simulation:
         """Keep the folder as it is; what the remains do to theirs until they are gone never happened."""
         self._checker.note(ended)
         copy = self._folder / f"incarnation-{len(self._incarnations) + 1}"
-        shutil.copytree(self._run_dir, copy)
+        with self._disk.open_to_checks():
+            shutil.copytree(self._run_dir, copy)
         self._run_dir = copy
         self._ended, self._killed, self._checker.deaf = ended, True, True
 
@@ -473,7 +476,8 @@ class Simulation:
 
     def before_step(self) -> None:
         """Compare the ledger with what was seen, before each step and checkpoint of the trainer."""
-        self._checker.check_ledger(self._run_dir, settled=self._cluster.trainer.step)
+        with self._disk.open_to_checks():
+            self._checker.check_ledger(self._run_dir, settled=self._cluster.trainer.step)
 
     def _thread_s(self) -> tuple[float, float]:
         mean = self._scenario.speeds.thread_s

@@ -104,6 +104,15 @@ class Disk:
             os.open, os.pwrite, os.listdir, os.scandir = open_descriptor, pwrite, listdir, scandir
             io.open = builtins.open = open_file
 
+    @contextmanager
+    def open_to_checks(self) -> Iterator[None]:
+        """Refuse no file in the block: the simulation itself looks at the process and its files."""
+        no_files, self.no_files = self.no_files, False
+        try:
+            yield
+        finally:
+            self.no_files = no_files
+
     def _use_space(self) -> None:
         if self._dies():
             self.die()

@@ -309,22 +309,24 @@ class Soak(Simulation):
         folder = self._run_dir
         super().run_incarnation(incarnation, death)
         if folder != self._run_dir:
-            shutil.rmtree(folder)
+            with self._disk.open_to_checks():
+                shutil.rmtree(folder)
         if self._leak == "incarnation":
             self._planted.clear()
         del self._orchestrator, self._cluster, self._loop, self._task, self._stop
         gc.collect()
-        self.between.add(
-            segment=0,
-            version=self._version,
-            trajectories=self.attempts,
-            memory=growth.allocated_bytes(),
-            resident=growth.resident_bytes(),
-            descriptors=growth.open_descriptors(),
-            threads=growth.num_threads(),
-            kept_tokens=self._checker.num_kept_tokens,
-            disk=growth.disk_bytes(self._run_dir),
-        )
+        with self._disk.open_to_checks():
+            self.between.add(
+                segment=0,
+                version=self._version,
+                trajectories=self.attempts,
+                memory=growth.allocated_bytes(),
+                resident=growth.resident_bytes(),
+                descriptors=growth.open_descriptors(),
+                threads=growth.num_threads(),
+                kept_tokens=self._checker.num_kept_tokens,
+                disk=growth.disk_bytes(self._run_dir),
+            )
 
     def _next_setting(self, incarnation: int) -> Setting:
         """Return the next setting in turn; at last only those whose own faults have not all happened."""
@@ -372,7 +374,8 @@ class Soak(Simulation):
         if is_long and version % self._plan.sample_every == 0:
             self._step_begin_s = self._loop.time()
             self._cluster.trainer.may_end = self._sample_when_drained
-        self._show(self._progress())
+        with self._disk.open_to_checks():
+            self._show(self._progress())
 
     def _plan_faults(self) -> None:
         """Inject the faults that are behind schedule, at moments until the next version."""
@@ -414,7 +417,8 @@ class Soak(Simulation):
             return False
         self._cluster.trainer.may_end = lambda: True
         if not self.counts.in_flight:
-            self._sample()
+            with self._disk.open_to_checks():
+                self._sample()
         return True
 
     def _sample(self) -> None:
