@@ -53,6 +53,9 @@ from async_rl.types import Group, Segment, Trajectory, root_of
 
 log = logging.getLogger(__name__)
 
+_ATTEMPT_AGAIN_S: Final = 5.0
+"""How long an attempt whose own code found no descriptor or space waits before it is made again."""
+
 _MAX_LOST_WORKERS: Final = 3
 """An attempt fails after it has lost this many rollout workers: it may be what ends them."""
 
@@ -297,7 +300,8 @@ class RolloutManager:
                 self._context.metrics.trajectory_retries_total.inc()
             try:
                 # What user code could not open or write is no fault of the attempt.
-                tree = await wait_out_shortage(partial(self._run_attempt, trajectory_id, attempt, work))
+                run_attempt = partial(self._run_attempt, trajectory_id, attempt, work)
+                tree = await wait_out_shortage(run_attempt, delay_s=_ATTEMPT_AGAIN_S)
             except ATTEMPT_ERRORS as error:
                 task_id = work.task.task_id
                 log.warning(

@@ -24,7 +24,7 @@ MAX_SHORTAGE_S: Final = 60.0
 """A shortage that lasts longer is no peak: it needs the user."""
 
 _SHORTAGE_DELAY_S: Final = 0.2
-"""How long an attempt waits before it is made again."""
+"""How long file work waits before it is repeated."""
 
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})
 
@@ -48,11 +48,15 @@ def _is_shortage_itself(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
-async def wait_out_shortage(attempt: Callable[[], Awaitable[R]]) -> R:
+async def wait_out_shortage(attempt: Callable[[], Awaitable[R]], *, delay_s: float = _SHORTAGE_DELAY_S) -> R:
     """Make an attempt again while there is no descriptor or no space for it, for up to `MAX_SHORTAGE_S`.
 
     Descriptors become free all the time, because connections and files are closed; other programs delete
     their files. A failed attempt must have had no effect.
+
+    Args:
+        attempt: Makes the attempt.
+        delay_s: How long to wait before it is made again.
 
     Raises:
         Exception: The shortage lasts, or the attempt fails for another reason.
@@ -65,8 +69,8 @@ async def wait_out_shortage(attempt: Callable[[], Awaitable[R]]) -> R:
             if not is_shortage(error) or waited_s >= MAX_SHORTAGE_S:
                 raise
         with waiting("disk"):
-            await asyncio.sleep(_SHORTAGE_DELAY_S)
-        waited_s += _SHORTAGE_DELAY_S
+            await asyncio.sleep(delay_s)
+        waited_s += delay_s
 
 
 async def wait_for_files(folder: Path) -> None:

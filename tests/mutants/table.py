@@ -297,8 +297,8 @@ MUTANTS: Final = (
         "shortage-fails-attempts",
         "Attempts fail by the hundred while user code finds no free descriptor.",
         "async_rl/rollout/manager.py",
-        "await wait_out_shortage(partial(self._run_attempt, trajectory_id, attempt, work))",
-        "await self._run_attempt(trajectory_id, attempt, work)",
+        "await wait_out_shortage(run_attempt, delay_s=_ATTEMPT_AGAIN_S)",
+        "await run_attempt()",
         ("tests/simulation/test_misbehaving_loops.py",),
     ),
     Mutant(
