@@ -27,7 +27,7 @@ import msgspec
 from agent_loops.base import AgentLoop
 from agent_loops.parsing import MalformedCall, ToolParser, load_parser, recognise
 from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
-from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
+from async_rl.openai_api.endpoint import MAX_BODY_BYTES, Endpoint, EndpointAccess
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.threads import call_in_thread
@@ -132,7 +132,7 @@ class OpenAIAgentLoop(AgentLoop):
         model: str = "policy",
         host: str = "127.0.0.1",
         port: int = 0,
-        max_body_bytes: int = 64 << 20,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         if (agent is None) == (command is None):
             raise ConfigError(

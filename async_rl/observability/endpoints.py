@@ -1,19 +1,30 @@
-"""Serves `/metrics`, `/health` and further routes of the driver over HTTP."""
+"""Serves `/metrics`, `/health` and further routes of the driver over HTTP.
+
+If the server is bound to the loopback device, requests must name that device: otherwise a web site whose host
+name resolves to 127.0.0.1 could read the run through its visitor's browser (DNS rebinding).
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
+from async_rl.runtime.http_listener import Handler, send_whole_responses, serve_http
+from async_rl.runtime.listeners import ConnectionLimit
+
+_MAX_CONNECTIONS: Final = 256
+"""Prometheus, probes and people at the page. There are no keys, so a new connection closes the oldest."""
 
 
 def check_address(host: str, port: int) -> None:
@@ -69,17 +80,40 @@ async def serve(
         status = 503 if state["status"] == "stalled" else 200
         return web.json_response(state, status=status, dumps=lambda value: json.dumps(value, default=str))
 
-    app = web.Application()
+    app = web.Application(middlewares=[_check_host(host), send_whole_responses])
     app.add_routes([web.get("/metrics", show_metrics), web.get("/health", show_health), *more])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port)
+    limit = ConnectionLimit("the server of metrics", max_connections=_MAX_CONNECTIONS)
+    async with AsyncExitStack() as serving:
         try:
-            await site.start()
+            bound = await serving.enter_async_context(serve_http(app, host, port, limit))
         except OSError as error:
             raise _not_bound(host, port, error) from error
-        bound = runner.addresses[0][1]
         yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
-    finally:
-        await runner.cleanup()
+
+
+def _check_host(host: str) -> Middleware:
+    """Refuses requests that do not name the loopback device, if the server is bound to it."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if _is_loopback(host) and not _is_loopback(_named_host(request)):
+            return web.Response(status=403, text="this run is served on localhost: open it by that name")
+        return await handler(request)
+
+    return check
+
+
+def _named_host(request: web.Request) -> str:
+    try:
+        return request.url.host or ""
+    except ValueError:  # no valid host
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -3,16 +3,22 @@
 A request is accepted as it is, or refused with a message that states the remedy. Sampling parameters are the
 exception: the config decides how the policy is sampled, and those of the request are only counted.
 
+msgspec checks the types of all fields that are read, and builds no objects for the others. What may have any
+form (schemas of tools, arguments of calls) is bounded in size and depth before it is built.
+
 Source: OpenAI's API reference, "Chat completions"; their clients define `x-should-retry`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta, Raw
 
 from async_rl.runtime.untrusted_json import UNREADABLE
 
@@ -49,6 +55,95 @@ _ROLES: Final = {
 """Roles of the API, with their names in chat templates."""
 
 
+_MAX_MESSAGES: Final = 10_000
+_MAX_STOPS: Final = 64
+_MAX_STOP_CHARS: Final = 1024
+"""Stop strings are searched at each piece of a turn."""
+_MAX_VALUES: Final = 200_000
+"""The most objects and lists of a request, and the most values of any form. A value of three bytes takes 64
+bytes of memory, and decoding cannot be interrupted."""
+_MAX_DEPTH: Final = 64
+"""The deepest nesting of such JSON: schemas of tools have fewer than 20 levels."""
+_MAX_ERROR_CHARS: Final = 1000
+"""Errors quote what was received, which may be long."""
+_ABSENT: Final = Raw(b"null")
+
+
+class _Part(msgspec.Struct, frozen=True):
+    text: str | None = None
+
+
+class _CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: Raw
+
+
+class _ToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: _CalledFunction
+
+
+class _Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    type: str
+    function: Raw = _ABSENT
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class _ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+
+
+class _NamedTool(msgspec.Struct, frozen=True):
+    """A `tool_choice` that is an object."""
+
+
+class _RequestBody(msgspec.Struct, frozen=True):
+    """The fields of a request that are read; others are ignored."""
+
+    model: str | None = None
+    messages: Annotated[list[_Message], Meta(max_length=_MAX_MESSAGES)] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | _NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: _ResponseFormat | None = None
+    modalities: list[str] | None = None
+    audio: Raw = _ABSENT
+    functions: Raw = _ABSENT
+    function_call: Raw = _ABSENT
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Raw = _ABSENT
+    seed: int | None = None
+    reasoning_effort: str | None = None
+
+
+_BODY: Final = msgspec.json.Decoder(_RequestBody)
+
+
 class ApiError(Exception):
     """An error answer in OpenAI's format. Its headers ask clients to retry only if a retry can help."""
 
@@ -61,6 +156,8 @@ class ApiError(Exception):
         code: str | None = None,
         retry: bool = False,
     ) -> None:
+        if len(message) > _MAX_ERROR_CHARS:
+            message = f"{message[:_MAX_ERROR_CHARS]}..."
         super().__init__(message)
         self.status = status
         self.message = message
@@ -92,6 +189,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    tools_digest: bytes
+    """Tells whether two requests have the same tools, which are part of the prompt."""
     may_call: bool
     """False if `tool_choice` is `none`: calls that the policy writes stay text."""
     max_new_tokens: int | None
@@ -162,46 +261,90 @@ def read_request(body: bytes, model: str) -> ChatRequest:
         ApiError: 400 or 404, with the problem and the remedy.
     """
     try:
-        raw = msgspec.json.decode(body)
+        raw = _BODY.decode(_limited(body))
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at `$.")
+        param = place.removesuffix("`") or None
+        raise ApiError(400, f"{param or 'the body'}: {problem}", param=param) from error
     except UNREADABLE as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ApiError(400, f"the body is a JSON {type(raw).__name__}, expected an object")
-    raw = {name: value for name, value in raw.items() if value is not None}
-    if raw.get("model") != model:
+    if raw.model != model:
         raise ApiError(
             404,
-            f"model {raw.get('model')!r} does not exist; the policy is served as {model!r}",
+            f"model {raw.model!r} does not exist; the policy is served as {model!r}",
             param="model",
             code="model_not_found",
         )
     _refuse_unsupported(raw)
-    messages = raw.get("messages")
-    if not isinstance(messages, list) or not messages:
+    if not raw.messages:
         raise ApiError(400, "messages must be a list with at least one message", param="messages")
-    options = raw.get("stream_options", {})
     max_new = [
-        _integer(raw, name, least=1) for name in ("max_tokens", "max_completion_tokens") if name in raw
+        _at_least_one(value, name)
+        for name in ("max_tokens", "max_completion_tokens")
+        if (value := getattr(raw, name)) is not None
     ]
-    unsupported = {
-        name: raw[name] for name in _SAMPLING if name in raw and raw[name] not in _NEUTRAL.get(name, ())
-    }
-    choice = raw.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        unsupported["tool_choice"] = choice if isinstance(choice, str) else "a named tool"
-    if raw.get("parallel_tool_calls") is False:
-        unsupported["parallel_tool_calls"] = False
+    free = _FreeJson()
+    tools = _read_tools(raw.tools or (), free)
     return ChatRequest(
-        messages=_read_messages(messages),
-        tools=_read_tools(raw.get("tools", [])),
-        may_call=choice != "none",
+        messages=_read_messages(raw.messages, free),
+        tools=tools,
+        tools_digest=hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).digest(),
+        may_call=raw.tool_choice != "none",
         max_new_tokens=min(max_new, default=None),
-        stop=_read_stop(raw.get("stop", [])),
-        stream=raw.get("stream") is True,
-        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        logprobs=raw.get("logprobs") is True,
-        unsupported=unsupported,
+        stop=_read_stop(raw.stop),
+        stream=bool(raw.stream),
+        include_usage=raw.stream_options is not None and bool(raw.stream_options.include_usage),
+        logprobs=bool(raw.logprobs),
+        unsupported=_unsupported(raw, free),
     )
+
+
+class _FreeJson:
+    """Decodes the parts of one request that may have any form, within a common limit."""
+
+    def __init__(self) -> None:
+        self._num_left = _MAX_VALUES
+
+    def decode(self, data: Raw | str, place: str) -> Any:
+        """Return the value of JSON.
+
+        Raises:
+            ApiError: The request has too much of it, or it is nested too deep.
+            msgspec.DecodeError: A string is not JSON, or has values that JSON cannot hold.
+        """
+        encoded = data.encode() if isinstance(data, str) else bytes(data)
+        self._num_left -= sum(encoded.count(mark) for mark in (b",", b"[", b"{"))
+        if self._num_left < 0:
+            raise ApiError(
+                400,
+                f"{place}: tools and arguments of calls have more than {_MAX_VALUES} values together",
+                param=place,
+            )
+        value = msgspec.json.decode(encoded)
+        if _is_deep(value, _MAX_DEPTH):
+            raise ApiError(400, f"{place}: nested deeper than {_MAX_DEPTH} levels", param=place)
+        return value
+
+    def decode_valid(self, data: Raw, place: str) -> Any:
+        """Return the value of JSON that is part of a body; one that cannot be held is refused."""
+        try:
+            return self.decode(data, place)
+        except UNREADABLE as error:
+            raise ApiError(400, f"{place}: {error}", param=place) from error
+
+
+def _limited(body: bytes) -> bytes:
+    """Return a body if the number of its objects and lists, also of those in strings, is within the limit."""
+    if (number := body.count(b"{") + body.count(b"[")) > _MAX_VALUES:
+        raise ApiError(400, f"the body has {number} objects and lists, expected at most {_MAX_VALUES}")
+    return body
+
+
+def _is_deep(value: Any, max_depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not max_depth or any(_is_deep(each, max_depth - 1) for each in inner)
 
 
 class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,105 +438,112 @@ def _logprobs(answer: ChatAnswer) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("n", 1) != 1:
+def _refuse_unsupported(raw: _RequestBody) -> None:
+    if raw.n not in (None, 1):
         raise ApiError(
-            400, f"n is {raw['n']}, expected 1: send several requests, each returns a sample", param="n"
+            400, f"n is {raw.n}, expected 1: send several requests, each returns a sample", param="n"
         )
-    if raw.get("top_logprobs", 0) != 0:
+    if raw.top_logprobs:
         raise ApiError(
             400, "top_logprobs is not supported: only sampled tokens have log-probs", param="top_logprobs"
         )
-    if "functions" in raw or "function_call" in raw:
+    if raw.functions != _ABSENT or raw.function_call != _ABSENT:
         raise ApiError(400, "functions are not supported: use tools", param="functions")
-    kind = raw.get("response_format", {"type": "text"})
-    if not isinstance(kind, dict) or kind.get("type") != "text":
+    if raw.response_format is not None and raw.response_format.type != "text":
         raise ApiError(
             400,
             "response_format is not supported: constrained decoding would falsify the log-probs; put the "
             "schema into the prompt, or into a tool's parameters",
             param="response_format",
         )
-    if raw.get("modalities", ["text"]) != ["text"] or "audio" in raw:
+    if raw.modalities not in (None, ["text"]) or raw.audio != _ABSENT:
         raise ApiError(400, "only text is supported", param="modalities")
 
 
-def _read_messages(raw: Sequence[Any]) -> list[dict[str, Any]]:
+def _unsupported(raw: _RequestBody, free: _FreeJson) -> dict[str, Any]:
+    """Return the parameters that have no effect here, without those that would have none anywhere."""
+    given = {name: getattr(raw, name) for name in _SAMPLING}
+    given["logit_bias"] = free.decode_valid(raw.logit_bias, "logit_bias")
+    found = {n: v for n, v in given.items() if v is not None and v not in _NEUTRAL.get(n, ())}
+    if raw.tool_choice not in (None, "auto", "none"):
+        found["tool_choice"] = raw.tool_choice if isinstance(raw.tool_choice, str) else "a named tool"
+    if raw.parallel_tool_calls is False:
+        found["parallel_tool_calls"] = False
+    return found
+
+
+def _read_messages(raw: Sequence[_Message], free: _FreeJson) -> list[dict[str, Any]]:
     names: dict[str, str] = {}
-    messages = [_read_message(message, f"messages[{i}]", names) for i, message in enumerate(raw)]
-    return messages
+    return [_read_message(message, f"messages[{i}]", names, free) for i, message in enumerate(raw)]
 
 
-def _read_message(raw: Any, place: str, names: dict[str, str]) -> dict[str, Any]:
+def _read_message(raw: _Message, place: str, names: dict[str, str], free: _FreeJson) -> dict[str, Any]:
     """Return a message in the form of chat templates; `names` has the tools of earlier calls, by call id."""
-    if not isinstance(raw, dict) or raw.get("role") not in _ROLES:
-        role = raw.get("role") if isinstance(raw, dict) else raw
-        raise ApiError(400, f"{place}: role is {role!r}, expected one of {', '.join(_ROLES)}", param=place)
-    role = _ROLES[raw["role"]]
-    message: dict[str, Any] = {"role": role, "content": _read_content(raw.get("content"), f"{place}.content")}
-    if calls := raw.get("tool_calls"):
+    if (role := _ROLES.get(raw.role)) is None:
+        raise ApiError(
+            400, f"{place}: role is {raw.role!r}, expected one of {', '.join(_ROLES)}", param=place
+        )
+    message: dict[str, Any] = {"role": role, "content": _read_content(raw.content, f"{place}.content")}
+    if raw.tool_calls:
         message["tool_calls"] = [
-            _read_call(c, f"{place}.tool_calls[{i}]", names) for i, c in enumerate(calls)
+            _read_call(call, f"{place}.tool_calls[{i}]", free) for i, call in enumerate(raw.tool_calls)
         ]
+        names |= {call.id: call.function.name for call in raw.tool_calls}
     if role == "tool":
-        call_id = raw.get("tool_call_id")
-        if not isinstance(call_id, str):
+        if raw.tool_call_id is None:
             raise ApiError(400, f"{place}: a tool's result needs its tool_call_id", param=place)
-        message["tool_call_id"] = call_id
-        if name := raw.get("name") or names.get(call_id):
+        message["tool_call_id"] = raw.tool_call_id
+        if name := raw.name or names.get(raw.tool_call_id):
             message["name"] = name
     return message
 
 
-def _read_content(raw: Any, place: str) -> str:
-    if raw is None:
-        return ""
-    if isinstance(raw, str):
-        return raw
-    if isinstance(raw, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in raw):
-        return "".join(part["text"] for part in raw)
-    raise ApiError(400, f"{place}: only text is supported, as a string or as parts with text", param=place)
-
-
-def _read_call(raw: Any, place: str, names: dict[str, str]) -> dict[str, Any]:
-    try:
-        name, arguments, call_id = raw["function"]["name"], raw["function"]["arguments"], raw["id"]
-    except (KeyError, TypeError) as error:
+def _read_content(raw: str | list[_Part] | None, place: str) -> str:
+    if raw is None or isinstance(raw, str):
+        return raw or ""
+    texts = [part.text for part in raw]
+    if None in texts:
         raise ApiError(
-            400, f"{place}: expected id and function with name and arguments", param=place
-        ) from error
-    names[str(call_id)] = str(name)
-    try:
-        decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        decoded = arguments
-    function = {"name": str(name), "arguments": decoded}
-    return {"id": str(call_id), "type": "function", "function": function}
+            400, f"{place}: only text is supported, as a string or as parts with text", param=place
+        )
+    return "".join(text or "" for text in texts)
 
 
-def _read_tools(raw: Any) -> list[dict[str, Any]]:
+def _read_call(raw: _ToolCall, place: str, free: _FreeJson) -> dict[str, Any]:
+    arguments = free.decode_valid(raw.function.arguments, place)
+    if isinstance(arguments, str):
+        with suppress(*UNREADABLE):  # what is not JSON stays text
+            arguments = free.decode(arguments, place)
+    function = {"name": raw.function.name, "arguments": arguments}
+    return {"id": raw.id, "type": "function", "function": function}
+
+
+def _read_tools(raw: Sequence[_Tool], free: _FreeJson) -> list[dict[str, Any]]:
     """Return tools as chat templates show them to the policy, without fields that are for servers only."""
-    if not isinstance(raw, list):
-        raise ApiError(400, "tools must be a list", param="tools")
     tools = []
     for i, tool in enumerate(raw):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        place = f"tools[{i}]"
+        function = free.decode_valid(tool.function, place) if tool.type == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f"tools[{i}]: expected a function with a name", param=f"tools[{i}]")
+            raise ApiError(400, f"{place}: expected a function with a name", param=place)
         kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
         tools.append({"type": "function", "function": kept})
     return tools
 
 
-def _read_stop(raw: Any) -> tuple[str, ...]:
-    stops = [raw] if isinstance(raw, str) else raw
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ApiError(400, "stop must be a string or a list of strings", param="stop")
+def _read_stop(raw: str | list[str] | None) -> tuple[str, ...]:
+    stops = [raw] if isinstance(raw, str) else raw or ()
+    if not all(0 < len(stop) <= _MAX_STOP_CHARS for stop in stops) or len(stops) > _MAX_STOPS:
+        raise ApiError(
+            400,
+            f"stop must be a string or a list of strings: at most {_MAX_STOPS}, of 1 to {_MAX_STOP_CHARS} "
+            "characters",
+            param="stop",
+        )
     return tuple(stops)
 
 
-def _integer(raw: Mapping[str, Any], name: str, *, least: int) -> int:
-    value = raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ApiError(400, f"{name} is {value!r}, expected a whole number of at least {least}", param=name)
+def _at_least_one(value: int, name: str) -> int:
+    if value < 1:
+        raise ApiError(400, f"{name} is {value}, expected a whole number of at least 1", param=name)
     return value

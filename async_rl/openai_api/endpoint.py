@@ -11,10 +11,12 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import reprlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache, partial
 from typing import Any, Final
 
 import msgspec
@@ -24,6 +26,7 @@ from async_rl.errors import EnvironmentNotReady
 from async_rl.openai_api.answers import ToolCallReader
 from async_rl.openai_api.chat_completions import (
     ApiError,
+    ChatRequest,
     ChunkEncoder,
     ReplyHead,
     completion_body,
@@ -31,22 +34,34 @@ from async_rl.openai_api.chat_completions import (
     models_body,
     read_request,
 )
-from async_rl.openai_api.history import Exchange
+from async_rl.openai_api.history import Exchange, message_digests
 from async_rl.openai_api.request_handler import RequestHandler, trajectory_over
 from async_rl.rollout.session.api import Session
+from async_rl.runtime.http_listener import (
+    TRANSFER_S,
+    Handler,
+    in_time,
+    json_response,
+    send_response,
+    serve_http,
+)
+from async_rl.runtime.listeners import ByteBudget, ConnectionLimit, RepeatFilter
 from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.threads import LastingThread
 
 log = logging.getLogger(__name__)
+log.addFilter(RepeatFilter())
 
-_MAX_BODY_BYTES: Final = 64 << 20
+MAX_BODY_BYTES: Final = 8 << 20
 """A context of a million tokens is about 8 MB of JSON."""
-_TRANSFER_S: Final = 60.0
-"""The longest a client may take to send its request, or to receive data."""
+_BODIES_PER_KEY: Final = 4
+"""The most bodies of the largest size that are read at a time for one key."""
+_BODIES: Final = 32
+"""The same for all keys."""
+_SMALL_BODY_BYTES: Final = 1 << 16
+"""Bodies up to this size are parsed in the event loop, within a millisecond."""
 _KEEP_ALIVE_S: Final = 10.0
 """The interval of a stream's keep-alive comments, while an engine waits for weights or prefills."""
-_SHUTDOWN_S: Final = 1.0
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EndpointAccess(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +97,7 @@ class Endpoint:
         port: int = 0,
         *,
         model: str = "policy",
-        max_body_bytes: int = _MAX_BODY_BYTES,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self._host = host
         self._port = port
@@ -93,7 +108,10 @@ class Endpoint:
         self._num_keys = 0
         self._lock = asyncio.Lock()
         self._num_users = 0
-        self._runner: web.AppRunner | None = None
+        self._server: AsyncExitStack | None = None
+        self._url = ""
+        self._limit = ConnectionLimit("the OpenAI endpoint")
+        self._bodies = ByteBudget(_BODIES * max_body_bytes, _BODIES_PER_KEY * max_body_bytes)
         self._reported_parameters: set[str] = set()
         self._started_s = int(time.time())
 
@@ -132,6 +150,7 @@ class Endpoint:
                         )
                     finally:
                         del self._handlers[key]
+                        self._limit.forget_key(key)
                         handler.close()
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
@@ -141,44 +160,42 @@ class Endpoint:
     @property
     def is_running(self) -> bool:
         """Whether the server is up."""
-        return self._runner is not None
+        return self._server is not None
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         """Run the server while at least one block is open, and return its URL."""
         async with self._lock:
-            if self._runner is None:
-                self._runner = await self._start_server()
-            runner = self._runner
+            if self._server is None:
+                self._server, self._url = await self._start_server()
             self._num_users += 1
         try:
-            host = f"[{self._host}]" if ":" in self._host else self._host
-            yield f"http://{host}:{runner.addresses[0][1]}"
+            yield self._url
         finally:
             self._num_users -= 1
             async with self._lock:
-                if not self._num_users and self._runner is not None:
-                    self._runner = None
-                    await runner.cleanup()
+                if not self._num_users and self._server is not None:
+                    server, self._server = self._server, None
+                    await server.aclose()
 
-    async def _start_server(self) -> web.AppRunner:
+    async def _start_server(self) -> tuple[AsyncExitStack, str]:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_errors_as_json])
         for prefix in ("", "/s/{key}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._post_completion)
             app.router.add_get(f"{prefix}/v1/models", self._list_models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._show_model)
         # A handler is cancelled with its connection, so that undelivered answers are recognised.
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
-        await runner.setup()
+        serving = serve_http(app, self._host, self._port, self._limit, handler_cancellation=True)
+        server = AsyncExitStack()
         try:
-            await web.TCPSite(runner, self._host, self._port).start()
+            port = await server.enter_async_context(serving)
         except OSError as error:
-            await runner.cleanup()
             raise EnvironmentNotReady(
                 f"cannot serve the OpenAI API on {self._host}:{self._port} ({error.strerror or error}): set "
                 "port in rollout.agent_loop_args to a free port, or to 0 for any"
             ) from error
-        return runner
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return server, f"http://{host}:{port}"
 
     # -- keys ------------------------------------------------------------------------------------------
 
@@ -186,36 +203,39 @@ class Endpoint:
         code = hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()
         return f"sk-{name}-{code}"
 
-    def _handler_of(self, request: web.Request) -> RequestHandler:
-        """Return the handler of a request's key.
+    def _handler_of(self, request: web.Request) -> tuple[str, RequestHandler]:
+        """Return the key of a request, and its handler.
 
         Raises:
-            ApiError: 401 for an unknown key, 410 for the key of a trajectory that is over.
+            ApiError: 401 for an unknown key, 410 for the key of a trajectory that is over, 429 if it has too
+                many connections.
+            ConnectionError: The connection is lost.
         """
         authorization = request.headers.get("Authorization", "")
         key = request.match_info.get("key") or authorization.removeprefix("Bearer ").strip()
         name = key.removeprefix("sk-").partition("-")[0]
-        if not hmac.compare_digest(key.encode(), self._sign(name).encode()):
+        if not key.isascii() or not hmac.compare_digest(key, self._sign(name)):
             raise ApiError(
                 401, "unknown API key: use the one that the agent received", code="invalid_api_key"
             )
         if key not in self._handlers:
             raise trajectory_over()
-        return self._handlers[key]
+        if request.transport is None:
+            raise ConnectionResetError("the connection is lost")
+        if not self._limit.admit(request.transport, key):
+            raise ApiError(
+                429, f"this trajectory has {self._limit.max_per_key} connections already", retry=True
+            )
+        return key, self._handlers[key]
 
     # -- requests --------------------------------------------------------------------------------------
 
     async def _post_completion(self, request: web.Request) -> web.StreamResponse:
-        handler = self._handler_of(request)
-        try:
-            async with asyncio.timeout(_TRANSFER_S):
-                body = await request.read()
-        except TimeoutError as error:
-            raise ApiError(408, f"the request did not come within {_TRANSFER_S:g} s", retry=True) from error
+        key, handler = self._handler_of(request)
         tries = request.headers.get("x-stainless-retry-count", "")
         try:
-            chat = read_request(body, self._model)
-            exchange = handler.submit_request(chat, retry_count=int(tries) if tries.isdecimal() else None)
+            chat, digests = await self._read_request(request, key)
+            exchange = handler.submit_request(chat, digests, retry_count=_count(tries))
         except ApiError:
             handler.count_refused()
             raise
@@ -231,13 +251,33 @@ class Endpoint:
                 if exchange.error is not None:
                     raise exchange.error
                 assert exchange.answer is not None
-                response = await _send_json(
-                    request, completion_body(exchange.answer, head, logprobs=chat.logprobs)
-                )
+                body = completion_body(exchange.answer, head, logprobs=chat.logprobs)
+                # Sent to its end, so that it is known to be delivered.
+                response = json_response(msgspec.json.encode(body))
+                await send_response(request, response)
         finally:
             exchange.listeners -= 1
         exchange.delivered = True
         return response
+
+    async def _read_request(self, request: web.Request, key: str) -> tuple[ChatRequest, list[bytes]]:
+        """Receive and check a request; a large one in a thread, so that the event loop goes on."""
+        # An encoded body may be larger than its length says.
+        encoded = request.content_length is None or "Content-Encoding" in request.headers
+        num_bytes = self._max_body_bytes if encoded else request.content_length or 0
+        if num_bytes > self._max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, num_bytes)
+        try:
+            async with asyncio.timeout(TRANSFER_S), self._bodies.hold(key, num_bytes):
+                body = await request.read()
+                if len(body) <= _SMALL_BODY_BYTES:
+                    return _read_body(body, self._model)
+                read = partial(_read_body, body, self._model)
+                return await asyncio.get_running_loop().run_in_executor(_parsing_thread(), read)
+        except TimeoutError as error:
+            raise ApiError(408, f"the request did not come within {TRANSFER_S:g} s", retry=True) from error
+        except web.RequestPayloadError as error:
+            raise ApiError(400, f"the body cannot be decoded: {error}") from error
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         self._handler_of(request)
@@ -256,11 +296,27 @@ class Endpoint:
         for name in parameters.keys() - self._reported_parameters:
             self._reported_parameters.add(name)
             log.warning(
-                "the agent requests %s = %r, which is ignored: the config decides how the policy is sampled "
+                "the agent requests %s = %s, which is ignored: the config decides how the policy is sampled "
                 "(docs/guide/agents.md); this is logged once",
                 name,
-                parameters[name],
+                reprlib.repr(parameters[name]),
             )
+
+
+def _read_body(body: bytes, model: str) -> tuple[ChatRequest, list[bytes]]:
+    chat = read_request(body, model)
+    return chat, message_digests(chat.messages)
+
+
+@cache
+def _parsing_thread() -> LastingThread:
+    """Return the thread that parses large requests, one after the other: parsing holds the GIL."""
+    return LastingThread("parsing of large requests")
+
+
+def _count(digits: str) -> int | None:
+    """Return the number that a header states, or None if it states none."""
+    return int(digits) if digits.isdecimal() and len(digits) < 10 else None
 
 
 async def _stream_answer(
@@ -275,7 +331,7 @@ async def _stream_answer(
     sent_content: list[str] = []
 
     async def send(data: bytes) -> None:
-        async with asyncio.timeout(_TRANSFER_S):
+        async with in_time(request):
             if not response.prepared:
                 await response.prepare(request)
                 await response.write(chunks.encode_delta({"role": "assistant", "content": ""}))
@@ -322,22 +378,6 @@ async def _stream_answer(
     return response
 
 
-async def _send_json(
-    request: web.Request, value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
-) -> web.StreamResponse:
-    """Send JSON completely, so that the caller knows that it was delivered."""
-    data = msgspec.json.encode(value)
-    response = web.StreamResponse(
-        status=status, headers={"Content-Type": "application/json", **(headers or {})}
-    )
-    response.content_length = len(data)
-    async with asyncio.timeout(_TRANSFER_S):
-        await response.prepare(request)
-        await response.write(data)
-        await response.write_eof()
-    return response
-
-
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return all errors in OpenAI's format."""
@@ -353,4 +393,6 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
             f"{request.method} {request.path.rpartition('/v1')[2] or '/'} is not supported; there are "
             "POST /v1/chat/completions and GET /v1/models",
         )
-    return await _send_json(request, failure.body, failure.status, failure.headers)
+    response = json_response(msgspec.json.encode(failure.body), failure.status, failure.headers)
+    await send_response(request, response)
+    return response

@@ -47,7 +47,7 @@ class Exchange:
         self.num_messages = len(digests)
         self.digest = digests[-1]
         """The digest of its messages."""
-        self.tools = tools_digest(request)
+        self.tools = request.tools_digest
         self.pieces: list[str] = []
         """The text of the turn so far, as it arrived."""
         self.answer: ChatAnswer | None = None
@@ -71,7 +71,7 @@ class Exchange:
 
     def is_repeated_by(self, request: ChatRequest, digests: Sequence[bytes]) -> bool:
         """Return whether a request is the same as this one."""
-        if self.digest != digests[-1] or self.tools != tools_digest(request):
+        if self.digest != digests[-1] or self.tools != request.tools_digest:
             return False
         return _parameters(self.request) == _parameters(request)
 
@@ -98,7 +98,7 @@ class RequestConversation:
         length = self.num_known
         if not length:
             return not self.exchanges or not self.is_busy
-        new = not self.is_busy and len(digests) > length and self.tools == tools_digest(request)
+        new = not self.is_busy and len(digests) > length and self.tools == request.tools_digest
         return new and self.known == digests[length - 1]
 
     def begin_exchange(self, exchange: Exchange, request: ChatRequest) -> list[dict[str, Any]]:
@@ -157,11 +157,6 @@ def message_digests(messages: Iterable[dict[str, Any]], *, after: bytes = _NOTHI
     return digests
 
 
-def tools_digest(request: ChatRequest) -> bytes:
-    """Return a digest of the available tools, because they are part of the prompt."""
-    return _digest(json.dumps(request.tools, sort_keys=True))
-
-
 def _digest(value: Any) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(value), digest_size=16).digest()
 
@@ -172,16 +167,16 @@ def _key(message: dict[str, Any]) -> tuple[str, str, str]:
     if message["role"] == "assistant":
         content = _THOUGHT.sub("", content)
     calls = [_call_key(call["function"]) for call in message.get("tool_calls", ())]
-    return message["role"], content.strip(), json.dumps(calls, sort_keys=True) if calls else ""
+    return message["role"], content.strip(), json.dumps(calls) if calls else ""
 
 
-def _call_key(function: dict[str, Any]) -> list[Any]:
+def _call_key(function: dict[str, Any]) -> list[str]:
     arguments = function["arguments"]
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = arguments.strip()
+    try:
+        decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.dumps(decoded, sort_keys=True)
+    except (ValueError, RecursionError):
+        arguments = arguments.strip()
     return [function["name"], arguments]
 
 

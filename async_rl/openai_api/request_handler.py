@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final
+
+import msgspec
 
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.openai_api.answers import GrowingTurn, ToolCallReader, TurnFormat, split_turn
@@ -27,13 +29,17 @@ from async_rl.openai_api.history import (
     RequestConversation,
     find_continued,
     find_repeated,
-    message_digests,
 )
 from async_rl.rollout.session.api import Session, Turn
 from async_rl.runtime.supervision import Nursery
 
 _MAX_WAITING: Final = 64
 """The most requests of one trajectory that have not begun."""
+
+_MAX_BYTES_PER_TOKEN: Final = 32
+"""Text has 2 to 6 bytes per token on average. Tokenising 2 MB blocks the event loop for about a second."""
+_MIN_BYTES: Final = 1 << 16
+"""Of any length: the exact check follows."""
 
 _QueuedRequest = tuple[RequestConversation, Exchange, list[dict[str, Any]]]
 """A request with its conversation, and its new messages."""
@@ -74,11 +80,14 @@ class RequestHandler:
         """Whether the policy has answered a request."""
         return any(conversation.num_known for conversation in self._conversations)
 
-    def submit_request(self, request: ChatRequest, *, retry_count: int | None) -> Exchange:
+    def submit_request(
+        self, request: ChatRequest, digests: Sequence[bytes], *, retry_count: int | None
+    ) -> Exchange:
         """Return the earlier exchange that a request repeats, or begin a new one.
 
         Args:
             request: The request.
+            digests: The digests of its messages.
             retry_count: How often its client has sent it before, if the client reports that.
 
         Raises:
@@ -96,7 +105,6 @@ class RequestHandler:
         sampling = self._session.sampling
         ignored = {name: value for name, value in request.unsupported.items() if sampling.get(name) != value}
         self._on_ignored(ignored)
-        digests = message_digests(request.messages)
         repeated = find_repeated(self._conversations, request, digests, retry_count=retry_count)
         if repeated is not None:
             self._session.record_request("repeated", [*ignored])
@@ -173,6 +181,7 @@ class RequestHandler:
             _notify_listeners(exchange)
 
         try:
+            self._check_size(session, new, request.tools)
             if conversation.num_known:
                 session.add_messages(new)
             else:
@@ -194,13 +203,27 @@ class RequestHandler:
             raise
         else:
             offered = {tool["function"]["name"] for tool in request.tools}
-            for name in (message.get("name") for message in new if message["role"] == "tool"):
+            for name in (str(message.get("name")) for message in new if message["role"] == "tool"):
                 # Only the agent knows whether the call failed and how long it took.
-                session.record_tool_call(error=False, tool=str(name) if name in offered else "unknown")
+                session.record_tool_call(error=False, tool=name if name in offered else "unknown")
             session.share_reward()
             answer = self._make_answer(session, exchange, turn, prompt_tokens)
             conversation.end_exchange(exchange, answer)
             _notify_listeners(exchange)
+
+    def _check_size(self, session: Session, new: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
+        """Refuse messages that no tokenizer could fit into the context, without tokenising them.
+
+        Raises:
+            PromptTooLong: They are too long.
+        """
+        num_bytes = len(msgspec.json.encode((new, tools)))
+        if num_bytes > _MIN_BYTES + _MAX_BYTES_PER_TOKEN * session.remaining_tokens:
+            raise PromptTooLong(
+                f"the new messages and tools have {num_bytes} bytes, which cannot fit into the "
+                f"{session.remaining_tokens} tokens that are left of rollout.max_context_tokens = "
+                f"{self._context_tokens}: shorten them, or raise it"
+            )
 
     def _make_answer(
         self, session: Session, exchange: Exchange, turn: Turn, prompt_tokens: int
@@ -208,7 +231,9 @@ class RequestHandler:
         pieces = session.pieces(turn.token_ids.tolist()) if exchange.request.logprobs else []
         parts = split_turn(turn.text, self._format_of(exchange.request))
         calls = tuple(
-            FunctionCall(id=f"call_{exchange.number}_{i}", name=name, arguments=json.dumps(arguments))
+            FunctionCall(
+                id=f"call_{exchange.number}_{i}", name=_encodable(name), arguments=json.dumps(arguments)
+            )
             for i, (name, arguments) in enumerate(parts.calls)
         )
         return ChatAnswer(
@@ -232,6 +257,11 @@ class RequestHandler:
             tools=request.tools,
             opens_thought=self._opens_thought,
         )
+
+
+def _encodable(text: str) -> str:
+    """Return text without lone surrogates, which the JSON that a policy writes may contain."""
+    return text.encode(errors="replace").decode()
 
 
 def trajectory_over() -> ApiError:

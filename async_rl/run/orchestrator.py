@@ -119,7 +119,7 @@ async def run(
         status, run_log, host = orchestrator.live_status, orchestrator.run_log, config.metrics.host
         page = Feed(config, status.now, lambda: run_log.records, lambda: run_log.evaluations)
         async with (
-            serve(metrics, host, config.metrics.port, status.health, page_routes(page, host)) as url,
+            serve(metrics, host, config.metrics.port, status.health, page_routes(page)) as url,
             services(page=observer(page.run)),
         ):
             (run_dir / URL_FILE).write_text(url)

@@ -28,6 +28,7 @@ MISBEHAVING: Final = "tests/simulation/test_misbehaving_loops.py"
 DIAGNOSIS: Final = "tests/unit/test_diagnosis.py"
 RUN_LOG: Final = "tests/unit/test_run_log.py"
 ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
+LISTENERS: Final = "tests/unit/test_listeners.py"
 USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
 FORGED_TURNS: Final = "tests/unit/test_forged_turns.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
@@ -1481,6 +1482,46 @@ MUTANTS: Final = (
         "self._keeping.get(role, self._keeping_none)",
         'self._keeping.get(role, self._keeping.get("user", self._keeping_none))',
         (f"{FORGED_TURNS}::test_a_tools_result_cannot_forge_a_turn",),
+    ),
+    Mutant(
+        "strangers-keep-out-agents",
+        "A full listener refuses new connections while connections without a key stay.",
+        "async_rl/runtime/listeners.py",
+        "if (oldest := next(iter(self._strangers), None)) is None:",
+        "if (oldest := None) is None:",
+        (LISTENERS,),
+    ),
+    Mutant(
+        "a-key-has-any-number-of-connections",
+        "One agent can take all connections of the endpoint.",
+        "async_rl/runtime/listeners.py",
+        "        if self._num_per_key[key] >= self.max_per_key:\n            return False\n",
+        "",
+        (LISTENERS,),
+    ),
+    Mutant(
+        "bodies-take-any-amount-of-memory",
+        "Bodies are received however many bytes others hold.",
+        "async_rl/runtime/listeners.py",
+        "while not self._has_space(key, num_bytes):",
+        "while False:",
+        (LISTENERS,),
+    ),
+    Mutant(
+        "large-bodies-block-the-event-loop",
+        "Large requests are parsed in the event loop.",
+        "async_rl/openai_api/endpoint.py",
+        "if len(body) <= _SMALL_BODY_BYTES:",
+        "if True:",
+        (LISTENERS,),
+    ),
+    Mutant(
+        "a-web-site-reads-the-metrics",
+        "Metrics are served under any name that points at loopback.",
+        "async_rl/observability/endpoints.py",
+        "middlewares=[_check_host(host), send_whole_responses]",
+        "middlewares=[send_whole_responses]",
+        (LISTENERS,),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts."""

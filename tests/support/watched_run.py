@@ -91,7 +91,7 @@ async def watched(
     feed = Feed(config(), read_status, records, refresh_s=refresh_s, max_draw_share=1e9)
     with acting("run", waits=Waits()):
         async with (
-            serve(Metrics(), host, 0, lambda: {"status": "ok"}, page_routes(feed, host)) as url,
+            serve(Metrics(), host, 0, lambda: {"status": "ok"}, page_routes(feed)) as url,
             services(page=feed.run),
         ):
             yield url, feed

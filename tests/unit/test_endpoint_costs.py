@@ -16,6 +16,7 @@ from agent_loops.openai_agent import AgentAPI
 from agent_loops.testing import ScriptedSession
 from async_rl.openai_api.chat_completions import read_request
 from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
+from async_rl.openai_api.history import message_digests
 from async_rl.openai_api.request_handler import RequestHandler
 from async_rl.runtime.supervision import Nursery
 
@@ -33,7 +34,8 @@ async def bytes_held(num_turns: int) -> int:
             for number in range(num_turns):
                 messages.append({"role": "user", "content": f"{number} {'x' * 1000}"})
                 body = json.dumps({"model": "policy", "messages": messages}).encode()
-                exchange = handler.submit_request(read_request(body, "policy"), retry_count=None)
+                chat = read_request(body, "policy")
+                exchange = handler.submit_request(chat, message_digests(chat.messages), retry_count=None)
                 while not exchange.ended:
                     await exchange.changed.wait()
                 assert exchange.answer is not None

@@ -1,20 +1,18 @@
 """Serves the live page over HTTP: its files, a snapshot as JSON, and server-sent events, all by GET.
 
 The page may not load anything from another host, run scripts other than its own, or be framed elsewhere.
-If the server is bound to the loopback device, requests must name that device: otherwise a web site whose host
-name resolves to 127.0.0.1 could read the page through its visitor's browser (DNS rebinding).
 """
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from aiohttp import web
 
 from async_rl.observability.page import STATIC
 from async_rl.observability.page.feed import Feed, TooManyClients
+from async_rl.runtime.http_listener import Handler
 
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -35,15 +33,12 @@ _FILES: Final = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-def page_routes(feed: Feed, host: str) -> Sequence[web.RouteDef]:
+def page_routes(feed: Feed) -> Sequence[web.RouteDef]:
     """Return the routes of the live page.
 
     Args:
         feed: The feed of the run that the page shows.
-        host: The address that the server is bound to.
     """
 
     async def snapshot(_: web.Request) -> web.Response:
@@ -67,10 +62,10 @@ def page_routes(feed: Feed, host: str) -> Sequence[web.RouteDef]:
             pass
         return response
 
-    routes = [web.get(path, _checked(_file(*file), host)) for path, file in _FILES.items()]
+    routes = [web.get(path, _file(*file)) for path, file in _FILES.items()]
     routes += [
-        web.get("/api/snapshot", _checked(snapshot, host)),
-        web.get("/api/events", _checked(events, host)),
+        web.get("/api/snapshot", snapshot),
+        web.get("/api/events", events),
     ]
     return routes
 
@@ -82,27 +77,3 @@ def _file(name: str, content_type: str) -> Handler:
         return web.Response(text=text, content_type=content_type, charset="utf-8", headers=_HEADERS)
 
     return show
-
-
-def _checked(handler: Handler, host: str) -> Handler:
-    """Refuses requests that do not name the loopback device, if the server is bound to it."""
-    if not _is_loopback(host):
-        return handler
-
-    async def check(request: web.Request) -> web.StreamResponse:
-        if not _is_loopback(request.url.host or ""):
-            return web.Response(
-                status=403, text="this page is served on localhost: open it by that name", headers=_HEADERS
-            )
-        return await handler(request)
-
-    return check
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -25,12 +25,17 @@ from typing import Final
 
 from async_rl.errors import EnvironmentNotReady, WorkerLost
 from async_rl.rollout.workers.messages import Link, Message, decode, encode
+from async_rl.runtime.listeners import ConnectionLimit, RepeatFilter
 
 log = logging.getLogger(__name__)
+log.addFilter(RepeatFilter())
 
 _LENGTH: Final = struct.Struct("<Q")
 _NONCE_BYTES: Final = 32
 _HANDSHAKE_S: Final = 10.0
+
+_MAX_CONNECTIONS: Final = 64
+"""Only one worker connects; a new connection closes the oldest one that has not shown the key."""
 
 _MAX_FRAME_BYTES: Final = 1 << 30
 """The size of a group of the longest trajectories with all their text; a larger frame is invalid."""
@@ -93,6 +98,7 @@ class LinkListener:
     def __init__(self) -> None:
         self.key = secrets.token_bytes(_NONCE_BYTES)
         self.port = 0
+        self.limit = ConnectionLimit("the port for a rollout worker", max_connections=_MAX_CONNECTIONS)
         self._link: asyncio.Future[StreamLink] = asyncio.get_running_loop().create_future()
 
     @property
@@ -126,14 +132,20 @@ class LinkListener:
         if self.is_connected:
             writer.close()
         else:
+            self.limit.admit(writer.transport, "worker")
             self._link.set_result(StreamLink(reader, writer))
 
 
 @asynccontextmanager
 async def listen(host: str) -> AsyncIterator[LinkListener]:
     """Listen on a free port of an address inside the block; an accepted link outlives it."""
-    listener = LinkListener()
-    server = await asyncio.start_server(listener.handle_connection, host, 0, limit=_BUFFER_BYTES)
+    listener, loop = LinkListener(), asyncio.get_running_loop()
+
+    def make_protocol() -> asyncio.StreamReaderProtocol:
+        reader = asyncio.StreamReader(limit=_BUFFER_BYTES, loop=loop)
+        return asyncio.StreamReaderProtocol(reader, listener.handle_connection, loop=loop)
+
+    server = await loop.create_server(listener.limit.limited(make_protocol), host, 0)
     listener.port = server.sockets[0].getsockname()[1]
     try:
         yield listener

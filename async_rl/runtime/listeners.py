@@ -1,0 +1,236 @@
+"""Bounds what the clients of a listening socket can use up: connections, memory for bodies, lines of the log.
+
+```
+ accept ──► ConnectionLimit ──► protocol ──► key checked: admit ──► ByteBudget ──► body
+            full: the oldest connection without a key is closed; none: the new one is
+```
+
+asyncio and aiohttp have no limit of connections. The server libraries bound header sizes, and how long a
+connection may be idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 8192
+"""The most connections of one listener: 4096 agents with two each."""
+_MAX_KINDS: Final = 256
+"""The most kinds of messages that a `RepeatFilter` tells apart."""
+
+
+class RepeatFilter(logging.Filter):
+    """Passes each kind of message at most `max_records` times in `period_s`, then says how many it left out.
+
+    Messages are of one kind if they have the same logger, level and first line before formatting.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefix: str = "",
+        max_records: int = 5,
+        period_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Limit messages that begin with `prefix`; others pass."""
+        super().__init__()
+        self._prefix = prefix
+        self._max_records = max_records
+        self._period_s = period_s
+        self._clock = clock
+        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
+        """When the period of each kind began, and its messages since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record passes."""
+        first_line = str(record.msg).partition("\n")[0][:200]
+        if not first_line.startswith(self._prefix):
+            return True
+        kind, now = (record.name, record.levelno, first_line), self._clock()
+        begin_s, count = self._kinds.get(kind, (now, 0))
+        if now - begin_s >= self._period_s:
+            if (left_out := count - self._max_records) > 0:
+                record.msg = f"{record.msg} ({left_out} more like it were not logged)"
+            begin_s, count = now, 0
+        if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
+            self._kinds.clear()
+        self._kinds[kind] = (begin_s, count + 1)
+        return count < self._max_records
+
+
+log.addFilter(RepeatFilter())
+# Without descriptors, asyncio of Python 3.11 logs a traceback for each place in the backlog.
+logging.getLogger("asyncio").addFilter(RepeatFilter(prefix="socket.accept() out of system resource"))
+
+
+class ConnectionLimit:
+    """Limits the connections of one listener in total and per key.
+
+    A full listener closes the oldest connection that has shown no key, so that strangers cannot keep out
+    those who have one.
+
+    Example:
+        >>> limit = ConnectionLimit("the endpoint")
+        >>> await loop.create_server(limit.limited(make_protocol), host, port)
+        >>> limit.admit(transport, key)  # once the connection has shown its key
+    """
+
+    def __init__(self, name: str, *, max_connections: int | None = None, max_per_key: int = 128) -> None:
+        """Create the limit of a listener.
+
+        Args:
+            name: What listens, for the log.
+            max_connections: The most connections; by default half of this process's descriptors, and at most
+                `MAX_CONNECTIONS`.
+            max_per_key: The most connections with one key.
+        """
+        most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self.max_connections = most if max_connections is None else min(most, max_connections)
+        self.max_per_key = max_per_key
+        self._name = name
+        self._keys: dict[asyncio.BaseTransport, str] = {}
+        """The connections that have shown a key."""
+        self._strangers: dict[asyncio.BaseTransport, None] = {}
+        """The others, the oldest first."""
+        self._num_per_key: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Return the number of open connections."""
+        return len(self._keys) + len(self._strangers)
+
+    def limited(self, make_protocol: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
+        """Return a factory of protocols for connections within the limit."""
+        return lambda: _LimitedProtocol(self, make_protocol)
+
+    def open(self, transport: asyncio.Transport) -> bool:
+        """Add a new connection, and return whether it is within the limit."""
+        if len(self) >= self.max_connections:
+            log.warning(
+                "%s has its %d connections: the oldest without a key, or the new one, is closed",
+                self._name,
+                self.max_connections,
+            )
+            if (oldest := next(iter(self._strangers), None)) is None:
+                return False
+            del self._strangers[oldest]
+            assert isinstance(oldest, asyncio.WriteTransport)
+            oldest.abort()
+        self._strangers[transport] = None
+        return True
+
+    def admit(self, transport: asyncio.BaseTransport, key: str) -> bool:
+        """Count a connection for its key, and return whether the key may have it."""
+        if self._keys.get(transport) == key:
+            return True
+        if self._num_per_key[key] >= self.max_per_key:
+            return False
+        if self._keys.get(transport) is None and transport not in self._strangers:
+            return False  # it has been closed
+        self.close(transport)
+        self._keys[transport] = key
+        self._num_per_key[key] += 1
+        return True
+
+    def forget_key(self, key: str) -> None:
+        """Treat all connections with a key as if they had shown none."""
+        del self._num_per_key[key]
+        for transport in [t for t, of in self._keys.items() if of == key]:
+            del self._keys[transport]
+            self._strangers[transport] = None
+
+    def close(self, transport: asyncio.BaseTransport) -> None:
+        """Remove a connection."""
+        self._strangers.pop(transport, None)
+        if (key := self._keys.pop(transport, None)) is not None:
+            self._num_per_key[key] -= 1
+            if not self._num_per_key[key]:
+                del self._num_per_key[key]
+
+
+class _LimitedProtocol(asyncio.Protocol):
+    """Creates the protocol of a connection if the limit allows it, and passes everything on to it."""
+
+    def __init__(self, limit: ConnectionLimit, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._limit = limit
+        self._make_protocol = make_protocol
+        self._protocol: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if not self._limit.open(transport):
+            transport.abort()
+            return
+        self._transport, self._protocol = transport, self._make_protocol()
+        self._protocol.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._protocol is not None:
+            self._protocol.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._protocol is None else self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        if self._protocol is not None:
+            self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._protocol is not None:
+            self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._protocol is not None and self._transport is not None:
+            self._limit.close(self._transport)
+            self._protocol.connection_lost(exc)
+
+
+class ByteBudget:
+    """Limits the bytes that are held at a time, in total and per key; who exceeds it waits.
+
+    Example:
+        >>> async with budget.hold(key, num_bytes):
+        ...     body = await request.read()
+    """
+
+    def __init__(self, max_bytes: int, max_bytes_per_key: int) -> None:
+        self.max_bytes = max_bytes
+        self.max_bytes_per_key = max_bytes_per_key
+        self._held: Counter[str] = Counter()
+        self._freed = asyncio.Event()
+        """Set and replaced whenever bytes are released."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that are held."""
+        return self._held.total()
+
+    @asynccontextmanager
+    async def hold(self, key: str, num_bytes: int) -> AsyncIterator[None]:
+        """Hold bytes inside the block; more than a key may have wait for its other ones to be released."""
+        num_bytes = min(num_bytes, self.max_bytes_per_key)
+        while not self._has_space(key, num_bytes):
+            await self._freed.wait()
+        self._held[key] += num_bytes
+        try:
+            yield
+        finally:
+            self._held[key] -= num_bytes
+            if not self._held[key]:
+                del self._held[key]
+            self._freed.set()
+            self._freed = asyncio.Event()
+
+    def _has_space(self, key: str, num_bytes: int) -> bool:
+        per_key, total = self._held[key] + num_bytes, self.held_bytes + num_bytes
+        return per_key <= self.max_bytes_per_key and total <= self.max_bytes

@@ -1,0 +1,346 @@
+"""Attacks on listening sockets, each over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from aiohttp import web
+
+from async_rl.observability.endpoints import serve
+from async_rl.observability.metrics import Metrics
+from async_rl.openai_api import endpoint as endpoint_module
+from async_rl.openai_api.endpoint import Endpoint
+from async_rl.rollout.workers.link import connect_link, listen
+from async_rl.runtime import http_listener
+from async_rl.runtime.listeners import ByteBudget, ConnectionLimit, RepeatFilter
+from tests.support.api import asked
+from tests.support.talk import lines
+
+STRANGERS = """
+import resource, socket, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+held = []
+for _ in range(int(sys.argv[2])):
+    try:
+        held.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5))
+    except OSError:
+        break
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+
+
+@asynccontextmanager
+async def strangers(port: int, number: int) -> AsyncIterator[None]:
+    """Connections of another process that send nothing."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STRANGERS, str(port), str(number),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert int(await process.stdout.readline()) > 100
+        yield
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+@contextmanager
+def few_descriptors(more: int) -> Iterator[None]:
+    """Let this process open only so many more files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = len(list(Path("/proc/self/fd").iterdir())) + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def port_of(url: str) -> int:
+    port = httpx.URL(url).port
+    assert port is not None
+    return port
+
+
+async def raw_answer(port: int, request: bytes) -> bytes:
+    """What a listener sends before it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_an_agent_is_answered_while_strangers_hold_all_connections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with few_descriptors(300):
+        async with asked(lines("Hello.")) as a, strangers(port_of(a.access.base_url), 600):
+            assert (await a.say("Hi")).choices[0].message.content == "Hello."
+    assert len(caplog.records) < 20
+
+
+async def test_metrics_are_served_while_strangers_hold_all_connections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with few_descriptors(300):
+        async with (
+            serve(Metrics(), "127.0.0.1", 0, lambda: {"status": "ok"}) as url,
+            strangers(port_of(url), 600),
+            httpx.AsyncClient(trust_env=False) as client,
+        ):
+            assert (await client.get(f"{url}/health")).status_code == 200
+    assert len(caplog.records) < 20
+
+
+async def test_a_worker_connects_while_strangers_hold_all_connections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with few_descriptors(300):
+        async with listen("127.0.0.1") as listener, strangers(listener.port, 600):
+            worker = await connect_link("127.0.0.1", listener.port, listener.key)
+            (await listener.accept_link()).close()
+            worker.close()
+    assert len(caplog.records) < 20
+
+
+@pytest.mark.parametrize("what", ["api", "metrics"])
+async def test_a_connection_is_closed_when_its_headers_drip(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_listener, "IDLE_S", 0.05)
+    async with (
+        asked(lines("Hello.")) as a,
+        serve(Metrics(), "127.0.0.1", 0, lambda: {"status": "ok"}) as url,
+    ):
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port_of(url if what == "metrics" else a.access.base_url)
+        )
+        writer.write(b"GET / HTTP/1.1\r\nHost: local")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_request_is_refused_when_its_body_drips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "TRANSFER_S", 0.05)
+    monkeypatch.setattr(http_listener, "LINGER_S", 0.05)
+    async with asked(lines("Hello.")) as a:
+        request = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {a.access.api_key}\r\n"
+            "Content-Length: 1000\r\n\r\n{"
+        )
+        answer = await raw_answer(port_of(a.access.base_url), request.encode())
+        assert b" 408 " in answer.partition(b"\r\n")[0]
+        assert b'"type":"invalid_request_error"' in answer
+
+
+async def test_a_connection_is_closed_when_its_client_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_listener, "TRANSFER_S", 0.05)
+    sent = asyncio.Event()
+
+    class Large(web.Response):
+        async def write_eof(self, data: bytes = b"") -> None:
+            try:
+                await super().write_eof(data)
+            finally:
+                sent.set()
+
+    async def large(_: web.Request) -> web.Response:
+        return Large(body=bytes(32 << 20))
+
+    more = [web.get("/large", large)]
+    async with serve(Metrics(), "127.0.0.1", 0, lambda: {"status": "ok"}, more) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url), limit=1)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await writer.drain()
+        await sent.wait()
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            await reader.readexactly(32 << 20)
+        writer.close()
+
+
+async def test_a_key_has_a_limit_of_connections() -> None:
+    endpoint = Endpoint()
+    async with asked(lines("Hello.", "Hello."), endpoint=endpoint) as a:
+        head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {a.access.api_key}\r\n\r\n"
+        held = []
+        for number in range(200):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(a.access.base_url))
+            writer.write(head.encode())
+            status = (await reader.readuntil(b"\r\n")).split()[1]
+            assert status == (b"200" if number < 128 else b"429")
+            held.append(writer)
+        async with asked(lines("Another."), endpoint=endpoint) as other:
+            assert (await other.say("Hi")).choices[0].message.content == "Another."
+        for writer in held:
+            writer.close()
+
+
+async def test_a_large_body_is_parsed_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    read = endpoint_module.read_request
+
+    def read_request(body: bytes, model: str) -> object:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return read(body, model)
+
+    monkeypatch.setattr(endpoint_module, "read_request", read_request)
+    async with asked(lines("Hello.", "Hello.")) as a:
+        await a.say("Hi")
+        with pytest.raises(openai.BadRequestError):
+            await a.say("x" * (1 << 20))
+    assert threads == [True, False]
+
+
+async def test_a_body_is_refused_before_it_is_read_when_its_length_is_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_listener, "LINGER_S", 0.05)
+    async with asked(lines("Hello.")) as a:
+        request = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {a.access.api_key}\r\n"
+            f"Connection: close\r\nContent-Length: {9 << 20}\r\n\r\n"
+        )
+        assert b" 413 " in (await raw_answer(port_of(a.access.base_url), request.encode()))[:20]
+
+
+@pytest.mark.parametrize("named", ["[::1", "localhost:99999999", "[", "localhost:" + "9" * 5000, "@", "%zz"])
+async def test_an_invalid_host_is_no_error_of_the_server(named: str) -> None:
+    async with serve(Metrics(), "127.0.0.1", 0, lambda: {"status": "ok"}) as url:
+        request = f"GET /health HTTP/1.1\r\nConnection: close\r\nHost: {named}\r\n\r\n"
+        answer = await raw_answer(port_of(url), request.encode())
+        assert answer.split()[1][:1] in (b"2", b"4"), answer[:200]
+
+
+@pytest.mark.parametrize("what", ["api", "metrics", "link"])
+async def test_invalid_requests_do_not_fill_the_log(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        asked(lines("Hello.")) as a,
+        serve(Metrics(), "127.0.0.1", 0, lambda: {"status": "ok"}) as url,
+        listen("127.0.0.1") as listener,
+    ):
+        ports = {"api": port_of(a.access.base_url), "metrics": port_of(url), "link": listener.port}
+        for _ in range(50):
+            await raw_answer(ports[what], b"GET / HTTP/9\r\n\x00: \x00\r\n\r\n" + bytes(64))
+    assert len(caplog.records) <= 10
+
+
+@pytest.mark.parametrize("named", ["evil.example", "127.0.0.1.evil.example", "a:b:c", "\xff"])
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/more"])
+async def test_a_run_is_shown_only_under_names_of_the_loopback_device(named: str, path: str) -> None:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(text="shown")
+
+    more = [web.get("/more", handler)]
+    async with serve(Metrics(), "127.0.0.1", 0, lambda: {"status": "ok"}, more) as url:
+        for host, expected in ((named.encode("latin-1"), b"4"), (b"localhost:1", b"2"), (b"[::1]:80", b"2")):
+            request = b"GET %s HTTP/1.1\r\nConnection: close\r\nHost: %s\r\n\r\n" % (path.encode(), host)
+            answer = await raw_answer(port_of(url), request)
+            assert answer.split()[1][:1] == expected, answer[:200]
+
+
+def test_a_kind_of_message_is_logged_a_few_times_and_then_counted() -> None:
+    now = 0.0
+    limited = RepeatFilter(max_records=2, period_s=10.0, clock=lambda: now)
+
+    def logged(message: str) -> str | None:
+        record = logging.LogRecord("a", logging.WARNING, "", 0, message, (), None)
+        return record.getMessage() if limited.filter(record) else None
+
+    assert [logged("one\n1"), logged("one\n2"), logged("one\n3"), logged("two")] == [
+        "one\n1",
+        "one\n2",
+        None,
+        "two",
+    ]
+    now = 10.0
+    assert logged("one") == "one (1 more like it were not logged)"
+
+
+class FakeTransport(asyncio.Transport):
+    """A connection that only knows whether it was closed."""
+
+    aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_sequence_of_events_exceeds_the_limit_or_closes_a_connection_with_a_key(seed: int) -> None:
+    random_ = random.Random(seed)
+    limit = ConnectionLimit("a test", max_connections=10, max_per_key=3)
+    open_: dict[FakeTransport, str | None] = {}
+    for _ in range(2000):
+        event, key = random_.randrange(5), random_.choice("abcde")
+        if event <= 1:
+            transport = FakeTransport()
+            if limit.open(transport):
+                open_[transport] = None
+            else:
+                assert all(open_.values())
+        elif event == 2 and open_:
+            transport = random_.choice(list(open_))
+            if limit.admit(transport, key):
+                open_[transport] = key
+            else:
+                assert list(open_.values()).count(key) == 3
+        elif event == 3 and open_:
+            transport = random_.choice(list(open_))
+            limit.close(transport)
+            del open_[transport]
+        elif random_.random() < 0.2:
+            limit.forget_key(key)
+            open_ = {t: None if of == key else of for t, of in open_.items()}
+        for transport in [t for t in open_ if t.aborted]:
+            assert open_.pop(transport) is None
+        assert len(limit) == len(open_) <= 10
+
+
+async def test_bodies_wait_when_a_key_or_all_keys_hold_too_many_bytes() -> None:
+    budget = ByteBudget(10, 6)
+    order = []
+
+    async def read(name: str, key: str, num_bytes: int, done: asyncio.Event) -> None:
+        async with budget.hold(key, num_bytes):
+            order.append(name)
+            assert budget.held_bytes <= 10
+            await done.wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        done = [asyncio.Event() for _ in range(5)]
+        cases = [("a1", "a", 4), ("a2", "a", 4), ("b", "b", 5), ("c", "c", 5), ("d", "d", 1)]
+        started = [tasks.create_task(read(*case, done[i])) for i, case in enumerate(cases)]
+        await asyncio.sleep(0)
+        assert order == ["a1", "b", "d"]
+        started[1].cancel()
+        done[0].set()
+        await asyncio.sleep(0)
+        done[2].set()
+        await started[2]
+        await asyncio.sleep(0)
+        assert order[3:] == ["c"]
+        for each in done:
+            each.set()
+    assert budget.held_bytes == 0
