@@ -18,9 +18,7 @@ from async_rl.errors import (
     CallLost,
     EngineBusy,
     EngineError,
-    PromptTooLong,
     RequestRefused,
-    RolloutError,
     VersionMismatch,
 )
 from async_rl.runtime.untrusted_json import UNREADABLE
@@ -178,7 +176,7 @@ class CallAccount:
 
         Raises:
             EngineError: When the server refuses the call, or the event does not continue it.
-            PromptTooLong: When the server refuses the call for its length.
+            RequestRefused: When the server says that the request is wrong.
         """
         try:
             event = _decode_event(document)
@@ -324,15 +322,14 @@ class CallAccount:
             )
         return spans
 
-    def _refusal(self, refusal: _Refusal) -> EngineError | RolloutError:
+    def _refusal(self, refusal: _Refusal) -> EngineError | RequestRefused:
         """Returns the error for a refusal within the stream, which is SGLang's own and has no Retry-After.
 
         SGLang's scheduler says 503 when its queue is full, or a request waited there for too long.
         """
         code = refusal.code
         message = f"{self._engine_id} refused the call {self._request.request_id}: {refusal.message}"
-        if code == 400 and "context length" in refusal.message:
-            return PromptTooLong(message)
+        # Also one for its length, which the client has checked: the server itself may be wrong.
         if code in (400, 413, 422):
             return RequestRefused(message)
         return EngineBusy(message) if code in (429, 503) else CallLost(message)
