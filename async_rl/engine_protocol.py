@@ -69,6 +69,13 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     log_probs: list[float]
 
 
+class PayloadProgress(msgspec.Struct, frozen=True):
+    """The routing payload of a call begins to arrive, or a further large piece of it has arrived.
+
+    Leases count it as progress of the engine, and do not pass it on.
+    """
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The end of a call."""
 
@@ -153,7 +160,7 @@ class Engine(Protocol):
         """Name in logs, metrics and segments."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | PayloadProgress | Finish]:
         """Streams one call as the module describes. Closing the iterator aborts the call on the engine."""
         ...
 

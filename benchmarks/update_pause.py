@@ -28,7 +28,7 @@ import aiohttp
 import numpy as np
 import pybase64
 
-from async_rl.engine_protocol import Finish, GenerateRequest, SamplingParams
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.model_facts import facts_of
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.narrow_launcher import OMIT_ABORTED_ROWS
@@ -182,7 +182,7 @@ async def _abort_all(base: str, url: str, way: str, calls: int, tokens: int) -> 
         async for received in engines[number % len(engines)].generate(request):
             if isinstance(received, Finish):
                 finishes.append(received)
-            else:
+            elif isinstance(received, Chunk):
                 begun.release()
 
     async with asyncio.TaskGroup() as group:

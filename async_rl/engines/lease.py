@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest
+from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.request_refusals import RequestRefusals
 from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused
@@ -98,8 +98,8 @@ class EngineSlot:
         """Calls that have received tokens, the one that has been silent longest first."""
         self.recompute_tokens = 0
         """Tokens of the calls that the engine recomputes after a flush (`retract`), until one continues."""
-        self.bounded_requests: set[asyncio.Timeout] = set()
-        """Time limits of requests that are not calls: they expire when the engine is quarantined."""
+        self.bounded_requests: set[BoundedRequest] = set()
+        """Requests that are not calls: they expire when the engine is quarantined."""
         self.empty = asyncio.Event()
         self.empty.set()
         self.progress_s = now
@@ -140,9 +140,18 @@ class EngineSlot:
         """End its calls, and the other requests that wait for it."""
         for call in self.calls():
             call.drop(why)
-        for limit in self.bounded_requests:
-            if not limit.expired():
-                limit.reschedule(asyncio.get_running_loop().time())
+        for request in self.bounded_requests:
+            request.expire()
+
+    @property
+    def silent_call(self) -> Lease | None:
+        """The streaming call that has been silent longest, of those that receive no routing payload."""
+        return next((call for call in self.streaming if not call.receives_payload), None)
+
+    @property
+    def queued_call(self) -> Lease | None:
+        """The oldest call of which nothing has come."""
+        return next((call for call in self.prefilling if not call.receives_payload), None)
 
     def end_idle_time(self, now: float) -> None:
         """Count the time without calls, if there was any, as idle."""
@@ -152,16 +161,37 @@ class EngineSlot:
 
     def load(self, prefill_tokens: int) -> EngineLoad:
         """Returns its load, with `prefill_tokens` that wait there for their call's first token."""
-        silent = next(iter(self.streaming), None)
-        waiting = next(iter(self.prefilling), None)
+        silent, queued = self.silent_call, self.queued_call
         return EngineLoad(
             calls=self.num_calls,
             progress_s=self.progress_s,
             decode_s=self.decode_s,
             prefill_tokens=prefill_tokens + self.recompute_tokens,
             silent_since_s=silent.heard_s if silent is not None else None,
-            overtaken_s=waiting.overtaken_s if waiting is not None else None,
+            overtaken_s=queued.overtaken_s if queued is not None else None,
         )
+
+
+class BoundedRequest:
+    """A request to an engine that is not a call. Its limit begins again with each piece of a payload."""
+
+    def __init__(self, limit: asyncio.Timeout, limit_s: float, wait: waiting) -> None:
+        """Begin with a limit that begins now, around a wait."""
+        self._limit = limit
+        self._limit_s = limit_s
+        self._wait = wait
+
+    def expire(self) -> None:
+        """End the request now, as if it were over its limit."""
+        if not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def extend(self) -> None:
+        """Let the limit begin again, unless it is due."""
+        now, due_s = asyncio.get_running_loop().time(), self._limit.when()
+        if due_s is not None and due_s > now and not self._limit.expired():
+            self._limit.reschedule(now + self._limit_s)
+            self._wait.renew()
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):
@@ -248,6 +278,8 @@ class Lease:
         self.asked_s = clock()
         self.heard_s = self.asked_s
         self.overtaken_s: float | None = None
+        self.receives_payload = False
+        """Whether its routing payload arrives, or waits to be read: `PayloadGate` bounds the time of both."""
         self._listener = listener
         self._failures = failures
         self._clock = clock
@@ -298,7 +330,7 @@ class Lease:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """Streams the call, as `Engine.generate` does.
+        """Streams the tokens and the end of the call, as `Engine.generate` does.
 
         Raises:
             EngineError: When the call or its engine failed, or the call was dropped. The failure has been
@@ -317,6 +349,11 @@ class Lease:
                         if isinstance(event, Chunk):
                             self._record_chunk(len(event.token_ids))
                             wait.renew("chunk")
+                        elif isinstance(event, PayloadProgress):
+                            self._record_payload()
+                            wait.renew("chunk")
+                            self._await_event()
+                            continue
                         else:
                             self._record_finish(len(request.input_ids), event)
                         yield event
@@ -386,10 +423,16 @@ class Lease:
             return
         del slot.prefilling[self]
         slot.streaming[self] = None
-        oldest = next(iter(slot.prefilling), None)
+        oldest = slot.queued_call
         if oldest is not None and oldest.number < self.number and oldest.overtaken_s is None:
             oldest.overtaken_s = now
         self._listener.record_first_token(self, now - self.asked_s)
+
+    def _record_payload(self) -> None:
+        self.receives_payload = True
+        self.slot.progress_s = self._clock()
+        for request in self.slot.bounded_requests:
+            request.extend()
 
     def _record_finish(self, prompt: int, finish: Finish) -> None:
         self.slot.progress_s = self._clock()

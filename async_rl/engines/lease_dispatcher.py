@@ -130,12 +130,12 @@ class LeaseDispatcher:
 
     def drop_silent_call(self, engine_id: str, why: str) -> None:
         """End the call of an engine that has been silent longest; its session continues with its tokens."""
-        for call in [*self._slots[engine_id].streaming][:1]:
+        if (call := self._slots[engine_id].silent_call) is not None:
             call.drop(why)
 
     def drop_overtaken_call(self, engine_id: str, why: str) -> None:
         """End the oldest call of an engine that has not received a token."""
-        for call in [*self._slots[engine_id].prefilling][:1]:
+        if (call := self._slots[engine_id].queued_call) is not None:
             call.drop(why)
 
     # -- what leases report -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from typing import Final
 from async_rl.engine_protocol import Engine
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
-from async_rl.engines.lease import EngineLoad, EngineSlot, EngineSnapshot, EngineState, Lease
+from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, EngineSnapshot, EngineState, Lease
 from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
 from async_rl.engines.request_refusals import RequestRefusals
@@ -287,16 +287,23 @@ class EnginePool:
     async def bounded_request(self, engine_id: str, limit_s: float) -> AsyncIterator[asyncio.Timeout]:
         """Bound a request to an engine that is not a call: by a time limit, and by the engine's quarantine.
 
+        The block is a wait for an update of the engine. The limit begins again whenever a piece of a routing
+        payload arrives, for which the request may wait.
+
         Raises:
             TimeoutError: When either comes first.
         """
         slot = self._slots[engine_id]
-        async with asyncio.timeout(limit_s) as limit:
-            slot.bounded_requests.add(limit)
+        async with (
+            asyncio.timeout(limit_s) as limit,
+            waiting("engine update", engine_id, scope=limit) as wait,
+        ):
+            request = BoundedRequest(limit, limit_s, wait)
+            slot.bounded_requests.add(request)
             try:
                 yield limit
             finally:
-                slot.bounded_requests.discard(limit)
+                slot.bounded_requests.discard(request)
 
     # -- queries ------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from async_rl.engine_protocol import (
     GroupInvite,
     InterruptMode,
     MemoryPart,
+    PayloadProgress,
     RoutingPayload,
     WeightUpdate,
 )
@@ -312,7 +313,9 @@ class SimulatedEngine:
 
     # -- generation ---------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`."""
         self._check_alive()
         total = len(request.input_ids) + request.max_new_tokens

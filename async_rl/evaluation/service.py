@@ -285,10 +285,9 @@ class EvaluationService:
                 continue
             self._borrowed.append(name)
             try:
-                async with self._pool.bounded_request(name, self._interrupt_timeout_s) as scope:
-                    with waiting("engine update", name, scope=scope):
-                        await engine.interrupt("abort")
-                        await engine.resume_generation("abort")
+                async with self._pool.bounded_request(name, self._interrupt_timeout_s):
+                    await engine.interrupt("abort")
+                    await engine.resume_generation("abort")
                 return engine
             except EngineError as error:
                 self._pool.quarantine_engine(name, error)

@@ -226,10 +226,7 @@ class SharedDevices:
         """
         engine_id, limit_s = engine.engine_id, self._timeout_s
         try:
-            async with (
-                self._pool.bounded_request(engine_id, limit_s) as scope,
-                waiting("engine update", engine_id, scope=scope),
-            ):
+            async with self._pool.bounded_request(engine_id, limit_s):
                 yield
         except EngineError as error:
             self._pool.quarantine_engine(engine_id, error)

@@ -106,6 +106,11 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
         "routing payloads stop in the middle for 0.1 s to 100 s; other requests are answered",
         share=0.15,
     ),
+    "slow_payload": FaultRow(
+        "call",
+        "a routing payload takes up to 40 s, and arrives steadily",
+        share=0.15,
+    ),
     "kill_worker": FaultRow("worker", "a rollout worker is killed", only="workers"),
     "mute_worker": FaultRow("worker", "a rollout worker falls silent", only="workers"),
     "raise": FaultRow("user", "the agent loop raises"),

@@ -31,12 +31,13 @@ from async_rl.engine_protocol import (
     GroupInvite,
     InterruptMode,
     MemoryPart,
+    PayloadProgress,
     TensorUpdate,
     WeightUpdate,
 )
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.refusals import explain_refusal
-from async_rl.engines.sglang.routing_payload import PayloadGate
+from async_rl.engines.sglang.routing_payload import PIECE_BYTES, PayloadGate
 from async_rl.engines.simulated import (
     CallFault,
     Fault,
@@ -68,6 +69,9 @@ _MAX_REFUSED: Final = 3
 
 _REFUSAL_S: Final = 0.1
 """An engine takes so long to refuse a request, so that attempts that fail by it do not use up all steps."""
+
+_SLOW_PAYLOAD_S: Final = 40.0
+_PIECE: Final = bytes(PIECE_BYTES)
 
 _CONTROL_S: Final = 2.0
 """A control request without an answer for so long is given up."""
@@ -121,6 +125,11 @@ class FaultyEngine(SimulatedEngine):
         self._sends_payloads = asyncio.Event()
         self._sends_payloads.set()
         self._sends_since_s = -math.inf
+        self._slow_pieces = 0
+        """How many pieces the next payload has, each of which takes `_piece_s`."""
+        self._piece_s = config.stall_s / 3
+        self._num_slow = 0
+        self._last_piece_s = -math.inf
         self._streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -194,6 +203,8 @@ class FaultyEngine(SimulatedEngine):
             self._call_faults.append(kind)
         elif kind == "stuck_payload":
             self._payload_stop_s = 10 ** (3 * injection.amount - 1)
+        elif kind == "slow_payload":
+            self._slow_pieces = 1 + int(_SLOW_PAYLOAD_S * injection.amount / self._piece_s)
         elif kind in ("refuse_flush", "partial_update", "refuse_memory", "hang_memory"):
             self.faults.append(Fault(cast(UpdateFault | MemoryFault, kind)))
         elif kind == "hold_all":
@@ -231,7 +242,9 @@ class FaultyEngine(SimulatedEngine):
 
     # -- calls --------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`."""
         self._checker.call_begins(self._engine_id, request, self._version, self._verified)
         self._streams += 1
@@ -249,9 +262,12 @@ class FaultyEngine(SimulatedEngine):
                     await self._arrival()
                     if isinstance(event, Finish):
                         if event.routing is not None:
-                            await self._receive_payload()
+                            async with aclosing(self._receive_payload()) as pieces:
+                                async for piece in pieces:
+                                    yield piece
                         finish = event
                         break
+                    assert isinstance(event, Chunk)
                     chunks.append(event)
                     yield event
                     if len(chunks) == breaks_after:
@@ -307,8 +323,9 @@ class FaultyEngine(SimulatedEngine):
             await self._thawed.wait()
             self._check_alive(deaths)
 
-    async def _receive_payload(self) -> None:
+    async def _receive_payload(self) -> AsyncGenerator[PayloadProgress, None]:
         """The way of a payload to the client, which lets a few of each engine in at a time."""
+        yield PayloadProgress()
         if self._payload_stop_s:
             asyncio.get_running_loop().call_later(self._payload_stop_s, self._send_payloads)
             self._payload_stop_s = 0.0
@@ -316,12 +333,36 @@ class FaultyEngine(SimulatedEngine):
             self._checker.met("stuck_payload")
         now_s = asyncio.get_running_loop().time()
         # At the moment at which the payloads go on, those that waited still hold their permits.
-        if self._gate.is_full and self._sends_payloads.is_set() and now_s > self._sends_since_s:
+        sends = self._sends_payloads.is_set() and not self._num_slow and now_s > self._sends_since_s
+        if self._gate.is_full and sends:
             self._checker.fail(f"{self._engine_id} waits for the payloads of another engine")
         deaths = self._deaths
         async with self._gate.permit() as arrival:
             await arrival.read_piece(self._read_payload)
+            num_pieces, self._slow_pieces = self._slow_pieces, 0
+            if num_pieces:
+                self._checker.met("slow_payload")
+            self._num_slow += bool(num_pieces)
+            try:
+                for _ in range(num_pieces):
+                    await arrival.read_piece(self._read_piece)
+                    self._check_alive(deaths)
+                    self._last_piece_s = asyncio.get_running_loop().time()
+                    yield PayloadProgress()
+            finally:
+                self._num_slow -= bool(num_pieces)
+                self._sends_since_s = asyncio.get_running_loop().time()
         self._check_alive(deaths)
+
+    @property
+    def moves_payload(self) -> bool:
+        """Whether the last piece of a slow payload has just arrived, so that the next is not late."""
+        return asyncio.get_running_loop().time() - self._last_piece_s <= self._piece_s
+
+    async def _read_piece(self) -> bytes:
+        await asyncio.sleep(self._piece_s)
+        await self._thawed.wait()
+        return _PIECE
 
     async def _read_payload(self) -> bytes:
         await self._sends_payloads.wait()

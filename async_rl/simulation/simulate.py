@@ -113,6 +113,10 @@ def simulate(
     return Simulation(scenario or draw(seed), folder, after_turn).run()
 
 
+_SILENCE: Final = ("sent nothing for", "did not take new weights within", "did not end its calls within")
+"""What an engine is quarantined for that makes no progress."""
+
+
 class Simulation:
     """Incarnations of a driver, one after the other; `async_rl.simulation.soak` makes a long one of it."""
 
@@ -370,8 +374,11 @@ class Simulation:
                 )
 
         for engine in pool.engines(EngineState.QUARANTINED):
+            assert isinstance(engine, FaultyEngine)
             if isinstance(cause := pool.error_of(engine.engine_id), LocalShortage):
                 checker.fail(f"{engine.engine_id} is blamed for a shortage of the driver: {cause}")
+            if engine.moves_payload and any(silence in str(cause) for silence in _SILENCE):
+                checker.fail(f"{engine.engine_id} is blamed for silence while it moves a payload: {cause}")
 
     def _halt_stuck(self) -> None:
         """Neither the end nor an error in all this time."""

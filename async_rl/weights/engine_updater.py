@@ -231,10 +231,7 @@ class EngineUpdater:
     async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:
         limit_s = self._config.timeout_s
         try:
-            async with (
-                self._pool.bounded_request(engine.engine_id, limit_s) as scope,
-                waiting("engine update", engine.engine_id, scope=scope),
-            ):
+            async with self._pool.bounded_request(engine.engine_id, limit_s):
                 yield
         except EngineError as error:
             self._pool.quarantine_engine(engine.engine_id, error)

@@ -15,6 +15,7 @@ STALENESS: Final = "tests/unit/test_staleness.py"
 SESSION: Final = "tests/unit/test_session.py"
 SESSION_ROUTING: Final = "tests/unit/test_session_routing.py"
 SGLANG: Final = "tests/unit/test_sglang_engine.py"
+SLOW_PAYLOAD: Final = "tests/simulation/test_found.py::test_no_engine_is_blamed_while_its_payloads_arrive"
 PAYLOAD_GATE: Final = "tests/unit/test_payload_gate.py"
 ROUTING: Final = "tests/unit/test_routing.py"
 REFUSALS: Final = "tests/unit/test_back_pressure.py"
@@ -1312,6 +1313,49 @@ MUTANTS: Final = (
         "                    self._add_free(path)\n                del self._retired[: len(retired)]\n"
         "            before()\n",
         (f"{QUEUE}::test_a_dropped_group_keeps_its_slab_while_the_drop_cannot_be_written",),
+    ),
+    Mutant(
+        "payload-is-silence",
+        "An engine that moves a long payload is quarantined for silence.",
+        "async_rl/engines/lease.py",
+        "        self.slot.progress_s = self._clock()\n        for request",
+        "        for request",
+        (PAYLOAD_GATE,),
+    ),
+    Mutant(
+        "payload-is-a-forgotten-call",
+        "A call whose payload arrives is moved, because others go on.",
+        "async_rl/engines/lease.py",
+        "        self.receives_payload = True\n",
+        "",
+        ("tests/unit/test_health.py::test_a_call_whose_payload_arrives_is_not_forgotten",),
+    ),
+    Mutant(
+        "update-fails-while-a-payload-arrives",
+        "An update fails though the payload that it waits for arrives.",
+        "async_rl/engines/lease.py",
+        "            request.extend()\n",
+        "            pass\n",
+        (
+            "tests/unit/test_health.py::test_an_update_waits_for_a_payload_as_long_as_pieces_arrive",
+            SLOW_PAYLOAD,
+        ),
+    ),
+    Mutant(
+        "quarantine-waits-for-a-payload",
+        "A quarantined engine's update goes on, because a piece of a payload arrives.",
+        "async_rl/engines/lease.py",
+        "if due_s is not None and due_s > now and not",
+        "if due_s is not None and not",
+        ("tests/unit/test_health.py::test_a_request_that_was_ended_ends_though_a_piece_arrives",),
+    ),
+    Mutant(
+        "doctor-ends-an-update-while-a-payload-arrives",
+        "The stall doctor ends an update that waits for a payload which arrives.",
+        "async_rl/engines/lease.py",
+        "            self._wait.renew()\n",
+        "",
+        ("tests/unit/test_health.py::test_an_update_waits_for_a_payload_as_long_as_pieces_arrive",),
     ),
     Mutant(
         "full-disk-ends-an-evaluation",

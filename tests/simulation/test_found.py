@@ -70,6 +70,11 @@ def test_a_run_goes_on_when_the_disk_is_full_for_seconds(tmp_path: Path) -> None
         assert (outcome.violations, outcome.incarnations) == ((), ("finished",))
 
 
+def test_no_engine_is_blamed_while_its_payloads_arrive(tmp_path: Path) -> None:
+    faults: tuple[FaultKind, ...] = ("slow_payload",) * 6
+    assert [violations(small_run(seed, faults), tmp_path / str(seed)) for seed in range(3)] == [(), (), ()]
+
+
 def test_no_log_prob_is_nan_when_an_engine_says_it_and_dies(tmp_path: Path) -> None:
     faults: tuple[FaultKind, ...] = ("nan", "disconnect", "nan", "die")
     assert [violations(small_run(seed, faults), tmp_path / str(seed)) for seed in range(3)] == [(), (), ()]

@@ -60,7 +60,7 @@ class Call:
                         assert len(event.token_ids) == len(event.log_probs) > 0
                         self.token_ids += event.token_ids
                         self.log_probs += event.log_probs
-                    else:
+                    elif isinstance(event, Finish):
                         self.finish = event
                     self._changed.notify_all()
         assert self.finish is not None, "a stream without a finish"

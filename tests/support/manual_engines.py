@@ -8,13 +8,21 @@ from typing import Any, cast
 
 import numpy as np
 
-from async_rl.engine_protocol import Chunk, Engine, EngineHealth, Finish, GenerateRequest, SamplingParams
+from async_rl.engine_protocol import (
+    Chunk,
+    Engine,
+    EngineHealth,
+    Finish,
+    GenerateRequest,
+    PayloadProgress,
+    SamplingParams,
+)
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, RequestRefused
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery
 
-Said = Chunk | Finish | Exception
+Said = Chunk | PayloadProgress | Finish | Exception
 
 END = Finish(reason="length", version_spans=())
 
@@ -42,7 +50,7 @@ class ManualEngine:
         self.weight_version = 0
         self.probes = 0
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | PayloadProgress | Finish]:
         events: asyncio.Queue[Said] = asyncio.Queue()
         self.streams.append(events)
         try:

@@ -12,13 +12,14 @@ import msgspec
 import pytest
 
 from async_rl.config import SimulatedEngines
-from async_rl.engine_protocol import Engine
+from async_rl.engine_protocol import Engine, PayloadProgress
 from async_rl.engines.health import HealthWatch, find_stall
-from async_rl.engines.lease import EngineLoad
+from async_rl.engines.lease import BoundedRequest, EngineLoad
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import CallLost
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery, services
+from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.engine_calls import request
 from tests.support.fake_sglang import HANG, FakeSGLang, event
@@ -160,6 +161,73 @@ async def test_a_stream_that_the_engine_forgot_moves_and_the_others_stay() -> No
         assert bench.tokens["lost"] == 5
         assert not other.done()
         assert bench.state("a") is EngineState.SERVING
+
+
+@in_virtual_time
+@pytest.mark.parametrize("sampled", [0, 1])
+async def test_a_call_whose_payload_arrives_is_not_forgotten(sampled: int) -> None:
+    """It has no more tokens to receive, while the others go on and take the engine's time."""
+    async with watched("a") as bench:
+        bench.start("t1")
+        await settle()
+        if sampled:
+            bench.engines["a"].say(0, tokens(1))
+        bench.engines["a"].say(0, PayloadProgress())
+        for number in range(1, 15):
+            bench.start(f"u{number}")
+            await settle()
+            for earlier in range(1, number + 1):
+                bench.engines["a"].say(earlier, tokens(1))
+            await asyncio.sleep(20.0)
+        assert bench.ended["t1"] is None
+        assert not bench.engines["a"].left
+        bench.engines["a"].say(0, END)
+        await settle()
+        assert bench.engines["a"].left == 1
+        assert bench.ended["t1"] is None
+
+
+@in_virtual_time
+async def test_an_update_waits_for_a_payload_as_long_as_pieces_arrive() -> None:
+    async with watched("a") as bench:
+        bench.start("t1")
+        await settle()
+        began_s = asyncio.get_running_loop().time()
+        bench.pool.hold_engine("a")
+
+        async def send_pieces() -> None:
+            for _ in range(10):
+                await asyncio.sleep(250.0)
+                bench.engines["a"].say(0, PayloadProgress())
+
+        bench.nursery.start_task("server", send_pieces())
+        waits = Waits(asyncio.get_running_loop().time)
+        ages_s: list[float] = []
+
+        async def update() -> None:
+            async with bench.pool.bounded_request("a", 300.0):
+                while True:
+                    await asyncio.sleep(100.0)
+                    ages_s.append(waits.oldest_s()["engine update"])  # what the stall doctor judges
+
+        with acting("run", waits=waits), pytest.raises(TimeoutError):
+            await update()
+        assert asyncio.get_running_loop().time() == began_s + 10 * 250.0 + 300.0
+        assert max(ages_s) < 300.0
+
+
+@in_virtual_time
+async def test_a_request_that_was_ended_ends_though_a_piece_arrives() -> None:
+    async def wait_for_engine() -> None:
+        async with asyncio.timeout(300.0) as limit, waiting("engine update", "a", scope=limit) as wait:
+            request = BoundedRequest(limit, 300.0, wait)
+            request.expire()
+            request.extend()
+            await asyncio.Future()
+
+    with pytest.raises(TimeoutError):
+        await wait_for_engine()
+    assert asyncio.get_running_loop().time() == 0.0
 
 
 @in_virtual_time

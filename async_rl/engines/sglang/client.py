@@ -35,6 +35,7 @@ from async_rl.engine_protocol import (
     GroupInvite,
     InterruptMode,
     MemoryPart,
+    PayloadProgress,
     RoutingPayload,
     TensorUpdate,
     WeightUpdate,
@@ -176,7 +177,9 @@ class SGLangEngine:
 
     # -- generation ---------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`. The caller, which sees all calls, bounds the engine's silence."""
         self._check_request(request)
         self._running += 1
@@ -199,6 +202,7 @@ class SGLangEngine:
                     events.append((head, None))  # the rest of it is rows that are not needed
                 elif reader.payload is not None:
                     if arrival is None:
+                        yield PayloadProgress()
                         # Nothing more is read until this call may receive: the server is held back.
                         arrival = await permit.enter_async_context(self.payload_gate.permit())
                     if reader.payload.is_too_long:
@@ -209,6 +213,7 @@ class SGLangEngine:
                     if events or reader.payload.pending >= PIECE_BYTES:
                         self._num_pieces += 1
                         await asyncio.to_thread(reader.payload.decode_pending)
+                        yield PayloadProgress()
                 self._num_pieces += len(events)
                 for document, payload in events:
                     if document == b"[DONE]":
