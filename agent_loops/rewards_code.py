@@ -6,7 +6,15 @@ The task's answer holds the tests, as a value or as JSON text:
  {"inputs": ["1 2\n"], "outputs": ["3\n"]}                program input and expected output (APPS, PRIME)
  [{"input": "1 2\n", "output": "3\n"}]                    the same
  {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}   arguments and expected result of a function
- ["assert add(1, 2) == 3"]                                assertions after the program (MBPP); or one string
+ ["assert add(1, 2) == 3"]                                assertions about it (MBPP, HumanEval); or one string
+```
+
+The program decides nothing: the tests run in an interpreter of their own (`agent_loops.code_test_child`), and
+expected output is compared here. docs/design/security.md states what this prevents.
+
+```
+ interpreter of the tests ── question ──► here ── question ──► interpreter of the program
+   compares, decides      ◄── answer ────        ◄── answer ──   computes
 ```
 """
 
@@ -16,14 +24,21 @@ import asyncio
 import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from agent_loops.sandbox import Limits, ProgramResult, Sandbox
+from agent_loops.sandbox import MAX_CODE_BYTES, START_S, Interpreter, Limits, Sandbox
+from async_rl.errors import EnvironmentNotReady
 from async_rl.types import Completion, Task
 
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+_PREPARE: Final = (
+    f"exec({Path(__file__).with_name('code_test_child.py').read_text(encoding='utf-8')!r}, "
+    "{'__name__': 'code_test_child', 'namespace': globals()})"
+)
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,11 +67,13 @@ async def code_tests(
         **limits: Fields of `agent_loops.sandbox.Limits`: `wall_s` for each test, `memory_mb`, …
 
     Raises:
-        ValueError: The task's answer holds no tests.
+        ValueError: The task's answer holds no tests, or tests that cannot run.
     """
     cases = cases_of(task.answer)[:max_tests]
     sandbox = await asyncio.to_thread(_sandbox, msgspec.json.encode(limits, order="sorted"))
     program = program_of(completion.text)
+    if len(program.encode(errors="replace")) > MAX_CODE_BYTES:
+        return {"reward": 0.0, "passed": 0.0}
     checks = [case for case in cases if case.stdout is None]
     prints = [case for case in cases if case.stdout is not None]
     passed = await _count_assertions(sandbox, program, checks, go_on=partial)
@@ -104,20 +121,43 @@ def cases_of(answer: Any) -> list[Case]:
 
 
 async def _count_assertions(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on: bool) -> int:
-    """Return how many assertions hold after the program, which runs once."""
+    """Return how many assertions hold about the program, which runs once."""
     if not cases:
         return 0
     passed = 0
-    async with sandbox.interpreter() as interpreter:
-        ran: ProgramResult = await interpreter.run_program(program)
+    async with sandbox.interpreter() as tests, sandbox.interpreter() as tested:
+        await _prepare(tests, cases)
+        ran = await tested.run_program(program)
+        if ran.ended != "done":
+            return 0
+
+        async def answer(question: bytes) -> bytes:
+            nonlocal ran
+            ran, line = await tested.answer_question(question)
+            return line if ran.ended == "done" else b""
+
+        bound = await tests.run_program("bind_names()", answer=answer)
         for case in cases:
-            if ran.interpreter_ended or (ran.ended in ("error", "exit") and case is cases[0]):
+            if bound.ended != "done" or ran.interpreter_ended:
                 break
-            ran = await interpreter.run_program(case.check)
-            passed += ran.ended == "done"
-            if ran.ended != "done" and not go_on:
+            test = await tests.run_program(case.check, answer=answer)
+            passed += test.ended == "done"
+            if test.interpreter_ended or (test.ended != "done" and not go_on):
                 break
     return passed
+
+
+async def _prepare(tests: Interpreter, cases: Sequence[Case]) -> None:
+    """Let an interpreter analyse the tests, before a program can disturb it."""
+    checks = msgspec.json.encode([case.check for case in cases]).decode()
+    ran = await tests.run_program(_PREPARE, stdin=checks, wall_s=START_S)
+    if ran.ended in ("error", "exit"):
+        raise ValueError(f"the tests in the answer cannot run: {ran.output.strip()[-500:]}")
+    if ran.ended != "done":
+        raise EnvironmentNotReady(
+            f"sandbox: an interpreter did not read the tests within its limits ({ran.ended}): the machine is "
+            "overloaded, or memory_mb is too low"
+        )
 
 
 async def _count_outputs(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on: bool) -> int:

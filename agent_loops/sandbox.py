@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -47,7 +47,12 @@ _FIRST_USER: Final = 0x40000000
 START_S: Final = 30.0
 """The time limit of a start on a busy machine; a start takes about 50 ms."""
 _EXIT_CODE_S: Final = 1.0
-_MAX_CODE_BYTES: Final = 1 << 20
+MAX_CODE_BYTES: Final = 1 << 20
+MAX_LINE_BYTES: Final = 4 << 20
+"""The longest question or answer between interpreters."""
+_ENDS: Final = {b"done": "done", b"error": "error", b"exit": "exit", b"ask": "ask"}
+Answer = Callable[[bytes], Awaitable[bytes]]
+"""Answers a question, one line, that a program asks while it runs."""
 _users = itertools.count(_FIRST_USER + os.getpid() % 10_000 * 10_000)
 
 
@@ -196,23 +201,53 @@ class Interpreter:
                 f"sandbox: an interpreter did not start within {START_S:g} s: the machine is overloaded"
             ) from error
 
-    async def run_program(self, code: str, *, stdin: str = "", echo: bool = False) -> ProgramResult:
+    async def run_program(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        echo: bool = False,
+        answer: Answer | None = None,
+        wall_s: float | None = None,
+    ) -> ProgramResult:
         """Run a program with the variables of earlier programs.
+
+        Args:
+            code: Python code.
+            stdin: Its standard input.
+            echo: Print the value of its last line, as a notebook does.
+            answer: Answers the questions of a program that may ask (`agent_loops.code_test_child`).
+            wall_s: Its time limit, in place of that of the limits.
 
         Raises:
             ToolError: The program is too long.
         """
-        program, input_data = code.encode(errors="replace"), stdin.encode(errors="replace")
-        if len(program) > _MAX_CODE_BYTES:
-            raise ToolError(f"the program has {len(program)} bytes; at most {_MAX_CODE_BYTES} are allowed")
+        program = code.encode(errors="replace")
+        if len(program) > MAX_CODE_BYTES:
+            raise ToolError(f"the program has {len(program)} bytes; at most {MAX_CODE_BYTES} are allowed")
+        mode = "echo" if echo else "run"
+        result, _ = await self._request(mode, program, stdin, answer, wall_s or self._limits.wall_s)
+        return result
+
+    async def answer_question(self, question: bytes) -> tuple[ProgramResult, bytes]:
+        """Return what the program in this interpreter answers, and with which result.
+
+        The answer is a line that the program may have forged: any bytes, or none.
+        """
+        return await self._request("question", question, "", None, self._limits.wall_s)
+
+    async def _request(
+        self, mode: str, program: bytes, stdin: str, answer: Answer | None, wall_s: float
+    ) -> tuple[ProgramResult, bytes]:
+        input_data = stdin.encode(errors="replace")
         token = secrets.token_hex(16)
-        header = f"{token} {echo:d} {len(program)} {len(input_data)}\n".encode()
+        header = f"{token} {mode} {len(program)} {len(input_data)}\n".encode()
         loop = asyncio.get_running_loop()
         begin = loop.time()
         output = _Output(token, self._limits.max_output_bytes)
         try:
-            async with asyncio.timeout(self._limits.wall_s):
-                await asyncio.gather(self._send(header + program + input_data), self._receive(output))
+            async with asyncio.timeout(wall_s):
+                await asyncio.gather(self._send(header + program + input_data), self._receive(output, answer))
         except TimeoutError:
             output.ended = "time"
         if interpreter_ended := output.ended in ("time", "output", "killed"):
@@ -224,12 +259,13 @@ class Interpreter:
             exit_code = self.process.returncode
             if output.ended == "killed" and exit_code is not None and 0 <= exit_code < 128:
                 output.ended = "exit"  # without a marker, as by os._exit
-        return ProgramResult(
+        result = ProgramResult(
             output=output.text,
             ended=output.ended,
             seconds=loop.time() - begin,
             interpreter_ended=interpreter_ended,
         )
+        return result, output.line
 
     async def close(self) -> None:
         """Kill the process and all processes that it has started."""
@@ -256,34 +292,57 @@ class Interpreter:
         except (BrokenPipeError, ConnectionResetError):
             pass  # it has ended; the output shows why
 
-    async def _receive(self, output: _Output) -> None:
+    async def _receive(self, output: _Output, answer: Answer | None) -> None:
         assert self.process.stdout is not None
         while output.ended is None:
             output.add_data(await self.process.stdout.read(65_536))
+            if output.ended == "ask":
+                if answer is None:
+                    output.ended = "killed"
+                    break
+                output.ended = None
+                reply = await answer(output.line)
+                await self._send(b"%d\n" % len(reply) + reply)
 
 
 class _Output:
-    """The output of one program, up to the end marker."""
+    """The output of one program, up to the line that ends it or asks a question.
+
+    The program can write anything, such a line too.
+    """
 
     def __init__(self, token: str, limit: int) -> None:
         self._marker = f"\n\x1e{token} ".encode()
         self._limit = limit
         self._data = bytearray()
+        self._line_at = -1
         self.ended: Any = None
+        """A value of `ProgramResult.ended`, or `ask`."""
+        self.line = b""
+        """The rest of the last line: a question or an answer."""
 
     def add_data(self, data: bytes) -> None:
         """Add data; empty data means that the process has ended."""
         if not data:
             self.ended = "killed"
             return
-        searched = max(0, len(self._data) - len(self._marker) - 8)
+        searched = max(0, len(self._data) - len(self._marker))
         self._data += data
-        at = self._data.find(self._marker, searched)
-        if at >= 0 and self._data.endswith(b"\n", at + len(self._marker)):
-            self.ended = self._data[at + len(self._marker) : -1].decode()
-            del self._data[at:]
-        if len(self._data) > self._limit + (0 if self.ended else len(self._marker) + 8):
+        if self._line_at < 0:
+            self._line_at = self._data.find(self._marker, searched)
+        at = self._line_at
+        if (len(self._data) - len(self._marker) if at < 0 else at) > self._limit:
             self.ended = "output"
+        elif at >= 0:
+            begin = at + len(self._marker)
+            end = self._data.find(b"\n", max(begin, searched))
+            if end >= 0:
+                word, _, self.line = bytes(self._data[begin:end]).partition(b" ")
+                self.ended = _ENDS.get(word, "killed")
+                del self._data[at:]
+                self._line_at = -1
+            elif len(self._data) - begin > MAX_LINE_BYTES:
+                self.ended = "output"
 
     @property
     def text(self) -> str:
@@ -413,7 +472,7 @@ def _check_isolation(limits: Limits) -> None:
     try:
         ran = subprocess.run(
             command,
-            input=b"token 0 0 0\n",
+            input=b"token run 0 0\n",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(limits),
@@ -425,7 +484,7 @@ def _check_isolation(limits: Limits) -> None:
         raise EnvironmentNotReady(f"sandbox: an empty program did not end within {START_S:g} s") from error
     finally:
         _remove(scratch)
-    if ran.stdout != _READY + b"\n\x1etoken done\n":
+    if ran.stdout != _READY + b"\n\x1etoken done \n":
         raise _refused(ran.stdout.decode(errors="replace"))
 
 

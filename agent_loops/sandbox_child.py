@@ -9,9 +9,11 @@ library.
     └ fork  process 1 of the new pid space: other user or no capabilities, limits, then requests until EOF
 ```
 
-Once it can run programs, it writes READY to descriptor 1. A request is a line (token, whether to echo,
-lengths of code and stdin), followed by both as bytes. Output goes to descriptor 1 at once; its end is a line
-that begins with a control character and the request's token.
+Once it can run programs, it writes READY to descriptor 1. A request is a line (token, mode, lengths of code
+and stdin), followed by both as bytes. Output goes to descriptor 1 at once; its end is a line that begins with
+a control character and the request's token. A program can forge that line, so nothing outside relies on it.
+A program may also ask the other side (`ask`), and is asked about its objects by requests of mode `question`:
+`agent_loops.rewards_code` tests functions in this way.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes milliseconds to import
+    from collections.abc import Callable
     from ctypes import CDLL
     from typing import Any
 
@@ -406,24 +409,54 @@ def guard(writable: list[str], readable: list[str]) -> None:
 # -- programs ----------------------------------------------------------------------------------------------
 
 
+channel: Channel
+"""The channel of this process."""
+
+
+class Channel:
+    """The pipes to the other side, and the token of the current request."""
+
+    def __init__(self) -> None:
+        self.requests = os.fdopen(os.dup(0), "rb")
+        self.output = os.dup(1)
+        self.token = b""
+
+    def write_line(self, *words: bytes) -> None:
+        """Write a line that is not output of a program."""
+        os.write(self.output, b"\n\x1e%s\n" % b" ".join((self.token, *words)))
+
+
 def run_requests(settings: dict[str, Any]) -> None:
     """Run programs until the end of the input."""
-    requests = os.fdopen(os.dup(0), "rb")
-    output = os.dup(1)
+    global channel
+    channel = Channel()
     sys.path[:] = [path for path in sys.path if path] + settings["import_paths"]
     names = {"__name__": "__main__", "__builtins__": builtins}
-    os.write(output, READY)
-    while line := requests.readline():
-        token, echo, num_code, num_stdin = line.split()
-        code = requests.read(int(num_code)).decode()
-        set_stdin(requests.read(int(num_stdin)))
-        ended = run_program(code, names, echo == b"1")
+    objects: list[Any] = []
+
+    os.write(channel.output, READY)
+    while line := channel.requests.readline():
+        channel.token, mode, num_code, num_stdin = line.split()
+        code = channel.requests.read(int(num_code)).decode()
+        set_stdin(channel.requests.read(int(num_stdin)))
+        if mode == b"question":
+            answer = answer_question(code, names, objects)
+            ended = "done"
+        else:
+            answer = b""
+            ended = run_program(code, names, mode == b"echo")
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except Exception:  # the program may have replaced the stream
                 ended = "error"
-        os.write(output, b"\n\x1e%s %s\n" % (token, ended.encode()))
+        channel.write_line(ended.encode(), answer)
+
+
+def ask(question: bytes) -> bytes:
+    """Return the other side's answer to one line; a program that it does not expect to ask is ended."""
+    channel.write_line(b"ask", question)
+    return channel.requests.read(int(channel.requests.readline()))
 
 
 def set_stdin(data: bytes) -> None:
@@ -471,5 +504,82 @@ def run_program(code: str, names: dict[str, Any], echo: bool) -> str:
         return "error"
     return "done"
 
+
+# -- values between interpreters -----------------------------------------------------------------------------
+
+
+def answer_question(text: str, names: dict[str, Any], objects: list[Any]) -> bytes:
+    """Return the value of a name, an attribute or a call as a line of JSON, or which error it raised."""
+    import json
+
+    def refer(value: object) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    try:
+        question, subject, *more = decode(json.loads(text), objects.__getitem__)
+        if question == "name":
+            value = names[subject]
+        elif question == "attribute":
+            value = getattr(subject, more[0])
+        elif question == "items":
+            value = list(subject)
+        else:
+            value = subject(*more[0], **more[1])
+        return json.dumps(["value", encode(value, refer)]).encode()
+    except BaseException as error:  # programs may raise anything
+        mro = type(error).__mro__
+        kind = next(each.__name__ for each in mro if each.__module__ == "builtins")
+        return json.dumps(["error", kind]).encode()
+
+
+def encode(value: Any, refer: Callable[[object], int]) -> Any:
+    """Return a value as JSON data: plain data as its exact base type, anything else as a reference."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int(value)
+        return number if number.bit_length() <= 64 else ["i", hex(number)]
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, complex):
+        return ["c", value.real, value.imag]
+    if isinstance(value, bytes):
+        return ["b", value.hex()]
+    if isinstance(value, dict):
+        return ["d", *([encode(key, refer), encode(item, refer)] for key, item in value.items())]
+    for tag, kind in TAGS.items():
+        if isinstance(value, kind):
+            return [tag, *(encode(item, refer) for item in value)]
+    return ["r", refer(value)]
+
+
+def decode(data: Any, refer: Callable[[int], object]) -> Any:
+    """Return the value that `encode` has written.
+
+    Raises:
+        ValueError: `encode` writes no such data.
+    """
+    match data:
+        case None | bool() | int() | float() | str():
+            return data
+        case ["i", str(digits)]:
+            return int(digits, 16)
+        case ["c", float(real), float(imaginary)]:
+            return complex(real, imaginary)
+        case ["b", str(digits)]:
+            return bytes.fromhex(digits)
+        case ["r", int(number)] if number >= 0:
+            return refer(number)
+        case ["d", *pairs]:
+            return {decode(key, refer): decode(item, refer) for key, item in pairs}
+        case [str(tag), *items] if tag in TAGS:
+            return TAGS[tag](decode(item, refer) for item in items)
+    raise ValueError("no such data")
+
+
+TAGS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 
 main()

@@ -30,6 +30,7 @@ DIAGNOSIS: Final = "tests/unit/test_diagnosis.py"
 RUN_LOG: Final = "tests/unit/test_run_log.py"
 ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
 LISTENERS: Final = "tests/unit/test_listeners.py"
+REWARD_HACKS: Final = "tests/unit/test_reward_hacks.py"
 USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
 FORGED_TURNS: Final = "tests/unit/test_forged_turns.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
@@ -1402,6 +1403,61 @@ MUTANTS: Final = (
         "if self._moves or (limit_s is not None and age_s <= limit_s):",
         "if limit_s is not None and age_s <= limit_s:",
         (DIAGNOSIS,),
+    ),
+    Mutant(
+        "code-test-names-from-the-program",
+        "A program redefines the functions by which its tests compare.",
+        "agent_loops/code_test_child.py",
+        " and not hasattr(builtins, name)",
+        "",
+        (
+            f"{REWARD_HACKS}::test_a_cheat_earns_nothing_when_functions_are_tested[names_of_the_tests_redefined]",
+        ),
+    ),
+    Mutant(
+        "objects-of-programs-are-comparable",
+        "An object of a program equals every expected value.",
+        "agent_loops/code_test_child.py",
+        "__ge__ = __bool__ = refuse",
+        "__ge__ = __bool__ = lambda *_: True",
+        (f"{REWARD_HACKS}::test_a_cheat_earns_nothing_when_functions_are_tested[equal_to_everything]",),
+    ),
+    Mutant(
+        "programs-stop-the-loops-of-tests",
+        "A program ends the loop in which a test compares.",
+        "agent_loops/code_test_child.py",
+        "        and not issubclass(kind, StopIteration | StopAsyncIteration)",
+        "        and True",
+        (
+            f"{REWARD_HACKS}::test_a_cheat_earns_nothing_when_functions_are_tested[stop_the_iteration_of_the_tests]",
+        ),
+    ),
+    Mutant(
+        "exits-of-programs-can-be-expected",
+        "A test that expects an error takes the end of the program for it.",
+        "agent_loops/code_test_child.py",
+        "    os._exit(1)",
+        "    raise ValueError",
+        (f"{REWARD_HACKS}::test_an_exit_is_no_error_that_a_test_expects",),
+    ),
+    Mutant(
+        "forged-end-is-decoded",
+        "A forged end of a program fails the attempt.",
+        "agent_loops/sandbox.py",
+        '_ENDS.get(word, "killed")',
+        "word.decode()",
+        (
+            f"{REWARD_HACKS}::test_a_cheat_earns_nothing_when_functions_are_tested[forged_end_not_utf_8]",
+            f"{REWARD_HACKS}::test_any_output_of_a_process_has_a_result",
+        ),
+    ),
+    Mutant(
+        "long-programs-fail-attempts",
+        "A program that is too long fails the attempt.",
+        "agent_loops/rewards_code.py",
+        '    if len(program.encode(errors="replace")) > MAX_CODE_BYTES:',
+        "    if False:",
+        (f"{REWARD_HACKS}::test_a_cheat_earns_nothing_when_output_is_tested[too_long]",),
     ),
     Mutant(
         "unstarted-sandbox-is-a-failed-program",

@@ -42,6 +42,112 @@ async def test_a_program_is_rewarded_when_its_tests_pass(
     }
 
 
+HUMAN_EVAL = """
+METADATA = {}
+
+def check(candidate):
+    assert candidate([1.0, 2.0]) == [2.0, 4.0]
+    assert abs(candidate([0.1])[0] - 0.2) < 1e-6
+    for n in range(20):
+        assert candidate([n]) == [2 * n], n
+check(double)
+"""
+DOUBLE = "def double(numbers):\n    return [2 * number for number in numbers]"
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.parametrize(
+    ("tests", "program"),
+    [
+        pytest.param([HUMAN_EVAL], DOUBLE, id="HumanEval"),
+        pytest.param(["assert sum(10, 15) == 6"], "def sum(a, b): return 6", id="named like a builtin"),
+        pytest.param(
+            ["assert set(common((3, 4), (4, 5))) == set((4,))"],
+            "def common(a, b): return tuple({*a} & {*b})",
+            id="MBPP",
+        ),
+        pytest.param(
+            [
+                "assert math.isclose(half(3), 1.5, rel_tol=0.001)",
+                "assert Counter(half('ab')) == Counter('a')",
+            ],
+            "def half(n): return n / 2 if n == 3 else n[:1]",
+            id="modules of the tests",
+        ),
+        pytest.param(
+            [
+                "import math",
+                "pi = math.pi",
+                "def near(a, b): return abs(a - b) < 0.01",
+                "assert near(tau(), 2 * pi)",
+            ],
+            "def tau(): return 6.283",
+            id="definitions of the tests",
+        ),
+        pytest.param(
+            {"fn_name": "Solution().twice", "inputs": [[[1]]], "outputs": [[1, 1]]},
+            "class Solution:\n    def twice(self, x): return x + x",
+            id="a method",
+        ),
+        pytest.param(
+            [
+                "s = Stack()",
+                "s.push(4)",
+                "assert s.pop() == 4",
+                "assert s.items == [] and len(s) == 0",
+                "assert str(s) == '<>'",
+            ],
+            "class Stack:\n    def __init__(self): self.items = []\n"
+            "    def push(self, n): self.items.append(n)\n"
+            "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n"
+            "    def __str__(self): return '<>'",
+            id="a class",
+        ),
+        pytest.param(
+            ["try:\n    root(-1)\n    assert False\nexcept ValueError:\n    pass"],
+            "class Negative(ValueError): pass\ndef root(n): raise Negative(n)",
+            id="an expected error",
+        ),
+        pytest.param(
+            ["assert list(squares(3)) == [0, 1, 4]", "assert 4 in squares(3)"],
+            "def squares(n):\n    for i in range(n): yield i * i",
+            id="a generator",
+        ),
+        pytest.param(
+            [
+                "assert same({'a': (1, [2.5]), 3: {4}, None: b'x'}) == {'a': (1, [2.5]), 3: {4}, None: b'x'}",
+                "assert same(1 << 4000) == 1 << 4000 and same(-(1 << 99)) == -(1 << 99)",
+                "assert same(2 + 3j) == 2 + 3j",
+                "assert same(float('inf')) > 1e308 and same(float('nan')) != same(float('nan'))",
+                "assert type(same(True)) is bool and same(frozenset('a')) == {'a'} and same(x=None) is None",
+                "assert LIMIT == 5",
+            ],
+            "LIMIT = 5\ndef same(x): return x",
+            id="types",
+        ),
+        pytest.param(
+            ["assert run() == 3"],
+            "import asyncio\nasync def three(): return 3\n"
+            "def run():\n    print('noise')\n    return asyncio.run(three())",
+            id="a program that prints",
+        ),
+    ],
+)
+async def test_an_honest_program_passes_when_tests_have_a_usual_form(tests: Any, program: str) -> None:
+    scores = await code_tests(make_task(answer=tests), make_completion(program), partial=True)
+    assert scores["passed"] == 1.0
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.parametrize(
+    ("test", "error"),
+    [("assert apply(lambda n: n, 3) == 3", "passes a function"), ("assert apply(", "SyntaxError")],
+)
+async def test_tests_that_cannot_run_are_an_error_of_the_task(test: str, error: str) -> None:
+    with pytest.raises(ValueError, match=rf"the tests in the answer cannot run.*{error}"):
+        await code_tests(make_task(answer=[test]), make_completion("def apply(f, n): return f(n)"))
+
+
 @pytest.mark.needs("namespaces")
 async def test_the_share_is_rewarded_when_the_config_says_so() -> None:
     answer = ["assert add(1, 2) == 4", "assert add(1, 2) == 3"]
