@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup tools quickstart test test-long mutants check bench simulate soak monitor prometheus docs chaos gpu-proof
+.PHONY: help setup hashes tools quickstart test test-long mutants check bench simulate soak monitor prometheus docs chaos gpu-proof
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -8,6 +8,9 @@ help:  ## List the targets.
 
 setup:  ## Make .venv as requirements/ pins it (instant when it is current).
 	@scripts/setup.sh
+
+hashes:  ## Write the hashes of all pinned packages into requirements/, after a change of a version.
+	@$(PYTHON) scripts/hashes.py
 
 tools:  ## Get Prometheus and Chromium for the tests, from the PATH or Debian's packages.
 	@scripts/tools.sh
@@ -47,10 +50,10 @@ simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on;
 soak: setup  ## Run 200,000 trajectories and every fault 50 times in virtual time; nothing may grow (SHORT=1).
 	@$(BIN)/python -m async_rl.simulation.soak --seed $(or $(SEED),0) $(if $(SHORT),--short)
 
-monitor: runs/.prometheus  ## Start Prometheus and Grafana in Docker, on loopback; see monitoring/README.md.
+monitor: runs/.prometheus .tools/grafana.env  ## Start Prometheus and Grafana in Docker, on loopback; see monitoring/README.md.
 	@docker compose version >/dev/null 2>&1 || { echo "make monitor: needs Docker with compose. Without it," \
 		"\`make prometheus\` starts Prometheus and its alerts, without Grafana" >&2; exit 3; }
-	docker compose -f monitoring/docker-compose.yml up
+	docker compose --env-file .tools/grafana.env -f monitoring/docker-compose.yml up
 
 prometheus: runs/.prometheus  ## Start Prometheus without Docker, on loopback (PORT=9090).
 	@scripts/tools.sh prometheus && mkdir -p .tools/prometheus-data
@@ -60,6 +63,10 @@ prometheus: runs/.prometheus  ## Start Prometheus without Docker, on loopback (P
 # Where runs tell Prometheus of themselves; Docker would make it as root.
 runs/.prometheus:
 	@mkdir -p -m 755 $@
+
+# The password of Grafana's admin, for this user only.
+.tools/grafana.env:
+	@mkdir -p $(@D) && umask 077 && echo "GRAFANA_PASSWORD=$$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')" >$@.new && mv $@.new $@
 
 docs: setup  ## Generate docs/reference/config.md and metrics.md and the Grafana dashboard.
 	@$(BIN)/async-rl schema --markdown > docs/reference/config.md.new && mv docs/reference/config.md.new docs/reference/config.md

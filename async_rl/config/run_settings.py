@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from async_rl.config.base import Meta, PositiveFloat, Strict
+from async_rl.runtime.files import FILE_NAME
 
 
 class RunConfig(Strict, frozen=True, kw_only=True):
     """The run itself: its folder, length and log."""
 
-    name: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run and of its folder.")
-    ] = "run"
+    name: Annotated[str, Meta(pattern=FILE_NAME, description="Name of the run and of its folder.")] = "run"
     dir: Annotated[str, Meta(description="Folder that holds the run folders.")] = "runs"
     seed: Annotated[int, Meta(ge=0, description="Seed of the data order, sampling and initialisation.")] = 0
     max_steps: Annotated[int, Meta(ge=1, description="Trainer steps; each publishes one weight version.")] = (

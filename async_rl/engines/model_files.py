@@ -16,6 +16,7 @@ import msgspec
 
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import ConfigError
+from async_rl.runtime.files import file_name
 
 _INDEX: Final = "model.safetensors.index.json"
 _LENGTH_BYTES: Final = 8
@@ -60,8 +61,9 @@ def _weight_files(folder: Path) -> list[Path]:
             f"files{other}; download the whole model"
         )
     try:
-        names = sorted(set(msgspec.json.decode(index.read_bytes())["weight_map"].values()))
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        files = msgspec.json.decode(index.read_bytes())["weight_map"].values()
+        names = sorted({file_name(name, index) for name in files})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is damaged ({error}): download it again") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

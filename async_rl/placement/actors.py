@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from async_rl.engines.sglang.connect import is_loopback
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
+from async_rl.runtime.files import private_folder
 from async_rl.runtime.loading import add_import_folder, load_object
 from async_rl.runtime.package_warnings import hide_package_warnings
 from async_rl.runtime.processes import Process, die_with_parent, this_process
@@ -64,6 +66,25 @@ class NodeActor:
         return this_process(ray.get_runtime_context().get_node_id())
 
 
+def use_private_compile_cache() -> None:
+    """Let torch.compile keep its code, which it loads again, where no other user can have put any.
+
+    Its own default is a folder of a known name in /tmp, whose owner it does not check.
+
+    Raises:
+        EnvironmentNotReady: Another user has made the folder.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    try:
+        folder = private_folder(Path(tempfile.gettempdir()) / f"async-rl-compiled-{os.getuid()}")
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"no folder for compiled code: {error}; have it removed, or set TORCHINDUCTOR_CACHE_DIR"
+        ) from error
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
 class RankActor(NodeActor):
     """One trainer rank in a process of its own."""
 
@@ -73,6 +94,7 @@ class RankActor(NodeActor):
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         # OpenMP threads of several ranks that spin for each other stall a machine with few cores for seconds.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
+        use_private_compile_cache()
         self._worker: Any = None
         self._frame: SharedFrame | None = None
 

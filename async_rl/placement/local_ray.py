@@ -22,6 +22,7 @@ from ray._private.authentication.authentication_token_setup import (
 
 from async_rl.config import Config
 from async_rl.errors import EnvironmentNotReady
+from async_rl.runtime.files import private_folder
 from async_rl.runtime.signals import signal_handlers_kept
 from async_rl.runtime.threads import LastingThread, call_until_cancelled
 
@@ -43,14 +44,15 @@ def scratch_folder(run_dir: Path) -> Path:
     that the next one removes what a killed driver left.
 
     Raises:
-        EnvironmentNotReady: The folder belongs to another user.
+        EnvironmentNotReady: Another user has made the folder.
     """
     name = hashlib.blake2s(f"{os.getuid()}:{run_dir.resolve()}".encode(), digest_size=4).hexdigest()
-    scratch = Path(tempfile.gettempdir()) / f"async-rl-{name}"
-    scratch.mkdir(mode=0o700, exist_ok=True)
-    if scratch.is_symlink() or scratch.stat().st_uid != os.getuid():
-        raise EnvironmentNotReady(f"{scratch} belongs to another user: remove it, or set TMPDIR")
-    scratch.chmod(0o700)
+    try:
+        scratch = private_folder(Path(tempfile.gettempdir()) / f"async-rl-{name}")
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"no folder for Ray's sockets: {error}; remove it, or set TMPDIR"
+        ) from error
     for left in scratch.iterdir():
         shutil.rmtree(left, ignore_errors=True)
     return scratch

@@ -1,8 +1,63 @@
-"""Replaces files atomically."""
+"""Names of files, private folders, and files that are replaced atomically."""
 
 from __future__ import annotations
 
+import os
+import re
+import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, Final
+
+FILE_NAME: Final = r"^\.?[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z"
+"""What every name that becomes a part of a path must match: it names one file, in the folder it joins."""
+
+
+def file_name(name: Any, origin: object) -> str:
+    """Returns a name that is read from a file, once it names a file in the folder it will be joined to.
+
+    Args:
+        name: The name, of any type that the file may hold in its place.
+        origin: What holds it, for the message.
+
+    Raises:
+        ValueError: It is no plain file name.
+    """
+    if not isinstance(name, str) or not re.search(FILE_NAME, name):
+        raise ValueError(
+            f"{origin} names the file {name!r:.200}; expected a name of at most 128 letters, digits, '.', "
+            "'_' and '-', without a folder"
+        )
+    return name
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder of a known name, or take an existing one, that no other user can read or change.
+
+    Names in `/tmp` and `/dev/shm` can be taken by anyone first.
+
+    Returns:
+        The path, whose folder has mode 0700 and belongs to this user.
+
+    Raises:
+        PermissionError: Another user made the folder, or something else has its name, such as a link.
+        OSError: It cannot be made.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:  # a link, a file, or the private folder of another user
+        raise PermissionError(f"{path} exists and is no folder of this user ({error.strerror})") from error
+    try:
+        owner = os.fstat(folder).st_uid
+        if owner != os.getuid():
+            raise PermissionError(f"{path} belongs to the user {owner}, not to this one ({os.getuid()})")
+        if stat.S_IMODE(os.fstat(folder).st_mode) != 0o700:
+            os.fchmod(folder, 0o700)
+    finally:
+        os.close(folder)
+    return path
 
 
 def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:
@@ -19,7 +74,9 @@ def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None
         OSError: The folder cannot be written or the disk is full.
     """
     partial = path.with_name(f".{path.name}.part")
-    partial.write_bytes(content)
+    partial.unlink(missing_ok=True)  # of a killed process, or a link that somebody put there
+    with partial.open("xb") as file:
+        file.write(content)
     if mode is not None:
         partial.chmod(mode)
     partial.replace(path)

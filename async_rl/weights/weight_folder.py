@@ -2,6 +2,7 @@
 
 The next version is written beside the current one, and replaces it when the sum over each of its tensors
 equals the trainer's. The folder is in memory (`weights.local_dir`); engines load from it as from any other.
+No other user of the host can read it or make it first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from async_rl.runtime.files import private_folder
 from async_rl.weights.delta import Change, DeltaHeader, DeltaRefused, Raw, decode, read_header
 
 
@@ -81,6 +83,8 @@ class WeightFolder:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write_version(self, source: Path, version: int, delta: tuple[DeltaHeader, Raw] | None) -> str:
+        self._root.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self._root)
         final = self._root / f"version_{version}"
         scratch = self._root / f".version_{version}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)

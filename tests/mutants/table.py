@@ -34,6 +34,7 @@ REWARD_HACKS: Final = "tests/unit/test_reward_hacks.py"
 USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
 FORGED_TURNS: Final = "tests/unit/test_forged_turns.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
+PATH_NAMES: Final = "tests/unit/test_path_names.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
     f"{_SMALL}[{name}]" for name in ("plain", "spliced", "in_place", "dies", "nan", "killed", "no_op")
@@ -1623,5 +1624,31 @@ MUTANTS: Final = (
         "middlewares=[send_whole_responses]",
         (LISTENERS,),
     ),
+    # -- names and folders that others may choose -------------------------------------------------------
+    Mutant(
+        "name-of-a-run-is-any",
+        "A run may be called `..`, and its files go beside the folder of the runs.",
+        "async_rl/config/run_settings.py",
+        "str, Meta(pattern=FILE_NAME, description",
+        "str, Meta(description",
+        (PATH_NAMES,),
+    ),
+    Mutant(
+        "private-folder-of-anybody",
+        "A folder that another user made in /tmp is taken for our own.",
+        "async_rl/runtime/files.py",
+        "        if owner != os.getuid():\n",
+        "        if False:\n",
+        (PATH_NAMES,),
+    ),
+    Mutant(
+        "private-folder-follows-links",
+        "A link in /tmp leads our files to where somebody else wants them.",
+        "async_rl/runtime/files.py",
+        "os.O_DIRECTORY | os.O_NOFOLLOW",
+        "os.O_DIRECTORY",
+        (PATH_NAMES,),
+    ),
 )
-"""All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts."""
+"""All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,
+names and folders."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,25 @@ def test_services_listen_on_loopback_only() -> None:
     assert {service["network_mode"] for service in services.values()} == {"host"}  # no port is published
     assert "--web.listen-address=127.0.0.1:9090" in services["prometheus"]["command"]
     assert services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+
+
+def test_grafana_has_no_default_password() -> None:
+    password = COMPOSE["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+    assert re.fullmatch(r"\$\{GRAFANA_PASSWORD:\?[^}]+\}", password)  # compose refuses to start without it
+
+
+def test_make_monitor_draws_a_password_that_only_its_user_can_read(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    passwords = []
+    for _ in range(2):
+        subprocess.run(["make", ".tools/grafana.env"], cwd=tmp_path, check=True, capture_output=True)
+        passwords.append((tmp_path / ".tools/grafana.env").read_text())
+        assert (tmp_path / ".tools/grafana.env").stat().st_mode & 0o777 == 0o600
+    assert re.fullmatch(r"GRAFANA_PASSWORD=[0-9a-f]{32}\n", passwords[0])
+    assert passwords[0] == passwords[1]  # Grafana keeps the first one
+    (tmp_path / ".tools/grafana.env").unlink()
+    subprocess.run(["make", ".tools/grafana.env"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / ".tools/grafana.env").read_text() != passwords[0]
 
 
 def test_mounts_are_read_only_and_exist() -> None:

@@ -15,6 +15,7 @@ import google_crc32c
 import msgspec
 
 from async_rl.errors import CheckpointError
+from async_rl.runtime.files import file_name
 
 FORMAT: Final = 2
 MANIFEST_NAME: Final = "manifest.json"
@@ -86,6 +87,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} has no {MANIFEST_NAME}: it was never completed") from error
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{folder / MANIFEST_NAME} cannot be read: {error}") from error
+    try:
+        for name in manifest.files:
+            file_name(name, folder / MANIFEST_NAME)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     if manifest.format != FORMAT:
         raise CheckpointError(f"{folder} has format {manifest.format}; this version reads format {FORMAT}")
     return manifest

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from async_rl.errors import CheckpointError
+from async_rl.runtime.files import file_name
 from trainer.megatron.shards import TensorPart
 
 METADATA: Final = ".metadata"
@@ -172,6 +173,11 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{folder / METADATA} cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{folder / METADATA} holds a {type(metadata).__name__}, expected Metadata")
+    try:
+        for info in (metadata.storage_data or {}).values():
+            file_name(info.relative_path, folder / METADATA)
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"{folder / METADATA} names no files of the checkpoint: {error}") from error
     return metadata
 
 

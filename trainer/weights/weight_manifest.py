@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from async_rl.engine_protocol import TensorSpec
 from async_rl.errors import WeightSyncError
+from async_rl.runtime.files import file_name
 
 _MAX_LISTED: Final = 5
 """The number of differences that the error lists."""
@@ -46,11 +47,16 @@ def served_specs(model: Path) -> dict[str, TensorSpec]:
         WeightSyncError: When the folder has no safetensors files, or its index names missing files.
     """
     index = model / "model.safetensors.index.json"
-    files = (
-        sorted({model / file for file in json.loads(index.read_text())["weight_map"].values()})
-        if index.is_file()
-        else sorted(model.glob("*.safetensors"))
-    )
+    try:
+        files = (
+            sorted(
+                {model / file_name(f, index) for f in json.loads(index.read_text())["weight_map"].values()}
+            )
+            if index.is_file()
+            else sorted(model.glob("*.safetensors"))
+        )
+    except ValueError as error:
+        raise WeightSyncError(str(error)) from error
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise WeightSyncError(

@@ -1,0 +1,206 @@
+"""Names that become paths, and folders of known names in places where every user may write."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from async_rl.config import parse_config
+from async_rl.engine_protocol import EngineFacts
+from async_rl.engines.model_files import check_weights
+from async_rl.errors import CheckpointError, ConfigError, EnvironmentNotReady, WeightSyncError
+from async_rl.placement.actors import use_private_compile_cache
+from async_rl.placement.local_ray import scratch_folder
+from async_rl.runtime.files import file_name, private_folder, replace_file
+from async_rl.weights.delta import DeltaRefused
+from async_rl.weights.weight_folder import WeightFolder
+from trainer.checkpoints.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from trainer.weights.weight_manifest import served_specs
+
+HOSTILE = ["..", ".", "", "/etc", "../other", "a/../../b", "a\n", "a\0b", "-rf", "\x1b]0;x\a", "a" * 200, "…"]
+NAMES = st.text(max_size=12) | st.sampled_from(HOSTILE) | st.text("./\\a0-", max_size=5)
+
+
+def refused(name: str) -> bool:
+    try:
+        return file_name(name, "a test") != name
+    except ValueError:
+        return True
+
+
+@settings(deadline=None)
+@given(NAMES)
+@example("..")
+@example("run\n")
+def test_a_name_is_refused_or_stays_in_its_folder(name: str) -> None:
+    tree = {"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "run": {"name": name}}
+    if refused(name):
+        with pytest.raises(ConfigError, match=r"run\.name"):
+            parse_config(tree)
+    else:
+        assert parse_config(tree).run.name == name
+        assert Path("/runs", name).resolve() == Path("/runs") / name
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_that_leads_elsewhere_is_refused_wherever_it_comes_from(name: str) -> None:
+    assert refused(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["calculator", "qwen3_30b-a3b.v2", "model-00001-of-00002.safetensors", ".metadata"]
+)
+def test_usual_names_are_accepted(name: str) -> None:
+    assert not refused(name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder beside which there is a file that does not belong to it."""
+    (tmp_path / "other.safetensors").write_bytes(b"not ours")
+    (tmp_path / "given").mkdir()
+    return tmp_path / "given"
+
+
+def test_the_index_of_a_model_cannot_name_files_outside_of_its_folder(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "../other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    facts = EngineFacts(num_layers=1, moe_layers=(), num_experts=0, top_k=0, vocab_size=8, context_length=8)
+    with pytest.raises(ConfigError, match=r"names the file '\.\./other\.safetensors'; expected a name"):
+        check_weights(folder, facts)
+    with pytest.raises(WeightSyncError, match=r"names the file '\.\./other\.safetensors'; expected a name"):
+        served_specs(folder)
+
+
+def test_a_checkpoint_cannot_name_files_outside_of_its_folder(folder: Path) -> None:
+    manifest = Manifest(
+        step=1, extra={}, layout={}, model="m", dtype="float32", optimizer_step=0, versions={}
+    )
+    write_manifest(
+        folder, msgspec.structs.replace(manifest, files={"../other.safetensors": FileRecord(8, 0)})
+    )
+    with pytest.raises(CheckpointError, match=r"names the file '\.\./other\.safetensors'"):
+        read_manifest(folder)
+
+
+@pytest.mark.megatron
+def test_the_index_of_a_checkpoint_cannot_either(folder: Path) -> None:
+    from trainer.megatron import storage
+
+    outside = {MetadataIndex("weight"): _StorageInfo("../other.safetensors", 0, 8)}
+    (folder / storage.METADATA).write_bytes(pickle.dumps(Metadata({}, storage_data=outside)))
+    with pytest.raises(CheckpointError, match=r"names the file '\.\./other\.safetensors'"):
+        storage.read_metadata(folder)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_private_folder_is_made_and_taken_again(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert mode(private_folder(tmp_path / "ours")) == 0o700
+    finally:
+        os.umask(before)
+    (tmp_path / "ours").chmod(0o777)  # of an earlier version
+    assert mode(private_folder(tmp_path / "ours")) == 0o700
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+def test_a_private_folder_is_refused_when_something_else_has_its_name(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "name"
+    if kind == "file":
+        path.write_text("")
+    else:
+        (tmp_path / "theirs").mkdir()
+        path.symlink_to(tmp_path / ("theirs" if kind == "link" else "nothing"))
+    with pytest.raises(PermissionError, match="exists and is no folder of this user"):
+        private_folder(path)
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.fixture
+def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be another user, to whom nothing that exists belongs."""
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("other_user")
+def test_ray_does_not_start_in_a_folder_that_another_user_made(temporary: Path) -> None:
+    with pytest.raises(EnvironmentNotReady, match=r"belongs to the user .*; remove it, or set TMPDIR"):
+        scratch_folder(temporary / "run")
+
+
+@pytest.mark.parametrize("target", ["theirs", "nothing"])
+def test_ray_does_not_follow_a_link_that_somebody_made_first(temporary: Path, target: str) -> None:
+    (temporary / "theirs").mkdir()
+    (temporary / "theirs" / "kept").write_text("")
+    path = scratch_folder(temporary / "run")
+    path.rmdir()
+    path.symlink_to(temporary / target)
+    with pytest.raises(EnvironmentNotReady, match="exists and is no folder of this user"):
+        scratch_folder(temporary / "run")
+    assert (temporary / "theirs" / "kept").exists()
+
+
+@pytest.mark.usefixtures("other_user")
+def test_compiled_code_is_not_loaded_from_a_folder_that_another_user_made(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with pytest.raises(EnvironmentNotReady, match=r"belongs to the user .*set TORCHINDUCTOR_CACHE_DIR"):
+        use_private_compile_cache()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_weights_on_the_host_of_an_engine_are_private(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    folder = WeightFolder(tmp_path / "shared memory" / "ours")
+    copy = Path(folder.copy_version(str(tmp_path / "source"), 1))
+    assert mode(copy.parent) == 0o700
+
+
+def test_weights_are_not_copied_to_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "ours").symlink_to(tmp_path / "theirs")
+    folder = WeightFolder(tmp_path / "ours")
+    with pytest.raises(DeltaRefused, match="exists and is no folder of this user"):
+        folder.copy_version(str(tmp_path / "source"), 1)
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+@pytest.mark.usefixtures("other_user")
+def test_weights_are_not_copied_into_a_folder_that_another_user_made(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    folder = WeightFolder(tmp_path / "ours")
+    with pytest.raises(DeltaRefused, match="belongs to the user"):
+        folder.copy_version(str(tmp_path / "source"), 1)
+
+
+def test_a_replaced_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / ".file.part").symlink_to(tmp_path / "kept")
+    replace_file(tmp_path / "file", b"new")
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert not (tmp_path / "file").is_symlink()
