@@ -35,16 +35,20 @@ find_python() {
 }
 
 # What a finished environment was made from. The folder counts because an environment cannot be moved.
-fingerprint() { { pwd; "$1" -c 'import sys; print(sys.version)'; cat requirements/{cpu-nodeps,cpu,dev,torch}.txt; } 2>/dev/null | sha256sum; }
+fingerprint() { { pwd; "$1" -c 'import sys; print(sys.version)'; cat requirements/{cpu-nodeps,cpu,dev,torch,torch-cuda}.txt; } 2>/dev/null | sha256sum; }
 
 is_current() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 
 install() {
-  local what=$1
+  local what=$1 refused
   shift
   say "$what"
   # --no-warn-conflicts: SGLang declares CUDA packages that are left out on purpose; real errors end the command.
   if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-warn-conflicts "$@" >>"$log" 2>&1; then
+    refused=$(sed -n '/DO NOT MATCH THE HASHES/,/ Got /p' "$log" | sed 1d | tr -s ' \n' ' ')
+    [[ -z $refused ]] ||
+      not_ready "refused a file that is not the one that requirements/ pins:$refused" \
+        "Find out who changed it, unless you have changed a version: then run \`make hashes\`. All of pip's output is in $log"
     grep -E '^ *(ERROR|error)' "$log" | tail -n 5 >&2 || tail -n 5 "$log" >&2
     not_ready "installing $what failed; all of pip's output is in $log. Run the command again to start over"
   fi
@@ -61,12 +65,20 @@ if [[ ! -x $venv/bin/python ]] || ! is_current "$venv/requirements.stamp" "$(fin
   rm -rf "$venv"
   "$python" -m venv "$venv"
   "$venv/bin/python" -m pip --version >"$log"
-  # A CPU build needs nothing that requirements/cpu.txt lacks, and an index of torch may not have those versions. The CUDA
-  # build, where pip's own index serves it, needs its libraries.
-  install "torch (1 of 4)" -c requirements/cpu.txt -r requirements/torch.txt ${TORCH_INDEX:+--no-deps --index-url "$TORCH_INDEX"}
-  install "SGLang and Megatron-Core (2 of 4)" --no-deps -r requirements/cpu-nodeps.txt
-  install "what they need at run time (3 of 4)" --no-deps -r requirements/cpu.txt
-  install "tests and checks (4 of 4)" --no-deps -r requirements/dev.txt
+  # Lists are whole and name the hash of each file (`make hashes`): nothing else is installed, from whatever index.
+  readonly pinned="--no-deps --require-hashes"
+  index=()
+  [[ -z ${TORCH_INDEX:-} ]] || index=(--index-url "$TORCH_INDEX")
+  # The CUDA build of torch has a list of its own, with its libraries: look which build pip takes here.
+  torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/torch.txt)
+  taken=$("$venv/bin/python" -m pip install --disable-pip-version-check --dry-run --no-deps "$torch" \
+    ${index[@]+"${index[@]}"} 2>>"$log" || true)
+  build=torch-cuda.txt
+  [[ $taken != *"Would install torch-"*+cpu* ]] || build=torch.txt
+  install "torch (1 of 4)" $pinned -r "requirements/$build" ${index[@]+"${index[@]}"}
+  install "SGLang and Megatron-Core (2 of 4)" $pinned -r requirements/cpu-nodeps.txt
+  install "what they need at run time (3 of 4)" $pinned -r requirements/cpu.txt
+  install "tests and checks (4 of 4)" $pinned -r requirements/dev.txt
   fingerprint "$venv/bin/python" >"$venv/requirements.stamp"
 fi
 

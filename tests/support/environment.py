@@ -2,8 +2,8 @@
 
 A test names its needs by a mark: `@pytest.mark.needs("chromium")`. Where a machine lacks one, the test is
 skipped, and the last lines of the run say what is missing and what to do about it. With `CI=true` it is an
-error instead, because skipped tests go unnoticed there. `ASYNC_RL_WITHOUT=chromium,namespaces` skips the
-tests on purpose, in CI too.
+error instead, because skipped tests go unnoticed there; a service of others that does not answer is not.
+`ASYNC_RL_WITHOUT=chromium,namespaces` skips the tests on purpose, in CI too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 
 from agent_loops.sandbox import Limits, Sandbox
 from async_rl.errors import EnvironmentNotReady
+from tests.support.advisories import service_problem
 from tests.support.browser import FLAGS
 
 _TOOLS = Path(__file__).parents[2] / ".tools"
@@ -39,6 +40,9 @@ class Need:
     """Why it is missing; empty where it is there."""
 
     remedy: str
+
+    required_in_ci: bool = True
+    """Whether CI fails without it; it need not depend on a service of others."""
 
 
 def program(command: str) -> str:
@@ -113,6 +117,9 @@ NEEDS = {
         _sandbox(Limits(isolation="guarded", python=SYSTEM_PYTHON)),
         "run the tests as an ordinary user, or as a root that may switch users, with a Python in /usr/bin",
     ),
+    "advisories": Need(
+        service_problem, "run the tests where the advisory service answers", required_in_ci=False
+    ),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
 }
 
@@ -127,7 +134,8 @@ def _problem(need: Need) -> str:
 
 def leave_out(item: pytest.Item, name: str, problem: str) -> None:
     """Skip a test that lacks something, to be reported at the end; in CI, fail it."""
-    if os.environ.get("CI") == "true" and problem != _ON_PURPOSE:
+    required = os.environ.get("CI") == "true" and NEEDS[name].required_in_ci
+    if required and problem != _ON_PURPOSE:
         pytest.fail(
             f"needs {name}: {problem}. Remedy: {NEEDS[name].remedy}; or ASYNC_RL_WITHOUT={name}",
             pytrace=False,

@@ -67,6 +67,19 @@ def test_what_is_missing_is_an_error_in_ci(
     assert "LEFT OUT" not in result.stdout.str()
 
 
+def test_a_service_of_others_that_does_not_answer_is_no_error_in_ci(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(SUITE.replace('"move to the sea"', '"move to the sea", required_in_ci=False'))
+    monkeypatch.setenv("CI", "true")
+    result = run(pytester)
+    assert result.ret == 0
+    assert result.outlines[-2:] == [
+        "LEFT OUT: 2 tests that need a boat: there is no water",
+        "  To run them: move to the sea.",
+    ]
+
+
 @pytest.mark.parametrize("ci", ["true", ""])
 def test_tests_are_skipped_on_purpose_in_ci_too(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: str
