@@ -102,7 +102,7 @@ def test_set_up_stops_with_one_message_when_a_file_is_not_the_pinned_one(tmp_pat
         file.write(b"by somebody")
     environment = {
         "PATH": os.environ["PATH"],
-        "PYTHON": getattr(sys, "_base_executable", sys.executable),
+        "PYTHON": f"{sys.base_prefix}/bin/python3",
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(tmp_path / "wheels"),
