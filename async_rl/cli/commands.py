@@ -8,10 +8,11 @@ imports what it needs when it runs. To add a command, write `_add_NAME_options` 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from async_rl.runtime.printable import print_text
 
 
 class Command(NamedTuple):
@@ -69,9 +70,9 @@ def _run_check(parsed: argparse.Namespace) -> int:
         findings += check_config(config)
     if config.sft.path is not None:
         findings += check_sft(config)
-    sys.stdout.write(resolved_yaml(config))
+    print_text(resolved_yaml(config), end="")
     for finding in findings:
-        print(f"# {finding}")
+        print_text(f"# {finding}")
     return 0
 
 
@@ -96,7 +97,7 @@ def _run_new_loop(parsed: argparse.Namespace) -> int:
 
     folder = new_loop(parsed.name, parsed.dir)
     where = "" if parsed.dir == Path() else f"cd {parsed.dir}\n"
-    print(
+    print_text(
         f"wrote {folder}; next:\n\n{where}"
         f"pytest {parsed.name}\n"
         f"async-rl rollout {parsed.name}/config.yaml --n 3 model.path=FOLDER_OF_A_MODEL"
@@ -274,7 +275,7 @@ def _run_report(parsed: argparse.Namespace) -> int:
     from async_rl.observability.page.html_report import write_report
     from async_rl.run.folder import find_run_folder
 
-    print(write_report(find_run_folder(parsed.run), parsed.out))
+    print_text(str(write_report(find_run_folder(parsed.run), parsed.out)))
     return 0
 
 
@@ -307,8 +308,8 @@ def _run_export(parsed: argparse.Namespace) -> int:
     checkpoint = find_run_folder(parsed.checkpoint)
     done = export(checkpoint, parsed.out, model=parsed.model, max_shard_bytes=parsed.max_shard_bytes)
     for flaw in done.skipped_checkpoints:
-        print(f"skipped: {flaw}")
-    print(f"{parsed.out}: the weights of step {done.step}, from {done.checkpoint}")
+        print_text(f"skipped: {flaw}")
+    print_text(f"{parsed.out}: the weights of step {done.step}, from {done.checkpoint}")
     return 0
 
 
@@ -323,7 +324,7 @@ def _run_doctor(parsed: argparse.Namespace) -> int:
     from async_rl.run.folder import find_run_folder
 
     text, code = ask_health(parsed.job if "://" in parsed.job else str(find_run_folder(Path(parsed.job))))
-    print(text)
+    print_text(text)
     return code
 
 
@@ -341,11 +342,11 @@ def _run_schema(parsed: argparse.Namespace) -> int:
     if parsed.metrics:
         from async_rl.cli import metrics_reference
 
-        sys.stdout.write(metrics_reference.markdown())
+        print_text(metrics_reference.markdown(), end="")
         return 0
     from async_rl.config import reference
 
-    sys.stdout.write(reference.markdown() if parsed.markdown else reference.json_schema())
+    print_text(reference.markdown() if parsed.markdown else reference.json_schema(), end="")
     return 0
 
 

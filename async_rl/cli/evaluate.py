@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from uuid6 import uuid7
 
@@ -27,11 +26,13 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, evaluation_record_log
+from async_rl.observability.text_console import TextConsole
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
 from async_rl.run.folder import result_folder, run_in_folder
 from async_rl.run.folder import run_console as default_console
 from async_rl.run.preflight import check_config
+from async_rl.runtime.printable import print_text
 
 
 def evaluate(
@@ -41,7 +42,7 @@ def evaluate(
     model: Path | None = None,
     out: Path | None = None,
     as_json: bool = False,
-    console: Console | None = None,
+    console: TextConsole | None = None,
     open_engines: OpenEngines = engines_from,
 ) -> int:
     """Evaluate a model on the validation sets of a config.
@@ -76,11 +77,11 @@ def evaluate(
     def finish(folder: Path, record: EvaluationRecord) -> int:
         evaluation_record_log(folder / FILE).append(record)
         if as_json:
-            print(msgspec.json.encode(record).decode())
+            print_text(msgspec.json.encode(record).decode())
         else:
             show_scores(shown, config.model.path, record)
             if out is not None:
-                shown.print(f"the answers: async-rl inspect {out}", highlight=False)
+                shown.print(f"the answers: async-rl inspect {out}")
         return int(not record.scores)
 
     with tempfile.TemporaryDirectory(prefix="async-rl-evaluate-") as scratch:
@@ -120,7 +121,7 @@ async def _evaluate_sets(
             kept.close()
 
 
-def show_scores(console: Console, model: str, record: EvaluationRecord) -> None:
+def show_scores(console: TextConsole, model: str, record: EvaluationRecord) -> None:
     """Print a record as a table with one line per set."""
     ks = sorted({k for score in record.scores.values() for k in score.pass_at}, key=int)
     table = Table(title=f"{model}, {record.asked} answers in {record.duration_s:.0f} s", title_justify="left")
@@ -139,7 +140,7 @@ def show_scores(console: Console, model: str, record: EvaluationRecord) -> None:
     console.print(table)
     if record.dropped:
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(record.dropped.items()))
-        console.print(f"answers that were dropped: {dropped}", style="yellow", highlight=False)
+        console.print(f"answers that were dropped: {dropped}", style="yellow")
 
 
 def _with_margin(estimate: Estimate) -> str:

@@ -21,6 +21,7 @@ from async_rl import __version__
 from async_rl.cli.commands import COMMANDS
 from async_rl.errors import AsyncRLError
 from async_rl.runtime.descriptors import raise_descriptor_limit
+from async_rl.runtime.printable import print_exception, print_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parsed = _parse(arguments)
+    sys.excepthook = print_exception
     raise_descriptor_limit()
     try:
         with _cleaning_up_on_sigterm():
             code: int = parsed.run_command(parsed)
     except AsyncRLError as error:
-        print(f"async-rl: {error}", file=sys.stderr)
+        print_text(f"async-rl: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

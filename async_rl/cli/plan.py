@@ -7,7 +7,6 @@ it: flags and past runs become a `Workload`, plans become a table and a sentence
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -23,7 +21,9 @@ from async_rl.config import Config, EvaluationConfig, SGLangEngines, load_config
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.observability.records import StepRecord, step_record_log
+from async_rl.observability.text_console import TextConsole
 from async_rl.run.preflight import require_tasks
+from async_rl.runtime.printable import print_text
 from async_rl.simulation.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.simulation.workload import Workload
 
@@ -74,15 +74,14 @@ def plan(
     plans, sentences = [], []
     for number in engines or (base,):
         job, work = with_engines(config, workload, number, grow=grow)
-        with PlanProgress(Console(stderr=True), number, how.warmup + how.versions) as progress:
+        with PlanProgress(TextConsole(stderr=True), number, how.warmup + how.versions) as progress:
             plans.append(simulate(job, work, how, on_step=progress.show_step))
         sentences.append(bottleneck(plans[-1], job, work) + queue_remark(plans[-1], job))
     if as_json:
         rows = [msgspec.to_builtins(p) | {"bottleneck": s} for p, s in zip(plans, sentences, strict=True)]
-        sys.stdout.write(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
-        sys.stdout.write("\n")
+        print_text(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
     else:
-        _show(Console(), workload, plans, sentences, remark)
+        _show(TextConsole(), workload, plans, sentences, remark)
     return 0
 
 
@@ -90,21 +89,21 @@ class PlanProgress:
     """Shows how far a simulation is, on stderr: a bar on a terminal, elsewhere a line now and then.
 
     Example:
-        >>> with PlanProgress(Console(stderr=True), engines=8, steps=20) as progress:
+        >>> with PlanProgress(TextConsole(stderr=True), engines=8, steps=20) as progress:
         ...     simulate(config, workload, on_step=progress.show_step)
     """
 
     def __init__(
-        self, console: Console, engines: int, steps: int, clock: Callable[[], float] = time.monotonic
+        self, console: TextConsole, engines: int, steps: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._clock, self._steps = console, clock, steps
         self._title = f"simulating {engines:,} engine{'s' * (engines != 1)}"
         self._printed_s = clock()
         self._bar = Progress(
-            TextColumn(self._title),
+            TextColumn(self._title, markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("steps"),
+            TextColumn("steps", markup=False),
             TimeRemainingColumn(),
             console=console,
             transient=True,
@@ -133,7 +132,7 @@ class PlanProgress:
             self._print(f"{self._title}: step {step} of {self._steps}")
 
     def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        self._console.print(line, soft_wrap=True)
 
 
 def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float]) -> Workload:
@@ -317,7 +316,7 @@ def _routing_row_bytes(config: Config) -> tuple[int, str]:
 
 
 def _show(
-    console: Console, workload: Workload, plans: Sequence[JobPlan], sentences: Sequence[str], remark: str
+    console: TextConsole, workload: Workload, plans: Sequence[JobPlan], sentences: Sequence[str], remark: str
 ) -> None:
     table = Table(title="what to expect", title_justify="left")
     table.add_column("engines")
@@ -325,12 +324,12 @@ def _show(
         table.add_column(f"{plan.engines:,}", justify="right")
     for name, cells in table_rows(plans):
         table.add_row(name, *cells)
-    console.print(_assumptions(workload), soft_wrap=True, highlight=False, markup=False)
+    console.print(_assumptions(workload), soft_wrap=True)
     console.print(table)
     for plan, sentence in zip(plans, sentences, strict=True):
-        console.print(f"{plan.engines:,} engines: {sentence}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"{plan.engines:,} engines: {sentence}", soft_wrap=True)
     if remark:
-        console.print(remark, soft_wrap=True, highlight=False, markup=False)
+        console.print(remark, soft_wrap=True)
 
 
 def table_rows(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -26,6 +26,7 @@ from async_rl import __version__
 from async_rl.config import Config, changed_fields
 from async_rl.observability.formatting import format_duration, format_percent
 from async_rl.observability.records import WINDOW, Figure, StepRecord, Summary, is_finite
+from async_rl.observability.text_console import TextConsole
 from async_rl.runtime.files import replace_file
 
 _TICK_WIDTH = 9
@@ -48,7 +49,7 @@ def derived_bounds(config: Config) -> dict[str, int]:
     }
 
 
-def print_header(console: Console, config: Config, run_dir: Path, metrics_url: str) -> None:
+def print_header(console: TextConsole, config: Config, run_dir: Path, metrics_url: str) -> None:
     """Print the first screen: version, run folder, changed settings and the bounds that follow from them."""
     console.print(Text(f"async-rl {__version__}", style="bold"))
     console.print(
@@ -79,7 +80,7 @@ class RunProgress:
     The panel moves the cursor, so only an interactive console shows it.
 
     Example:
-        >>> progress = RunProgress(Console())
+        >>> progress = RunProgress(TextConsole())
         >>> progress.start(config, run_dir, "http://127.0.0.1:9000")
         >>> progress.phase("starting 2 engines")
         >>> progress.flow(in_flight=64, queued=8, waiting_for="a batch")
@@ -87,7 +88,7 @@ class RunProgress:
         >>> progress.stop()
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: TextConsole, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
         self._started_s = clock()
@@ -166,7 +167,7 @@ class RunProgress:
             ProgressBar(total=self._max_steps, completed=done, width=min(40, self._console.width - 4))
         )
         title = f"async-rl  {format_duration(self._clock() - self._started_s)}{self._remaining(done)}"
-        return Panel(Group(bar, _figures(rows)), title=title, title_align="left", expand=False)
+        return Panel(Group(bar, _figures(rows)), title=Text(title), title_align="left", expand=False)
 
     def _remaining(self, done: int) -> str:
         """Returns the remaining time as text, estimated from the last steps."""
@@ -176,7 +177,7 @@ class RunProgress:
         return f" · {format_duration(pace_s * (self._max_steps - done))} left"
 
     def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self._console.print(line, soft_wrap=True)
 
 
 def _kl_parts(record: StepRecord, at_equal_versions: StepRecord | None) -> list[tuple[str, str]]:
@@ -236,7 +237,9 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
     replace_file(run_dir / SUMMARY_FILE, text + b"\n")
 
 
-def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord], summary: Summary) -> None:
+def print_summary(
+    console: TextConsole, run_dir: Path, records: Sequence[StepRecord], summary: Summary
+) -> None:
     """Print the last screen: the reward curve, the run's figures, and the path of its files."""
     if len(records) > 1:
         console.print(reward_chart(records, width=min(console.width, 90), colour=console.is_terminal))
@@ -274,7 +277,7 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
     ]
     if (run_dir / REPORT_FILE).exists():
         rows.append(("as one page", _path(run_dir / REPORT_FILE)))
-    console.print(Panel(_figures(rows), title="summary", title_align="left", expand=False))
+    console.print(Panel(_figures(rows), title=Text("summary"), title_align="left", expand=False))
 
 
 def reward_chart(records: Sequence[StepRecord], *, width: int, colour: bool) -> Text:

@@ -28,6 +28,7 @@ from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.runtime.descriptors import raise_descriptor_limit
+from async_rl.runtime.printable import PrintableFormatter
 from async_rl.runtime.processes import Process, die_with_parent
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.user_processes import mark_all_children, write_reports
@@ -48,7 +49,9 @@ class RolloutWorkerActor(NodeActor):
 
     def run_worker(self, config: dict[str, Any], host: str, port: int, key: bytes) -> None:
         """Run the worker for the driver at an address until the link is lost; in the main thread."""
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+        handler = logging.StreamHandler()
+        handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.basicConfig(handlers=[handler], level=logging.INFO)
         sys.path.insert(0, os.getcwd())
         parsed = parse_config(config)
         write_reports(Path(parsed.run.dir) / parsed.run.name)

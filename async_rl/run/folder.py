@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console
 
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml, versions
 from async_rl.errors import AsyncRLError, ConfigError, StallError
+from async_rl.observability.text_console import TextConsole
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.package_warnings import hide_package_warnings
+from async_rl.runtime.printable import PrintableFormatter, print_text
 from async_rl.runtime.processes import private_files
 from async_rl.runtime.supervision import first_error, service_of, was_stopped_at_start
 from async_rl.runtime.threads import exit_despite_threads
@@ -75,15 +76,15 @@ def run_in_folder(
             try:
                 result = asyncio.run(_until_signal(job, path, on_stop, signals))
             except asyncio.CancelledError:
-                print(f"async-rl: aborted by {signals[0].name}{where}", file=sys.stderr)
+                print_text(f"async-rl: aborted by {signals[0].name}{where}", file=sys.stderr)
                 return _exit_code(128 + signals[0])
             except Exception as error:
                 if signals and was_stopped_at_start(error):
-                    print(f"async-rl: {signals[0].name} ended the start{where}", file=sys.stderr)
+                    print_text(f"async-rl: {signals[0].name} ended the start{where}", file=sys.stderr)
                     return _exit_code(128 + signals[0])
                 cause = first_error(error)
                 log.error("the run failed: %s", describe_error(cause), exc_info=error)
-                print(f"async-rl: {describe_error(cause)}{where}", file=sys.stderr)
+                print_text(f"async-rl: {describe_error(cause)}{where}", file=sys.stderr)
                 return _exit_code(cause.exit_code if isinstance(cause, AsyncRLError) else 1)
         code = finish(path, result)
     return _exit_code(128 + signals[0]) if signals else code
@@ -112,12 +113,12 @@ async def _until_signal(
         return await job(path, stop)
 
 
-def run_console() -> Console:
+def run_console() -> TextConsole:
     """Return the console that shows a run.
 
     FORCE_COLOR, which CI sets, asks for colours, not for a panel that moves the cursor about in a log.
     """
-    return Console(force_interactive=None if sys.stdout.isatty() else False)
+    return TextConsole(force_interactive=None if sys.stdout.isatty() else False)
 
 
 def describe_error(cause: BaseException) -> str:
@@ -244,7 +245,7 @@ def logging_to(path: Path, level: str) -> Iterator[None]:
     Python's warnings about the user's code are logged, too; those about installed packages are not.
     """
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter(_LINE))
+    handler.setFormatter(PrintableFormatter(_LINE))
     root, ours = logging.getLogger(), logging.getLogger("async_rl")
     levels = root.level, ours.level
     root.addHandler(handler)

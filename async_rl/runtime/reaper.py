@@ -162,7 +162,11 @@ class Reaper:
                         command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
                     )
                 except OSError as error:
-                    print(f"cannot release a {kind} by {command[0]}: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"cannot release a {kind} by {command[0]!r}: {str(error)!r}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 else:
                     self._releasing.append((process, now))
         for process, began in list(self._releasing):

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from async_rl.observability.records import Figure
+from async_rl.observability.text_console import TextConsole
 
 _NUM_LINES: Final = 20
 
@@ -19,12 +19,12 @@ class SftProgress:
     """Prints the progress of a supervised run.
 
     Example:
-        >>> progress = SftProgress(Console(), total=100)
+        >>> progress = SftProgress(TextConsole(), total=100)
         >>> progress.show_step(1, loss=2.3, validation_loss=None, tokens_per_s=1200.0)
         >>> progress.close()
     """
 
-    def __init__(self, console: Console, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: TextConsole, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Show nothing before the first step."""
         self._console = console
         self._total = total
@@ -32,10 +32,10 @@ class SftProgress:
         self._started_s = clock()
         self._first_step = 0
         self._bar = Bar(
-            TextColumn("sft"),
+            TextColumn("sft", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
             console=console,
             transient=True,
@@ -44,7 +44,7 @@ class SftProgress:
 
     def print_line(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def show_resumed(self, step: int) -> None:
         """Show that the ranks have started and continue after this step."""

@@ -30,7 +30,6 @@ from typing import Any, Final, NoReturn
 import msgspec
 import numpy as np
 from msgspec.structs import replace
-from rich.console import Console
 
 from async_rl.codec import read_frame
 from async_rl.config import Config, EvaluationConfig, SGLangEngines
@@ -39,6 +38,7 @@ from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES, StepRecord, Summary
+from async_rl.observability.text_console import TextConsole
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.simulation.coarse_engine import MARKS, CoarseEngine, EngineSpeed, Usage
 from async_rl.simulation.virtual_time import run_virtual
@@ -472,7 +472,7 @@ class _Observer(RunProgress):
     """Sees the run as a terminal would, and notes down what the plan is made of."""
 
     def __init__(self, warmup: int, usage: Callable[[], Usage], on_step: Callable[[int], None]) -> None:
-        super().__init__(Console(file=StringIO()))
+        super().__init__(TextConsole(file=StringIO()))
         self._on_step = on_step
         self._warmup = warmup
         self._usage = usage

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from async_rl import placement
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import StepRecord
+from async_rl.observability.text_console import TextConsole
 from async_rl.queue.ledger import Ledger
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.trainer_protocol import StepResult
@@ -74,7 +74,7 @@ class Steps(RunProgress):
     """Lets a test wait for a step."""
 
     def __init__(self) -> None:
-        super().__init__(Console(quiet=True))
+        super().__init__(TextConsole(quiet=True))
         self._done = 0
         self._waiters: list[tuple[int, asyncio.Event]] = []
 

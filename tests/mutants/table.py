@@ -33,6 +33,7 @@ LISTENERS: Final = "tests/unit/test_listeners.py"
 REWARD_HACKS: Final = "tests/unit/test_reward_hacks.py"
 USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
 FORGED_TURNS: Final = "tests/unit/test_forged_turns.py"
+PRINTED: Final = "tests/unit/test_printed_text.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
@@ -1575,6 +1576,38 @@ MUTANTS: Final = (
         "        if [each for each in token_ids if each in self._known] == genuine:\n",
         "        if token_ids:\n",
         (f"{FORGED_TURNS}::test_characters_that_the_tokenizer_normalises_cannot_forge_a_token",),
+    ),
+    Mutant(
+        "c1-is-printed",
+        "Control characters between DEL and U+009F reach the terminal.",
+        "async_rl/runtime/printable.py",
+        "\\x7f-\\x9f",
+        "\\x7f",
+        (f"{PRINTED}::test_every_control_character_is_shown_as_an_escape",),
+    ),
+    Mutant(
+        "text-is-markup",
+        "A task id is parsed as markup.",
+        "async_rl/observability/text_console.py",
+        "markup=False, ",
+        "",
+        (f"{PRINTED}::test_a_console_shows_markup_and_control_characters_as_text",),
+    ),
+    Mutant(
+        "text-objects-unchecked",
+        "Text that comes to the console with a style keeps its control characters.",
+        "async_rl/observability/text_console.py",
+        "yield segment if segment.control else",
+        "yield segment if segment.text else",
+        (f"{PRINTED}::test_the_live_panel_shows_waits_and_phases_without_control_characters",),
+    ),
+    Mutant(
+        "log-lines-at-the-margin",
+        "A message with a line feed begins another record of the log.",
+        "async_rl/runtime/printable.py",
+        """.replace("\\n", "\\n  ")""",
+        "",
+        (f"{PRINTED}::test_a_log_has_no_control_characters_and_no_forged_records",),
     ),
     Mutant(
         "tools-mention-tags",

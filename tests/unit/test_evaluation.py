@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from async_rl.cli.evaluate import evaluate
 from async_rl.cli.inspection.browse import Filter, inspect
@@ -22,6 +21,7 @@ from async_rl.evaluation.service import due
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord
+from async_rl.observability.text_console import TextConsole
 from async_rl.observability.trackers.tracker import Trackers
 
 
@@ -223,7 +223,7 @@ def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator,
         )
     )
     out = tmp_path / "out"
-    console = Console(width=120)
+    console = TextConsole(width=120)
     assert (
         evaluate(path, [], model=calculator / "model", out=out, console=console, open_engines=simulated) == 0
     )

@@ -20,7 +20,6 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
-from rich.console import Console
 
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.cli.main import main
@@ -34,6 +33,7 @@ from async_rl.observability.formatting import abbreviate_ids
 from async_rl.observability.page.charts import sections
 from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import StepRecord, TrajectoryCounts
+from async_rl.observability.text_console import TextConsole
 from async_rl.run.folder import logging_to
 from async_rl.runtime import yaml12
 from tests.support.finished_run import records, write_run_folder
@@ -98,7 +98,7 @@ def test_plan_prints_its_progress_now_and_then_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now_s = 0.0
-    with PlanProgress(Console(), engines=8, steps=20, clock=lambda: now_s) as progress:
+    with PlanProgress(TextConsole(), engines=8, steps=20, clock=lambda: now_s) as progress:
         for step in range(1, 21):
             now_s += 3.0
             progress.show_step(step)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from async_rl.cli.inspection.show import show_trajectory
 from async_rl.cli.inspection.trajectory_view import decoder, role_of, token_numbers, view_trajectory
@@ -19,6 +18,7 @@ from async_rl.config.reference import resolved_yaml
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import AgentLoopError
 from async_rl.observability.formatting import abbreviate_ids
+from async_rl.observability.text_console import TextConsole
 from async_rl.queue.archive import Archive, without_routing
 from async_rl.queue.ledger import Ledger
 from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory, TurnRecord
@@ -77,7 +77,7 @@ def trajectory(calculator: Path) -> Trajectory:
 def printed(trajectory: Trajectory, calculator: Path, *, colour: bool = False, special: bool = False) -> str:
     decode = decoder(load_chat_format(calculator / "model"), special=special)
     out = io.StringIO()
-    console = Console(file=out, width=140, force_terminal=colour, no_color=not colour)
+    console = TextConsole(file=out, width=140, force_terminal=colour, no_color=not colour)
     show_trajectory(console, view_trajectory(without_routing(trajectory), decode))
     return out.getvalue()
 

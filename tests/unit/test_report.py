@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from async_rl.cli import train
 from async_rl.config import Config, changed_fields, parse_config
@@ -23,6 +22,7 @@ from async_rl.observability.console_report import (
     write_summary,
 )
 from async_rl.observability.records import StepRecord, Totals, TrajectoryCounts, summarise
+from async_rl.observability.text_console import TextConsole
 
 TOTALS = Totals(
     trajectories=TrajectoryCounts(dispatched=40, trained=32, in_flight=5, queued=2, dropped={"stale": 1}),
@@ -62,9 +62,9 @@ def config(**rollout: int) -> Config:
     )
 
 
-def console(*, terminal: bool = False, width: int = 100) -> tuple[Console, io.StringIO]:
+def console(*, terminal: bool = False, width: int = 100) -> tuple[TextConsole, io.StringIO]:
     file = io.StringIO()
-    return Console(file=file, force_terminal=terminal, width=width, color_system=None), file
+    return TextConsole(file=file, force_terminal=terminal, width=width, color_system=None), file
 
 
 def test_each_step_is_one_line_when_there_is_no_terminal(tmp_path: Path) -> None:
@@ -163,9 +163,9 @@ def test_a_terminal_without_colours_gets_a_panel_without_colours(monkeypatch: py
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     file = io.StringIO()
-    progress = RunProgress(Console(file=file, force_terminal=True, width=80))
+    progress = RunProgress(TextConsole(file=file, force_terminal=True, width=80))
     progress.step(steps(3)[-1])
-    Console(file=file, force_terminal=True, width=80).print(progress.render())
+    TextConsole(file=file, force_terminal=True, width=80).print(progress.render())
     assert "3 of 0" in file.getvalue()
     assert re.findall(r"\x1b\[(?:3|4|9|10)\d", file.getvalue()) == []
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
 from async_rl.cli.inspection.show import show_table, show_trajectory, terminal
@@ -17,8 +16,10 @@ from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import ConfigError
 from async_rl.observability.formatting import abbreviate_ids
+from async_rl.observability.text_console import TextConsole
 from async_rl.queue.archive import FILE, ArchiveEvent, ArchiveReader, ArchiveRow
 from async_rl.run.folder import find_run_folder
+from async_rl.runtime.printable import print_text
 
 Order = Literal["newest", "longest", "most-interrupted", "reward", "slowest"]
 ORDERS: Final[dict[Order, str]] = {
@@ -63,7 +64,7 @@ def inspect(
     limit: int = 20,
     special: bool = False,
     as_json: bool = False,
-    console: Console | None = None,
+    console: TextConsole | None = None,
 ) -> int:
     """Print a table of a run's trajectories, or one of them in full.
 
@@ -99,10 +100,10 @@ def inspect(
 
 
 def _print_table(
-    console: Console, run_dir: Path, reader: ArchiveReader, rows: Sequence[ArchiveRow], *, as_json: bool
+    console: TextConsole, run_dir: Path, reader: ArchiveReader, rows: Sequence[ArchiveRow], *, as_json: bool
 ) -> None:
     if as_json:
-        print(msgspec.json.encode(rows).decode())
+        print_text(msgspec.json.encode(rows).decode())
         return
     short = abbreviate_ids(
         [row.trajectory_id for row in rows], (row.trajectory_id for row in reader.find_rows())
@@ -114,14 +115,18 @@ def _print_table(
         console.print(
             f"in flight {now.get('in_flight', 0)}, queued {now.get('queued', 0)}; "
             f"`async-rl inspect {run_dir} TRAJECTORY` shows one in full",
-            highlight=False,
-            markup=False,
             soft_wrap=True,
         )
 
 
 def _print_one(
-    console: Console, run_dir: Path, reader: ArchiveReader, beginning: str, *, special: bool, as_json: bool
+    console: TextConsole,
+    run_dir: Path,
+    reader: ArchiveReader,
+    beginning: str,
+    *,
+    special: bool,
+    as_json: bool,
 ) -> None:
     row = _find(reader, beginning)
     kept, events = reader.read_trajectory(row.trajectory_id)
@@ -134,7 +139,7 @@ def _print_one(
         oldest_trained=_oldest_trained(config, row),
     )
     if as_json:
-        print(msgspec.json.encode(view).decode())
+        print_text(msgspec.json.encode(view).decode())
         return
     show_trajectory(console, view)
     if remark:

@@ -8,13 +8,14 @@ from datetime import datetime
 from typing import Final, Literal, NamedTuple
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from async_rl.cli.inspection.trajectory_view import LogProbs, Passage, TrajectoryView
+from async_rl.observability.text_console import TextConsole
 from async_rl.queue.archive import ArchiveRow
 
 _VERSION_STYLES: Final = ("green", "bright_blue", "magenta", "bright_yellow", "bright_cyan", "bright_red")
@@ -40,15 +41,15 @@ def version_style(weight_version: int) -> str:
     return _VERSION_STYLES[weight_version % len(_VERSION_STYLES)]
 
 
-def terminal() -> Console:
+def terminal() -> TextConsole:
     """Return the console of a command: as wide as the terminal, or wide enough for all columns in a file."""
-    console = Console()
+    console = TextConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=_WIDE)
+        console = TextConsole(width=_WIDE)
     return console
 
 
-def show_trajectory(console: Console, view: TrajectoryView) -> None:
+def show_trajectory(console: TextConsole, view: TrajectoryView) -> None:
     """Print a whole trajectory: figures, conversation and history."""
     console.print(Rule(Text(f"trajectory {view.trajectory_id}", style="bold"), align="left"))
     console.print(_figures(_facts(view)))
@@ -64,7 +65,7 @@ def show_trajectory(console: Console, view: TrajectoryView) -> None:
     console.print()
 
 
-def show_table(console: Console, rows: Sequence[ArchiveRow], ids: Sequence[str], title: str) -> None:
+def show_table(console: TextConsole, rows: Sequence[ArchiveRow], ids: Sequence[str], title: str) -> None:
     """Print a line for each trajectory.
 
     Args:
@@ -85,7 +86,7 @@ def show_table(console: Console, rows: Sequence[ArchiveRow], ids: Sequence[str],
     console.print(table)
 
 
-def show_summary(console: Console, views: Sequence[TrajectoryView]) -> None:
+def show_summary(console: TextConsole, views: Sequence[TrajectoryView]) -> None:
     """Print one line that summarises trajectories."""
     rewards = [p.reward for p in views if p.reward is not None]
     failed = sum(p.error is not None for p in views)
@@ -94,7 +95,6 @@ def show_summary(console: Console, views: Sequence[TrajectoryView]) -> None:
     console.print(
         f"{len(views)} trajectories: {mean}, {failed} failed, {tokens:,} tokens sampled, "
         f"{sum(p.tool_calls for p in views)} tool calls ({sum(p.tool_errors for p in views)} errors)",
-        highlight=False,
         soft_wrap=True,
     )
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from rich.console import Console
 from uuid6 import uuid7
 
 from async_rl.cli.inspection.show import show_summary, show_trajectory, terminal
@@ -41,6 +40,7 @@ from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
+from async_rl.observability.text_console import TextConsole
 from async_rl.queue.archive import ArchiveEvent, Observer, without_routing
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
@@ -49,6 +49,7 @@ from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
 from async_rl.run.preflight import check_config
+from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import first_error, services
 from async_rl.types import Task, Trajectory
 
@@ -75,7 +76,7 @@ def rollout(
     special: bool = False,
     as_json: bool = False,
     save: Path | None = None,
-    console: Console | None = None,
+    console: TextConsole | None = None,
     open_engines: OpenEngines | None = None,
 ) -> int:
     """Try a config's agent loop, and show the trajectories.
@@ -114,7 +115,7 @@ def rollout(
             view_trajectory(without_routing(trajectory), decode, history=[] if not as_json else [now])
         )
         if as_json:
-            print(msgspec.json.encode(views[-1]).decode(), flush=True)
+            print_text(msgspec.json.encode(views[-1]).decode(), flush=True)
         else:
             show_trajectory(console, views[-1])
 
@@ -133,7 +134,7 @@ def rollout(
     failed = [view.error for view in views if view.error is not None]
     if failed:
         why = failed[-1].splitlines()[0]
-        print(
+        print_text(
             f"async-rl: {len(failed)} of {len(views)} trajectories failed; the last one: {why}",
             file=sys.stderr,
         )
@@ -300,7 +301,7 @@ async def engines_from(config: Config, log_dir: Path) -> AsyncIterator[list[Engi
         log_dir=log_dir,
         seed=config.run.seed,
     )
-    print(f"starting an SGLang server for {config.model.path}", file=sys.stderr, flush=True)
+    print_text(f"starting an SGLang server for {config.model.path}", file=sys.stderr, flush=True)
     try:
         await server.start()
         keys = (server.api_key, server.admin_key)

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import google_crc32c
 
 from async_rl.observability.record_log import RecordLog
+from async_rl.runtime.printable import print_text
 
 
 class JsonlTracker:
@@ -47,7 +48,7 @@ class ConsoleTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Implements `Tracker.log`."""
         shown = " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])
-        print(shown, file=self._stream or sys.stdout, flush=True)
+        print_text(shown, file=self._stream or sys.stdout, flush=True)
 
     def close(self) -> None:
         """Implements `Tracker.close`."""

@@ -1,0 +1,232 @@
+"""What is printed and logged holds no control characters, whatever datasets, policies and engines say."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import logging
+import sys
+import threading
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from async_rl.cli.evaluate import show_scores
+from async_rl.cli.main import main
+from async_rl.config import load_config
+from async_rl.config.reference import resolved_yaml
+from async_rl.errors import AgentLoopError, EngineError
+from async_rl.observability.console_report import RunProgress
+from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
+from async_rl.observability.text_console import TextConsole
+from async_rl.queue.archive import Archive
+from async_rl.run.folder import logging_to
+from async_rl.runtime.printable import print_exception, print_text, printable
+from tests.support.run_config import write_run
+from tests.support.trajectories import make_trajectory
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = "[/x]\x1b]52;c;cm0gLXJm\x07\x1b[2J\x9b31m\x7f\r\x08\u202egnp.exe\u2066\u2028[bold]:warning:\x00"
+"""Closes a tag, writes the clipboard, clears the screen, and turns the direction of text."""
+PLAIN_TEXT = {"\n", "\t"}
+DIRECTIONS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def control_characters(text: str) -> set[str]:
+    """The characters of a text that control a terminal."""
+    kinds = {"Cc", "Cs", "Zl", "Zp"}
+    return {c for c in text if c in DIRECTIONS or unicodedata.category(c) in kinds} - PLAIN_TEXT
+
+
+def test_every_control_character_is_shown_as_an_escape() -> None:
+    every = "".join(map(chr, range(sys.maxunicode + 1)))
+    shown = printable(every)
+    assert control_characters(shown) == set()
+    assert printable("a\x1b\x9b\u202e\n\té😀\\[/x]") == "a\\u001b\\u009b\\u202e\n\té😀\\[/x]"
+    assert printable(shown) == shown
+
+
+def test_json_has_the_same_values_when_it_is_printed() -> None:
+    values = [HOSTILE, f"\\{HOSTILE}", "\ud800"]
+    raw = json.dumps(values, ensure_ascii=False)
+    assert json.loads(printable(raw)) == values
+
+
+def test_a_console_shows_markup_and_control_characters_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for terminal in (False, True):
+        out = io.StringIO()
+        console = TextConsole(file=out, width=400, force_terminal=terminal, color_system=None)
+        console.print(HOSTILE)
+        assert "[/x]" in out.getvalue()
+        assert "[bold]:warning:" in out.getvalue()
+        assert control_characters(out.getvalue()) == set()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, calculator: Path) -> Path:
+    """The folder of a run whose dataset, policy and engine are hostile."""
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    config = load_config(write_run(tmp_path), [f"model.path={calculator / 'model'}"])
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    archive = Archive(folder / "trajectories.sqlite", keep=10)
+    hostile = replace(make_trajectory("0198aaaa"), task_id=HOSTILE, group_id=HOSTILE)
+    segments = [
+        replace(each, engine_id=HOSTILE) if hasattr(each, "engine_id") else each for each in hostile.segments
+    ]
+    outcome = replace(hostile.outcome, reward_parts={HOSTILE: 1.0})
+    archive.ended(replace(hostile, segments=tuple(segments), outcome=outcome), 1)
+    archive.dropped(["0198aaaa"], HOSTILE)
+    archive.failed(
+        replace(make_trajectory("0198bbbb", reward=None), task_id="[/x]"), 1, AgentLoopError(HOSTILE)
+    )
+    archive.close()
+    return folder
+
+
+@pytest.mark.parametrize("options", [[], ["0198aaaa"], ["0198bbbb"], ["0198aaaa", "--special"]])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_inspect_prints_no_control_characters(
+    run_dir: Path, options: list[str], as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(run_dir), *options, *(["--json"] if as_json else [])]) == 0
+    shown = capsys.readouterr().out
+    assert control_characters(shown) == set()
+    assert "\\u001b]52" in shown
+    if as_json:
+        assert json.loads(shown)
+
+
+def test_an_error_is_printed_without_control_characters(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(run_dir), HOSTILE]) == 2
+    assert main(["train", f"/{HOSTILE.replace(chr(0), '')}"]) == 2
+    shown = capsys.readouterr()
+    assert control_characters(shown.out + shown.err) == set()
+    assert "gnp.exe" in shown.err
+
+
+def test_scores_are_printed_without_control_characters() -> None:
+    out = io.StringIO()
+    score = EvaluationScore(tasks=1, answers=1, reward=Estimate(value=1.0))
+    record = EvaluationRecord(
+        weight_version=1, status="done", scores={HOSTILE: score, "[/x]": score}, dropped={HOSTILE: 1}
+    )
+    show_scores(TextConsole(file=out, width=400), HOSTILE, record)
+    assert control_characters(out.getvalue()) == set()
+    assert out.getvalue().count("[/x]") >= 3
+
+
+def test_the_live_panel_shows_waits_and_phases_without_control_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    console = TextConsole(file=out, width=400, force_terminal=True, color_system=None)
+    progress = RunProgress(console)
+    progress.phase(HOSTILE)
+    progress.flow(in_flight=1, queued=1, waiting_for=HOSTILE)
+    console.print(progress.render())
+    assert control_characters(out.getvalue()) == set()
+    assert out.getvalue().count("\\u001b]52") == 2
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[str]:
+    """The address of a server that answers every request so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Stay silent."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_doctor_prints_no_control_characters_of_a_hostile_server(capsys: pytest.CaptureFixture[str]) -> None:
+    diagnosis = {"state": "moving", "quiet_s": 0.0, "causes": []}
+    with answering(json.dumps({"phase": HOSTILE, "step": 1, "diagnosis": diagnosis}).encode()) as url:
+        assert main(["doctor", url]) == 0
+    shown = capsys.readouterr().out
+    assert control_characters(shown) == set()
+    assert "\\u001b]52" in shown
+
+
+def test_a_log_has_no_control_characters_and_no_forged_records(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    with logging_to(path, "info"):
+        log = logging.getLogger("async_rl.test")
+        log.info("task %s\n2026-01-01 00:00:00,000 INFO async_rl.run: forged", HOSTILE)
+        try:
+            raise EngineError(f"{HOSTILE}\n2026-01-01 00:00:00,000 INFO async_rl.run: forged")
+        except EngineError as error:
+            log.error("failed", exc_info=error)
+    text = path.read_text()
+    assert control_characters(text) == set()
+    begin = [line for line in text.split("\n") if line and not line.startswith("  ")]
+    assert len(begin) == 2
+    assert all("async_rl.test" in line for line in begin)
+
+
+def test_a_traceback_of_an_unhandled_error_has_no_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = ValueError(HOSTILE)
+    print_exception(ValueError, error)
+    print_text(HOSTILE, file=sys.stderr)
+    shown = capsys.readouterr().err
+    assert control_characters(shown) == set()
+    assert "ValueError" in shown
+
+
+_OWN_PROGRAMS = ("async_rl/simulation/", "agent_loops/sandbox_child.py", "async_rl/runtime/reaper.py")
+"""Programs of their own, which print figures, in a sandbox, or representations."""
+_ALLOWED = {
+    "print": "async_rl/runtime/printable.py",
+    "Formatter": "async_rl/runtime/printable.py",
+    "Console": "async_rl/observability/text_console.py",
+    "from_markup": "",
+}
+"""Names that print or format text, with the only module that may call each."""
+
+
+def test_only_the_sanitiser_prints_text_and_formats_logs() -> None:
+    found = []
+    for path in sorted(
+        path for part in ("async_rl", "agent_loops", "trainer") for path in (ROOT / part).rglob("*.py")
+    ):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(_OWN_PROGRAMS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            receiver = ast.unparse(node.func)
+            prints = called in _ALLOWED and receiver in (called, f"logging.{called}", f"Text.{called}")
+            if (prints and _ALLOWED[called] != name) or receiver in ("sys.stdout.write", "sys.stderr.write"):
+                found.append(f"{name}:{node.lineno}: {receiver}")
+            markup = {k.arg: k.value for k in node.keywords}.get("markup")
+            if called == "TextColumn" and not (isinstance(markup, ast.Constant) and markup.value is False):
+                found.append(f"{name}:{node.lineno}: TextColumn parses markup")
+    assert found == []
