@@ -1318,6 +1318,14 @@ MUTANTS: Final = (
         (f"{QUEUE}::test_a_dropped_group_keeps_its_slab_while_the_drop_cannot_be_written",),
     ),
     Mutant(
+        "recoveries-after-a-crash-all-at-once",
+        "After a crash of the driver all trajectories request their rows at once.",
+        "async_rl/rollout/session/context.py",
+        "asyncio.Semaphore(_MAX_RECOVERING)",
+        "asyncio.Semaphore(1 << 20)",
+        ("tests/integration/test_killed_driver.py",),
+    ),
+    Mutant(
         "payload-is-silence",
         "An engine that moves a long payload is quarantined for silence.",
         "async_rl/engines/lease.py",
