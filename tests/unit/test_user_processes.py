@@ -239,7 +239,7 @@ async def test_a_release_command_runs_only_when_the_block_outlives_its_attempt(t
             pass
         await ReleasedBy(["touch", str(tmp_path / "not released")]).__aenter__()
     await settle()
-    await until(lambda: (tmp_path / "not released").exists())
+    await until(lambda: (tmp_path / "not released").exists() and bool(counted))
     assert counted == [("sandbox", "attempt_ended")]
     assert not (tmp_path / "released in the block").exists()
 
