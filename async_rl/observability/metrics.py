@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Final, Literal, NamedTuple, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -107,6 +107,10 @@ def declared(instruments: type[Instruments]) -> Iterator[MetricSection]:
         if found:
             yield MetricSection((part.__doc__ or part.__name__).splitlines()[0].rstrip("."), found)
 
+
+_MAX_TOOLS: Final = 100
+"""The most tools that metrics tell apart: each adds 36 time series."""
+_MAX_TOOL_CHARS: Final = 100
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 """Buckets from the wake-up of a loop to a large trainer step."""
@@ -315,7 +319,8 @@ class FlowMetrics(Instruments):
         bad="Rises: the server behind it is overloaded or gone.",
     )
     tool_calls_total = counter(
-        "Tool calls by tool and status (ok, error); `unknown` is what the policy makes up.",
+        "Tool calls by tool and status (ok, error); `unknown` is what the policy makes up, `other` all tools "
+        "after the first 100.",
         "tool",
         "status",
         source="rollout, after each tool call",
@@ -734,6 +739,16 @@ class Metrics(
         >>> metrics = Metrics()
         >>> metrics.trajectories_dropped_total.labels(reason="stale").inc()
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tools: set[str] = set()
+
+    def tool_label(self, tool: str) -> str:
+        """Return the label of a tool: its name, which an agent may choose, or `other` after 100 names."""
+        if len(self._tools) < _MAX_TOOLS and len(tool) <= _MAX_TOOL_CHARS:
+            self._tools.add(tool)
+        return tool if tool in self._tools else "other"
 
     def observe_checkpoint(self, step: int, pause_s: float, write_s: float) -> None:
         """Record a checkpoint that is complete on disk."""

@@ -262,9 +262,10 @@ class Endpoint:
 
     async def _read_request(self, request: web.Request, key: str) -> tuple[ChatRequest, list[bytes]]:
         """Receive and check a request; a large one in a thread, so that the event loop goes on."""
-        # An encoded body may be larger than its length says.
-        encoded = request.content_length is None or "Content-Encoding" in request.headers
-        num_bytes = self._max_body_bytes if encoded else request.content_length or 0
+        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+            raise ApiError(415, f"Content-Encoding is {encoding!r}: send the body as it is")
+        length = request.content_length
+        num_bytes = self._max_body_bytes if length is None else length
         if num_bytes > self._max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, num_bytes)
         try:
@@ -277,7 +278,7 @@ class Endpoint:
         except TimeoutError as error:
             raise ApiError(408, f"the request did not come within {TRANSFER_S:g} s", retry=True) from error
         except web.RequestPayloadError as error:
-            raise ApiError(400, f"the body cannot be decoded: {error}") from error
+            raise ApiError(400, f"the body is incomplete: {error}") from error
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         self._handler_of(request)

@@ -54,6 +54,7 @@ async def serve_http(
         keepalive_timeout=IDLE_S,
         lingering_time=LINGER_S,
         read_bufsize=_READ_BYTES,
+        auto_decompress=False,  # what a body decompresses to has no limit
         handler_cancellation=handler_cancellation,
         shutdown_timeout=_SHUTDOWN_S,
     )

@@ -29,6 +29,7 @@ MISBEHAVING: Final = "tests/simulation/test_misbehaving_loops.py"
 DIAGNOSIS: Final = "tests/unit/test_diagnosis.py"
 RUN_LOG: Final = "tests/unit/test_run_log.py"
 ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
+OPENAI_API: Final = "tests/unit/test_openai_api.py"
 LISTENERS: Final = "tests/unit/test_listeners.py"
 REWARD_HACKS: Final = "tests/unit/test_reward_hacks.py"
 USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
@@ -1689,6 +1690,39 @@ MUTANTS: Final = (
         "os.O_DIRECTORY | os.O_NOFOLLOW",
         "os.O_DIRECTORY",
         (PATH_NAMES,),
+    ),
+    # -- requests of agents ------------------------------------------------------------------------------
+    Mutant(
+        "agents-name-any-number-of-time-series",
+        "Each name of an agent's tools becomes time series.",
+        "async_rl/observability/metrics.py",
+        "if len(self._tools) < _MAX_TOOLS and len(tool) <= _MAX_TOOL_CHARS:",
+        "if tool:",
+        (OPENAI_API,),
+    ),
+    Mutant(
+        "numbers-in-headers-of-any-length",
+        "A number of 5,000 digits in a header fails its request with 500.",
+        "async_rl/openai_api/endpoint.py",
+        "if digits.isdecimal() and len(digits) < 10 else None",
+        "if digits.isdecimal() else None",
+        (OPENAI_API,),
+    ),
+    Mutant(
+        "keys-of-any-bytes",
+        "A key that is not ASCII fails its request with 500.",
+        "async_rl/openai_api/endpoint.py",
+        "if not key.isascii() or not hmac.compare_digest(",
+        "if not hmac.compare_digest(",
+        (OPENAI_API,),
+    ),
+    Mutant(
+        "tools-of-any-size",
+        "Schemas and arguments may have any number of values.",
+        "async_rl/openai_api/chat_completions.py",
+        "        if self._num_left < 0:\n",
+        "        if False:\n",
+        (OPENAI_API,),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,

@@ -214,10 +214,10 @@ async def test_a_key_opens_only_its_own_trajectory_and_only_while_it_is_open():
                 await late.models.list()
         assert over.value.status_code == 410
         forged = first.access.api_key[:-1] + ("0" if first.access.api_key[-1] != "0" else "1")
-        for key in ("nothing", "sk-1-", forged, "sk-9-ü"):
+        for key in (b"nothing", b"sk-1-", forged.encode(), "sk-9-ü".encode(), b"sk-\xff\xfe-0", b"9" * 5000):
             async with httpx.AsyncClient(trust_env=False) as client:
                 answer = await client.get(
-                    f"{first.access.base_url}/models", headers={"Authorization": f"Bearer {key}".encode()}
+                    f"{first.access.base_url}/models", headers={"Authorization": b"Bearer " + key}
                 )
             assert answer.status_code == 401, key
 
@@ -384,3 +384,80 @@ async def test_a_weight_update_is_invisible_when_it_comes_in_the_middle_of_a_str
     assert said == text
     assert [segment.weight_version for segment in trajectory.sampled] == [0, 1]
     assert trajectory.outcome.num_interruptions == 1
+
+
+TOOL_RESULT = {"role": "tool", "tool_call_id": "1", "content": "rain"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "place"),
+    [
+        ({"messages": [{"role": [], "content": "x"}]}, {}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, {}, "messages[0].tool_calls"),
+        ({"messages": [TOOL_RESULT | {"name": ["weather"]}]}, {}, "messages[0].name"),
+        ({"messages": [TOOL_RESULT | {"tool_call_id": {}}]}, {}, "messages[0].tool_call_id"),
+        ({"stop": [["x"]]}, {}, "stop[0]"),
+        ({"stop": ["x"] * 65}, {}, "stop"),
+        ({"tools": [{"type": "function", "function": {"name": ["weather"]}}]}, {}, "tools[0]"),
+        (b'{"model": "policy", "messages": [], "seed": ' + b"9" * 5000 + b"}", {}, "seed"),
+        ({"temperature": {}}, {}, "temperature"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": [0] * 300_000}}]}, {}, "tools[0]"),
+        ({"messages": [{"role": "user", "content": "x"}] * 10_001}, {}, "messages"),
+        ({"n": "x"}, {"x-stainless-retry-count": "9" * 5000}, "n"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_malformed_request_is_refused_by_place_and_its_trajectory_goes_on(
+    body: Any, headers: dict[str, str], place: str | None
+):
+    async with asked(lines("Hello.")) as a:
+        if isinstance(body, dict):
+            request = {"model": "policy", "messages": [{"role": "user", "content": "x"}]} | body
+            body = json.dumps(request).encode()
+        key = {"Authorization": f"Bearer {a.access.api_key}"}
+        async with httpx.AsyncClient(trust_env=False) as client:
+            url = f"{a.access.base_url}/chat/completions"
+            answer = await client.post(url, content=body, headers=key | headers)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == place
+        assert a.bench.counted("openai_requests_total", result="refused") == 1
+        assert (await a.say("Hi")).choices[0].message.content == "Hello."
+
+
+async def test_a_valid_request_is_answered_whatever_its_header_of_retries():
+    async with asked(lines("Hello.")) as a:
+        answer = await a.say("Hi", extra_headers={"x-stainless-retry-count": "9" * 5000})
+        assert answer.choices[0].message.content == "Hello."
+
+
+async def test_a_compressed_body_is_refused():
+    async with asked(lines("never said")) as a, httpx.AsyncClient(trust_env=False) as client:
+        headers = {"Authorization": f"Bearer {a.access.api_key}", "Content-Encoding": "gzip"}
+        answer = await client.post(f"{a.access.base_url}/chat/completions", content=b"\x1f", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (415, "invalid_request_error")
+
+
+async def test_arguments_that_no_text_can_hold_stay_text():
+    async with asked(lines("Hello.")) as a:
+        function = {"name": "weather", "arguments": '{"city": "\\ud800"}'}
+        said = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+        assert (await a.say("Hi", said, "Go on.")).choices[0].message.content == "Hello."
+
+
+async def test_names_of_an_agents_tools_make_a_bounded_number_of_time_series():
+    async with asked(lambda prompt: "Hello.", max_branches=2) as a:
+        for turn in range(3):
+            names = [f"tool {turn} {number}" for number in range(50)]
+            tools = [{"type": "function", "function": {"name": name}} for name in names]
+            results = [TOOL_RESULT | {"name": name} for name in names]
+            await a.say("Hi", *results, tools=tools)
+        # More than one request may offer.
+        a.bench.session.record_tool_call(error=False, tool="x" * 1000)
+        found = {
+            sample.labels["tool"]
+            for family in a.bench.metrics.registry.collect()
+            for sample in family.samples
+            if "tool" in sample.labels
+        }
+        assert len(found) == 101
+        assert a.bench.counted("tool_calls_total", tool="other", status="ok") == 51

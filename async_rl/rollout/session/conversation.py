@@ -330,9 +330,11 @@ class Conversation(Generic[Writer]):
         """Implements `api.Session.record_tool_call`."""
         self.num_tool_calls += 1
         self.num_tool_errors += error
-        self._context.metrics.tool_calls_total.labels(tool, "error" if error else "ok").inc()
-        self._context.metrics.tool_seconds.labels(tool).observe(seconds)
-        self._context.metrics.tool_wait_seconds.labels(tool).observe(waited_s)
+        metrics = self._context.metrics
+        tool = metrics.tool_label(tool)
+        metrics.tool_calls_total.labels(tool, "error" if error else "ok").inc()
+        metrics.tool_seconds.labels(tool).observe(seconds)
+        metrics.tool_wait_seconds.labels(tool).observe(waited_s)
 
     def record_request(self, result: str, ignored: Sequence[str] = ()) -> None:
         """Implements `api.Session.record_request`."""
