@@ -16,6 +16,10 @@ _MAX_LITERAL_CHARS = 16_384
 """The limit of texts for Python's parser, whose memory grows with the length."""
 
 
+_MAX_UNREADABLE = 100
+"""After so many unreadable calls the rest of a text is one more: each may take time of the whole text."""
+
+
 class Unreadable(ValueError):
     """A call cannot be read; the message is for the policy."""
 
@@ -90,13 +94,16 @@ class TaggedParser(ToolParser):
     def read(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
         """Implements `ToolParser.read`."""
         begins = re.compile("|".join(map(re.escape, self.tags)))
-        scan, calls = Scanner(text), list[Call]()
+        scan, calls, unreadable = Scanner(text), list[Call](), 0
         while (begin := begins.search(text, scan.position)) is not None:
             scan.position = begin.end()
             try:
                 calls.append(self.read_one(scan, begin.group(), tools))
             except Unreadable as error:
                 calls.append(self._skip(scan, begin, str(error)))
+                unreadable += 1
+                if unreadable > _MAX_UNREADABLE:
+                    break
         return calls
 
     def _skip(self, scan: Scanner, begin: re.Match[str], error: str) -> MalformedCall:

@@ -421,7 +421,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
             return fast
         from transformers import AutoTokenizer
 
-        slow: Tokenizer = AutoTokenizer.from_pretrained(folder)
+        slow: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return slow
     except Exception as error:  # tokenizers raises bare Exception, transformers almost anything
         raise ConfigError(f"the tokenizer cannot be read: {error}") from error

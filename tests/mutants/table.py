@@ -1724,6 +1724,22 @@ MUTANTS: Final = (
         "        if False:\n",
         (OPENAI_API,),
     ),
+    Mutant(
+        "unreadable-calls-without-end",
+        "A text with thousands of unreadable tool calls blocks the event loop for a minute.",
+        "agent_loops/parsing/scan.py",
+        "if unreadable > _MAX_UNREADABLE:",
+        "if False:",
+        ("tests/unit/test_defences.py::test_parsers_end_on_hostile_text",),
+    ),
+    Mutant(
+        "models-ask-to-run-their-code",
+        "transformers asks on the terminal whether to run the code of a model's folder.",
+        "async_rl/data/chat_format.py",
+        "(folder, trust_remote_code=False)",
+        "(folder)",
+        ("tests/unit/test_defences.py::test_no_code_of_a_models_folder_is_run",),
+    ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,
 names and folders."""

@@ -149,6 +149,28 @@ def test_files_that_a_page_names_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_tests_that_a_page_names_exist(page: str) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / page).read_text(encoding="utf-8"))
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not re.search(
+            rf"^(?:async )?def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE
+        )
+    ]
+    assert missing == []
+
+
+def test_each_row_of_the_threat_model_names_its_test() -> None:
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| you: ")]
+    assert len(rows) > 40
+    headings = ("| who ", "| defence ")
+    without = [row for row in rows if "`tests/" not in row and not row.startswith(headings)]
+    assert without == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_settings_that_a_page_names_exist(page: str) -> None:
     keys = {key.replace("[]", "") for key, *_ in describe_fields()}
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -110,7 +110,7 @@ class HFBridge:
             raise ConfigError(
                 f"model.path is {path}, but there is no config.json: name a Hugging Face model folder"
             )
-        self.hf_config = AutoConfig.from_pretrained(self.path)
+        self.hf_config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         try:
             self.mbridge = bridge_for(self.hf_config, path, dtype, transformer_config)
         except ValueError as e:  # Megatron's own checks of divisibility
