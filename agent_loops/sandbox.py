@@ -14,10 +14,12 @@ memory and ends with it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import marshal
 import os
+import pwd
 import secrets
 import shutil
 import signal
@@ -57,21 +59,21 @@ _users = itertools.count(_FIRST_USER + os.getpid() % 10_000 * 10_000)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of a program.
+    """The limits of a program, which is one process.
 
-    Memory is limited for each process: all processes together may use `max_processes` times as much.
+    Its memory is at most `memory_mb`, `scratch_mb` and 64 MiB in the kernel.
     """
 
     wall_s: Annotated[float, Meta(gt=0)] = 10.0
     """The longest run, in seconds."""
     cpu_s: Annotated[int, Meta(ge=1)] = 10
-    """Seconds of processor time of each process, over all runs of an interpreter."""
+    """Seconds of processor time, over all runs of an interpreter."""
     memory_mb: Annotated[int, Meta(ge=32)] = 512
-    """Address space of each process, MiB."""
+    """Address space, MiB."""
     max_output_bytes: Annotated[int, Meta(ge=1)] = 65_536
     """A program that prints more is ended."""
     max_processes: Annotated[int, Meta(ge=1)] = 16
-    """The most concurrent processes and threads."""
+    """The most concurrent threads. A program cannot start processes: each would have its own memory."""
     scratch_mb: Annotated[int, Meta(ge=1)] = 64
     """The size of the writable folder in MiB, and of the largest file."""
     isolation: Literal["namespaces", "guarded"] = "namespaces"
@@ -113,6 +115,7 @@ class Sandbox:
         for path in self.limits.import_paths:
             if not os.path.isdir(path):
                 raise ConfigError(f"sandbox: import_paths has {path!r}, which is not a folder here")
+            _refuse_home(path, "import_paths")
             if os.geteuid() == 0 and os.stat(path).st_mode & 0o005 != 0o005:
                 raise ConfigError(
                     f"sandbox: import_paths has {path!r}, which only its owner can read, but root's programs "
@@ -442,6 +445,7 @@ def sandbox_command(limits: Limits) -> tuple[list[str], str | None]:
         "CPU": limits.cpu_s,
         "FSIZE": limits.scratch_mb << 20,
         "NOFILE": 128,
+        "SIGPENDING": 256,
     }
     if isolated or user is not None:  # else it would count all processes of this user
         maxima["NPROC"] = limits.max_processes
@@ -451,12 +455,53 @@ def sandbox_command(limits: Limits) -> tuple[list[str], str | None]:
         "user": user,
         "scratch": scratch,
         "scratch_bytes": limits.scratch_mb << 20,
-        "read_only": [str(Path(python).parents[1]), *limits.import_paths],
+        "read_only": [*_files_of(python), *limits.import_paths],
         "import_paths": list(limits.import_paths),
         "limits": maxima,
     }
     source = _CHILD.read_text(encoding="utf-8")
     return [python, "-I", "-S", "-B", "-u", "-c", source, marshal.dumps(settings).hex()], scratch
+
+
+@functools.cache
+def _files_of(python: str) -> tuple[str, ...]:
+    """Return the files that an interpreter needs to run, except those in `/usr`, which is shown anyway."""
+    code = "import sys; print(*(sys.base_prefix, sys.platlibdir, *sys.path), sep='\\n')"
+    try:
+        ran = subprocess.run(
+            [python, "-I", "-S", "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(Limits()),
+            cwd="/",
+            timeout=START_S,
+            check=True,
+        )
+        prefix, libraries, *modules = os.fsdecode(ran.stdout).splitlines()
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise _refused(f"{python} is no Python interpreter: {error}") from error
+    shared = (str(path) for name in {"lib", libraries} for path in Path(prefix, name).glob("lib*.so*"))
+    files = [path for path in modules if os.path.exists(path)]
+    for path in files:
+        _refuse_home(path, "python")
+    return tuple(path for path in (python, *files, *sorted(shared)) if not path.startswith("/usr/"))
+
+
+def _refuse_home(path: str, setting: str) -> None:
+    """Refuse to show programs a folder with somebody's home folder in it.
+
+    Raises:
+        ConfigError: The folder is `/`, a home folder, or one that contains home folders.
+    """
+    users = (user for user in pwd.getpwall() if user.pw_uid in (0, os.getuid()) or user.pw_uid >= 1000)
+    homes = {Path.home(), Path("/root"), Path("/home/anyone"), *(Path(user.pw_dir) for user in users)}
+    shown = Path(path).resolve()
+    for home in homes - {Path("/")}:
+        if home.resolve().is_relative_to(shown):
+            raise ConfigError(
+                f"sandbox: {setting} has {path!r}, which contains a home folder ({home}); programs could "
+                "read the keys in it. Name the folder of the packages"
+            )
 
 
 def _environment(limits: Limits) -> dict[str, str]:

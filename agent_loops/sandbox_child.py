@@ -38,6 +38,8 @@ CLONE_REST = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 2, -100, 0x8000, 1, 2
 CAPABILITY_VERSION_3 = 0x20080522
+MAX_BUFFER_BYTES = 32 << 20
+"""The most that buffers of socket pairs may hold, by Linux's defaults 26 MiB. Each may exceed it by half."""
 READY = b"\n\x1eready\n"
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """The architecture as audit(8) names it, and its column in the tables below."""
@@ -58,12 +60,6 @@ REFUSED = {
     "perf_event_open": (298, 241),
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "kexec_load": (246, 104),
@@ -71,19 +67,38 @@ REFUSED = {
     "open_by_handle_at": (304, 265),
     "io_uring_setup": (425, 425),
 }
-"""System calls that no program here needs: new namespaces, unaccounted memory, other processes, and kernel
-interfaces with many past vulnerabilities."""
-REFUSED_WITHOUT_NAMESPACES = {
+"""System calls that no program here needs: new namespaces, other processes, and kernel interfaces with many
+past vulnerabilities."""
+REFUSED_UNACCOUNTED = {
     "fork": (57, -1),
     "vfork": (58, -1),
+    "socket": (41, 198),
+    "setsockopt": (54, 208),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "vmsplice": (278, 75),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "landlock_create_ruleset": (444, 444),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+}
+"""System calls that hold memory outside the address space of the one process, which `memory_mb` limits: other
+processes, socket buffers of any size, descriptors in flight, pinned pages, lists in the kernel."""
+REFUSED_WITHOUT_NAMESPACES = {
     "execve": (59, 221),
     "execveat": (322, 281),
     "kill": (62, 129),
     "pidfd_send_signal": (424, 424),
     "pidfd_open": (434, 434),
-    "socketpair": (53, 199),
 }
-CLONE, SOCKET, CLONE3 = (56, 220), (41, 198), 435
+SOCKETPAIR, CLONE, CLONE3, FCNTL = (53, 199), (56, 220), 435, (72, 25)
+CLONE_THREAD, F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETPIPE_SZ = 0x10000, 6, 7, 37, 38, 1031
 AST_ONLY = 0x400
 """`ast.PyCF_ONLY_AST`; the module `ast` takes milliseconds to import."""
 SETUP_FAILED = 97
@@ -138,7 +153,8 @@ def set_up_isolation(settings: dict[str, Any]) -> None:
         check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
         os.chdir(settings["scratch"])
     limit(settings)
-    filtered = filter_calls(libc, alone=not settings["namespaces"])
+    pairs = settings["namespaces"] and settings["limits"]["NOFILE"] * buffer_bytes() <= MAX_BUFFER_BYTES
+    filtered = filter_calls(libc, alone=not settings["namespaces"], pairs=pairs)
     if settings["namespaces"]:
         check(filtered, "a filter of system calls is refused")
     else:
@@ -250,12 +266,13 @@ def leave_privileges(libc: CDLL, user: int | None) -> None:
     check(libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
 
 
-def filter_calls(libc: CDLL, *, alone: bool) -> int:
-    """Refuse `REFUSED`, and sockets other than Unix and IP: network namespaces do not cover vsock.
+def filter_calls(libc: CDLL, *, alone: bool, pairs: bool) -> int:
+    """Refuse system calls: those of the tables, new processes, and what fills memory through `fcntl`.
 
     Args:
         libc: The C library.
-        alone: Whether there are no namespaces, so that processes, signals and all sockets are refused.
+        alone: Whether there are no namespaces, so that signals to other processes are refused.
+        pairs: Whether pairs of Unix sockets are allowed.
 
     Returns:
         0, or -1 if the kernel refuses the filter (errno).
@@ -265,7 +282,8 @@ def filter_calls(libc: CDLL, *, alone: bool) -> int:
     import ctypes
 
     architecture, column = MACHINES[os.uname().machine]
-    refused = [*REFUSED.values(), *(REFUSED_WITHOUT_NAMESPACES.values() if alone else ())]
+    refused = [*REFUSED.values(), *REFUSED_UNACCOUNTED.values()]
+    refused += REFUSED_WITHOUT_NAMESPACES.values() if alone else ()
     code: list[bytes] = []
 
     def add(kind: int, k: int, jump_true: int = 0, jump_false: int = 0) -> None:
@@ -286,26 +304,39 @@ def filter_calls(libc: CDLL, *, alone: bool) -> int:
     add(equal, CLONE3, 0, 1)  # a filter cannot see its flags
     add(leave, unknown)
     add(equal, CLONE[column], 0, 4)
-    add(load, 16)
-    if alone:
-        add(some_bits, 0x00010000, 1, 0)  # CLONE_THREAD
-    else:
-        add(some_bits, 0x7E020000, 0, 1)  # any CLONE_NEW…
+    add(load, 16)  # the low half of the first argument
+    add(some_bits, CLONE_THREAD, 1, 0)
     add(leave, refuse)
     add(leave, allow)
-    add(equal, SOCKET[column], 0, 6)
+    add(equal, SOCKETPAIR[column], 0, 4)
     add(load, 16)
-    families = (0xFFFF,) * 3 if alone else (1, 2, 10)  # Unix, IP, IPv6
-    for distance, family in zip((3, 2, 1), families, strict=True):
-        add(equal, family, distance, 0)
+    add(equal, 1 if pairs else 0xFFFF, 1, 0)  # Unix
     add(leave, refuse)
     add(leave, allow)
+    commands = (F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETPIPE_SZ)
+    add(equal, FCNTL[column], 0, len(commands) + 3)
+    add(load, 24)
+    for distance, command in zip(range(len(commands), 0, -1), commands, strict=True):
+        add(equal, command, distance, 0)
+    add(leave, allow)
+    add(leave, refuse)
     add(leave, allow)
     program = b"".join(code)
     buffer = ctypes.create_string_buffer(program, len(program))
     header = len(code).to_bytes(8, "little") + ctypes.addressof(buffer).to_bytes(8, "little")
     result: int = libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header, len(header)), 0, 0)
     return result
+
+
+def buffer_bytes() -> int:
+    """Return the buffer size of a new socket, which hosts may have made large; asyncio needs a pair."""
+    import _socket
+
+    pair = _socket.socketpair()
+    size: int = pair[0].getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF)
+    for end in pair:
+        end.close()
+    return size
 
 
 def become(user: int) -> None:

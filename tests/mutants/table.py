@@ -31,6 +31,7 @@ RUN_LOG: Final = "tests/unit/test_run_log.py"
 ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
 OPENAI_API: Final = "tests/unit/test_openai_api.py"
 LISTENERS: Final = "tests/unit/test_listeners.py"
+SANDBOX: Final = "tests/unit/test_sandbox.py"
 REWARD_HACKS: Final = "tests/unit/test_reward_hacks.py"
 USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
 FORGED_TURNS: Final = "tests/unit/test_forged_turns.py"
@@ -1469,6 +1470,54 @@ MUTANTS: Final = (
         '    if len(program.encode(errors="replace")) > MAX_CODE_BYTES:',
         "    if False:",
         (f"{REWARD_HACKS}::test_a_cheat_earns_nothing_when_output_is_tested[too_long]",),
+    ),
+    Mutant(
+        "sandbox-starts-processes",
+        "A program in the sandbox multiplies its memory by processes.",
+        "agent_loops/sandbox_child.py",
+        "    add(some_bits, CLONE_THREAD, 1, 0)",
+        "    add(some_bits, 0xFFFFFFFF, 1, 0)",
+        (f"{SANDBOX}::test_a_program_starts_no_process_and_its_threads_are_bounded",),
+    ),
+    Mutant(
+        "sandbox-enlarges-socket-buffers",
+        "Socket buffers hold more memory than the sandbox may use.",
+        "agent_loops/sandbox_child.py",
+        '    "setsockopt": (54, 208),\n',
+        "",
+        (f"{SANDBOX}::test_memory_outside_the_address_space_is_bounded[socket buffers]",),
+    ),
+    Mutant(
+        "sandbox-enlarges-pipes",
+        "Pipes hold more memory than the sandbox may use.",
+        "agent_loops/sandbox_child.py",
+        "F_OFD_SETLKW, F_SETPIPE_SZ)\n    add",
+        "F_OFD_SETLKW)\n    add",
+        (f"{SANDBOX}::test_memory_outside_the_address_space_is_bounded[pipes]",),
+    ),
+    Mutant(
+        "sandbox-pins-pages",
+        "Pipes pin pages that the address space no longer has.",
+        "agent_loops/sandbox_child.py",
+        '    "vmsplice": (278, 75),\n',
+        "",
+        (f"{SANDBOX}::test_memory_outside_the_address_space_is_bounded[huge pages in pipes]",),
+    ),
+    Mutant(
+        "sandbox-shows-what-lies-beside-python",
+        "Programs read the folder in which the interpreter lies.",
+        "agent_loops/sandbox.py",
+        "[*_files_of(python), *limits.import_paths]",
+        "[str(Path(python).parents[1]), *limits.import_paths]",
+        (f"{SANDBOX}::test_a_home_folder_is_not_shown_when_the_interpreter_lies_in_it",),
+    ),
+    Mutant(
+        "sandbox-shows-home-folders",
+        "Programs read a home folder that import_paths names.",
+        "agent_loops/sandbox.py",
+        "        if home.resolve().is_relative_to(shown):",
+        "        if False:",
+        (f"{SANDBOX}::test_config_error_when_the_limits_cannot_be",),
     ),
     Mutant(
         "unstarted-sandbox-is-a-failed-program",
