@@ -629,6 +629,14 @@ MUTANTS: Final = (
         (SESSION_ROUTING,),
     ),
     Mutant(
+        "recovery-gives-up-on-loans",
+        "Rows stay missing when a few evaluations borrow the engine that recovers them.",
+        "async_rl/engines/lease.py",
+        "return slot.state is not EngineState.SERVING or (slot",
+        "return slot.state is EngineState.UPDATING or (slot",
+        (f"{SESSION_ROUTING}::test_rows_are_recovered_when_evaluations_borrow_the_engine_between_updates",),
+    ),
+    Mutant(
         "recovery-gives-up-on-updates",
         "Rows stay missing when a few updates interrupt their recovery.",
         "async_rl/rollout/session/transcript.py",

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 
-from async_rl.config import SimulatedEngines
+from async_rl.config import EvaluationConfig, SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest
+from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineError
+from async_rl.evaluation.evaluator import Evaluator
+from async_rl.evaluation.service import EvaluationService
+from async_rl.observability.evaluation_record import EvaluationRecord
+from async_rl.observability.metrics import Metrics
 from async_rl.routing import invalid_rows, recomputed_rows
+from async_rl.runtime.supervision import services
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
@@ -676,6 +683,57 @@ async def test_rows_are_recovered_however_often_updates_interrupt_it() -> None:
     trajectory = ending.result()
     assert_whole(trajectory, 7)
     assert trajectory.trace.recomputed == ((0, trajectory.num_tokens - 1),)
+
+
+class NoAnswers:
+    """An evaluator that gets no answer."""
+
+    num_answers = 1
+
+    def new_pool(self) -> EnginePool:
+        return EnginePool(Metrics(), lambda: 0.0)
+
+    async def evaluate_sets(self, pool: EnginePool, version: int, answers: object) -> EvaluationRecord:
+        raise EngineError("no answers")
+
+
+@in_virtual_time
+async def test_rows_are_recovered_when_evaluations_borrow_the_engine_between_updates(tmp_path: Path) -> None:
+    """Each version interrupts a recovery twice: by its update, and by the loan for its evaluation.
+
+    When interruptions counted among its four attempts, two versions were enough to lose the rows.
+    """
+    engine = recorded(Watched(stop_at=[55]), prefill_tokens_per_s=60.0)
+    bench = Bench(engine, **LONG)
+    bench.start()
+    engine.mute = True
+    await bench.session.generate()
+    engine.mute = False
+
+    async def take_back(engine_id: str) -> None:
+        bench.pool.recall_engine(engine_id)
+        bench.pool.serve_engine(engine_id, bench.pool.version_of(engine_id))
+
+    service = EvaluationService(
+        EvaluationConfig(every=1),
+        tmp_path,
+        bench.pool,
+        take_back,
+        cast(Evaluator, NoAnswers()),
+        step=0,
+        interrupt_timeout_s=10.0,
+        log_evaluation=lambda record: record,
+        clock=asyncio.get_running_loop().time,
+    )
+    async with services(evaluation=service.run_evaluations), asyncio.TaskGroup() as group:
+        ending = group.create_task(bench.finish())
+        for version in range(1, 6):
+            await asyncio.sleep(0.1)  # the prefill takes longer
+            await bench.bump(version)
+    trajectory = ending.result()
+    assert invalid_rows(trajectory.trace) == 0
+    assert [finish.reason for _, finish in engine.finished[1:]] == ["abort"] * 10 + ["length"]
+    assert_whole(trajectory, 5)
 
 
 @in_virtual_time
