@@ -375,32 +375,31 @@ while frame:
 }
 
 
-async def scores_of(answer: Any, program: str) -> dict[str, float]:
-    return await code_tests(
-        make_task(answer=answer),
-        make_completion(f"```python\n{program}\n```"),
-        partial=True,
-        wall_s=1.5,
-        cpu_s=1,
-    )
+async def scores_of(answer: Any, program: str, **limits: Any) -> dict[str, float]:
+    text = f"```python\n{program}\n```"
+    return await code_tests(make_task(answer=answer), make_completion(text), partial=True, **limits)
+
+
+TIGHT = {"wall_s": 1.5, "cpu_s": 1}
+"""For cheats, some of which never end."""
 
 
 @pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("name", CHEATS)
 async def test_a_cheat_earns_nothing_when_functions_are_tested(name: str) -> None:
-    assert await scores_of(TESTS, CHEATS[name]) == {"reward": 0.0, "passed": 0.0}
+    assert await scores_of(TESTS, CHEATS[name], **TIGHT) == {"reward": 0.0, "passed": 0.0}
 
 
 @pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("name", PRINT_CHEATS)
 async def test_a_cheat_earns_nothing_when_output_is_tested(name: str) -> None:
     answer = {"inputs": ["17 25\n", "1 1\n"], "outputs": ["42\n", "2\n"]}
-    assert await scores_of(answer, PRINT_CHEATS[name]) == {"reward": 0.0, "passed": 0.0}
+    assert await scores_of(answer, PRINT_CHEATS[name], **TIGHT) == {"reward": 0.0, "passed": 0.0}
 
 
 @pytest.mark.needs("namespaces")
 async def test_an_honest_program_earns_the_reward() -> None:
-    assert await scores_of(TESTS, HONEST) == {"reward": 1.0, "passed": 1.0}
+    assert await scores_of(TESTS, HONEST, wall_s=60) == {"reward": 1.0, "passed": 1.0}
 
 
 @pytest.mark.needs("namespaces")
@@ -410,7 +409,7 @@ async def test_an_honest_program_earns_the_reward() -> None:
 async def test_an_exit_is_no_error_that_a_test_expects(how: str) -> None:
     answer = ["try:\n    add(1, 'x')\nexcept:\n    pass\nelse:\n    assert False"]
     program = f"import os, signal, sys\ndef add(a, b):\n    {how}"
-    assert await scores_of(answer, HONEST) == {"reward": 1.0, "passed": 1.0}
+    assert await scores_of(answer, HONEST, wall_s=60) == {"reward": 1.0, "passed": 1.0}
     assert await scores_of(answer, program) == {"reward": 0.0, "passed": 0.0}
 
 

@@ -134,7 +134,7 @@ DOUBLE = "def double(numbers):\n    return [2 * number for number in numbers]"
     ],
 )
 async def test_an_honest_program_passes_when_tests_have_a_usual_form(tests: Any, program: str) -> None:
-    scores = await code_tests(make_task(answer=tests), make_completion(program), partial=True)
+    scores = await code_tests(make_task(answer=tests), make_completion(program), partial=True, wall_s=60)
     assert scores["passed"] == 1.0
 
 
