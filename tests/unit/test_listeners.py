@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -316,6 +317,7 @@ def test_no_sequence_of_events_exceeds_the_limit_or_closes_a_connection_with_a_k
         for transport in [t for t in open_ if t.aborted]:
             assert open_.pop(transport) is None
         assert len(limit) == len(open_) <= 10
+        assert max(Counter(key for key in open_.values() if key).values(), default=0) <= 3
 
 
 async def test_bodies_wait_when_a_key_or_all_keys_hold_too_many_bytes() -> None:
