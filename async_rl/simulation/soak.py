@@ -108,7 +108,7 @@ FULL: Final = SoakPlan(
     faults_each=50,
     endings_each=25,
     restart_share=0.5,
-    max_versions_between=6,
+    max_versions_between=8,
     sample_every=4,
     trajectories=200_000,
 )
