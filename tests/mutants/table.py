@@ -1390,11 +1390,11 @@ MUTANTS: Final = (
     ),
     Mutant(
         "no-descriptor-for-a-record-ends-the-run",
-        "A step whose line cannot be written for want of a descriptor ends the run.",
+        "A step whose line cannot be written for want of a descriptor or space stops the train loop.",
         "async_rl/run/run_log.py",
         "                        if wait_out_shortage or not is_shortage(error):\n",
         "                        if True:\n",
-        ("tests/simulation/test_found.py::test_a_run_goes_on_when_there_is_no_descriptor_for_files",),
+        ("tests/unit/test_run_log.py::test_a_step_is_held_when_the_disk_takes_a_part_of_its_line",),
     ),
     Mutant(
         "reward-outage-uses-up-retries",
