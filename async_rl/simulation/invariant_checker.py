@@ -101,8 +101,8 @@ class InvariantChecker:
         """The tokens that the next call of a trajectory must continue, by root and name."""
         self._unaccounted: Counter[str] = Counter()
         """Calls of a trajectory that have begun and not ended with their engine's account of versions."""
-        self._failed_recoveries: Counter[str] = Counter()
-        """Calls for the missing rows of a trajectory that failed."""
+        self._recoveries: dict[str, list[str]] = defaultdict(list)
+        """How each call for the missing rows of a trajectory ended."""
         self._steps: dict[int, frozenset[str]] = {}
         """What was trained in the steps that a restart may undo, or that the ledger still lists."""
         self._trained = CompactSet()
@@ -157,6 +157,11 @@ class InvariantChecker:
     def num_kept_tokens(self) -> int:
         """Sampled tokens that it remembers, because they may still be trained."""
         return len(self._said)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens that it expects at the beginning of further calls."""
+        return sum(len(tokens) for heads in self._heads.values() for tokens in heads.values())
 
     @property
     def trace(self) -> str:
@@ -259,7 +264,9 @@ class InvariantChecker:
         if _is_answer(name):
             return
         if request.max_new_tokens == 0:
-            self._failed_recoveries[name] += failed
+            self._recoveries[name].append(
+                "failed" if failed else "was left" if finish is None else finish.reason
+            )
             return
         sampled = [token for chunk in chunks for token in chunk.token_ids]
         log_probs = [value for chunk in chunks for value in chunk.log_probs]
@@ -477,9 +484,10 @@ class InvariantChecker:
         seen = versions[valid]
         if len(seen) and int(seen.max()) > self._newest:
             self.fail(f"trajectory {name}: rows of the versions {set(seen.tolist())} > {self._newest}")
-        failed = self._failed_recoveries[f"trajectory {name}"]
+        recoveries = self._recoveries.get(f"trajectory {name}", [])
+        failed = recoveries.count("failed") + recoveries.count("was left")  # as its engine fell silent
         if failed < _MAX_RECOVERIES and (missing := np.count_nonzero(~valid[sampled >= 0])):
-            self.fail(f"trajectory {name}: {missing} rows are missing after {failed} failed recoveries")
+            self.fail(f"trajectory {name}: {missing} rows are missing; its recoveries: {recoveries}")
         if self._config.weights.interrupt == "in_place" or self._rollbacks:
             return  # old rows stay beside new ones
         if self._config.routing.merge == "replace" and len(set(seen.tolist())) > 1:
@@ -550,7 +558,7 @@ class InvariantChecker:
         for name in self._names - names:
             self._heads.pop(f"trajectory {name}", None)
             self._unaccounted.pop(f"trajectory {name}", None)
-            self._failed_recoveries.pop(f"trajectory {name}", None)
+            self._recoveries.pop(f"trajectory {name}", None)
             self._ends_s.pop(f"trajectory {name}", None)
         self._names = names
         for step in [step for step in self._steps if step <= self._saved and step not in trained]:

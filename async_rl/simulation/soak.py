@@ -55,6 +55,9 @@ _STUCK_S: Final = 3000.0
 _STUCK_STEPS: Final = 2_000_000
 """Virtual seconds and callbacks within which a version must come."""
 
+_FORGET_EVERY: Final = 10
+"""Versions within which an injected fault takes effect, if it can."""
+
 _ENDS_INCARNATION: Final = frozenset(
     {"step_is_nan", "step_fails", "checkpoint_fails", "publish_fails", "disk_full", "corrupt_frame"}
 )
@@ -63,7 +66,7 @@ _ENDS_INCARNATION: Final = frozenset(
 _MIN_SAMPLES: Final = 20
 """Fewer say nothing of a slope."""
 
-_LEVELS: Final = ("in_flight", "queued", "kept_tokens", "cached_pages")
+_LEVELS: Final = ("in_flight", "queued", "kept_tokens", "expected_tokens", "cached_pages")
 """What rises and falls and takes memory in proportion: trajectories, and the simulated world itself."""
 
 _DRAINED_S: Final = 120.0
@@ -324,7 +327,10 @@ class Soak(Simulation):
                 resident=growth.resident_bytes(),
                 descriptors=growth.open_descriptors(),
                 threads=growth.num_threads(),
+                in_flight=self.counts.in_flight if self.counts else 0,
+                queued=self.counts.queued if self.counts else 0,
                 kept_tokens=self._checker.num_kept_tokens,
+                expected_tokens=self._checker.num_expected_tokens,
                 disk=growth.disk_bytes(self._run_dir),
             )
 
@@ -380,6 +386,9 @@ class Soak(Simulation):
     def _plan_faults(self) -> None:
         """Inject the faults that are behind schedule, at moments until the next version."""
         plan, met = self._plan, self._checker.met_faults
+        if self._version % _FORGET_EVERY == 0:  # what was injected and could not take effect is lost
+            self._injected.clear()
+            self._met_before = met.copy()
         goal = plan.faults_each * min(1.0, 1.2 * self._version / plan.versions / plan.restart_share)
         long_goal = plan.faults_each * min(1.0, 1.15 * self._version / plan.versions)
         for kind, row in FAULTS.items():
@@ -435,6 +444,7 @@ class Soak(Simulation):
             in_flight=self.counts.in_flight,
             queued=self.counts.queued,
             kept_tokens=self._checker.num_kept_tokens,
+            expected_tokens=self._checker.num_expected_tokens,
             cached_pages=sum(engine.num_cached_pages for engine in self._cluster.engines),
             tasks=len(asyncio.all_tasks(self._loop)),
             disk=growth.disk_bytes(self._run_dir),
