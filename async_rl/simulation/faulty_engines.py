@@ -254,7 +254,7 @@ class FaultyEngine(SimulatedEngine):
             self._checker.met(self._call_faults.pop())
         chunks: list[Chunk] = []
         finish: Finish | None = None
-        failed = False
+        failure: EngineError | None = None
         try:
             await self._refuse_call()
             async with aclosing(super().generate(request)) as stream:
@@ -272,11 +272,11 @@ class FaultyEngine(SimulatedEngine):
                     yield event
                     if len(chunks) == breaks_after:
                         raise EngineError(f"{self._engine_id}: connection lost")
-        except EngineError:
-            failed = True
+        except EngineError as error:
+            failure = error
             raise
         finally:
-            self._checker.call_ends(request, chunks, finish, failed=failed)
+            self._checker.call_ends(request, chunks, finish, failure)
             self._streams -= 1
             if not self._streams:
                 self._no_streams.set()

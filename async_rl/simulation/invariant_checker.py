@@ -36,7 +36,7 @@ from async_rl import codec
 from async_rl.config import Config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
 from async_rl.engines.simulated import routing_rows
-from async_rl.errors import CorruptFrame
+from async_rl.errors import CorruptFrame, EngineError
 from async_rl.simulation.compact_set import CompactSet
 from async_rl.simulation.faults import ENGINE_FAULTS, FaultKind
 from async_rl.simulation.scenario import FACTS, Scenario
@@ -52,6 +52,8 @@ _RETRIED: Final = frozenset({"too_stale", "sibling_failed"})
 """Reasons for which the task of a whole group may be dispatched once more."""
 _MAX_RECOVERIES: Final = 4
 """Failures after which a trajectory gives up its missing rows."""
+_NO_FAILURES: Final = frozenset({"abort", "LocalShortage", "EngineBusy"})
+"""Ends of calls for missing rows that are none of these failures."""
 _AHEAD: Final = 8
 """Versions after the newest that a wrong row may claim."""
 
@@ -257,16 +259,19 @@ class InvariantChecker:
             self.fail(f"{name}: a call of {len(tokens)} tokens does not continue the {len(head)} seen before")
 
     def call_ends(
-        self, request: GenerateRequest, chunks: Sequence[Chunk], finish: Finish | None, *, failed: bool
+        self,
+        request: GenerateRequest,
+        chunks: Sequence[Chunk],
+        finish: Finish | None,
+        failure: EngineError | None = None,
     ) -> None:
         """A session's call is over; its next one must continue what is kept of it."""
-        name = _task_name()
+        name, failed = _task_name(), failure is not None
         if _is_answer(name):
             return
         if request.max_new_tokens == 0:
-            self._recoveries[name].append(
-                "failed" if failed else "was left" if finish is None else finish.reason
-            )
+            how = type(failure).__name__ if failure else finish.reason if finish else "was left"
+            self._recoveries[name.split()[-1]].append(how)  # its task may be the end of the trajectory
             return
         sampled = [token for chunk in chunks for token in chunk.token_ids]
         log_probs = [value for chunk in chunks for value in chunk.log_probs]
@@ -484,8 +489,8 @@ class InvariantChecker:
         seen = versions[valid]
         if len(seen) and int(seen.max()) > self._newest:
             self.fail(f"trajectory {name}: rows of the versions {set(seen.tolist())} > {self._newest}")
-        recoveries = self._recoveries.get(f"trajectory {name}", [])
-        failed = recoveries.count("failed") + recoveries.count("was left")  # as its engine fell silent
+        recoveries = self._recoveries.get(name, [])
+        failed = sum(how not in _NO_FAILURES for how in recoveries)
         if failed < _MAX_RECOVERIES and (missing := np.count_nonzero(~valid[sampled >= 0])):
             self.fail(f"trajectory {name}: {missing} rows are missing; its recoveries: {recoveries}")
         if self._config.weights.interrupt == "in_place" or self._rollbacks:
@@ -558,7 +563,7 @@ class InvariantChecker:
         for name in self._names - names:
             self._heads.pop(f"trajectory {name}", None)
             self._unaccounted.pop(f"trajectory {name}", None)
-            self._recoveries.pop(f"trajectory {name}", None)
+            self._recoveries.pop(name, None)
             self._ends_s.pop(f"trajectory {name}", None)
         self._names = names
         for step in [step for step in self._steps if step <= self._saved and step not in trained]:

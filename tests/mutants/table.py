@@ -309,6 +309,14 @@ MUTANTS: Final = (
         ("tests/simulation/test_misbehaving_loops.py",),
     ),
     Mutant(
+        "shortage-uses-up-recoveries",
+        "Rows are lost while this process has no descriptor, or all engines are busy, for some seconds.",
+        "async_rl/rollout/session/transcript.py",
+        "return isinstance(error, LocalShortage | EngineBusy)",
+        "return False",
+        ("tests/unit/test_session_routing.py",),
+    ),
+    Mutant(
         "journal-write-postpones-tick",
         "What a write of the journal takes is added to the tokens that a kill can lose.",
         "async_rl/run/recovery.py",

@@ -15,7 +15,7 @@ from async_rl.config import EvaluationConfig, SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import Fault, SimulatedEngine
-from async_rl.errors import AlignmentError, EngineError
+from async_rl.errors import AlignmentError, EngineBusy, EngineError, LocalShortage
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.evaluation_record import EvaluationRecord
@@ -41,8 +41,12 @@ class Recorded(SimulatedEngine):
     def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
         self.finished: list[tuple[GenerateRequest, Finish]] = []
+        self.refusals: list[EngineError] = []
+        """Errors with which the next recoveries fail."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+        if self.refusals and not request.max_new_tokens:
+            raise self.refusals.pop()
         if self.always_full:
             request = msgspec.structs.replace(request, routing_start=0)
         async for event in super().generate(request):
@@ -683,6 +687,22 @@ async def test_rows_are_recovered_however_often_updates_interrupt_it() -> None:
     trajectory = ending.result()
     assert_whole(trajectory, 7)
     assert trajectory.trace.recomputed == ((0, trajectory.num_tokens - 1),)
+
+
+@pytest.mark.parametrize("error", [LocalShortage("no descriptor"), EngineBusy("engine-0 answered 429")])
+@in_virtual_time
+async def test_rows_are_recovered_however_often_no_descriptor_or_busy_engines_keep_it_waiting(
+    error: EngineError,
+) -> None:
+    engine = recorded(Watched(stop_at=[55]))
+    bench = Bench(engine, **LONG)
+    bench.start()
+    engine.mute = True
+    await bench.session.generate()
+    engine.mute, engine.refusals = False, [error] * 10
+    trajectory = await bench.finish()
+    assert engine.refusals == []
+    assert_whole(trajectory, 0)
 
 
 class NoAnswers:

@@ -460,7 +460,11 @@ class Transcript(TokenWriter):
         log.warning("trajectory %s: its last routing rows could not be recovered", self.trajectory_id)
 
     async def _request_rows(self, needed: int) -> bool:
-        """Make one call for missing rows; return whether a weight update ended it."""
+        """Make one call for missing rows; return whether it says nothing about the next one.
+
+        So it is if a weight update ended it, if this process had no descriptor for it, and if its engine was
+        busy. The pool waits before the next lease then.
+        """
         sampled = next(s for s in reversed(self.tokens.segments) if isinstance(s, Sampled))
         token_ids, finish = self.tokens.token_ids[: needed + 1], None
         async with self._context.pool.lease(self.trajectory_id, needed + 1, prompt=needed + 1) as lease:
@@ -472,6 +476,7 @@ class Transcript(TokenWriter):
                             finish = event
             except EngineError as error:
                 log.info("trajectory %s: its rows were not recovered: %s", self.trajectory_id, error)
+                return isinstance(error, LocalShortage | EngineBusy)
             if finish is None:
                 return False
             version = sampled.weight_version
