@@ -37,7 +37,7 @@ async def test_rows_are_recovered_a_few_at_a_time_when_a_driver_was_killed(
         f"rollout.max_concurrent_trajectories={NUMBER}",
         "rollout.max_staleness=1",
         "trainer.groups_per_batch=8",
-        "engine.prefill_tokens_per_s=2000",
+        "engine.prefill_tokens_per_s=500",
         "queue.journal_s=0.05",
     )
     file = tmp_path / "config.json"
@@ -56,7 +56,7 @@ async def test_rows_are_recovered_a_few_at_a_time_when_a_driver_was_killed(
     for engine in cluster.engines:
         calls.watch(engine)
     summary = await run(config, cluster)
-    assert calls.most_recoveries == MAX_AT_A_TIME
+    assert 1 < calls.most_recoveries <= MAX_AT_A_TIME
     assert calls.num_recoveries >= NUMBER  # an update may interrupt some
     assert summary.trajectories.trained == NUMBER
     assert summary.routing.rows_invalid == 0
