@@ -42,6 +42,16 @@ async def test_program_reads_and_prints_as_if_it_were_alone():
 
 
 @pytest.mark.needs("namespaces")
+async def test_interpreter_finds_its_modules_when_the_driver_hides_its_files_from_others():
+    before = os.umask(0o077)  # as a run's
+    try:
+        ran = await run("import _socket, json\nprint(json.dumps([1]))")
+    finally:
+        os.umask(before)
+    assert (ran.output, ran.ended) == ("[1]\n", "done")
+
+
+@pytest.mark.needs("namespaces")
 async def test_traceback_shows_the_programs_own_lines_when_it_raises():
     ran = await run("def f():\n    return 1 / 0\nf()")
     assert ran.ended == "error"
