@@ -185,7 +185,6 @@ def enter_namespaces(libc: CDLL, settings: dict[str, Any]) -> bool:
 
 def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
     """Switch to a new root with what Python needs, read-only, and a scratch folder of limited size."""
-
     # The folders made here lead to files of the interpreter, which programs read as another user.
     os.umask(0o022)
 

@@ -151,8 +151,10 @@ MUTANTS: Final = (
         "async_rl/queue/delivery.py",
         "        _, cancelled = await run_uncancellable(self._executor, self._groups.flush_ledger)",
         "        cancelled = None",
-        (PLAIN,),
-        "disagree|knows nothing|which is not there|in one frame",
+        (
+            "tests/simulation/test_found.py::"
+            "test_no_checkpoint_claims_a_step_when_the_disk_was_full_as_it_was_settled",
+        ),
     ),
     Mutant(
         "waiters-are-not-woken",
@@ -315,6 +317,14 @@ MUTANTS: Final = (
         "return isinstance(error, LocalShortage | EngineBusy)",
         "return False",
         ("tests/unit/test_session_routing.py",),
+    ),
+    Mutant(
+        "sandbox-hides-its-interpreter",
+        "Under the umask of a run no program of a root user finds its modules.",
+        "agent_loops/sandbox_child.py",
+        "    os.umask(0o022)\n",
+        "",
+        ("tests/unit/test_sandbox.py",),
     ),
     Mutant(
         "journal-write-postpones-tick",
