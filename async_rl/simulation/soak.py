@@ -114,6 +114,7 @@ FULL: Final = SoakPlan(
     max_versions_between=8,
     sample_every=4,
     trajectories=200_000,
+    groups_per_batch=18,
 )
 SHORT: Final = SoakPlan(
     versions=180,
