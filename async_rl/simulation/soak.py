@@ -322,17 +322,9 @@ class Soak(Simulation):
         with self._disk.open_to_checks():
             self.between.add(
                 segment=0,
-                version=self._version,
-                trajectories=self.attempts,
-                memory=growth.allocated_bytes(),
-                resident=growth.resident_bytes(),
-                descriptors=growth.open_descriptors(),
-                threads=growth.num_threads(),
                 in_flight=self.counts.in_flight if self.counts else 0,
                 queued=self.counts.queued if self.counts else 0,
-                kept_tokens=self._checker.num_kept_tokens,
-                expected_tokens=self._checker.num_expected_tokens,
-                disk=growth.disk_bytes(self._run_dir),
+                **self._held_by_process(),
             )
 
     def _next_setting(self, incarnation: int) -> Setting:
@@ -436,20 +428,26 @@ class Soak(Simulation):
         gc.collect()
         self.within.add(
             segment=len(self._incarnations),
-            version=self._version,
-            trajectories=self.attempts,
-            memory=growth.allocated_bytes(),
-            resident=growth.resident_bytes(),
-            descriptors=growth.open_descriptors(),
-            threads=growth.num_threads(),
             in_flight=self.counts.in_flight,
             queued=self.counts.queued,
-            kept_tokens=self._checker.num_kept_tokens,
-            expected_tokens=self._checker.num_expected_tokens,
             cached_pages=sum(engine.num_cached_pages for engine in self._cluster.engines),
             tasks=len(asyncio.all_tasks(self._loop)),
-            disk=growth.disk_bytes(self._run_dir),
+            **self._held_by_process(),
         )
+
+    def _held_by_process(self) -> dict[str, float]:
+        """Return what the process and its folder hold, and the work done until now."""
+        return {
+            "version": self._version,
+            "trajectories": self.attempts,
+            "memory": growth.allocated_bytes(),
+            "resident": growth.resident_bytes(),
+            "descriptors": growth.open_descriptors(),
+            "threads": growth.num_threads(),
+            "kept_tokens": self._checker.num_kept_tokens,
+            "expected_tokens": self._checker.num_expected_tokens,
+            "disk": growth.disk_bytes(self._run_dir),
+        }
 
     def attempt_begins(self, remaining_s: float) -> None:
         """Count an attempt; plant the leak that the soak must find."""
