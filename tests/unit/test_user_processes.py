@@ -43,6 +43,10 @@ LIMIT_S = 60.0
 """Everything is gone within this time."""
 ROOT = Path(__file__).parents[2]
 TASK = Task(task_id="t", messages=[])
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.needs("namespaces")) if kind == "sandbox" else kind
+    for kind in STARTED
+]
 
 
 class Starting:
@@ -126,7 +130,7 @@ def loops_of(end: str, kind: str, folder: Path) -> Iterator[tuple[AgentLoops, Ro
 
 
 @pytest.mark.parametrize("end", ["raises", "is cancelled", "swallows"])
-@pytest.mark.parametrize("kind", STARTED)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_what_an_attempt_started_ends_with_the_attempt(
     kind: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +201,7 @@ def has_started(kind: str, folder: Path) -> bool:
     return len(pids_in(folder / "pids")) == STARTED[kind][1]
 
 
-@pytest.mark.parametrize("kind", STARTED)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_everything_ends_and_is_counted_when_its_owner_is_killed(kind: str, tmp_path: Path) -> None:
     with owner(kind, tmp_path) as process:
         await until(partial(has_started, kind, tmp_path))
@@ -313,6 +317,7 @@ def test_a_process_outside_of_a_scope_is_started_as_ever() -> None:
     assert MARK in given.stdout
 
 
+@pytest.mark.needs("namespaces")
 async def test_a_sandboxed_program_does_not_see_the_mark() -> None:
     result = await Sandbox(Limits()).run_program("import os; print(sorted(os.environ))")
     assert MARK not in result.output
