@@ -285,6 +285,8 @@ class OutstandingGroups:
         """Record that a step has trained a batch; the next flush writes it."""
         self._ledger.train_groups(batch.group_ids, step, batch.batch_id)
         self._observer.trained(batch.trajectory_ids, step)
+        if self._metrics is not None:  # at once: a scrape sees the ledger's other counts meanwhile
+            self._metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
 
     def flush_ledger(self) -> None:
         """Write all changes of the ledger, then free the frames of dropped groups. From any thread.
@@ -299,8 +301,6 @@ class OutstandingGroups:
             self._spool.free_frame(group.ref)
         for length in batch.sampled_lengths:
             self.lengths.add_trained(length)
-        if self._metrics is not None:
-            self._metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
 
     # -- drops --------------------------------------------------------------------------------------------
 

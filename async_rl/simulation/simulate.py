@@ -42,7 +42,7 @@ from async_rl.errors import (
     TrainerError,
 )
 from async_rl.observability.evaluation_record import FILE, evaluation_record_log
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import Summary
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error, observer
@@ -56,6 +56,8 @@ from async_rl.simulation.users import SimulatedChat, attempt_begins, attempt_can
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
 
 _DOWNTIME_S: Final = 1.0
+_SCRAPE_EVERY: Final = 16
+"""Callbacks between two comparisons of the counters with the ledger."""
 
 Ended = Literal[
     "finished",
@@ -203,13 +205,14 @@ class Simulation:
         for name in ("checkpoints", "logs"):
             (self._run_dir / name).mkdir(parents=True, exist_ok=True)
         self._stop = asyncio.Event()
+        self._metrics = Metrics()
         self._cluster = SimulatedCluster(self._scenario, self._checker, incarnation, self.before_step)
         self._orchestrator = Orchestrator(
             self._config,
             self._run_dir,
             self._stop,
             self._cluster,
-            Metrics(),
+            self._metrics,
             loop.time,
             RunInputs(self._scenario.tasks, SimulatedChat(), FACTS, self._new_id, self._validation()),
         )
@@ -323,6 +326,23 @@ class Simulation:
             elif config.data.epochs is None:
                 checker.fail(f"the run ended after {step} of {config.run.max_steps} steps")
 
+    def _check_counters(self) -> None:
+        """Check that a scrape would see the counts of the ledger, so that trajectories add up in it."""
+        if (queue := self._orchestrator.queue) is None:
+            return
+        counts, metrics = queue.statistics(), self._metrics
+        dropped = {
+            reason: value_of(metrics.trajectories_dropped_total.labels(reason=reason))
+            for reason in counts.dropped
+        }
+        counted = (
+            value_of(metrics.trajectories_dispatched_total),
+            value_of(metrics.trajectories_trained_total),
+            dropped,
+        )
+        if counted != (counts.dispatched, counts.trained, counts.dropped):
+            self._checker.fail(f"a scrape counts (dispatched, trained, dropped) = {counted}, not {counts}")
+
     # -- what happens between two callbacks ---------------------------------------------------------------
 
     def _after_step(self, task: NumberedTask | None) -> None:
@@ -339,6 +359,8 @@ class Simulation:
             raise _Halt
         self._checker.engines_serve(self._orchestrator.pool.has_engine(EngineState.SERVING))
         self._checker.turn(task.number if task is not None else 0)
+        if self._incarnation_steps % _SCRAPE_EVERY == 0:
+            self._check_counters()
         if self._after_turn is not None and task is not None and not self._incarnations:
             self._after_turn(self._incarnation_steps, task)
         while self._injections and self._injections[0].step <= self._steps:

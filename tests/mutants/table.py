@@ -137,6 +137,14 @@ MUTANTS: Final = (
         (QUEUE,),
     ),
     Mutant(
+        "trained-not-counted-with-the-ledger",
+        "A scrape during the write of a settled step finds its trajectories in no state.",
+        "async_rl/queue/outstanding.py",
+        "            self._metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))\n",
+        "            pass\n",
+        (QUEUE, PLAIN),
+    ),
+    Mutant(
         "batch-frames-leak",
         "The frame of a settled batch is never freed.",
         "async_rl/queue/delivery.py",

@@ -338,6 +338,24 @@ async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_
     run.queue.close()
 
 
+async def test_the_counts_of_a_scrape_agree_while_a_batch_is_being_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = Metrics()
+    run = Run(tmp_path, metrics=metrics)
+    await run.ready("a", "b")
+    batch = await run.take()
+    async with held(monkeypatch, run.ledger, "flush") as go:
+        async with Nursery() as nursery:
+            settling = nursery.start_task("settle", run.queue.settle_batch(batch, 1))
+            await settled()
+            assert not settling.done()
+            assert run.queue.statistics().trained == 4
+            assert value_of(metrics.trajectories_trained_total) == 4
+            go()
+    run.queue.close()
+
+
 async def test_a_trajectory_above_the_bound_is_never_handed_out(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
