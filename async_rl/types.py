@@ -2,6 +2,7 @@
 
 ```
 Task ──session──► Segment… ──outcome──► Trajectory ──siblings──► Group ──batching──► TrainBatch
+                                            └─ its frame in a spool ─► StoredTrajectory, the reference
 ```
 
 Derived values (masks, versions per token, staleness) are computed, never stored a second time. Only the maker
@@ -276,6 +277,183 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
     def newest_weight_version(self) -> int | None:
         """The largest version among its own sampled tokens, or None when nothing was sampled."""
         return max((s.weight_version for s in self.sampled if len(s.token_ids)), default=None)
+
+
+class TokenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Consecutive tokens of a trajectory that have the same origin."""
+
+    length: int
+    weight_version: int = -1
+    """The weights that sampled the tokens; -1 where the policy did not write them."""
+    inherited: bool = False
+    """Whether they belong to the trajectory that this one is a branch of, which trains them."""
+    undone: bool = False
+    """As `Sampled.undone`."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the policy wrote the tokens for this trajectory."""
+        return self.weight_version >= 0 and not self.inherited
+
+
+class StoredRouting(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of a `RoutingTrace` without its rows."""
+
+    shape: tuple[int, int, int]
+    """`[T-1, L_moe, K]`."""
+    dtype: str
+    num_experts: int
+    moe_layers: tuple[int, ...]
+    num_invalid: int
+    """Rows that no engine reported."""
+    num_recomputed: int
+    """Rows that a recovery computed anew."""
+
+
+class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A reference to a finished trajectory in the spool of a node, with a summary of it.
+
+    Every decision about a trajectory (group rules, staleness and its masks, batches, micro-batches,
+    advantages) reads the summary only. A trainer rank maps the frame for token ids, log-probs and routing
+    rows. Where frame and summary differ in versions or reward, the summary counts.
+
+    Example:
+        >>> stored = StoredTrajectory.of(trajectory, path="spool/a", nbytes=4096, checksum=7)
+        >>> stored.capped(3).num_trained_tokens(masked_below=2)
+    """
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    path: str
+    """The path of the frame on its node."""
+    nbytes: int
+    """The size of the frame."""
+    checksum: int
+    """The crc32c of the frame's head, which contains that of its payload."""
+    spans: tuple[TokenSpan, ...]
+    """A partition of the T tokens, in order."""
+    reward: float | None
+    stop_reason: StopReason
+    node: str = ""
+    """The node that has the frame; empty: the driver's."""
+    routing: StoredRouting | None = None
+    num_segments: int = 0
+    num_turns: int = 0
+    num_interruptions: int = 0
+    num_resumes: int = 0
+
+    @classmethod
+    def of(
+        cls, trajectory: Trajectory, *, path: str, nbytes: int, checksum: int, node: str = ""
+    ) -> StoredTrajectory:
+        """Return the reference to a trajectory whose frame is at a path."""
+        outcome = trajectory.outcome
+        return cls(
+            trajectory_id=trajectory.trajectory_id,
+            group_id=trajectory.group_id,
+            task_id=trajectory.task_id,
+            path=path,
+            nbytes=nbytes,
+            checksum=checksum,
+            spans=tuple(
+                TokenSpan(
+                    length=len(segment.token_ids),
+                    weight_version=segment.weight_version if isinstance(segment, Sampled) else -1,
+                    inherited=index < trajectory.num_inherited,
+                    undone=isinstance(segment, Sampled) and segment.undone,
+                )
+                for index, segment in enumerate(trajectory.segments)
+                if len(segment.token_ids)
+            ),
+            reward=outcome.reward,
+            stop_reason=outcome.stop_reason,
+            node=node,
+            routing=None if trajectory.trace is None else _summarize_trace(trajectory.trace),
+            num_segments=len(trajectory.segments),
+            num_turns=outcome.num_turns,
+            num_interruptions=outcome.num_interruptions,
+            num_resumes=outcome.num_resumes,
+        )
+
+    def capped(self, newest: int) -> StoredTrajectory:
+        """Return the reference after `cap_versions`; itself where there is nothing to lower."""
+        if all(span.weight_version <= newest for span in self.spans):
+            return self
+        return msgspec.structs.replace(
+            self,
+            spans=tuple(
+                msgspec.structs.replace(span, weight_version=newest, undone=True)
+                if span.weight_version > newest
+                else span
+                for span in self.spans
+            ),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T, context and sampled together."""
+        return sum(span.length for span in self.spans)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """The number of tokens that the policy wrote for this trajectory."""
+        return sum(span.length for span in self.spans if span.is_sampled)
+
+    def num_trained_tokens(self, masked_below: int | None = None) -> int:
+        """Return the number of own sampled tokens that are trained on.
+
+        Args:
+            masked_below: Tokens of older weights are left out of the loss; None leaves out none.
+        """
+        return sum(
+            span.length
+            for span in self.spans
+            if span.is_sampled and (masked_below is None or span.weight_version >= masked_below)
+        )
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The smallest version among its own sampled tokens, or None when nothing was sampled."""
+        return min((span.weight_version for span in self.spans if span.is_sampled), default=None)
+
+    @property
+    def newest_weight_version(self) -> int | None:
+        """The largest version among its own sampled tokens, or None when nothing was sampled."""
+        return max((span.weight_version for span in self.spans if span.is_sampled), default=None)
+
+    @property
+    def weight_versions(self) -> Int32Array:
+        """The version that sampled each token, `[T] int32`; -1 where the policy did not write it."""
+        return np.repeat(np.array([span.weight_version for span in self.spans], np.int32), self._lengths)
+
+    @property
+    def undone(self) -> BoolArray:
+        """Which tokens were sampled by weights that a restart has undone, `[T] bool`."""
+        return np.repeat(np.array([span.undone for span in self.spans], np.bool_), self._lengths)
+
+    def loss_mask(self, masked_below: int | None = None) -> BoolArray:
+        """Return which tokens are trained on, `[T] bool`; `num_trained_tokens` describes the argument."""
+        trained = [
+            span.is_sampled and (masked_below is None or span.weight_version >= masked_below)
+            for span in self.spans
+        ]
+        return np.repeat(np.array(trained, np.bool_), self._lengths)
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [span.length for span in self.spans]
+
+
+def _summarize_trace(trace: RoutingTrace) -> StoredRouting:
+    return StoredRouting(
+        shape=trace.rows.shape,
+        dtype=trace.rows.dtype.name,
+        num_experts=trace.num_experts,
+        moe_layers=trace.moe_layers,
+        num_invalid=sum(s.end - s.start for s in trace.spans if s.weight_version == NEVER_COMPUTED),
+        num_recomputed=sum(end - start for start, end in trace.recomputed),
+    )
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -1,0 +1,63 @@
+"""References to stored trajectories: their summaries say what the trajectories say."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from async_rl.queue.batching import assemble_batch
+from async_rl.types import Group, Sampled, StoredTrajectory, Trajectory
+from tests.support.trajectories import FACTS, make_trajectory
+
+
+def stored(trajectory: Trajectory) -> StoredTrajectory:
+    return StoredTrajectory.of(trajectory, path="spool/frame", nbytes=4096, checksum=7)
+
+
+def test_a_summary_says_what_the_trajectory_says() -> None:
+    trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (0, 1), (3, 5), (1, 6)), reward=0.5)
+    summary = stored(trajectory)
+    for name in ("num_tokens", "num_sampled_tokens", "oldest_weight_version", "newest_weight_version"):
+        assert getattr(summary, name) == getattr(trajectory, name)
+    assert np.array_equal(summary.weight_versions, trajectory.weight_versions)
+    assert np.array_equal(summary.loss_mask(), trajectory.response_mask)
+    assert (summary.reward, summary.stop_reason, summary.num_interruptions) == (0.5, "completed", 3)
+    assert summary.routing is not None
+    assert (summary.routing.shape, summary.routing.dtype) == (
+        (7, len(FACTS.moe_layers), FACTS.top_k),
+        "uint8",
+    )
+
+
+def test_a_summary_masks_old_tokens_like_the_batch() -> None:
+    trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5), (1, 6)))
+    group = Group(group_id="group", task_id="task", trajectories=(trajectory,))
+    batch = assemble_batch([group], 8, "batch", FACTS, oldest=5)
+    assert np.array_equal(stored(trajectory).loss_mask(masked_below=5), batch.loss_mask)
+    assert stored(trajectory).num_trained_tokens(masked_below=5) == 4
+
+
+def test_inherited_tokens_are_neither_sampled_nor_trained_by_the_branch() -> None:
+    trunk = make_trajectory("t", prompt=2, sampled=((3, 5),))
+    branch = make_trajectory("t.1", prompt=2, sampled=((3, 5), (2, 6)))
+    branch = msgspec.structs.replace(
+        branch, segments=(*trunk.segments, *branch.segments[2:]), num_inherited=2
+    )
+    summary = stored(branch)
+    assert summary.loss_mask().tolist() == [False] * 5 + [True] * 2
+    assert summary.weight_versions.tolist() == [-1, -1, 5, 5, 5, 6, 6]
+    assert (summary.num_sampled_tokens, summary.oldest_weight_version) == (2, 6)
+
+
+def test_a_restart_lowers_the_versions_that_it_has_undone_and_marks_their_tokens() -> None:
+    trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5)))
+    lowered, expected = stored(trajectory).capped(4), trajectory.capped(4)
+    assert np.array_equal(lowered.weight_versions, expected.weight_versions)
+    undone = [isinstance(s, Sampled) and s.undone for s in expected.segments for _ in s.token_ids]
+    assert lowered.undone.tolist() == undone == [False] * 4 + [True] * 3
+    assert stored(trajectory).capped(5) == stored(trajectory)
+
+
+def test_a_summary_survives_the_serializer() -> None:
+    summary = stored(make_trajectory("t", sampled=((2, 3), (3, 5)))).capped(4)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(summary), type=StoredTrajectory) == summary
