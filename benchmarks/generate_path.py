@@ -165,7 +165,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
         metrics=metrics,
         clock=time.monotonic,
         serving_clock=pool.serving_clock,
-        pool=pool,
+        calls=pool,
         facts=FACTS,
         routing=_NO_ROUTING,
         interrupt="abort",
@@ -176,7 +176,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
     )
     session.start([])
     turn = await session.generate()
-    pool.dispatcher.forget_trajectory(f"{number:032x}")
+    pool.forget_trajectory(f"{number:032x}")
     return len(turn.token_ids)
 
 

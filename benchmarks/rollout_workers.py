@@ -172,7 +172,7 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
         metrics=metrics,
         clock=time.monotonic,
         serving_clock=pool.serving_clock,
-        pool=pool,
+        calls=pool,
         facts=FACTS,
         routing=config.routing,
         interrupt="abort",

@@ -29,6 +29,7 @@ from typing import Final
 from async_rl.engine_protocol import Engine
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
+from async_rl.engines.engine_calls import EngineCalls
 from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, EngineSnapshot, EngineState, Lease
 from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
@@ -51,7 +52,7 @@ _REFUSAL_PAUSE_S: Final = 1.0
 has the least load, so no other would be given a call that shows whether the requests are wrong."""
 
 
-class EnginePool:
+class EnginePool(EngineCalls):
     """All engines of a run.
 
     Example:
@@ -94,8 +95,16 @@ class EnginePool:
         """Cached until the next change of a state or version."""
 
     def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AbstractAsyncContextManager[Lease]:
-        """Wait for an engine and reserve capacity on it: see `LeaseDispatcher.lease`."""
+        """Implements `EngineCalls.lease`."""
         return self.dispatcher.lease(key, tokens, prompt=prompt)
+
+    def share_cached_prefix(self, key: str, other: str) -> None:
+        """Implements `EngineCalls.share_cached_prefix`."""
+        self.dispatcher.share_cached_prefix(key, other)
+
+    def forget_trajectory(self, key: str) -> None:
+        """Implements `EngineCalls.forget_trajectory`."""
+        self.dispatcher.forget_trajectory(key)
 
     # -- transitions --------------------------------------------------------------------------------------
 
@@ -185,7 +194,10 @@ class EnginePool:
             slot.error = error
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
-        """Count an implausible answer or a lost call; `max_strikes` of them quarantine the engine."""
+        """Implements `EngineCalls.record_strike`; lost calls count too.
+
+        After `max_strikes` of them the engine is quarantined.
+        """
         slot = self._slots.get(engine_id)
         if slot is None:
             return

@@ -247,7 +247,7 @@ class _EvaluationRun:
             metrics=self._metrics,
             clock=inputs.clock,
             serving_clock=self._pool.serving_clock,
-            pool=self._pool,
+            calls=self._pool,
             facts=inputs.facts,
             routing=RoutingConfig(replay="off"),
             interrupt=inputs.config.weights.interrupt,

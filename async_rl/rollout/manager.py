@@ -24,6 +24,7 @@ from typing import Final
 
 from async_rl.config import Config
 from async_rl.data.feeder import Feeder
+from async_rl.engines.pool import EnginePool
 from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, WorkerLost
 from async_rl.queue.archive import Observer
 from async_rl.queue.journal import Journal, JournalEntry
@@ -73,6 +74,7 @@ class RolloutManager:
         context: SessionContext,
         *,
         feeder: Feeder,
+        pool: EnginePool,
         queue: TrajectoryQueue,
         backend: RolloutBackend,
         journal: Journal | None = None,
@@ -85,6 +87,7 @@ class RolloutManager:
             config: The settings of the run.
             context: What all sessions of the run share.
             feeder: Supplies tasks.
+            pool: The engines, whose oldest version is that of a new group.
             queue: Admits groups and receives finished ones.
             backend: Runs the attempts.
             journal: Records trajectories in flight.
@@ -95,6 +98,7 @@ class RolloutManager:
         self._config = config
         self._context = context
         self._feeder = feeder
+        self._pool = pool
         self._queue = queue
         self._journal = journal
         self._journalled: dict[str, dict[str, JournalledTrajectory]] = {}  # by root: it and its branches
@@ -147,7 +151,7 @@ class RolloutManager:
                     self._config.rollout.staleness_policy,
                     clock=self._context.serving_clock.now,
                 )
-                oldest_version = self._context.pool.oldest_version
+                oldest_version = self._pool.oldest_version
                 self._queue.dispatch_group(
                     work.group_id, task.task_id, position, trajectory_ids, oldest_version, work
                 )

@@ -77,7 +77,7 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
         metrics=metrics,
         clock=time.monotonic,
         serving_clock=pool.serving_clock,
-        pool=pool,
+        calls=pool,
         facts=sglang_world.facts,
         routing=RoutingConfig(),
         interrupt="abort",

@@ -203,7 +203,7 @@ class World:
                 metrics=self.metrics,
                 clock=clock,
                 serving_clock=self.pool.serving_clock,
-                pool=self.pool,
+                calls=self.pool,
                 facts=_FACTS,
                 routing=self.config.routing,
                 interrupt=self.config.weights.interrupt,
@@ -217,6 +217,7 @@ class World:
                 pending=self.position.pending,
                 retries=retries,
             ),
+            pool=self.pool,
             queue=self.queue,
             backend=self._backend,
         )

@@ -84,7 +84,7 @@ class Bench:
             metrics=self.metrics,
             clock=lambda: 0.0,
             serving_clock=self.pool.serving_clock,
-            pool=self.pool,
+            calls=self.pool,
             facts=facts,
             routing=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
             interrupt=interrupt,

@@ -10,7 +10,7 @@ from typing import Final
 from async_rl.config import RolloutConfig, RoutingConfig
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import EngineFacts, InterruptMode
-from async_rl.engines.pool import EnginePool
+from async_rl.engines.engine_calls import EngineCalls
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
 
@@ -34,16 +34,16 @@ class ConversationContext:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionContext(ConversationContext):
-    """What a session needs in the driver, where it also calls engines.
+    """What a session needs that also calls engines.
 
     Example:
         >>> context = SessionContext(chat=chat, rollout=config.rollout, metrics=metrics, clock=clock,
-        ...     serving_clock=pool.serving_clock, pool=pool, facts=facts, routing=config.routing,
+        ...     serving_clock=pool.serving_clock, calls=pool, facts=facts, routing=config.routing,
         ...     interrupt="abort", new_id=new_id)
         >>> transcript = Transcript(context, Entry(trajectory_id))
     """
 
-    pool: EnginePool
+    calls: EngineCalls
     facts: EngineFacts
     routing: RoutingConfig
     interrupt: InterruptMode

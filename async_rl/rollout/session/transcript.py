@@ -35,7 +35,7 @@ from async_rl.engine_protocol import (
     SamplingParams,
     check_partition,
 )
-from async_rl.engines.pool import Lease
+from async_rl.engines.engine_calls import CallLease
 from async_rl.errors import EngineBusy, EngineError, LocalShortage
 from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
@@ -160,7 +160,7 @@ class Transcript(TokenWriter):
             interrupt=context.interrupt,
             facts=context.facts,
             metrics=context.metrics,
-            strike=context.pool.record_strike,
+            strike=context.calls.record_strike,
         )
 
     def open_branch(self, trajectory_id: str, *, inherits: bool) -> Transcript:
@@ -175,7 +175,7 @@ class Transcript(TokenWriter):
         if inherits:
             other.tokens.inherit_tokens(self.tokens)
             other._rows = self._rows.branch()
-            self._context.pool.dispatcher.share_cached_prefix(self.trajectory_id, trajectory_id)
+            self._context.calls.share_cached_prefix(self.trajectory_id, trajectory_id)
         return other
 
     def append_context(self, token_ids: Int32Array) -> None:
@@ -187,7 +187,7 @@ class Transcript(TokenWriter):
 
     def release_engine(self) -> None:
         """Tell the pool that this trajectory makes no more turns."""
-        self._context.pool.dispatcher.forget_trajectory(self.trajectory_id)
+        self._context.calls.forget_trajectory(self.trajectory_id)
 
     async def write_turn(
         self, budget: int, stop: Sequence[str], listener: TokenListener | None = None
@@ -260,7 +260,7 @@ class Transcript(TokenWriter):
         """
         tokens, metrics, clock = self.tokens, self._context.metrics, self._context.clock
         prompt = len(tokens)
-        async with self._context.pool.lease(self.trajectory_id, prompt + budget, prompt=prompt) as lease:
+        async with self._context.calls.lease(self.trajectory_id, prompt + budget, prompt=prompt) as lease:
             call = self._entry.call = _RunningCall(lease.engine.engine_id, lease.weight_version)
             if resumed:
                 tokens.num_resumes += 1
@@ -313,7 +313,7 @@ class Transcript(TokenWriter):
                 metrics.resumes_total.inc(count)
         return reason, ours
 
-    def _check_answer(self, call: _RunningCall, lease: Lease, *, cut: bool) -> bool:
+    def _check_answer(self, call: _RunningCall, lease: CallLease, *, cut: bool) -> bool:
         """Return whether an answer is valid; discard an invalid one and report its engine.
 
         Args:
@@ -338,7 +338,7 @@ class Transcript(TokenWriter):
         return False
 
     def _request(
-        self, lease: Lease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
+        self, lease: CallLease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
     ) -> GenerateRequest:
         """Build a call that continues the first `num_tokens` tokens and requests the missing routing rows."""
         token_ids, wanted, start = self.tokens.token_ids[:num_tokens], self._context.routing.from_engine, 0
@@ -354,7 +354,7 @@ class Transcript(TokenWriter):
             rows_if_aborted=self._rows.needs_aborted,
         )
 
-    def _append_call(self, call: _RunningCall, lease: Lease, reason: FinishReason, prompt: int) -> None:
+    def _append_call(self, call: _RunningCall, lease: CallLease, reason: FinishReason, prompt: int) -> None:
         """Append a call's tokens as one segment for each weight version, and keep its routing rows."""
         if call.finish is None:
             call.cut_non_finite()  # a call that was cut short has not been checked as a whole
@@ -467,7 +467,7 @@ class Transcript(TokenWriter):
         """
         sampled = next(s for s in reversed(self.tokens.segments) if isinstance(s, Sampled))
         token_ids, finish = self.tokens.token_ids[: needed + 1], None
-        async with self._context.pool.lease(self.trajectory_id, needed + 1, prompt=needed + 1) as lease:
+        async with self._context.calls.lease(self.trajectory_id, needed + 1, prompt=needed + 1) as lease:
             request = self._request(lease, needed + 1, 0, SamplingParams())
             try:
                 async with aclosing(lease.generate(request)) as stream:
