@@ -505,6 +505,7 @@ class SimulatedEngine:
         if mode == "retract":
             for call in reversed(self._running):
                 call.has_slot = False
+                call.row_versions = []  # its memory is free: nothing of it may reach the prefix cache
                 call.retractions += 1
                 call.changed.set()
                 self._queue.appendleft(call)

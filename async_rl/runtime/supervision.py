@@ -249,7 +249,8 @@ async def contained(
         if not task.done():
             on_cancel()
             task.cancel()
-            await _wait_through_cancellations(task, limit_s)
+            with waiting("clean-up", limit_s=limit_s):
+                await _wait_through_cancellations(task, limit_s)
             if not (ended := task.done()):
                 driven.drop()
                 task.cancel()

@@ -66,6 +66,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "{} sends no more chunks",
         "A running engine call must send its next chunk.",
     ),
+    "clean-up": WaitKind(
+        "user code to clean up",
+        "user code does not end after its cancellation",
+        "User code was cancelled and may release what it holds.",
+    ),
     "devices": WaitKind(
         "the shared devices",
         "the shared devices are not handed over",

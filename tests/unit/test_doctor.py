@@ -16,7 +16,7 @@ from async_rl.errors import StallError
 from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.run.doctor import Doctor, recording_waits, wait_limits
-from async_rl.runtime.supervision import services
+from async_rl.runtime.supervision import contained, services
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
 from tests.support.run_config import write_run
@@ -168,3 +168,31 @@ async def test_what_was_treated_has_time_to_move_before_the_run_ends(tmp_path: P
             bench.look_until(60)
             with pytest.raises(StallError, match="tool search does not return"):
                 bench.look_until(65)
+
+
+def test_a_loop_that_cleans_up_after_its_limit_is_no_stall(tmp_path: Path) -> None:
+    """A loop that swallows its cancellation has time to end; then it is dropped, and the run goes on."""
+
+    async def swallow() -> None:
+        while True:
+            try:
+                await asyncio.Future()
+            except asyncio.CancelledError:
+                continue
+
+    async def run_loop() -> None:
+        async with asyncio.timeout(15) as scope:
+            with waiting("agent loop", "module:Loop", scope=scope):
+                await contained(swallow(), limit_s=30)
+
+    async def main() -> bool:
+        loop = asyncio.get_running_loop()
+        bench = DoctorBench(tmp_path, "doctor.action=repair", "doctor.stall_s=10", clock=loop.time)
+        bench.doctor.limits_s["agent loop"] = 15.0
+        with acting("train loop", waits=bench.waits):
+            async with services(doctor=bench.doctor.run_checks):
+                with pytest.raises(TimeoutError):
+                    await run_loop()
+        return loop.time() == 45
+
+    assert run_virtual(main())

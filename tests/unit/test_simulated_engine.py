@@ -206,3 +206,22 @@ def test_virtual_time_says_so_when_nothing_can_happen_any_more() -> None:
 
     with pytest.raises(RuntimeError, match="deadlock"):
         run_virtual(main())
+
+
+def test_what_a_call_computed_before_its_retraction_does_not_reach_the_prefix_cache() -> None:
+    """The memory of a retracted call is free, so an abort before it runs again leaves nothing of it."""
+
+    async def main() -> int:
+        subject = engine()
+        running = Call(subject, request(PROMPT, 100))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(running.run())
+            await running.has_tokens(5)
+            await subject.interrupt("retract")
+            await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
+            await subject.resume_generation("retract")  # it has a slot again, and has not run yet
+            await subject.interrupt("abort")
+        fresh = await call(subject, PROMPT, 4)
+        return fresh.finish.cached_tokens
+
+    assert run_virtual(main()) == 0
