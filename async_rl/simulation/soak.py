@@ -317,7 +317,7 @@ class Soak(Simulation):
                 shutil.rmtree(folder)
         if self._leak == "incarnation":
             self._planted.clear()
-        del self._orchestrator, self._cluster, self._loop, self._task, self._stop
+        del self._orchestrator, self._cluster, self._loop, self._task, self._stop, self._metrics
         gc.collect()
         with self._disk.open_to_checks():
             self.between.add(
