@@ -8,7 +8,7 @@
 
 The header is the msgpack of (name of the type, object); each array in it is an extension of (code of the
 dtype, offset, shape). Arrays are little-endian, C-contiguous and 64-byte aligned: a reader maps a frame and
-reads it without a copy. A frame is a prefix of its buffer: what follows it (the rest of a slab) is ignored.
+reads it without a copy. A frame is a prefix of its buffer: what follows it is ignored.
 Nothing is ever unpickled.
 """
 
@@ -29,7 +29,6 @@ import numpy.typing as npt
 from async_rl.errors import CorruptFrame
 
 T = TypeVar("T")
-S = TypeVar("S", bound=msgspec.Struct)
 Bytes = npt.NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview | mmap.mmap | Bytes
 
@@ -57,14 +56,13 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _MAX_SIDES = 1 << 62
 """The limit for the bytes of an array when sides of length 0 count as 1."""
 _CHUNK = 256 << 10
-"""The bytes copied before they are summed: the sum then reads them from the second-level cache. It holds the
-interpreter lock, so a payload is summed in pieces too: the event loop can run between them."""
+"""The bytes that are summed at once, under the interpreter lock: the event loop can run in between."""
 
 
 class Frame:
     """One encoded object: its head, and its arrays where they are.
 
-    The arrays are not copied before `buffers` or `copy_into` is called; do not change them before.
+    The arrays are never copied: do not change them before the frame was written.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -80,6 +78,8 @@ class Frame:
         self._header = msgspec.msgpack.Encoder(enc_hook=self._replace).encode((self.kind, obj))
         self._payload_bytes = self._end
         self._start = _align(_PREFIX_BYTES + len(self._header))
+        self.checksum = 0
+        """The sum in the head, which identifies the frame (`checksum_of`); 0 before `buffers`."""
 
     @property
     def nbytes(self) -> int:
@@ -95,51 +95,10 @@ class Frame:
                 padding = bytes(offset - position)
                 crc = google_crc32c.extend(crc, padding)
                 pieces.append(padding)
-            crc = google_crc32c.extend(crc, flat)
+            crc = _extend(crc, flat)
             pieces.append(flat.data)
             position = offset + flat.nbytes
         return [self._head(crc), *pieces]
-
-    def copy_into(self, target: Bytes) -> None:
-        """Copy the frame to the beginning of `target`, in one pass over the arrays.
-
-        The head is written last: a target that held no frame before holds none until this is done.
-        """
-        payload = target[self._start : self.nbytes]
-        position = crc = 0
-        for offset, flat in self._arrays:
-            if offset > position:
-                payload[position:offset] = 0
-                crc = google_crc32c.extend(crc, payload[position:offset])
-            position = offset + len(flat)
-            for begin in range(offset, position, _CHUNK):
-                copy = payload[begin : min(begin + _CHUNK, position)]
-                copy[:] = flat[begin - offset : begin - offset + _CHUNK]
-                crc = google_crc32c.extend(crc, copy)
-        target[: self._start] = np.frombuffer(self._head(crc), np.uint8)
-
-    def place(self, obj: S, target: Bytes) -> S:
-        """Return the encoded struct again, with its arrays inside `target`, to be filled there.
-
-        Only the arrays that are fields of `obj` itself are placed; it must have no others. Fill every
-        element, then call `seal`: large arrays are written to their frame without another copy.
-        """
-        payload = target[self._start : self.nbytes]
-        named = [n for n in obj.__struct_fields__ if isinstance(getattr(obj, n), np.ndarray)]
-        assert len(named) == len(self._arrays), "arrays below the fields of the struct cannot be placed"
-        changes: dict[str, Any] = {}
-        position = 0
-        for name, (offset, flat) in zip(named, self._arrays, strict=True):
-            array = getattr(obj, name)
-            payload[position:offset] = 0
-            changes[name] = np.ndarray(array.shape, array.dtype, payload, offset)
-            position = offset + flat.nbytes
-        return msgspec.structs.replace(obj, **changes)
-
-    def seal(self, target: Bytes) -> None:
-        """Write the head after the arrays from `place` were filled."""
-        crc = _checksum(target[self._start : self.nbytes])
-        target[: self._start] = np.frombuffer(self._head(crc), np.uint8)
 
     def _replace(self, value: Any) -> Any:
         """Replace an array by an extension, and a numpy scalar by a plain number."""
@@ -162,8 +121,8 @@ class Frame:
     def _head(self, payload_crc: int) -> bytes:
         prefix = _PREFIX.pack(_MAGIC, FORMAT_VERSION, 0, len(self._header), self._payload_bytes, payload_crc)
         padded = self._header + bytes(self._start - _PREFIX_BYTES - len(self._header))
-        crc = google_crc32c.extend(google_crc32c.value(prefix), padded)
-        return prefix + _HEAD_CRC.pack(crc) + padded
+        self.checksum = google_crc32c.extend(google_crc32c.value(prefix), padded)
+        return prefix + _HEAD_CRC.pack(self.checksum) + padded
 
 
 def encode(obj: Any) -> list[bytes | memoryview]:
@@ -228,6 +187,7 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     nbytes: int
+    checksum: int
 
 
 def inspect(buffer: Buffer, *, verify: bool = True) -> FrameHeader:
@@ -244,7 +204,14 @@ def inspect(buffer: Buffer, *, verify: bool = True) -> FrameHeader:
     if verify and _checksum(payload) != crc:
         raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
     kind, _ = _open(header)
-    return FrameHeader(kind=kind, nbytes=_align(_PREFIX_BYTES + len(header)) + len(payload))
+    nbytes = _align(_PREFIX_BYTES + len(header)) + len(payload)
+    return FrameHeader(kind=kind, nbytes=nbytes, checksum=checksum_of(buffer))
+
+
+def checksum_of(buffer: Buffer) -> int:
+    """Return the sum in the head of a frame that was verified: it covers the header and the payload's sum."""
+    checksum: int = _HEAD_CRC.unpack_from(np.frombuffer(buffer, np.uint8).data, _PREFIX.size)[0]
+    return checksum
 
 
 def write_frame(path: str | os.PathLike[str], obj: Any) -> int:
@@ -324,9 +291,12 @@ def _pass_array(expected: type, value: Any) -> Any:
 
 
 def _checksum(payload: Bytes) -> int:
-    crc = 0
-    for begin in range(0, len(payload), _CHUNK):
-        crc = google_crc32c.extend(crc, payload[begin : begin + _CHUNK])
+    return _extend(0, payload)
+
+
+def _extend(crc: int, data: Bytes) -> int:
+    for begin in range(0, len(data), _CHUNK):
+        crc = google_crc32c.extend(crc, data[begin : begin + _CHUNK])
     return crc
 
 

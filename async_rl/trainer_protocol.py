@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from async_rl.engine_protocol import GroupInvite, TensorSpec
+from async_rl.types import TakenBatch
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +91,18 @@ class TrainerRank(Protocol):
         """Build the model on all ranks and load the checkpoint, or else the model's own weights."""
         ...
 
-    def train_step(self, batch_path: str, step: int) -> StepResult:
-        """Train on the `TrainBatch` frame at a path. Every rank returns a result; rank 0's is reported."""
+    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        """Train on a batch: each rank reads the frames of its own micro-batches.
+
+        Every rank returns a result; rank 0's is reported.
+        """
+        ...
+
+    def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
+        """Return the indices of the trajectories whose frames this rank reads in `train_step`.
+
+        Called only on ranks of other nodes than the frames', which are brought there first.
+        """
         ...
 
     def take_snapshot(self, weight_version: int) -> None:
@@ -190,8 +201,8 @@ class Trainer(Protocol):
         """Call `TrainerRank.setup` on all ranks."""
         ...
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """Call `TrainerRank.train_step` on all ranks."""
+    async def train_step(self, batch: Any, step: int) -> StepResult:
+        """Call `TrainerRank.train_step` on all ranks, with a `TakenBatch` or what else their class takes."""
         ...
 
     async def take_snapshot(self, weight_version: int) -> None:

@@ -1,8 +1,10 @@
 """The core types: one immutable type for each stage of a trajectory.
 
 ```
-Task ──session──► Segment… ──outcome──► Trajectory ──siblings──► Group ──batching──► TrainBatch
-                                            └─ its frame in a spool ─► StoredTrajectory, the reference
+Task ──session──► Segment… ──outcome──► Trajectory ──siblings──► Group
+                                            │ encoded once, as a frame in its node's spool
+                                            ▼
+                           StoredTrajectory ──B groups──► TakenBatch ──a rank's share──► TrainBatch
 ```
 
 Derived values (masks, versions per token, staleness) are computed, never stored a second time. Only the maker
@@ -184,7 +186,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """True where the policy wrote the token, `[T] bool`."""
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True, tag="trajectory"):
     """One finished attempt at a task: the tokens in order, who wrote them, and how it ended.
 
     Example:
@@ -202,6 +204,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
     num_inherited: int = 0
     """The number of leading segments that belong to the trajectory that this one is a branch of: they are
     context here and trained there."""
+
+    @property
+    def reward(self) -> float | None:
+        """Its reward, or None before it has one."""
+        return self.outcome.reward
 
     def capped(self, newest: int) -> Trajectory:
         """Return the trajectory after `cap_versions`; itself where there is nothing to lower."""
@@ -310,7 +317,7 @@ class StoredRouting(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that a recovery computed anew."""
 
 
-class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     """A reference to a finished trajectory in the spool of a node, with a summary of it.
 
     Every decision about a trajectory (group rules, staleness and its masks, batches, micro-batches,
@@ -337,6 +344,8 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason
     node: str = ""
     """The node that has the frame; empty: the driver's."""
+    offset: int = 0
+    """Where the frame begins in its file."""
     routing: StoredRouting | None = None
     num_segments: int = 0
     num_turns: int = 0
@@ -461,7 +470,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     group_id: str
     task_id: str
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[Trajectory | StoredTrajectory, ...]
 
     @property
     def oldest_weight_version(self) -> int | None:
@@ -470,8 +479,118 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return min((v for v in versions if v is not None), default=None)
 
 
+class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch for the trainer: references to the trajectories of whole groups.
+
+    Each rank plans the micro-batches of all ranks from the summaries, in the same way, and reads the frames
+    of its own ones. The frames are there until the batch is settled. Tuples are per trajectory, in the order
+    of the batch.
+    """
+
+    batch_id: str
+    trainer_version: int
+    """The weight version that the trainer holds when it consumes this batch."""
+    group_ids: tuple[str, ...]
+    group_index: tuple[int, ...]
+    """Which group each trajectory belongs to, ascending."""
+    trajectories: tuple[StoredTrajectory, ...]
+    masked_below: int | None = None
+    """Tokens of older weights are left out of the loss (`rollout.staleness_policy: mask_tokens`)."""
+    num_experts: int = 0
+    """The experts of the model whose routing is replayed; 0 when it is not."""
+    moe_layers: tuple[int, ...] = ()
+    """Its layers with experts, counted from 0."""
+    top_k: int = 0
+
+    @property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        """The ids of the trajectories."""
+        return tuple(each.trajectory_id for each in self.trajectories)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all frames."""
+        return sum(each.nbytes for each in self.trajectories)
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """The staleness of the oldest trained token."""
+        return tuple(self.trainer_version - self._oldest_trained(each) for each in self.trajectories)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens."""
+        return tuple(each.num_tokens for each in self.trajectories)
+
+    @property
+    def sampled_lengths(self) -> tuple[int, ...]:
+        """The number of tokens that the policy wrote, each counted with the one trajectory that trains it."""
+        return tuple(each.num_sampled_tokens for each in self.trajectories)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The rewards."""
+        return tuple(each.reward or 0.0 for each in self.trajectories)
+
+    @property
+    def interruptions(self) -> tuple[int, ...]:
+        """How often weight updates interrupted the sampling."""
+        return tuple(each.num_interruptions for each in self.trajectories)
+
+    @property
+    def resumes(self) -> tuple[int, ...]:
+        """How many engine calls continued an interrupted turn."""
+        return tuple(each.num_resumes for each in self.trajectories)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all trajectories."""
+        return sum(self.lengths)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """The tokens that the policy wrote."""
+        return sum(self.sampled_lengths)
+
+    @property
+    def num_masked_tokens(self) -> int:
+        """Sampled tokens that are too old to be trained."""
+        trained = sum(each.num_trained_tokens(self.masked_below) for each in self.trajectories)
+        return self.num_sampled_tokens - trained
+
+    @property
+    def num_fed_tokens(self) -> int:
+        """The routing rows that all trajectories together should have: all tokens but the last of each."""
+        return self.num_tokens - len(self.trajectories)
+
+    @property
+    def routing_rows(self) -> int:
+        """The routing rows of all trajectories."""
+        return sum(each.routing.shape[0] for each in self.trajectories if each.routing is not None)
+
+    @property
+    def routing_rows_invalid(self) -> int:
+        """Rows among them that no engine reported."""
+        return sum(each.routing.num_invalid for each in self.trajectories if each.routing is not None)
+
+    @property
+    def routing_rows_recomputed(self) -> int:
+        """Rows among them that a recovery computed anew."""
+        return sum(each.routing.num_recomputed for each in self.trajectories if each.routing is not None)
+
+    def _oldest_trained(self, trajectory: StoredTrajectory) -> int:
+        trained = (
+            span.weight_version
+            for span in trajectory.spans
+            if span.is_sampled and (self.masked_below is None or span.weight_version >= self.masked_below)
+        )
+        return min(trained, default=self.trainer_version)
+
+
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Whole groups, packed one trajectory after the other; never padded to the longest.
+    """The tokens of a batch, one trajectory after the other; never padded to the longest.
+
+    On a trainer rank, token ids and routing rows of trajectories that other ranks train are 0.
 
     Per-token arrays have length S, the tokens of all trajectories together; trajectory j has the range
     `[offsets[j], offsets[j+1])`. Values about *predicting* a token (mask, log-probs, versions) have the index

@@ -1,11 +1,12 @@
-"""Measures packing finished groups into a batch, against verl's method and against one memcpy.
+"""Measures making a batch of stored trajectories and reading a rank's share of it, against one memcpy.
 
     python benchmarks/batch_assembly.py [--quick] [--json FILE]
 
 64 trajectories, 6 thousand tokens on average and 32 thousand at most, with the routing of 48 layers, top-8.
-verl's method pads the int32 rows of every trajectory to the longest of the batch and removes the padding
-where the trainer packs its micro-batches. It is reimplemented here in its favour: into one tensor, with
-nothing sent between processes. async_rl copies each uint8 row once, to its final position.
+The driver decides by summaries and verifies each frame; a rank maps the frames of its share and copies each
+row once. verl's method pads the int32 rows of every trajectory to the longest of the batch and removes the
+padding where the trainer packs its micro-batches. It is reimplemented here in its favour: into one tensor,
+with nothing sent between processes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -23,13 +27,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from async_rl.codec import Frame
-from async_rl.queue import batching
+from async_rl.queue import packing
+from async_rl.queue.batching import read_trajectories
+from async_rl.queue.packing import Packer, StoredGroup
 from async_rl.queue.spool import Spool
-from async_rl.types import Group
-from benchmarks.trajectory_queue import FACTS, Row, in_turns, make_ids, row, show, timed, trajectory
+from async_rl.types import Group, TakenBatch
+from benchmarks.trajectory_queue import FACTS, Row, in_turns, make_ids, row, show, trajectory
 
 COUNT, GROUP = 64, 8
+PACKER = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=FACTS, metrics=None)
 
 
 def lengths(mean: int, longest: int) -> np.ndarray:
@@ -62,47 +68,81 @@ def padded_and_unpadded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
     return packed, padded.nbytes + packed.nbytes
 
 
+def stored_batch(spool: Spool, groups: list[Group]) -> tuple[list[StoredGroup], TakenBatch]:
+    """Stores groups; returns them and the batch that they make."""
+    stored = [
+        StoredGroup(group_id=group.group_id, trajectories=spool.put_group(group.trajectories))
+        for group in groups
+    ]
+    batch = PACKER.pack_groups(0, stored).batch
+    assert batch is not None
+    return stored, batch
+
+
 def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row]:
     """Times async_rl, a memcpy of the same bytes and verl's method alternately, then their memory."""
     groups = groups_of(lengths(mean, longest))
     wide = [torch.from_numpy(t.trace.rows.astype(np.int32)) for g in groups for t in g.trajectories]
-    slab = batching.plan_batch(groups, 0, "batch", FACTS)
-    batching.fill_batch(slab, groups)  # from here on its pages are warm
-    packed = sum(array.nbytes for array in arrays_of(slab))
-    source, target = np.ones(packed, np.uint8), np.zeros(packed, np.uint8)
     spool = Spool(folder, max_bytes=None)
+    stored, batch = stored_batch(spool, groups)
+    whole = read_trajectories(batch)
+    packed = sum(array.nbytes for array in arrays_of(whole))
+    source, target = np.ones(packed, np.uint8), np.zeros(packed, np.uint8)
+    shares = {ranks: range(0, COUNT, ranks) for ranks in (1, 8)}
 
-    def into_a_frame() -> float:
-        begin = time.perf_counter()
-        planned = batching.plan_batch(groups, 0, "batch", FACTS)
-        ref = spool.put_filled_frame(planned, lambda batch: batching.fill_batch(batch, groups))
-        seconds = time.perf_counter() - begin
-        spool.free_frame(ref)
+    def put() -> float:
+        begin = time.process_time()
+        written = [spool.put_group(group.trajectories) for group in groups]
+        seconds = time.process_time() - begin
+        for group in written:
+            spool.discard(group)
+        spool.delete_discarded()
         return seconds
+
+    def decide() -> float:
+        with mock.patch.object(packing, "verify_frame", return_value=None):
+            return cpu_time(lambda: PACKER.pack_groups(0, stored))()
 
     times = in_turns(
         repetitions,
-        memcpy=timed(lambda: np.copyto(target, source)),
-        slab=timed(lambda: batching.fill_batch(slab, groups)),
-        fresh=timed(lambda: batching.assemble_batch(groups, 0, "batch", FACTS)),
-        frame=into_a_frame,
+        memcpy=cpu_time(lambda: np.copyto(target, source)),
+        put=put,
+        decide=decide,
+        take=cpu_time(lambda: PACKER.pack_groups(0, stored)),
+        all=cpu_time(lambda: read_trajectories(batch)),
+        share=cpu_time(lambda: read_trajectories(batch, shares[8])),
     )
-    theirs = in_turns(max(3, repetitions // 10), verl=timed(lambda: padded_and_unpadded(wide)))["verl"]
+    theirs = in_turns(max(3, repetitions // 10), verl=cpu_time(lambda: padded_and_unpadded(wide)))["verl"]
     padded, extra = padded_and_unpadded(wide)
-    assert slab.routed_experts is not None
-    fed = slab.routing_valid
-    assert torch.equal(padded, torch.from_numpy(slab.routed_experts[fed].astype(np.int32)))  # the same rows
+    assert whole.routed_experts is not None
+    fed = whole.routing_valid
+    assert torch.equal(padded, torch.from_numpy(whole.routed_experts[fed].astype(np.int32)))  # the same rows
     del padded
     size = f"{COUNT} x {mean / 1000:.1f}k, {packed / 1e6:.0f} MB"
+    read = sum(batch.trajectories[index].nbytes for index in shares[8])
     return [
-        row("into a warm slab", size, times["slab"], "memcpy", times["memcpy"], "<= 2"),
-        row("into new memory", size, times["fresh"], "memcpy", times["memcpy"]),
-        row("into a frame, summed", size, times["frame"], "memcpy", times["memcpy"]),
-        row("verl's way", size, theirs, "into a warm slab", times["slab"], ">= 60"),
-        row("verl's way", size, theirs, "into new memory", times["fresh"]),
-        memory("memory of a batch (bytes)", size, Frame(slab).nbytes, packed, "<= 1.05"),
+        row("driver: decide", size, times["decide"], "memcpy", times["memcpy"], "<= 0.1"),
+        row("driver: decide and verify", size, times["take"], "memcpy", times["memcpy"], "<= 2"),
+        row("node: encode and write", size, times["put"], "memcpy", times["memcpy"]),
+        row("one rank reads all", size, times["all"], "memcpy", times["memcpy"]),
+        row("one of 8 ranks reads its share", size, times["share"], "memcpy", times["memcpy"]),
+        row("verl's way", size, theirs, "one rank reads all", times["all"], ">= 60"),
+        memory("frames (bytes)", size, batch.nbytes, packed, "<= 1.05", "packed bytes"),
+        memory("frames that one of 8 ranks maps (bytes)", size, read, packed, "<= 0.15"),
+        memory("references in the driver (bytes)", size, len(msgspec.msgpack.encode(batch)), packed),
         memory("memory of verl's way (bytes)", size, extra, packed),
     ]
+
+
+def cpu_time(work: Callable[[], Any]) -> Callable[[], float]:
+    """Returns the CPU seconds of all threads that the work takes."""
+
+    def run() -> float:
+        begin = time.process_time()
+        work()
+        return time.process_time() - begin
+
+    return run
 
 
 def memory(

@@ -26,7 +26,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.codec import read_frame
 from async_rl.config import Config, SimulatedEngines, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Engine, EngineFacts
@@ -34,12 +33,13 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES
+from async_rl.queue.batching import read_trajectories
 from async_rl.queue.journal import Journal
 from async_rl.rollout.session.tokens import GrowingArray
 from async_rl.run.orchestrator import Cluster, Orchestrator, RunInputs
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
-from async_rl.types import Context, Float32Array, Int32Array, Sampled, Task, TrainBatch, VersionSpan
+from async_rl.types import Context, Float32Array, Int32Array, Sampled, TakenBatch, Task, VersionSpan
 
 FACTS = EngineFacts(
     num_layers=4, moe_layers=(0, 1, 2, 3), num_experts=16, top_k=2, vocab_size=512, context_length=4096
@@ -69,9 +69,9 @@ class Reader:
         """Implements `Trainer.setup`."""
         return TrainerState(step=0)
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
+    async def train_step(self, taken: TakenBatch, step: int) -> StepResult:
         """Implements `Trainer.train_step`."""
-        batch = read_frame(batch_path, TrainBatch)
+        batch = read_trajectories(taken)
         counts = {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum())}
         rows = {"routing_rows": 0.0, "routing_rows_invalid": 0.0, "step_s": 0.0}
         return StepResult(step=step, metrics=dict.fromkeys(FIGURES, 0.0) | counts | rows)

@@ -28,7 +28,6 @@ from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
-from async_rl.queue.batching import assemble_batch
 from async_rl.types import (
     Float32Array,
     Group,
@@ -39,6 +38,7 @@ from async_rl.types import (
     TrainBatch,
     Trajectory,
 )
+from tests.support.stored_batches import assemble_batch
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe, write_byte_tokenizer
 from tests.support.trainers import place, started, trainer_config
 from trainer.worker import TrainerWorker

@@ -26,8 +26,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.codec import encode, encoded_size, read_frame
+from async_rl.codec import encode, encoded_size
 from async_rl.engine_protocol import EngineFacts
+from async_rl.queue.frames import read_columns
 from async_rl.queue.spool import Spool
 from async_rl.routing import make_trace
 from async_rl.staleness import Backlog
@@ -145,10 +146,9 @@ def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarra
 def read_frames(connection: Connection) -> None:
     """Reads the requested frames in the other process and replies when done."""
     while (message := connection.recv()) is not None:
-        kind, content, verify = message
-        if kind == "frame":
-            group = read_frame(content, Group, verify=verify)
-            last = group.trajectories[-1].trace.rows[-1, -1, -1]
+        kind, content = message
+        if kind == "frames":
+            last = [read_columns(stored) for stored in content][-1]["routed_experts"][-1, -1, -1]
         elif kind == "pickle":
             last = pickle.loads(content).trajectories[-1].trace.rows[-1, -1, -1]
         else:
@@ -178,30 +178,26 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
         size = encoded_size(encode(group))
         source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
 
-        def ours(verify: bool, group: Group = group) -> Callable[[], float]:
-            def run() -> float:
-                begin = time.perf_counter()
-                ref = spool.put_frame(group)
-                connection.send(("frame", ref.path, verify))
-                connection.recv()
-                seconds = time.perf_counter() - begin
-                spool.free_frame(ref)
-                return seconds
-
-            return run
+        def ours(group: Group = group) -> float:
+            begin = time.perf_counter()
+            stored = spool.put_group(group.trajectories)
+            connection.send(("frames", stored))
+            connection.recv()
+            seconds = time.perf_counter() - begin
+            spool.discard(stored)
+            spool.delete_discarded()
+            return seconds
 
         def exchange(kind: str, content: Callable[[], bytes]) -> float:
-            connection.send((kind, content(), None))
+            connection.send((kind, content()))
             return float(connection.recv())
 
         times = in_turns(
             max(10, min(repetitions, (1 << 33) // size)),
             memcpy=timed(lambda t=target, s=source: np.copyto(t, s)),
-            live=ours(verify=False),
-            verified=ours(verify=True),
+            verified=ours,
         )
         name = f"8 x {tokens // 1024}k, {size / 1e6:.0f} MB"
-        rows.append(row("put, read", name, times["live"], "memcpy", times["memcpy"], "<= 1.5"))
         rows.append(row("put, read and verify", name, times["verified"], "memcpy", times["memcpy"]))
         naive = {"pickle": lambda g=group: exchange("pickle", lambda: pickle.dumps(g, protocol=5))}
         if tokens == lengths[0]:  # larger ones take minutes
@@ -210,7 +206,7 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
             )
         slow = in_turns(3, **{what: timed(work) for what, work in naive.items()})
         rows += [
-            row(f"{what} through a pipe", name, times_, "put, read", times["live"])
+            row(f"{what} through a pipe", name, times_, "put, read and verify", times["verified"])
             for what, times_ in slow.items()
         ]
     return rows

@@ -12,10 +12,8 @@ import time
 import numpy as np
 import torch
 
-from async_rl.codec import read_frame
 from async_rl.sft.schedule import SftBatch
 from async_rl.trainer_protocol import StepResult
-from trainer.collectives import raise_on_all_ranks
 from trainer.megatron.packing import make_targets
 from trainer.worker import TrainerWorker
 
@@ -23,13 +21,7 @@ from trainer.worker import TrainerWorker
 class SftWorker(TrainerWorker):
     """Implements `async_rl.trainer_protocol.TrainerRank` for batches of type `SftBatch`."""
 
-    def train_step(self, batch_path: str, step: int) -> StepResult:
-        """Reads the `SftBatch` frame at a path and trains on it (`train_on_conversations`)."""
-        with raise_on_all_ranks(doing=f"cannot read the batch {batch_path}"):
-            batch = read_frame(batch_path, SftBatch)
-        return self.train_on_conversations(batch, step)
-
-    def train_on_conversations(self, batch: SftBatch, step: int) -> StepResult:
+    def train_step(self, batch: SftBatch, step: int) -> StepResult:
         """Takes one optimizer step, or only measures the loss.
 
         Args:

@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 import torch
 
-from async_rl.codec import read_frame
 from async_rl.config import Config, parse_config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
-from async_rl.errors import NonFiniteLoss
-from async_rl.trainer_protocol import Saved, StepResult, TrainerState
-from async_rl.types import Float32Array, Int64Array, TrainBatch
+from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
+from async_rl.queue.batching import read_trajectories
+from async_rl.trainer_protocol import Extreme, Saved, StepResult, TrainerState
+from async_rl.types import Float32Array, Int64Array, TakenBatch, TrainBatch
 from trainer import logprob_mismatch
 from trainer.checkpoints import loading
 from trainer.checkpoints.saving import CheckpointSaver, make_saver
@@ -175,17 +175,53 @@ class TrainerWorker:
 
     # -- training
 
-    def train_step(self, batch_path: str, step: int) -> StepResult:
-        """Reads the `TrainBatch` frame at a path and trains on it (`train_on`)."""
-        with raise_on_all_ranks(doing=f"cannot read the batch {batch_path}"):
-            batch = read_frame(batch_path, TrainBatch)
-        return self.train_on(batch, step)
+    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        """Reads the frames of this rank's micro-batches and trains on them (`train_on`).
+
+        Of other ranks' tokens it has versions and masks, from the references, and their rollout log-probs,
+        which the mismatch is measured with.
+        """
+        own = self.needed_trajectories(batch)
+        with raise_on_all_ranks():
+            try:
+                tokens = read_trajectories(batch, own)
+            except CorruptFrame as error:  # damaged since the queue verified it: a restart drops its group
+                raise TrainerError(f"rank {self._rank} cannot read {batch.batch_id}: {error}") from error
+        rollout = torch.from_numpy(tokens.rollout_log_probs).to(self.model.device)
+        shared = self.model.sum_over_data_parallel(rollout).cpu().numpy()
+        result = self.train_on(msgspec.structs.replace(tokens, rollout_log_probs=shared), step)
+        metrics = dict(result.metrics)
+        if batch.num_experts:
+            present = batch.routing_rows - batch.routing_rows_invalid
+            metrics["routing_rows_invalid"] = float(batch.num_fed_tokens - present)
+        extremes = self._with_token_ids(result.extremes, batch, own)
+        return msgspec.structs.replace(result, metrics=metrics, extremes=extremes)
+
+    def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
+        """Implements `TrainerRank.needed_trajectories`."""
+        updates = self.config.trainer.updates_per_batch
+        needed: set[int] = set()
+        for part in split_updates(np.array(batch.group_index, np.int32), updates):
+            for micro_batch in self._plan_micro_batches(np.array(batch.lengths), part):
+                needed.update(micro_batch.trajectories)
+        return tuple(sorted(needed))
+
+    def _with_token_ids(
+        self, extremes: tuple[Extreme, ...], batch: TakenBatch, own: Sequence[int]
+    ) -> tuple[Extreme, ...]:
+        """Completes token ids, which only the rank has that reads the trajectory."""
+        mine = {batch.trajectory_ids[index] for index in own}
+        ids = torch.tensor(
+            [e.token_id if e.trajectory_id in mine else 0 for e in extremes], dtype=torch.int64
+        )
+        found = self.model.sum_over_data_parallel(ids.to(self.model.device)).tolist()
+        return tuple(msgspec.structs.replace(e, token_id=i) for e, i in zip(extremes, found, strict=True))
 
     def train_on(self, batch: TrainBatch, step: int) -> StepResult:
         """Takes the optimizer steps of one batch.
 
         Args:
-            batch: The batch, the same on every rank.
+            batch: The batch; token ids and routing rows may be 0 where other ranks train the trajectory.
             step: The number of this step, from 1; reported back.
 
         Returns:
@@ -338,18 +374,7 @@ class TrainerWorker:
             trajectories: Indices of the trajectories of one update.
         """
         model = self.model
-        lengths = np.diff(batch.offsets)[list(trajectories)].tolist()
-        plan = [
-            MicroBatch(tuple(trajectories[j] for j in micro_batch.trajectories))
-            for micro_batch in plan_micro_batches(
-                lengths,
-                self.config.trainer.micro_batch_tokens,
-                ranks=model.data_parallel_size,
-                align=model.alignment,
-                multiple=model.micro_batch_multiple,
-                cost=model.cost,
-            )[model.data_parallel_rank]
-        ]
+        plan = self._plan_micro_batches(np.diff(batch.offsets), trajectories)
         rows, valid = None, None
         if self.config.routing.replay == "r3":
             rows, valid = batch.routed_experts, batch.routing_valid
@@ -371,6 +396,19 @@ class TrainerWorker:
                 )
             )
         return placed
+
+    def _plan_micro_batches(self, lengths: np.ndarray, trajectories: Sequence[int]) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of one update; all ranks plan alike, from the lengths, `[N]`."""
+        model = self.model
+        plan = plan_micro_batches(
+            lengths[list(trajectories)].tolist(),
+            self.config.trainer.micro_batch_tokens,
+            ranks=model.data_parallel_size,
+            align=model.alignment,
+            multiple=model.micro_batch_multiple,
+            cost=model.cost,
+        )[model.data_parallel_rank]
+        return [MicroBatch(tuple(trajectories[j] for j in micro_batch.trajectories)) for micro_batch in plan]
 
     def log_probs_and_entropy(
         self, micro_batch: PlacedMicroBatch, hidden: torch.Tensor

@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import ray
 
+from async_rl.codec import ALIGNMENT
 from async_rl.config import SGLangEngines, parse_config
 from async_rl.engines.sglang.connect import is_loopback
 from async_rl.engines.sglang.server import SGLangServer
@@ -96,7 +97,7 @@ class RankActor(NodeActor):
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
         use_private_compile_cache()
         self._worker: Any = None
-        self._frame: SharedFrame | None = None
+        self._frames: SharedFrames | None = None
 
     def free_address(self) -> tuple[str, int]:
         """Return a host and a free port of this node."""
@@ -113,15 +114,19 @@ class RankActor(NodeActor):
         """Call a method of the worker."""
         return getattr(self._worker, method)(*arguments)
 
-    def hold_batch(self, frame: Any) -> str:
-        """Keep a batch that arrived through the object store, for all ranks of this node; return its path.
+    def hold_frames(self, objects: list[Any]) -> tuple[str, list[int]]:
+        """Keep frames that arrive through the object store, for all ranks of this node.
 
         Args:
-            frame: `[bytes] uint8`, in this node's store.
+            objects: References to `[bytes] uint8`, in the order of the batch.
+
+        Returns:
+            The path of a file with all of them, and where each begins.
         """
-        self._frame = None  # frees that of the previous step
-        self._frame = SharedFrame(frame)
-        return self._frame.path
+        self._frames = None  # frees those of the previous step
+        self._frames = held = SharedFrames()
+        # One after the other, so that only one of them is in the store and in the file.
+        return held.path, [held.append(ray.get(reference)) for reference in objects]
 
 
 class EngineActor(NodeActor):
@@ -196,18 +201,26 @@ class EngineActor(NodeActor):
         return await asyncio.to_thread(self._folder.apply_delta, path)
 
 
-class SharedFrame:
-    """Bytes in memory under a path that other processes of this host and user can open.
+class SharedFrames:
+    """Frames in memory under a path that other processes of this host and user can open.
 
     The path belongs to this process (an anonymous file), so nothing is left behind when the process is
     killed.
     """
 
-    def __init__(self, data: Any) -> None:
-        self._file = os.memfd_create("async_rl_batch", os.MFD_CLOEXEC)
+    def __init__(self) -> None:
+        self._file = os.memfd_create("async_rl_frames", os.MFD_CLOEXEC)
+        self._end = 0
+
+    def append(self, data: Any) -> int:
+        """Add a frame and return where it begins, aligned as the codec requires."""
+        offset = -(-self._end // ALIGNMENT) * ALIGNMENT
         view = memoryview(data)
         while view:
-            view = view[os.write(self._file, view) :]
+            self._end = offset + len(data) - len(view)
+            view = view[os.pwrite(self._file, view, self._end) :]
+        self._end = offset + len(data)
+        return offset
 
     @property
     def path(self) -> str:

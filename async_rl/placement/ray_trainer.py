@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -15,6 +17,7 @@ from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, TrainerError
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
+from async_rl.types import TakenBatch
 
 WEIGHTS: Final = "weights"
 """The concurrency group of a rank's actor that sends weights, in a thread of its own."""
@@ -30,7 +33,7 @@ class RayTrainer(Trainer):
         here = ray.get_runtime_context().get_node_id()
         self._nodes = nodes
         self._holders = {node: nodes.index(node) for node in nodes if node != here}
-        """By node other than the driver's: the rank that holds batches for all ranks there."""
+        """By node other than the driver's: the rank that holds frames for all ranks there."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """Implement `TrainerRank.setup` for all ranks."""
@@ -39,33 +42,51 @@ class RayTrainer(Trainer):
         )
         return state
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
+    async def train_step(self, batch: Any, step: int) -> StepResult:
         """Implement `TrainerRank.train_step` for all ranks."""
         limit_s = self._config.trainer.step_timeout_s
-        paths = await self._deliver_batch(limit_s, batch_path) if self._holders else {}
+        local = await self._deliver_frames(limit_s, batch) if isinstance(batch, TakenBatch) else {}
         result: StepResult = await self._gather(
             limit_s,
             "train_step",
             [
-                actor.call_worker.remote("train_step", paths.get(node, batch_path), step)
+                actor.call_worker.remote("train_step", local.get(node, batch), step)
                 for actor, node in zip(self._actors, self._nodes, strict=True)
             ],
         )
         return result
 
-    async def _deliver_batch(self, limit_s: float, batch_path: str) -> dict[str, str]:
-        """Send a batch to the other nodes, once to each; return its path by node.
+    async def _deliver_frames(self, limit_s: float, batch: TakenBatch) -> dict[str, TakenBatch]:
+        """Send to each other node the frames that its ranks read; return the batch with their paths, by node.
 
-        Ray's store gets it once and sends it to a node when its holder asks; the object is freed after this
-        call.
+        Ray's store gets each frame once and sends it to a node when its holder asks; the objects are freed
+        after this call. A holder keeps the frames of its node in memory that all ranks there map.
         """
-        frame = await asyncio.to_thread(lambda: ray.put(np.fromfile(batch_path, np.uint8)))
+        remote = {rank: node for rank, node in enumerate(self._nodes) if node in self._holders}
+        if not remote:
+            return {}
+        plans = await self._answers(
+            limit_s,
+            "the plan of a batch",
+            {rank: self._actors[rank].call_worker.remote("needed_trajectories", batch) for rank in remote},
+        )
+        needed: dict[str, set[int]] = {node: set() for node in self._holders}
+        for node, plan in zip(remote.values(), plans, strict=True):
+            needed[node].update(plan)
+        frames = await asyncio.to_thread(_put_frames, batch, sorted(set().union(*needed.values())))
+        indices = {node: sorted(chosen) for node, chosen in needed.items()}
         answers = await self._answers(
             limit_s,
             "the arrival of a batch",
-            {rank: self._actors[rank].hold_batch.remote(frame) for rank in self._holders.values()},
+            {
+                rank: self._actors[rank].hold_frames.remote([frames[index] for index in indices[node]])
+                for node, rank in self._holders.items()
+            },
         )
-        return dict(zip(self._holders, answers, strict=True))
+        return {
+            node: _relocated(batch, indices[node], *answer)
+            for node, answer in zip(self._holders, answers, strict=True)
+        }
 
     async def take_snapshot(self, weight_version: int) -> None:
         """Implement `TrainerRank.take_snapshot` for all ranks."""
@@ -183,6 +204,19 @@ class RayTrainer(Trainer):
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
         return [task.result() for task in answers]
+
+
+def _put_frames(batch: TakenBatch, indices: Sequence[int]) -> dict[int, Any]:
+    """Put frames into Ray's store."""
+    return {index: ray.put(np.fromfile(batch.trajectories[index].path, np.uint8)) for index in indices}
+
+
+def _relocated(batch: TakenBatch, indices: Sequence[int], path: str, offsets: Sequence[int]) -> TakenBatch:
+    """Return a batch with some of its frames at offsets of another file."""
+    trajectories = list(batch.trajectories)
+    for index, offset in zip(indices, offsets, strict=True):
+        trajectories[index] = msgspec.structs.replace(trajectories[index], path=path, offset=offset)
+    return msgspec.structs.replace(batch, trajectories=tuple(trajectories))
 
 
 async def make_worker(actor: Any, *arguments: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from async_rl.queue.spool import Spool, slab_size
+from async_rl.queue.spool import SMALLEST_GROUP, Spool
 from async_rl.staleness import Backlog
 
 
@@ -46,7 +46,7 @@ class Admission:
         """Start at the version that engines serve and that consumes the next batch."""
         self._backlog = backlog
         self._spool = spool
-        self._largest_slab = slab_size(0)
+        self._largest_group = SMALLEST_GROUP
         self.served = version
         """The version that all engines in service have reached."""
         self.next = version
@@ -54,7 +54,7 @@ class Admission:
 
     def record_size(self, nbytes: int) -> None:
         """Take the size of a finished group as what other groups may need."""
-        self._largest_slab = max(self._largest_slab, slab_size(nbytes))
+        self._largest_group = max(self._largest_group, nbytes)
 
     @property
     def is_open(self) -> bool:
@@ -135,4 +135,4 @@ class Admission:
     def _fits(self, groups: int) -> bool:
         """Whether the spool has space for a number of groups, each as large as the largest so far."""
         max_bytes = self._spool.max_bytes
-        return max_bytes is None or self._spool.used_bytes + groups * self._largest_slab <= max_bytes
+        return max_bytes is None or self._spool.used_bytes + groups * self._largest_group <= max_bytes

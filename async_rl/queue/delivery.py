@@ -1,4 +1,4 @@
-"""Batches on their way to the trainer: packed from ready groups, and settled after the trainer's step."""
+"""Batches on their way to the trainer: made of ready groups, and settled after the trainer's step."""
 
 from __future__ import annotations
 
@@ -7,47 +7,34 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import Final
 
-import msgspec
-
 from async_rl.errors import DataError, InvariantError
-from async_rl.queue.outstanding import OutstandingGroups, ReadyGroup
-from async_rl.queue.packing import Packer, TakenBatch
-from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.queue.outstanding import OutstandingGroups
+from async_rl.queue.packing import Packer
 from async_rl.runtime.threads import run_uncancellable
+from async_rl.types import TakenBatch
 
 MAX_DAMAGED_GROUPS: Final = 64
 """The run ends after so many damaged groups without a batch in between."""
 
 
-class TakenGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of a batch that the trainer has, and the frame of the batch."""
-
-    ref: SpoolRef
-    groups: tuple[ReadyGroup, ...]
-
-
 class BatchDelivery:
-    """Packs ready groups into batch frames and keeps them until their step is settled."""
+    """Makes batches of ready groups and remembers them until their step is settled."""
 
-    def __init__(self, groups: OutstandingGroups, packer: Packer, batches: Spool, executor: Executor) -> None:
-        """Start without batches; frames of an earlier process are freed, their groups are still queued.
+    def __init__(self, groups: OutstandingGroups, packer: Packer, executor: Executor) -> None:
+        """Start without batches: the groups of an earlier process's batches are still queued.
 
         Args:
             groups: The groups that batches are made of.
-            packer: Reads groups and writes batches.
-            batches: Holds the batch frames that `packer` writes.
+            packer: Verifies groups and makes batches.
             executor: Runs the packer.
         """
         self._groups = groups
         self._packer = packer
-        self._batches = batches
         self._executor = executor
         self._packing = False
         self._num_damaged = 0
         """Damaged groups since the last batch."""
-        self._taken: dict[str, TakenGroups] = {}
-        for ref in batches.recover_frames().intact:
-            batches.free_frame(ref)
+        self._taken: set[str] = set()
 
     @property
     def in_progress(self) -> bool:
@@ -79,10 +66,8 @@ class BatchDelivery:
         for group_id, reason in packed.unusable.items():
             self._groups.drop_and_retry(group_id, reason)
         if cancelled is not None:
-            if packed.ref is not None:
-                self._batches.free_frame(packed.ref)
             raise cancelled
-        if packed.batch is None or packed.ref is None:
+        if packed.batch is None:
             self._num_damaged += sum(reason == "corrupt" for reason in packed.unusable.values())
             if self._num_damaged >= MAX_DAMAGED_GROUPS:
                 raise DataError(
@@ -92,12 +77,12 @@ class BatchDelivery:
                 )
             return None
         self._num_damaged = 0
-        groups = self._groups.take_groups(packed.batch, packed.too_stale)
-        self._taken[packed.batch.batch_id] = TakenGroups(ref=packed.ref, groups=groups)
+        self._groups.take_groups(packed.batch, packed.too_stale)
+        self._taken.add(packed.batch.batch_id)
         return packed.batch
 
     async def settle_batch(self, batch: TakenBatch, step: int) -> asyncio.CancelledError | None:
-        """Record that a step has trained a batch, and free its frames.
+        """Record that a step has trained a batch, and delete its frames.
 
         Returns:
             A cancellation that arrived meanwhile. The batch is settled: the caller raises it when its own
@@ -107,13 +92,11 @@ class BatchDelivery:
             InvariantError: When the batch was settled before.
             AsyncRLError: When the ledger cannot be written; the batch may or may not be settled.
         """
-        taken = self._taken.get(batch.batch_id)
-        if taken is None:
+        if batch.batch_id not in self._taken:
             raise InvariantError(f"batch {batch.batch_id} is settled already, or was never taken")
         self._groups.record_trained(batch, step)
-        # Before a slab can be reused, and before a checkpoint claims the step.
+        self._groups.discard_trained(batch)
+        # Before a checkpoint claims the step.
         _, cancelled = await run_uncancellable(self._executor, self._groups.flush_ledger)
-        del self._taken[batch.batch_id]
-        self._groups.free_trained(batch, taken.groups)
-        self._batches.free_frame(taken.ref)
+        self._taken.remove(batch.batch_id)
         return cancelled

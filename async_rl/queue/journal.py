@@ -266,8 +266,6 @@ class Journal:
         self._file: _OpenFile | None = None
         self._next_file: _OpenFile | None = None  # of a compaction that is not complete
         self._began_with = 0
-        self.make_space: Callable[[], int] = lambda: 0
-        """Called when the disk is full, before that is reported; returns the number of bytes released."""
 
     @property
     def nbytes(self) -> int:
@@ -436,12 +434,7 @@ class Journal:
     def _write(self, part: _Slice) -> None:
         data = encode_records(part.records)
         try:
-            try:
-                self._write_to_file(part, data)
-            except OSError as error:
-                if error.errno not in _DISK_FULL or not self.make_space():
-                    raise
-                self._write_to_file(part, data)
+            self._write_to_file(part, data)
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise

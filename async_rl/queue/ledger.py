@@ -15,9 +15,8 @@ Each task has a *position*, its place in the endless sequence of tasks. The sett
 position, except after a restart, a damaged frame or a drop with `retry`: then the position is *pending* and
 is dispatched anew.
 
-The ledger also records what a restart must agree with: attempts, rewards and sizes of trajectories that
-ended, published weight versions, the batch of each step that the trainer acknowledged, and committed
-checkpoints.
+The ledger also records what a restart must agree with: attempts, references to trajectories that ended,
+published weight versions, the batch of each step that the trainer acknowledged, and committed checkpoints.
 
 **A restart at the checkpoint of step N** leaves in flight what was in flight (the journal has its tokens) and
 queued what was queued. What was trained after N is dropped as `restart` and its positions are pending. Its
@@ -46,6 +45,9 @@ import msgspec
 
 from async_rl.errors import AsyncRLError, InvariantError
 from async_rl.queue.ledger_tables import LedgerTables
+from async_rl.types import StoredTrajectory
+
+_stored = msgspec.msgpack.Decoder(StoredTrajectory)
 
 REDISPATCHED = frozenset({"restart", "corrupt"})
 """Reasons of drops that are no fault of the task: its position becomes pending."""
@@ -80,13 +82,12 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     task_id: str
     position: int
     weight_version: int
-    frame: str | None = None
-    frame_bytes: int = 0
     ceiling: int | None = None
     in_flight: set[str] = msgspec.field(default_factory=set)
     queued: set[str] = msgspec.field(default_factory=set)
-    stored: dict[str, str] = msgspec.field(default_factory=dict)
-    """Files of the trajectories in flight that have ended while others of the group have not."""
+    stored: dict[str, StoredTrajectory] = msgspec.field(default_factory=dict)
+    """Trajectories that have ended: of a queued group all, in the order of the group; of one in flight those
+    whose frame was written early."""
     attempts: dict[str, int] = msgspec.field(default_factory=dict)
     """The current attempt of trajectories in flight that are not in their first."""
     straggled_s: float = 0.0
@@ -99,7 +100,7 @@ class Ledger:
     Example:
         >>> ledger.dispatch_group("g1", "task-7", position=7, trajectory_ids=["a", "b"], version=3)
         >>> ledger.drop_trajectories(["b"], "error")
-        >>> ledger.queue_group("g1", ["a"], version=3, frame="slab-000001", frame_bytes=4096)
+        >>> ledger.queue_group("g1", [stored_trajectory], version=3)
         >>> ledger.train_groups(["g1"], step=5, batch_id="batch-00000004")
         >>> ledger.record_checkpoint(step=5, keep=2)
     """
@@ -207,84 +208,60 @@ class Ledger:
         )
         self._tables.end_change()
 
-    def finish_trajectory(
-        self,
-        trajectory_id: str,
-        *,
-        segments: int,
-        tokens: int,
-        reward: float | None,
-        frame: str | None = None,
-    ) -> None:
-        """Record that a trajectory has ended; it stays in flight until its group is queued.
-
-        Args:
-            trajectory_id: The trajectory.
-            segments: The number of its segments.
-            tokens: The number of tokens that the policy wrote.
-            reward: Its reward.
-            frame: The file that holds it until then.
+    def finish_trajectory(self, stored: StoredTrajectory) -> None:
+        """Record that a trajectory has ended and where it is; it stays in flight until its group is queued.
 
         Raises:
             InvariantError: When it is not in flight.
         """
-        group = self._in_flight(trajectory_id)
-        if frame is not None:
-            group.stored[trajectory_id] = frame
-        self._tables.add_statement(
-            "UPDATE trajectories SET segments = ?, tokens = ?, reward = ?, frame = ? WHERE trajectory_id = ?",
-            (segments, tokens, reward, frame, trajectory_id),
-        )
+        group = self._in_flight(stored.trajectory_id)
+        group.stored[stored.trajectory_id] = stored
+        self._store(stored)
         self._tables.end_change()
 
     def unfinish_trajectory(self, trajectory_id: str) -> None:
-        """Undo `finish_trajectory`: the file of the trajectory is damaged or not complete.
+        """Undo `finish_trajectory`: the frame of the trajectory is damaged or missing.
 
         Raises:
             InvariantError: When it is not in flight.
         """
         self._in_flight(trajectory_id).stored.pop(trajectory_id, None)
         self._tables.add_statement(
-            "UPDATE trajectories SET segments = NULL, tokens = NULL, reward = NULL, frame = NULL "
-            "WHERE trajectory_id = ?",
-            (trajectory_id,),
+            "UPDATE trajectories SET reward = NULL, stored = NULL WHERE trajectory_id = ?", (trajectory_id,)
         )
         self._tables.end_change()
 
-    def queue_group(
-        self, group_id: str, trajectory_ids: Sequence[str], *, version: int, frame: str, frame_bytes: int
-    ) -> None:
-        """Record that a group is finished and stored in the spool.
+    def queue_group(self, group_id: str, stored: Sequence[StoredTrajectory], *, version: int) -> None:
+        """Record that a group is finished and its trajectories are stored.
 
         Args:
             group_id: A group in flight.
-            trajectory_ids: The trajectories in the frame: all of the group that were not dropped.
+            stored: All its trajectories that were not dropped, in the order of the group.
             version: The oldest weight version that sampled any of it.
-            frame: The name of the file in the spool's folder.
-            frame_bytes: The size of the frame.
 
         Raises:
             InvariantError: When the group is not in flight, or trajectories are missing or too many.
         """
         group = self._outstanding(group_id)
-        if group.queued or set(trajectory_ids) != group.in_flight:
+        members = {entry.trajectory_id: entry for entry in stored}
+        if group.queued or members.keys() != group.in_flight:
             raise InvariantError(
-                f"group {group_id} is queued with {sorted(trajectory_ids)}, in flight are "
+                f"group {group_id} is queued with {sorted(members)}, in flight are "
                 f"{sorted(group.in_flight)}, queued already {sorted(group.queued)}"
             )
+        for trajectory_id, entry in members.items():
+            if group.stored.get(trajectory_id) != entry:
+                self._store(entry)
         group.queued, group.in_flight = group.in_flight, set()
-        group.weight_version, group.frame, group.frame_bytes = version, frame, frame_bytes
-        group.ceiling, group.stored, group.attempts = None, {}, {}
-        self._counts["in_flight"] -= len(trajectory_ids)
-        self._counts["queued"] += len(trajectory_ids)
+        group.weight_version, group.stored = version, members
+        group.ceiling, group.attempts = None, {}
+        self._counts["in_flight"] -= len(stored)
+        self._counts["queued"] += len(stored)
         self._tables.add_statement(
-            "UPDATE groups SET weight_version = ?, ceiling = NULL, frame = ?, frame_bytes = ? "
-            "WHERE group_id = ?",
-            (version, frame, frame_bytes, group_id),
+            "UPDATE groups SET weight_version = ?, ceiling = NULL WHERE group_id = ?", (version, group_id)
         )
         self._tables.add_statement(
-            "UPDATE trajectories SET state = 'queued', frame = NULL "
-            "WHERE group_id = ? AND state = 'in_flight'",
+            "UPDATE trajectories SET state = 'queued' WHERE group_id = ? AND state = 'in_flight'",
             (group_id,),
         )
         self._tables.end_change()
@@ -301,7 +278,8 @@ class Ledger:
             raise InvariantError(f"step {step} settles groups that are not queued, or one twice: {unready}")
         for group in groups:
             self._tables.add_statement(
-                "UPDATE trajectories SET state = 'trained', step = ? WHERE group_id = ? AND state = 'queued'",
+                "UPDATE trajectories SET state = 'trained', step = ?, stored = NULL "
+                "WHERE group_id = ? AND state = 'queued'",
                 (step, group.group_id),
             )
             for trajectory_id in group.queued:
@@ -473,12 +451,12 @@ class Ledger:
         self._dropped.update(stored.dropped)
         for state in self._counts:
             self._counts[state] = getattr(stored, state)
-        for trajectory_id, state, attempt, kept, *columns in self._tables.query_rows(
-            "SELECT trajectory_id, state, attempt, trajectories.frame, group_id, task_id, position, "
-            "weight_version, ceiling, groups.frame, frame_bytes, straggled_s "
-            "FROM trajectories JOIN groups USING (group_id) WHERE state IN ('in_flight', 'queued')"
+        for trajectory_id, state, attempt, stored_entry, *columns in self._tables.query_rows(
+            "SELECT trajectory_id, state, attempt, stored, group_id, task_id, position, weight_version, "
+            "ceiling, straggled_s FROM trajectories JOIN groups USING (group_id) "
+            "WHERE state IN ('in_flight', 'queued') ORDER BY trajectory_id"
         ):
-            group_id, task_id, position, version, ceiling, frame, frame_bytes, straggled_s = columns
+            group_id, task_id, position, version, ceiling, straggled_s = columns
             group = self._groups.setdefault(
                 group_id,
                 GroupRecord(
@@ -486,14 +464,12 @@ class Ledger:
                     task_id=task_id,
                     position=position,
                     weight_version=version,
-                    frame=frame,
-                    frame_bytes=frame_bytes or 0,
                     ceiling=ceiling,
                     straggled_s=straggled_s,
                 ),
             )
-            if kept is not None:
-                group.stored[trajectory_id] = kept
+            if stored_entry is not None:
+                group.stored[trajectory_id] = _stored.decode(stored_entry)
             if attempt > 1:
                 group.attempts[trajectory_id] = attempt
             (group.in_flight if state == "in_flight" else group.queued).add(trajectory_id)
@@ -514,9 +490,15 @@ class Ledger:
     def _drop(self, trajectory_id: str, reason: str) -> None:
         self._dropped[reason] += 1
         self._tables.add_statement(
-            "UPDATE trajectories SET state = 'dropped', step = NULL, frame = NULL, reason = ? "
+            "UPDATE trajectories SET state = 'dropped', step = NULL, stored = NULL, reason = ? "
             "WHERE trajectory_id = ?",
             (reason, trajectory_id),
+        )
+
+    def _store(self, stored: StoredTrajectory) -> None:
+        self._tables.add_statement(
+            "UPDATE trajectories SET reward = ?, stored = ? WHERE trajectory_id = ?",
+            (stored.reward, msgspec.msgpack.encode(stored), stored.trajectory_id),
         )
 
     def _make_pending(self, position: int) -> None:

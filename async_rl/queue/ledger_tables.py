@@ -17,7 +17,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError, InvariantError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Statement = tuple[str, Sequence[Any]]
 
@@ -31,9 +31,7 @@ CREATE TABLE groups (                -- each uses up a position
     task_id TEXT NOT NULL,
     position INTEGER NOT NULL,       -- place in the sequence of tasks
     weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
-    ceiling INTEGER,                 -- labels above this, in its frame, are of undone versions
-    frame TEXT,                      -- name of the spool's file, once queued
-    frame_bytes INTEGER,
+    ceiling INTEGER,                 -- labels above this are of undone versions
     straggled_s REAL NOT NULL DEFAULT 0  -- how long it has waited for its stragglers
 ) WITHOUT ROWID;
 CREATE TABLE trajectories (
@@ -41,10 +39,8 @@ CREATE TABLE trajectories (
     group_id TEXT NOT NULL REFERENCES groups,
     state TEXT NOT NULL CHECK (state IN ('in_flight', 'queued', 'trained', 'dropped')),
     attempt INTEGER NOT NULL DEFAULT 1,
-    segments INTEGER,                -- once it has ended
-    tokens INTEGER,                  -- sampled ones
-    reward REAL,
-    frame TEXT,                      -- its file while its group is in flight
+    reward REAL,                     -- once it has ended
+    stored BLOB,                     -- its `StoredTrajectory` as msgpack, while it is outstanding
     step INTEGER,                    -- that trained it
     reason TEXT,                     -- why it was dropped
     CHECK ((state = 'trained') = (step IS NOT NULL) AND (state = 'dropped') = (reason IS NOT NULL))
@@ -94,7 +90,7 @@ class LedgerTables:
         if found != SCHEMA_VERSION:
             raise AsyncRLError(
                 f"{path} has schema {found}, this program writes {SCHEMA_VERSION}: end the run with the "
-                "version that began it, or begin another run"
+                "version that began it, or begin another run (its checkpoints can be loaded)"
             )
 
     def add_statement(self, statement: str, values: Sequence[Any] = ()) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 
@@ -16,11 +15,11 @@ from async_rl.queue.archive import Observer
 from async_rl.queue.finished_trajectories import FinishedTrajectories
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.lengths import LengthDrift
-from async_rl.queue.packing import StoredGroup, TakenBatch, age_counts_from
-from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.queue.packing import StoredGroup, age_counts_from
+from async_rl.queue.spool import Spool
 from async_rl.runtime.waits import waiting
 from async_rl.staleness import Backlog
-from async_rl.types import Group, Trajectory, root_of
+from async_rl.types import StoredTrajectory, TakenBatch, root_of
 
 
 class RestoredGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -31,7 +30,7 @@ class RestoredGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     position: int
     trajectory_ids: tuple[str, ...]
     """All trajectories in flight, including the finished ones."""
-    finished: Mapping[str, Trajectory]
+    finished: Mapping[str, StoredTrajectory]
     """The finished trajectories, which are not sampled again."""
     attempts: Mapping[str, int]
     """The number of the current attempt, for trajectories that are not in their first."""
@@ -45,7 +44,6 @@ class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A finished group that waits for its batch."""
 
     group_id: str
-    ref: SpoolRef
     oldest_version: int
     since: float
     counted: bool
@@ -203,52 +201,40 @@ class OutstandingGroups:
 
     # -- ready groups -------------------------------------------------------------------------------------
 
-    def queue_group(self, group: Group, ref: SpoolRef) -> Collection[str]:
-        """Make a group ready that was written to the spool.
-
-        Returns:
-            The files of its trajectories that finished early, to be discarded once the ledger is flushed.
+    def queue_group(self, group_id: str, stored: Sequence[StoredTrajectory]) -> None:
+        """Make a group ready whose trajectories are stored.
 
         Raises:
-            InvariantError: When the group was dropped while it was written; its frame is freed.
+            InvariantError: When the group was dropped while it was written; its frames are discarded.
         """
-        trajectory_ids = [trajectory.trajectory_id for trajectory in group.trajectories]
-        oldest = group.oldest_weight_version
-        counts_from = age_counts_from(group, self._backlog.staleness_policy)
+        versions = [v for entry in stored if (v := entry.oldest_weight_version) is not None]
+        counts_from = age_counts_from(stored, self._backlog.staleness_policy)
         try:
-            record = self._ledger.group(group.group_id)
-            known, files = record.weight_version, dict(record.stored)
-            self._finished.record_group(group.trajectories, files)
-            self._ledger.queue_group(
-                group.group_id,
-                trajectory_ids,
-                version=known if oldest is None else oldest,
-                frame=Path(ref.path).name,
-                frame_bytes=ref.nbytes,
-            )
+            known = self._ledger.group(group_id).weight_version
+            self._ledger.queue_group(group_id, stored, version=min(versions, default=known))
         except InvariantError:
-            self._spool.free_frame(ref)
+            self._spool.discard(stored)
             raise
-        self._observer.queued(trajectory_ids)
-        for trajectory in group.trajectories:
-            self.lengths.add_ended(trajectory.num_sampled_tokens)
-        self._make_ready(group.group_id, ref, known if counts_from is None else counts_from, counted=True)
+        self._observer.queued([entry.trajectory_id for entry in stored])
+        for entry in stored:
+            self.lengths.add_ended(entry.num_sampled_tokens)
+        self._make_ready(group_id, known if counts_from is None else counts_from, counted=True)
         self._changes.notify_all()
-        return files.values()
 
-    def restore_ready(self, group_id: str, ref: SpoolRef, oldest: int) -> None:
+    def restore_ready(self, group_id: str, oldest: int) -> None:
         """Add a finished group that an earlier process left in the spool."""
         self._backlog.add_group(group_id, oldest)
-        self._make_ready(group_id, ref, oldest, counted=False)
+        self._make_ready(group_id, oldest, counted=False)
 
     def stored_group(self, group_id: str) -> StoredGroup:
         """Return a ready group as the packer reads it."""
         record = self._ledger.group(group_id)
+        ceiling = record.ceiling
         return StoredGroup(
             group_id=group_id,
-            ref=self._ready[group_id].ref,
-            trajectory_ids=frozenset(record.queued),
-            ceiling=record.ceiling,
+            trajectories=tuple(
+                entry if ceiling is None else entry.capped(ceiling) for entry in record.stored.values()
+            ),
         )
 
     @contextmanager
@@ -260,7 +246,7 @@ class OutstandingGroups:
         finally:
             self._claimed = frozenset()
 
-    def take_groups(self, batch: TakenBatch, too_stale: Sequence[str]) -> tuple[ReadyGroup, ...]:
+    def take_groups(self, batch: TakenBatch, too_stale: Sequence[str]) -> None:
         """Remove the groups of a packed batch from the ready ones: the trainer has them.
 
         Args:
@@ -279,7 +265,6 @@ class OutstandingGroups:
             self._backlog.remove_group(group.group_id)
             del self._ready[group.group_id]
             self.observe_wait("queue", group.since)
-        return groups
 
     def record_trained(self, batch: TakenBatch, step: int) -> None:
         """Record that a step has trained a batch; the next flush writes it."""
@@ -289,16 +274,15 @@ class OutstandingGroups:
             self._metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
 
     def flush_ledger(self) -> None:
-        """Write all changes of the ledger, then free the frames of dropped groups. From any thread.
+        """Write all changes of the ledger, then delete the frames of settled trajectories. From any thread.
 
-        In this order, because no restart may find a group queued in a slab that holds another.
+        In this order, because no restart may find a trajectory outstanding whose frame is gone.
         """
-        self._spool.free_retired(before=self._ledger.flush)
+        self._spool.delete_discarded(before=self._ledger.flush)
 
-    def free_trained(self, batch: TakenBatch, groups: Sequence[ReadyGroup]) -> None:
-        """Free the frames of a batch's groups, after it was written that they are trained."""
-        for group in groups:
-            self._spool.free_frame(group.ref)
+    def discard_trained(self, batch: TakenBatch) -> None:
+        """Let the frames of a trained batch be deleted by the next flush."""
+        self._spool.discard(batch.trajectories)
         for length in batch.sampled_lengths:
             self.lengths.add_trained(length)
 
@@ -337,9 +321,7 @@ class OutstandingGroups:
         self._backlog.remove_group(group_id)
         self._work.pop(group_id, None)
         self._remove_restored(group_id)
-        ready = self._ready.pop(group_id, None)
-        if ready is not None:
-            self._spool.retire_frame(ready.ref)
+        self._ready.pop(group_id, None)
         self._changes.notify_all()
 
     def drop_and_retry(self, group_id: str, reason: str) -> None:
@@ -387,17 +369,18 @@ class OutstandingGroups:
             for trajectory_id in trajectory_ids:
                 self.lengths.add_ended(lengths.get(trajectory_id, 0))
 
-    def _make_ready(self, group_id: str, ref: SpoolRef, oldest: int, *, counted: bool) -> None:
+    def _make_ready(self, group_id: str, oldest: int, *, counted: bool) -> None:
         self._backlog.finish_group(group_id, oldest)
         self._work.pop(group_id, None)
         self._ready[group_id] = ReadyGroup(
-            group_id=group_id, ref=ref, oldest_version=oldest, since=self._clock(), counted=counted
+            group_id=group_id, oldest_version=oldest, since=self._clock(), counted=counted
         )
-        self._admission.record_size(ref.nbytes)
+        stored = self._ledger.group(group_id).stored.values()
+        self._admission.record_size(sum(entry.nbytes for entry in stored))
 
     def _settle_dropped(self, trajectory_ids: Sequence[str], reason: str, *, retry: bool = False) -> None:
         groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
-        stored = {name: frame for group in groups.values() for name, frame in group.stored.items()}
+        stored = {name: entry for group in groups.values() for name, entry in group.stored.items()}
         self._ledger.drop_trajectories(trajectory_ids, reason, retry=retry)
         self._observer.dropped(trajectory_ids, reason)
         self._finished.discard(trajectory_ids, [stored[name] for name in trajectory_ids if name in stored])

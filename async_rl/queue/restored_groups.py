@@ -1,18 +1,19 @@
-"""Restores the groups of an earlier process: queued ones from the spool, the others from the journal."""
+"""Restores the groups of an earlier process: what has ended from the spool, the rest from the journal."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
+from async_rl.errors import CorruptFrame
 from async_rl.queue.admission import Admission
 from async_rl.queue.finished_trajectories import FinishedTrajectories
+from async_rl.queue.frames import verify_frame
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.outstanding import OutstandingGroups, RestoredGroup
-from async_rl.queue.spool import Spool, SpoolRef
-from async_rl.types import Group, root_of
+from async_rl.queue.spool import Spool
+from async_rl.types import root_of
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class GroupRestorer:
     """Adds the outstanding groups of the ledger to a queue that has none yet.
 
     A damaged frame settles its group as `corrupt` and makes its position pending. Frames that belong to no
-    group are freed.
+    group are deleted.
     """
 
     def __init__(
@@ -45,32 +46,36 @@ class GroupRestorer:
         Args:
             journalled: What the journal has of trajectories in flight.
         """
-        frames = {Path(ref.path).name: ref for ref in self._spool.recover_frames().intact}
         outstanding = self._ledger.outstanding()
+        for group in outstanding:  # the run's folder may have been moved
+            group.stored = {name: self._spool.relocated(entry) for name, entry in group.stored.items()}
         sampled = oldest_by_root(journalled.values())
-        self._finished.recover_files(outstanding)
+        self._spool.recover_frames(
+            early=[entry for group in outstanding if not group.queued for entry in group.stored.values()],
+            used=[entry for group in outstanding if group.queued for entry in group.stored.values()],
+        )
         for group in outstanding:
-            ref = frames.pop(group.frame or "", None)
             if group.queued:
-                self._restore_queued(group, ref)
+                self._restore_queued(group)
             else:
                 self._groups.restore_in_flight(self._in_flight(group, sampled))
-        for orphan in frames.values():
-            self._spool.free_frame(orphan)
         self._drop_excess()
         self._ledger.flush()
+        self._spool.delete_discarded()
 
-    def _restore_queued(self, group: GroupRecord, ref: SpoolRef | None) -> None:
-        if ref is None or not self._holds(ref, group.group_id):
+    def _restore_queued(self, group: GroupRecord) -> None:
+        try:
+            for trajectory_id in group.queued:
+                verify_frame(group.stored[trajectory_id])
+        except CorruptFrame as error:
+            log.warning("group %s is dropped: %s", group.group_id, error)
             self._groups.drop_corrupt(group)
-            if ref is not None:
-                self._spool.free_frame(ref)
             return
         # Versions above ours were published after the checkpoint and are undone: they count as ours, or as
         # those of an earlier restart's checkpoint.
         ceiling = self._admission.next if group.ceiling is None else group.ceiling
         oldest = min(group.weight_version, ceiling, self._admission.next)
-        self._groups.restore_ready(group.group_id, ref, oldest)
+        self._groups.restore_ready(group.group_id, oldest)
 
     def _in_flight(self, group: GroupRecord, sampled: Mapping[str, int]) -> RestoredGroup:
         """Return a group in flight with its finished trajectories.
@@ -92,12 +97,6 @@ class GroupRestorer:
             attempts=dict(group.attempts),
             oldest_version=min([version, *(v for v in versions if v is not None)]),
             straggled_s=group.straggled_s,
-        )
-
-    def _holds(self, ref: SpoolRef, group_id: str) -> bool:
-        return (
-            ref.kind == Group.__name__
-            and self._spool.read_frame(ref, Group, verify=False).group_id == group_id
         )
 
     def _drop_excess(self) -> None:

@@ -1,292 +1,220 @@
-"""Finished work as frames in files of a folder, which are mapped instead of copied, and reused.
+"""Finished trajectories as frames in a folder of their node: one file each, written once.
 
-A frame is stored at the beginning of a *slab*: a file that is created once, kept mapped by its writer and
-used for one frame after the other. Writing to pages that were never touched takes ten times as long as a
-copy. Readers in this process use the writer's mapping, readers in others map the file.
+```
+ write_trajectory ─► early frame ──┐                    ┌─► (trained, dropped) discard ─► delete_discarded
+                                   ├─► put_group ─► used
+ trajectories without a frame ─────┘
+```
 
-**Contract.** The caller of `free_frame` promises that no reader uses the frame any more: its slab may hold
-other data the next moment, and arrays that were read from it would show them. `TrajectoryQueue` frees a frame
-after the step that consumed it was settled. Freeing wipes the head of the frame, so a late reader gets
-`CorruptFrame`.
+A trajectory is encoded once. Readers map its file; a file that is deleted stays readable where it is mapped.
+The ledger says which files count: a frame that it does not name is deleted by the next start.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import errno
-import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from async_rl import codec
-from async_rl.codec import Bytes, Frame
-from async_rl.errors import CorruptFrame, SpoolFull
+from async_rl.codec import Frame
+from async_rl.errors import SpoolFull
+from async_rl.queue.frames import encode_trajectory
+from async_rl.runtime.shortages import is_shortage
+from async_rl.types import StoredTrajectory, Trajectory
 
-T = TypeVar("T")
-S = TypeVar("S", bound=msgspec.Struct)
-
-_SMALLEST_SLAB = 64 << 10
-_WIPED = bytes(64)
-
-
-class _DiskFull(SpoolFull):
-    """The disk has no space, where `max_bytes` would allow the frame."""
-
-
-class SpoolRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The location of a frame."""
-
-    path: str
-    nbytes: int
-    """The size of the frame; its slab may be larger."""
-    kind: str
-    """The name of the type in the frame."""
-
-
-class RecoveredFrames(msgspec.Struct, frozen=True, kw_only=True):
-    """The frames that an earlier process left in the folder."""
-
-    intact: tuple[SpoolRef, ...]
-    corrupt: dict[str, str]
-    """The reason by path. These slabs are free again."""
+SMALLEST_GROUP = 64 << 10
+"""The space for a group while nothing larger is known."""
 
 
 class Spool:
     """The frames of one folder, written by one process. All methods may be called from any thread.
 
+    Frames of groups that have not ended are *early*: together they have a quarter of `max_bytes` beside it,
+    because groups that have ended must not wait for them.
+
     Example:
         >>> spool = Spool(Path("spool"), max_bytes=8 << 30)
-        >>> ref = spool.put_frame(group)
-        >>> spool.read_frame(ref, Group).trajectories[0].token_ids
-        >>> spool.free_frame(ref)
+        >>> early = spool.write_trajectory(first)
+        >>> stored = spool.put_group([early, second])
+        >>> read_columns(stored[1])["token_ids"]
+        >>> spool.discard(stored)
     """
 
-    def __init__(self, directory: Path, max_bytes: int | None, *, keep_free: bool = True) -> None:
-        """Open a folder. Its frames stay until `recover_frames` and `free_frame`.
+    def __init__(self, directory: Path, max_bytes: int | None) -> None:
+        """Open a folder. Its files stay until `recover_frames`.
 
         Args:
             directory: The folder, created when it is missing.
-            max_bytes: The limit for the bytes of slabs; None for no limit but the disk's.
-            keep_free: Whether free slabs stay when none fits and another is created. Otherwise they are
-                deleted then: the next frames will be about as large as this one, as batches are.
+            max_bytes: The limit for the frames of groups that have ended; None for no limit but the disk's.
         """
         self.directory = directory
         self.max_bytes = max_bytes
-        self._keep_free = keep_free
-        self.make_space: Callable[[], int] = self.release_free_slabs
-        """Called when the disk is full, before that is reported; returns the number of bytes released."""
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = threading.Lock()
-        self._slabs: dict[str, Bytes] = {}  # all of them, mapped
-        self._used: set[str] = set()
-        self._free: list[tuple[int, str]] = []  # (size, path), ascending
-        self._retired: list[str] = []
-        self._retiring = threading.Lock()
-        self._next = 0
-        self._used_bytes = self._total_bytes = 0
-        for path in sorted(directory.glob("slab-*")):
-            if path.stat().st_size == 0:
-                path.unlink()  # its writer died before it had a size
-                continue
-            self._slabs[str(path)] = slab = _map(path)
-            self._used.add(str(path))
-            self._used_bytes += len(slab)
-            self._total_bytes += len(slab)
-            self._next = max(self._next, int(path.name.removeprefix("slab-")) + 1)
+        self._early: dict[str, int] = {}  # bytes by path
+        self._used: dict[str, int] = {}
+        self._early_bytes = self._used_bytes = 0
+        self._discarded: list[str] = []
+        self._deleting = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the slabs that hold a frame which is not retired."""
+        """The bytes of the frames of groups that have ended."""
         return self._used_bytes
 
     @property
-    def has_retired(self) -> bool:
-        """Whether `free_retired` has slabs to free."""
-        return bool(self._retired)
+    def has_discarded(self) -> bool:
+        """Whether `delete_discarded` has files to delete."""
+        return bool(self._discarded)
 
-    def put_frame(self, obj: Any) -> SpoolRef:
-        """Write an object as a frame, with one copy of its arrays.
-
-        Raises:
-            SpoolFull: When it does not fit, below `max_bytes` or on the disk, also without any free slabs.
-        """
-        frame = Frame(obj)
-        return self._write(frame, frame.copy_into)
-
-    def put_filled_frame(self, obj: S, fill: Callable[[S], None]) -> SpoolRef:
-        """Write a frame whose arrays are created in place.
-
-        Args:
-            obj: Gives the shapes. Its arrays (all of them fields of itself) need no content.
-            fill: Receives `obj` with arrays that are part of the frame, and fills every element.
+    def write_trajectory(self, trajectory: Trajectory) -> StoredTrajectory:
+        """Write the frame of a trajectory whose group has not ended.
 
         Raises:
-            SpoolFull: As `put_frame`.
+            SpoolFull: When there is no space, or no descriptor for the file. The caller can go on: the
+                journal has the tokens.
         """
-        frame = Frame(obj)
-
-        def write(target: Bytes) -> None:
-            fill(frame.place(obj, target))
-            frame.seal(target)
-
-        return self._write(frame, write)
-
-    def read_frame(self, ref: SpoolRef, expected: type[T], *, verify: bool = True) -> T:
-        """Read a frame that this process wrote or recovered. The arrays are valid until it is freed.
-
-        Raises:
-            CorruptFrame: As `codec.decode`; the message names the file.
-        """
+        frame = encode_trajectory(trajectory)
         with self._lock:
-            slab = self._slabs[ref.path]
-        try:
-            return codec.decode(slab, expected, verify=verify)
-        except CorruptFrame as error:
-            raise CorruptFrame(f"{ref.path}: {error}") from error
-
-    def free_frame(self, ref: SpoolRef) -> None:
-        """Release a slab for reuse; see the contract above.
-
-        Raises:
-            ValueError: When it was free already.
-        """
-        self._release(ref.path)
-
-    def retire_frame(self, ref: SpoolRef) -> None:
-        """Release a slab for reuse after the next `free_retired`; its bytes count as free from now on.
-
-        Raises:
-            ValueError: When it was free already.
-        """
-        with self._lock:
-            self._remove_used(ref.path)
-            self._retired.append(ref.path)
-
-    def free_retired(self, before: Callable[[], None]) -> None:
-        """Call `before`, then free the slabs that were retired when it began; none if it raises."""
-        with self._retiring:
-            retired = tuple(self._retired)
-            before()
-            with self._lock:
-                for path in retired:
-                    self._add_free(path)
-                del self._retired[: len(retired)]
-
-    def recover_frames(self) -> RecoveredFrames:
-        """Verify all frames in the folder completely, and free those that are damaged."""
-        intact, corrupt = [], {}
-        for path in sorted(self._used):
-            slab = self._slabs[path]
-            try:
-                head = codec.inspect(slab)
-                intact.append(SpoolRef(path=path, nbytes=head.nbytes, kind=head.kind))
-            except CorruptFrame as error:
-                if slab[: len(_WIPED)].any():
-                    corrupt[path] = str(error)
-                self._release(path)
-        return RecoveredFrames(intact=tuple(intact), corrupt=corrupt)
-
-    def _write(self, frame: Frame, write: Callable[[Bytes], None]) -> SpoolRef:
-        try:
-            path, slab = self._acquire(frame.nbytes)
-        except _DiskFull:
-            if not self.make_space():
-                raise
-            path, slab = self._acquire(frame.nbytes)
-        try:
-            write(slab)
-        except BaseException:
-            self._release(path)
-            raise
-        return SpoolRef(path=path, nbytes=frame.nbytes, kind=frame.kind)
-
-    def _acquire(self, nbytes: int) -> tuple[str, Bytes]:
-        """Return the smallest free slab that is large enough and not twice too large, or a new one."""
-        with self._lock:
-            index = bisect.bisect_left(self._free, (nbytes, ""))
-            if index < len(self._free) and self._free[index][0] <= max(2 * nbytes, _SMALLEST_SLAB):
-                _, path = self._free.pop(index)
-                slab = self._slabs[path]
-            else:
-                path, slab = self._create(slab_size(nbytes))
-            self._used.add(path)
-            self._used_bytes += len(slab)
-            return path, slab
-
-    def _create(self, size: int) -> tuple[str, Bytes]:
-        if self.max_bytes is not None:
-            if self._used_bytes + size > self.max_bytes:
+            if self.max_bytes is not None and self._early_bytes + frame.nbytes > self.max_bytes // 4:
                 raise SpoolFull(
-                    f"{self.directory} holds {self._used_bytes} bytes, another {size} exceed queue.max_bytes "
-                    f"= {self.max_bytes}; raise it, or lower trainer.groups_per_batch or max_staleness"
+                    f"{self.directory} holds {self._early_bytes} bytes of unfinished groups, another "
+                    f"{frame.nbytes} exceed a quarter of queue.max_bytes = {self.max_bytes}"
                 )
-            while self._free and self._total_bytes + size > self.max_bytes:
-                self._delete_smallest()
-        while self._free and not self._keep_free:
-            self._delete_smallest()
-        path = self.directory / f"slab-{self._next:06d}"
-        self._next += 1
+            path = self._add_early(trajectory.trajectory_id, frame.nbytes)
+        return self._write(trajectory, frame, path)
+
+    def put_group(self, members: Sequence[Trajectory | StoredTrajectory]) -> tuple[StoredTrajectory, ...]:
+        """Keep the frames of a group that has ended, and write those that are missing.
+
+        Raises:
+            SpoolFull: When they do not fit, below `max_bytes` or on the disk; then none was written.
+        """
+        frames = {m.trajectory_id: encode_trajectory(m) for m in members if isinstance(m, Trajectory)}
+        nbytes = sum(m.nbytes if isinstance(m, StoredTrajectory) else 0 for m in members)
+        nbytes += sum(frame.nbytes for frame in frames.values())
+        with self._lock:
+            if self.max_bytes is not None and self._used_bytes + nbytes > self.max_bytes:
+                raise SpoolFull(
+                    f"{self.directory} holds {self._used_bytes} bytes, another {nbytes} exceed "
+                    f"queue.max_bytes = {self.max_bytes}; raise it, or lower trainer.groups_per_batch or "
+                    "max_staleness"
+                )
+            self._used_bytes += nbytes  # reserved until all are written
+        stored: list[StoredTrajectory] = []
+        written: list[StoredTrajectory] = []
         try:
-            with path.open("xb") as file:
-                # Allocate the blocks now: a mapping that finds the disk full later would kill the process.
-                os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise _DiskFull(
-                    f"no space for {size} bytes in {self.directory}: the disk is full; free some, or lower "
-                    "queue.max_bytes"
-                ) from error
+            for member in members:
+                if isinstance(member, Trajectory):
+                    frame = frames[member.trajectory_id]
+                    with self._lock:
+                        path = self._add_early(member.trajectory_id, frame.nbytes)
+                    member = self._write(member, frame, path)
+                    written.append(member)
+                stored.append(member)
+        except BaseException:
+            self._delete(entry.path for entry in written)
+            with self._lock:
+                self._used_bytes -= nbytes
             raise
-        self._slabs[str(path)] = slab = _map(path)
-        self._total_bytes += size
-        return str(path), slab
-
-    def release_free_slabs(self) -> int:
-        """Delete all free slabs; return how many bytes they had."""
         with self._lock:
-            before = self._total_bytes
-            while self._free:
-                self._delete_smallest()
-            return before - self._total_bytes
+            self._used_bytes -= nbytes
+            for entry in stored:
+                self._make_used(entry.path)
+        return tuple(stored)
 
-    def _delete_smallest(self) -> None:
-        nbytes, path = self._free.pop(0)
-        self._total_bytes -= nbytes
-        del self._slabs[path]
-        os.unlink(path)
-
-    def _release(self, path: str) -> None:
+    def discard(self, stored: Iterable[StoredTrajectory]) -> None:
+        """Let frames be deleted by the next `delete_discarded`; their bytes count as free from now on."""
         with self._lock:
-            self._remove_used(path)
-            self._add_free(path)
+            for entry in stored:
+                if self._remove(entry.path):
+                    self._discarded.append(entry.path)
 
-    def _remove_used(self, path: str) -> None:
-        if path not in self._used:
-            raise ValueError(f"{path} is free already")
-        self._used.remove(path)
-        self._used_bytes -= len(self._slabs[path])
+    def delete_discarded(self, before: Callable[[], None] = lambda: None) -> None:
+        """Call `before`, then delete what was discarded when it began; nothing if it raises."""
+        with self._deleting:
+            discarded = tuple(self._discarded)
+            before()
+            for path in discarded:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            with self._lock:
+                del self._discarded[: len(discarded)]
 
-    def _add_free(self, path: str) -> None:
-        slab = self._slabs[path]
-        slab[: len(_WIPED)] = np.frombuffer(_WIPED, np.uint8)
-        bisect.insort(self._free, (len(slab), path))
+    def relocated(self, stored: StoredTrajectory) -> StoredTrajectory:
+        """Return the reference to the same file in this folder."""
+        path = f"{self.directory}/{os.path.basename(stored.path)}"
+        return msgspec.structs.replace(stored, path=path)
 
+    def recover_frames(self, early: Collection[StoredTrajectory], used: Collection[StoredTrajectory]) -> None:
+        """Keep the frames of an earlier process that its ledger names, and delete all other files."""
+        with self._lock:
+            for entry in early:
+                self._early[entry.path] = entry.nbytes
+                self._early_bytes += entry.nbytes
+            for entry in used:
+                self._used[entry.path] = entry.nbytes
+                self._used_bytes += entry.nbytes
+            for path in self.directory.iterdir():
+                if str(path) not in self._early and str(path) not in self._used:
+                    path.unlink()
 
-def slab_size(nbytes: int) -> int:
-    """Return the next of four sizes per octave: little is wasted, and frames of similar size share slabs."""
-    if nbytes <= _SMALLEST_SLAB:
-        return _SMALLEST_SLAB
-    step = 1 << ((nbytes - 1).bit_length() - 3)
-    return -(-nbytes // step) * step
+    def _write(self, trajectory: Trajectory, frame: Frame, path: str) -> StoredTrajectory:
+        """Write a file that appears when it is complete. Path objects would take longer than the write."""
+        part = f"{path}.part"
+        try:
+            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                for piece in frame.buffers():
+                    rest = memoryview(piece)
+                    while rest:
+                        rest = rest[os.write(file, rest) :]
+            finally:
+                os.close(file)
+            os.rename(part, path)
+        except OSError as error:
+            self._delete([path, part])
+            if not is_shortage(error):
+                raise
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause = "the disk is full; free some and start the run again" if full else error.strerror
+            raise SpoolFull(f"{self.directory} cannot take {frame.nbytes} bytes: {cause}") from error
+        return StoredTrajectory.of(trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum)
 
+    def _delete(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            with self._lock:
+                self._remove(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
-def _map(path: Path) -> Bytes:
-    with path.open("r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+    def _add_early(self, trajectory_id: str, nbytes: int) -> str:
+        """Return a path that no other frame has, and count its bytes."""
+        path, number = f"{self.directory}/{trajectory_id}", 0
+        while path in self._early or path in self._used or path in self._discarded:
+            number += 1
+            path = f"{self.directory}/{trajectory_id}~{number}"
+        self._early[path] = nbytes
+        self._early_bytes += nbytes
+        return path
+
+    def _make_used(self, path: str) -> None:
+        nbytes = self._early.pop(path, 0)
+        self._early_bytes -= nbytes
+        self._used[path] = nbytes
+        self._used_bytes += nbytes
+
+    def _remove(self, path: str) -> bool:
+        """Stop counting a frame; return whether it was counted."""
+        if path in self._early:
+            self._early_bytes -= self._early.pop(path)
+            return True
+        if path in self._used:
+            self._used_bytes -= self._used.pop(path)
+            return True
+        return False

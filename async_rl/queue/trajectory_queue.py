@@ -2,8 +2,8 @@
 
 ```
  dispatch_group ─► (sampling) ─► put_group ─► next_batch ─► (a trainer step) ─► settle_batch
-   ▲                   │          │ frame,      │ frames of B groups             │ trained once,
-   │                   ▼          ▼ ledger      ▼ packed into one                │ frames freed
+   ▲                   │          │ frames,     │ references to                  │ trained once,
+   │                   ▼          ▼ ledger      ▼ B groups                       │ frames deleted
    │              drop_group   ready groups   taken batch                        │
    └── wait_for_admission ◄── advance_version: engines serve the next version ◄──┘
 ```
@@ -12,16 +12,16 @@
 |---|---|---|---|---|
 | `wait_for_admission` | a slot of the bound | slots, spool capacity | `advance_version`, drops | permission |
 | `put_group` | a finished group | spool capacity, rarely | `settle_batch` | a ready group |
-| `next_batch` | B ready groups | the groups that must go first | `put_group`, drops | a batch frame |
+| `next_batch` | B ready groups | the groups that must go first | `put_group`, drops | references |
 
-The queue holds references and headers; the data is in the spool. Its parts:
+The queue holds references with summaries; the data is in the spool. Its parts:
 
 - `admission` applies the bound and the capacity of the spool, by the arithmetic of `async_rl.staleness`;
 - `outstanding` follows each group from its dispatch until it is trained or dropped;
-- `delivery` packs batches with `packing` and settles them;
+- `delivery` makes batches with `packing` and settles them;
 - `restored_groups` adds the groups of an earlier process.
 
-All methods are for the event loop's thread; copying and checking runs in two threads of the queue. A
+All methods are for the event loop's thread; writing and checking frames runs in two threads of the queue. A
 cancelled `put_group` or `next_batch` has either happened completely or not at all.
 """
 
@@ -31,6 +31,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
@@ -42,17 +43,17 @@ from async_rl.observability.records import TrajectoryCounts
 from async_rl.queue.admission import Admission, GroupWork
 from async_rl.queue.archive import Observer
 from async_rl.queue.delivery import BatchDelivery
-from async_rl.queue.finished_trajectories import FinishedTrajectories, TrajectoryFiles
+from async_rl.queue.finished_trajectories import FinishedTrajectories
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import DataPosition, Ledger
 from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.outstanding import ChangeSignal, OutstandingGroups, RestoredGroup
-from async_rl.queue.packing import Packer, TakenBatch
+from async_rl.queue.packing import Packer
 from async_rl.queue.restored_groups import GroupRestorer
-from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.queue.spool import Spool
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.staleness import Backlog, StalenessPolicy
-from async_rl.types import Group
+from async_rl.types import Group, StoredTrajectory, TakenBatch, Trajectory
 
 
 class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +114,7 @@ class TrajectoryQueue:
 
         Args:
             ledger: The ledger, rolled back to the step that the trainer continues from.
-            spool: The spool for groups; batches are stored in its subfolder `batches`.
+            spool: The spool for finished trajectories.
             groups_per_batch: B.
             max_staleness: η, the hard bound.
             staleness_policy: `wait`, `drop` or `mask_tokens`; `async_rl.staleness` describes them.
@@ -135,9 +136,7 @@ class TrajectoryQueue:
         self._changes = ChangeSignal()
         self._backlog = Backlog(groups_per_batch, max_staleness, staleness_policy)
         self._admission = Admission(self._backlog, spool, version)
-        quarter = None if spool.max_bytes is None else spool.max_bytes // 4
-        files = TrajectoryFiles(spool.directory / "ended", quarter)
-        self.finished = FinishedTrajectories(ledger, files, self._threads)
+        self.finished = FinishedTrajectories(ledger, spool, self._threads)
         """Stores trajectories that have ended before their groups."""
         self._groups = OutstandingGroups(
             ledger,
@@ -152,18 +151,14 @@ class TrajectoryQueue:
             metrics=metrics,
             clock=clock,
         )
-        self._batches = batches = Spool(spool.directory / "batches", max_bytes=None, keep_free=False)
-        spool.make_space = batches.make_space = files.make_space = self.release_space
         packer = Packer(
-            spool,
-            batches,
             max_staleness=max_staleness,
             staleness_policy=staleness_policy,
             min_group_size=min_group_size,
             facts=facts,
             metrics=metrics,
         )
-        self._delivery = BatchDelivery(self._groups, packer, batches, self._threads)
+        self._delivery = BatchDelivery(self._groups, packer, self._threads)
 
     # -- restart ------------------------------------------------------------------------------------------
 
@@ -265,15 +260,14 @@ class TrajectoryQueue:
             SpoolFull: When there is no space, and no step will free any.
         """
         with self._groups.being_written(group.group_id):
-            ref, cancelled = await self._write_group(group)
-            files = self._groups.queue_group(group, ref)
+            stored, cancelled = await self._store_group(group)
+            self._groups.queue_group(group.group_id, stored)
             if cancelled is None:
                 _, cancelled = await run_uncancellable(self._threads, self.flush_ledger)
             if cancelled is not None:
-                raise cancelled  # `restore_groups` deletes the files, which belong to no group in flight
-            self.finished.discard((), files)
+                raise cancelled
 
-    async def _write_group(self, group: Group) -> tuple[SpoolRef, BaseException | None]:
+    async def _store_group(self, group: Group) -> tuple[tuple[StoredTrajectory, ...], BaseException | None]:
         trajectory_ids = {trajectory.trajectory_id for trajectory in group.trajectories}
         while True:
             in_flight = self._ledger.group(group.group_id).in_flight
@@ -282,17 +276,18 @@ class TrajectoryQueue:
                     f"group {group.group_id} is put with {sorted(trajectory_ids)}, in flight are "
                     f"{sorted(in_flight)}"
                 )
+            put = partial(self._put_frames, self.finished.members_of(group))
             try:
-                return await run_uncancellable(self._threads, lambda: self._put_frame(group))
+                return await run_uncancellable(self._threads, put)
             except SpoolFull:
                 if not (self._delivery.in_progress or self._backlog.select_batch(self._admission.next)):
                     raise
                 await self._changes.wait_for_change("capacity", self._admission.why_full)
 
-    def _put_frame(self, group: Group) -> SpoolRef:
-        if self._spool.has_retired:
+    def _put_frames(self, members: Sequence[Trajectory | StoredTrajectory]) -> tuple[StoredTrajectory, ...]:
+        if self._spool.has_discarded:
             self.flush_ledger()
-        return self._spool.put_frame(group)
+        return self._spool.put_group(members)
 
     # -- drops --------------------------------------------------------------------------------------------
 
@@ -407,10 +402,6 @@ class TrajectoryQueue:
         self._data_ended = True
         self._changes.notify_all()
 
-    def release_space(self) -> int:
-        """Delete the free slabs of groups and batches; return how many bytes they had. From any thread."""
-        return self._spool.release_free_slabs() + self._batches.release_free_slabs()
-
     def record_straggling(self) -> None:
         """Record how long groups have waited for their stragglers; the next flush writes it."""
         self._groups.record_straggling()
@@ -427,7 +418,6 @@ class TrajectoryQueue:
         """Stop, write what is not written yet, and close the ledger."""
         self.stop()
         self._threads.shutdown()
-        self.finished.delete_discarded()
         self.flush_ledger()
         self._ledger.close()
 

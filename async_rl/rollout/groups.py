@@ -25,7 +25,7 @@ from async_rl.config import RolloutConfig
 from async_rl.errors import AsyncRLError
 from async_rl.queue.journal import JournalEntry
 from async_rl.staleness import StalenessPolicy
-from async_rl.types import Completion, Task, Trajectory, root_of
+from async_rl.types import Completion, StoredTrajectory, Task, Trajectory, root_of
 
 FailurePolicy = Literal["train_rest", "drop", "retry"]
 
@@ -200,8 +200,8 @@ class GroupInFlight:
         self._straggled_s = straggled_s
         self._straggling_since_s: float | None = None
         self._entries: dict[str, dict[str, JournalEntry]] = {}  # of siblings, each with its branches
-        self.finished: dict[str, Trajectory] = {}
-        """Finished trajectories: siblings and their branches."""
+        self.finished: dict[str, Trajectory | StoredTrajectory] = {}
+        """Finished trajectories: siblings and their branches; references to those of an earlier process."""
         self.unscored: dict[str, UnscoredTrajectory] = {}
         """Finished trajectories without a reward."""
         self.dropped: dict[str, str] = {}
@@ -229,7 +229,7 @@ class GroupInFlight:
         return sum(name in self.finished for name in self.trajectory_ids)
 
     @property
-    def trajectories(self) -> tuple[Trajectory, ...]:
+    def trajectories(self) -> tuple[Trajectory | StoredTrajectory, ...]:
         """Finished trajectories: siblings in their order, each before its branches."""
         place = {name: index for index, name in enumerate(self.trajectory_ids)}
         ordered = sorted(self.finished, key=lambda name: (place[root_of(name)], name))
@@ -260,6 +260,7 @@ class GroupInFlight:
     def set_reward(self, trajectory_id: str, parts: dict[str, float]) -> Trajectory:
         """Set the reward of a finished trajectory, and return the new trajectory."""
         replace, trajectory = msgspec.structs.replace, self.finished[trajectory_id]
+        assert isinstance(trajectory, Trajectory), "trajectories are stored after they are scored"
         outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
         self.finished[trajectory_id] = trajectory = replace(trajectory, outcome=outcome)
         del self.unscored[trajectory_id]

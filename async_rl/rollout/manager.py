@@ -272,9 +272,7 @@ class RolloutManager:
     async def _settle_group(self, work: GroupInFlight) -> None:
         """Hand the group to the queue or drop it, according to its siblings and the policy."""
         retries = self._feeder.retries
-        rewards = {
-            name: t.outcome.reward for name, t in work.finished.items() if t.outcome.reward is not None
-        }
+        rewards = {name: t.reward for name, t in work.finished.items() if t.reward is not None}
         may_retry = retries.may_retry(work.position)
         decision = decide_group(rewards, work.dropped, self._policy, may_retry=may_retry)
         self._untrained.record_group(decision, work.dropped, self._last_error)

@@ -1,6 +1,6 @@
 """How many file descriptors a config needs in the driver and in each rollout worker, at most.
 
-A call has a connection, a group in the queue a mapped file, an agent that uses the OpenAI endpoint its
+A call has a connection, an agent that uses the OpenAI endpoint its
 connections and pipes. A process that runs out fails in many places at once, so the limit is checked before a
 start.
 """
@@ -53,8 +53,7 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
         "the program itself": _BASE,
         "calls to engines": calls if connected else 0,
         "engines": _PER_ENGINE * connected,
-        # Each group has a slab, as have two batches; free slabs of other sizes are kept for reuse.
-        "the queue": 2 * config.max_outstanding_groups + 8,
+        "the queue": 8,  # two threads, each with a frame; ledger and journal
         "rollout workers": _PER_WORKER * workers,
         "agents": 0 if workers else per_trajectory * trajectories,
     }

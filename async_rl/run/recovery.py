@@ -110,8 +110,6 @@ class RecoveredState:
             retry_task=retries.retry_task,
             clock=clock,
         )
-        if self.journal is not None:
-            self.journal.make_space = self.queue.release_space
         self.queue.restore_groups(self.journalled)
         order = order_of(tasks, config.run.seed, config.data.shuffle)
         for left in tuple(self.queue.restored_groups):

@@ -35,11 +35,11 @@ from async_rl.observability.records import (
     summarise,
 )
 from async_rl.observability.trackers.tracker import Trackers
-from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.trainer_protocol import StepResult
+from async_rl.types import TakenBatch
 from async_rl.weights.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)

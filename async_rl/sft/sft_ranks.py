@@ -11,6 +11,7 @@ from async_rl.config import Config, to_builtins
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.threads import LastingThread, call_until_cancelled
 from async_rl.runtime.waits import waiting
+from async_rl.sft.schedule import SftBatch
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ class SftRanks(Protocol):
         """Start from the newest checkpoint in the folder, or from the model."""
         ...
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
+    async def train_step(self, batch: SftBatch, step: int) -> StepResult:
         """Train on a batch, or compute its loss."""
         ...
 
@@ -69,9 +70,9 @@ class LocalRank:
         """Implement `SftRanks.setup`."""
         return await self._call("trainer start", lambda: self._worker.setup(checkpoint_dir))
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
+    async def train_step(self, batch: SftBatch, step: int) -> StepResult:
         """Implement `SftRanks.train_step`."""
-        return await self._call("trainer step", lambda: self._worker.train_step(batch_path, step))
+        return await self._call("trainer step", lambda: self._worker.train_step(batch, step))
 
     async def publish(self, directory: str, weight_version: int) -> None:
         """Implement `SftRanks.publish`."""

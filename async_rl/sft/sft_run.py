@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from async_rl.codec import write_frame
 from async_rl.config import Config, RoutingConfig, SftConfig, WeightsConfig, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.engines.model_facts import load_facts
@@ -199,7 +198,7 @@ async def fine_tune(
         ConfigError: The checkpoint was trained on other data.
         AsyncRLError: A rank failed.
     """
-    plan, total, scratch = data.plan, len(data.plan.batches), run_dir / "batch"
+    plan, total = data.plan, len(data.plan.batches)
     log_of_steps = sft_record_log(run_dir / "metrics.jsonl")
     async with cut_by(stop):
         state = await ranks.setup(str(run_dir / "checkpoints"))
@@ -223,15 +222,14 @@ async def fine_tune(
             final_share=settings.final_lr_share,
         )
         rows = batch_of([data.rows[row] for row in plan.batches[step]], f"sft-{step + 1}")
-        write_frame(scratch, SftBatch(rows=rows, learning_rate=rate))
         before_s = clock()
-        result = await ranks.train_step(str(scratch), step + 1)
+        result = await ranks.train_step(SftBatch(rows=rows, learning_rate=rate), step + 1)
         step += 1
         step_s = clock() - before_s
         due = settings.validate_every and step % settings.validate_every == 0
         validated = None
         if data.validation and (due or step == total):
-            validated = await _validate(data.validation, settings.batch_tokens, ranks, scratch, step)
+            validated = await _validate(data.validation, settings.batch_tokens, ranks, step)
         figures = result.metrics
         record = SftRecord(
             step=step,
@@ -254,7 +252,6 @@ async def fine_tune(
         every = config.trainer.checkpoint_every
         if every and step % every == 0:
             saved = await save()
-    scratch.unlink(missing_ok=True)
     if step > saved:
         await save()
     written = await ranks.saved_checkpoint(wait=True)
@@ -268,7 +265,7 @@ async def fine_tune(
 
 
 async def _validate(
-    rows: Sequence[SftExample], batch_tokens: int, ranks: SftRanks, scratch: Path, step: int
+    rows: Sequence[SftExample], batch_tokens: int, ranks: SftRanks, step: int
 ) -> float | None:
     """Return the mean negative log-prob of the trained tokens of all examples."""
     parts = plan_batches(
@@ -277,8 +274,8 @@ async def _validate(
     summed, tokens = 0.0, 0.0
     for part in parts.batches:
         batch = batch_of([rows[row] for row in part], f"validation-{step}")
-        write_frame(scratch, SftBatch(rows=batch, learning_rate=0.0, train=False))
-        figures = (await ranks.train_step(str(scratch), step)).metrics
+        part_of_validation = SftBatch(rows=batch, learning_rate=0.0, train=False)
+        figures = (await ranks.train_step(part_of_validation, step)).metrics
         summed += figures["loss"] * figures["trained_tokens"]
         tokens += figures["trained_tokens"]
     return mean([summed / tokens])

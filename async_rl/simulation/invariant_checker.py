@@ -23,7 +23,6 @@ import struct
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from itertools import pairwise
 from pathlib import Path
@@ -32,15 +31,14 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from async_rl import codec
 from async_rl.config import Config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
 from async_rl.engines.simulated import routing_rows
-from async_rl.errors import CorruptFrame, EngineError
+from async_rl.errors import EngineError
 from async_rl.simulation.compact_set import CompactSet
 from async_rl.simulation.faults import ENGINE_FAULTS, FaultKind
 from async_rl.simulation.scenario import FACTS, Scenario
-from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch, root_of
+from async_rl.types import BoolArray, ExpertIdArray, Int32Array, StoredTrajectory, TrainBatch, root_of
 
 _KEPT_EVENTS: Final = 60
 _HOLDING: Final = frozenset({"in_flight", "queued", "trained"})
@@ -517,7 +515,7 @@ class InvariantChecker:
         database = _connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
         try:
             rows = database.execute(
-                "SELECT t.trajectory_id, t.group_id, g.position, t.state, t.step, t.reason, g.frame, "
+                "SELECT t.trajectory_id, t.group_id, g.position, t.state, t.step, t.reason, t.stored, "
                 "g.weight_version, t.attempt "
                 "FROM trajectories t LEFT JOIN groups g USING (group_id) ORDER BY t.trajectory_id"
             ).fetchall()
@@ -529,7 +527,7 @@ class InvariantChecker:
         frames: dict[str, str] = {}
         fates: dict[str, tuple[int, set[str]]] = {}
         self.decided("settle", settled, folded, *sorted(pending))
-        for name, group, position, state, step, reason, frame, version, attempt in rows:
+        for name, group, position, state, step, reason, stored, version, attempt in rows:
             if position is None:
                 self.fail(f"trajectory {name} belongs to no group")
                 continue
@@ -540,10 +538,11 @@ class InvariantChecker:
                 trained[step].add(name)
             fates.setdefault(group, (position, set()))[1].add(reason if state == "dropped" else state)
             if state == "queued":
-                if frames.setdefault(frame, group) != group:
-                    self.fail(f"the groups {group} and {frames[frame]} are queued in one frame, {frame}")
+                frame = _frame_of(stored)
+                if frames.setdefault(frame, name) != name:
+                    self.fail(f"the trajectories {name} and {frames[frame]} are queued in one frame, {frame}")
                 if not (run_dir / "spool" / frame).exists():
-                    self.fail(f"group {group} is queued in {frame}, which is not there")
+                    self.fail(f"trajectory {name} is queued in {frame}, which is not there")
         for step, names in trained.items():
             if step > settled or names != set(self._steps.get(step, ())):
                 self.fail(f"the ledger and the trainer disagree on what was trained in step {step}")
@@ -612,18 +611,12 @@ class InvariantChecker:
         """What lies in the folder of a run that has ended is what its ledger knows of, and no more."""
         database = _connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
         try:
-            queued = {
-                frame
-                for (frame,) in database.execute(
-                    "SELECT DISTINCT g.frame FROM trajectories t JOIN groups g USING (group_id) "
-                    "WHERE t.state = 'queued'"
-                )
-            }
+            named = database.execute("SELECT stored FROM trajectories WHERE stored IS NOT NULL")
+            owned = {_frame_of(stored) for (stored,) in named}
         finally:
             database.close()
-        for folder, expected in (("spool", queued), ("spool/batches", set())):
-            if left := _frames(run_dir / folder) - expected:
-                self.fail(f"frames without an owner are left in {folder}: {sorted(left)}")
+        if left := {path.name for path in (run_dir / "spool").iterdir()} - owned:
+            self.fail(f"frames without an owner are left: {sorted(left)}")
         versions = list((run_dir / "weights").glob("version_*"))
         # An engine that hangs may have one open until the next incarnation clears it away.
         hanging = self._config.engine.num_engines if self.met_faults.keys() & ENGINE_FAULTS else 0
@@ -659,14 +652,9 @@ def _num_alike(one: Int32Array, other: Int32Array) -> int:
     return int(differs[0]) if differs.size else count
 
 
-def _frames(folder: Path) -> set[str]:
-    """Names of the slabs that hold an intact frame."""
-    found = set()
-    for path in folder.glob("slab-*"):
-        with suppress(CorruptFrame):
-            codec.inspect(path.read_bytes())
-            found.add(path.name)
-    return found
+def _frame_of(stored: bytes) -> str:
+    """Return the name of the file that a row of the ledger refers to."""
+    return Path(msgspec.msgpack.decode(stored, type=StoredTrajectory).path).name
 
 
 def _is_answer(name: str) -> bool:

@@ -31,7 +31,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from async_rl.codec import read_frame
 from async_rl.config import Config, EvaluationConfig, SGLangEngines
 from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpec
 from async_rl.errors import EngineError
@@ -51,7 +50,7 @@ from async_rl.simulation.workload import (
     no_reward,
 )
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
-from async_rl.types import Int32Array, TrainBatch
+from async_rl.types import Int32Array, TakenBatch
 
 _MIN_TOKENS: Final = 128
 """Simulated tokens of a mean answer, at least: lengths are then right to a few thousandths."""
@@ -378,17 +377,12 @@ class _TimedTrainer:
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         return TrainerState(step=0)
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
-        batch = read_frame(batch_path, TrainBatch)
-        starts = batch.offsets[:-1]
-        sampled = batch.weight_versions >= 0
+    async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        num_tokens, num_sampled = batch.num_tokens, batch.num_sampled_tokens
         if step > self._warmup:
-            newest = np.int32(batch.trainer_version)
-            oldest = np.minimum.reduceat(np.where(batch.loss_mask, batch.weight_versions, newest), starts)
-            self.staleness.append(newest - oldest)
-            self.lengths.append(np.add.reduceat(sampled, starts, dtype=np.int32))
-            self.trained_tokens += int(batch.loss_mask.sum())
-        num_tokens, num_sampled = batch.num_tokens, int(sampled.sum())
+            self.staleness.append(np.array(batch.staleness, np.int32))
+            self.lengths.append(np.array(batch.sampled_lengths, np.int32))
+            self.trained_tokens += num_sampled - batch.num_masked_tokens
         seconds = self._train_s(num_tokens, num_sampled)
         await asyncio.sleep(seconds)
         figures = dict.fromkeys(FIGURES, 0.0)

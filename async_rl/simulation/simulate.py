@@ -207,6 +207,7 @@ class Simulation:
         self._stop = asyncio.Event()
         self._metrics = Metrics()
         self._cluster = SimulatedCluster(self._scenario, self._checker, incarnation, self.before_step)
+        self._cluster.trainer.own_files = self._disk.open_to_checks
         self._orchestrator = Orchestrator(
             self._config,
             self._run_dir,
@@ -444,13 +445,13 @@ class Simulation:
 
     def _corrupt_frame(self, amount: float) -> None:
         """Flip a bit of a frame of the queue."""
-        slabs = sorted((self._run_dir / "spool").glob("slab-*"))
-        if not slabs:
+        frames = sorted(path for path in (self._run_dir / "spool").iterdir() if path.suffix != ".part")
+        if not frames:
             return
         self._checker.met("corrupt_frame")
-        path = slabs[int(amount * len(slabs))]
+        path = frames[int(amount * len(frames))]
         with path.open("r+b") as file:
-            place = int(amount * 1e6) % 600
+            place = int(amount * 1e6) % min(600, path.stat().st_size)
             file.seek(place)
             byte = file.read(1)
             file.seek(place)

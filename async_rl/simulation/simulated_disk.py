@@ -126,7 +126,7 @@ class Disk:
         if not self.no_files or isinstance(path, int):
             return
         folders = os.fspath(path).split(os.sep)
-        if not _FILES_OF_DRIVER.isdisjoint(folders) and "batches" not in folders:
+        if not _FILES_OF_DRIVER.isdisjoint(folders):
             note, self.on_no_file = self.on_no_file, lambda: None
             note()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), os.fspath(path))
@@ -137,8 +137,6 @@ class Disk:
 
 
 _FILES_OF_DRIVER = frozenset({"proc", "sys", "spool", "journal", "metrics.jsonl"})
-"""Parts of a path to what the driver opens. Trainer and engines are simulated in the same process, and the
-trainer opens the batches.
-"""
+"""Parts of a path to what the driver opens. Trainer and engines are simulated in the same process."""
 
 _WRITES = ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT")

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from async_rl.codec import read_frame
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
-from async_rl.errors import TrainerError, WeightSyncError
+from async_rl.errors import CorruptFrame, TrainerError, WeightSyncError
 from async_rl.observability.records import FIGURES
+from async_rl.queue.batching import read_trajectories
 from async_rl.runtime.files import replace_file
 from async_rl.simulation.faults import FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import Speeds
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
-from async_rl.types import TrainBatch
+from async_rl.types import TakenBatch
 
 _JOIN_S: Final = 3.0
 """How long both ends of a weight-update group wait for each other."""
@@ -126,6 +126,8 @@ class SimulatedTrainer:
         """The version that a delta can be of."""
         self.faults: list[FaultKind] = []
         """To come, in order."""
+        self.own_files: Callable[[], AbstractContextManager[object]] = nullcontext
+        """A context in which files can be opened: the ranks are other processes than the driver."""
         self.may_end: Callable[[], bool] = lambda: True
         """Whether a step may end; asked until it may."""
 
@@ -144,13 +146,17 @@ class SimulatedTrainer:
         self.offloaded = False
         return TrainerState(step=self._step)
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
+    async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         """Implements `TrainerRank.train_step`."""
         self._look()
         self._needs_memory("train")
         fault = self._fault("step_fails", "step_is_nan", "step_is_slow")
         slow = 10.0 if fault == "step_is_slow" else 1.0
-        batch = read_frame(batch_path, TrainBatch)
+        with self.own_files():
+            try:
+                tokens = read_trajectories(batch)
+            except CorruptFrame as error:
+                raise TrainerError(f"the simulated trainer cannot read its batch: {error}") from error
         try:
             await asyncio.sleep(slow * self._speeds.train_s)
             while not self.may_end():  # noqa: ASYNC110 - time is virtual
@@ -158,7 +164,7 @@ class SimulatedTrainer:
         finally:
             # A step that remote ranks have begun goes on even if its caller stops waiting.
             if fault != "step_fails":
-                self._checker.trains(batch, self._step, step)
+                self._checker.trains(tokens, self._step, step)
                 self._step = step
         if fault == "step_fails":
             raise TrainerError("the simulated trainer broke")
@@ -167,8 +173,10 @@ class SimulatedTrainer:
             figures["loss"] = math.nan
         figures |= {
             "tokens": batch.num_tokens,
-            "trained_tokens": int(batch.loss_mask.sum()),
-            "routing_rows": 0 if batch.routing_valid is None else batch.num_tokens - batch.num_trajectories,
+            "trained_tokens": int(tokens.loss_mask.sum()),
+            "routing_rows": 0
+            if tokens.routing_valid is None
+            else tokens.num_tokens - tokens.num_trajectories,
             "step_s": self._speeds.train_s,
         }
         return StepResult(step=step, metrics=figures)

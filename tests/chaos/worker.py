@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rl.codec import read_frame
+from async_rl.queue.batching import read_trajectories
 from async_rl.trainer_protocol import StepResult, TrainerState
-from async_rl.types import TrainBatch
+from async_rl.types import TakenBatch, TrainBatch
 from tests.chaos.diary import DIARY, Entry, SetUp, Trained, write
 from tests.chaos.engine_faults import FAULTS, append, row_digests
 from trainer.worker import TrainerWorker
@@ -23,10 +23,10 @@ class DiaryWorker(TrainerWorker):
         self._note(SetUp(step=state.step, pid=os.getpid()))
         return state
 
-    def train_step(self, batch_path: str, step: int) -> StepResult:
-        result = super().train_step(batch_path, step)
+    def train_step(self, taken: TakenBatch, step: int) -> StepResult:
+        result = super().train_step(taken, step)
         if self._rank == 0:
-            batch = read_frame(batch_path, TrainBatch)
+            batch = read_trajectories(taken)
             oldest = []
             for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
                 sampled = batch.weight_versions[start:end][batch.loss_mask[start:end]]

@@ -14,6 +14,7 @@ from async_rl.errors import AlignmentError
 from async_rl.weights.buckets import size_of
 from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.live_bytes import LiveBytes
+from tests.support.stored_batches import store_batch
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gathered_gradients, place, started, trainer_config, trial, weights
@@ -220,6 +221,8 @@ class _Look:
         if self.name == "data":
             with trial(worker, self.config(loss=BY_ENTROPY)):
                 seen["single"] = self.step(worker, single())
+        with trial(worker, self.config()):
+            seen["stored"] = self.stored(worker)
         seen["r3"] = self.replaying(worker)
         if self.name in GUARDED:
             seen["broken"] = worker.train_on(broken(), 3).metrics
@@ -234,6 +237,28 @@ class _Look:
 
     def step(self, worker, batch):
         return {"metrics": worker.train_on(batch, 1).metrics, "gradients": gathered_gradients(worker)}
+
+    def stored(self, worker):
+        """The same batch in memory and as stored trajectories, of which each rank opens its own only."""
+        batch = batches()[0]
+        folder = Path(self.out) / f"spool {self.name} {self.rank}"
+        taken = store_batch(folder, batch)
+        own = set(worker.needed_trajectories(taken))
+        for index, trajectory in enumerate(taken.trajectories):
+            if index not in own:
+                Path(trajectory.path).unlink()
+        results = {}
+        for name, step in (
+            ("memory", lambda: worker.train_on(batch, 1)),
+            ("stored", lambda: worker.train_step(taken, 1)),
+        ):
+            result = step()
+            results[name] = {
+                "metrics": {key: value for key, value in result.metrics.items() if key != "step_s"},
+                "extremes": result.extremes,
+                "gradients": gathered_gradients(worker),
+            }
+        return results | {"own": sorted(own), "trajectories": len(taken.trajectories)}
 
     def replaying(self, worker):
         """R3: who got which row, also when rows are cut wrongly; metrics, gradients and weights."""
@@ -427,6 +452,21 @@ def test_ranks_equal_one_when_laid_out(one, several, layout):
         for name, expected in trained.items():
             torch.testing.assert_close(seen["weights"][name], expected, atol=2e-4, rtol=0)
         assert not seen["left"]
+
+
+@EVERY
+def test_a_step_is_the_same_when_each_rank_reads_its_own_trajectories(several, layout):
+    ranks = [result["stored"] for result in several[layout]]
+    for result in ranks:
+        memory, stored = result["memory"], result["stored"]
+        assert repr(stored["metrics"]) == repr(memory["metrics"])  # NaN where there are no such tokens
+        assert stored["extremes"] == memory["extremes"]
+        for name, gradient in memory["gradients"].items():
+            assert torch.equal(stored["gradients"][name], gradient), name
+    everything = set(range(ranks[0]["trajectories"]))
+    assert set().union(*(result["own"] for result in ranks)) == everything
+    if layout == "data":
+        assert set(ranks[0]["own"]).isdisjoint(ranks[1]["own"])
 
 
 @of_layouts(OVER_ALL)

@@ -69,9 +69,9 @@ def write_rows(path: Path, rows: list[SftExample]) -> Path:
 def fit(worker: SftWorker) -> dict:
     """A step and the loss after it; the gradients are those of the step."""
     batch = batch_of(counting_rows(7, seed=3), "a")
-    first = worker.train_on_conversations(SftBatch(rows=batch, learning_rate=1e-2), 1)
+    first = worker.train_step(SftBatch(rows=batch, learning_rate=1e-2), 1)
     gradients = gathered_gradients(worker)
-    after = worker.train_on_conversations(SftBatch(rows=batch, learning_rate=0.0, train=False), 1)
+    after = worker.train_step(SftBatch(rows=batch, learning_rate=0.0, train=False), 1)
     return {
         "losses": [first.metrics["loss"], after.metrics["loss"]],
         "norm": first.metrics["grad_norm"],

@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from async_rl.codec import write_frame
 from async_rl.config import LossConfig
-from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
+from async_rl.errors import NonFiniteLoss, TrainerError
+from tests.support.stored_batches import store_batch
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, trial, weights
@@ -281,18 +282,19 @@ def test_bfloat16_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
         assert all(torch.equal(t, expected[name]) for name, t in weights(worker).items())
 
 
-def test_batch_is_read_from_its_frame_when_trained(moe, tmp_path):
+def test_batch_is_read_from_its_frames_when_trained(moe, tmp_path):
     batch = random_batch(layers=2)
-    path = tmp_path / "batch"
-    write_frame(path, batch)
+    taken = store_batch(tmp_path, batch)
     with started(trainer_config(moe)) as worker:
         with trial(worker, trainer_config(moe)):
             direct = worker.train_on(batch, 1)
-        from_file = worker.train_step(str(path), 1)
-        assert from_file.metrics["loss"] == direct.metrics["loss"]
-        assert from_file.step == 1
+        stored = worker.train_step(taken, 1)
+        assert stored.metrics["loss"] == direct.metrics["loss"]
+        assert (stored.step, stored.extremes) == (1, direct.extremes)
+        path = Path(taken.trajectories[1].path)
         path.write_bytes(path.read_bytes()[:-64])
-        with pytest.raises(CorruptFrame):
-            worker.train_step(str(path), 1)
-        with pytest.raises(TrainerError, match=r"cannot read the batch"):
-            worker.train_step(str(tmp_path / "missing"), 1)
+        with pytest.raises(TrainerError, match=r"rank 0 cannot read .*cut short"):
+            worker.train_step(taken, 1)
+        path.unlink()
+        with pytest.raises(TrainerError, match=r"rank 0 cannot read .*does not exist"):
+            worker.train_step(taken, 1)

@@ -15,15 +15,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.queue.batching import assemble_batch
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.virtual_time import run_virtual
-from async_rl.types import Group, Segment, Trajectory
+from async_rl.types import Group, Segment, StoredTrajectory, Trajectory
 from tests.support.sessions import Bench, simulated
+from tests.support.stored_batches import assemble_batch
 
 FIRST = 1000
 """The first of the tokens that the policy samples, which are all different."""
@@ -174,7 +174,8 @@ def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
         ledger = Ledger(Path(folder) / "ledger.sqlite")
         ledger.dispatch_group("g", "t", 0, ids[:1], 0)
         ledger.add_branches(ids[0], ids[1:])
-        ledger.queue_group("g", ids, version=0, frame="slab", frame_bytes=1)
+        stored = [StoredTrajectory.of(each, path=each.trajectory_id, nbytes=1, checksum=1) for each in tree]
+        ledger.queue_group("g", stored, version=0)
         ledger.train_groups(["g"], 1, "b")
         counts = ledger.audit()
         ledger.close()

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.queue import batching
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
@@ -22,7 +21,7 @@ from async_rl.simulation.__main__ import run_branching_seed
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import Ending, Scenario, branching
 from async_rl.simulation.simulate import simulate
-from async_rl.types import TrainBatch, Trajectory, root_of
+from async_rl.types import StoredTrajectory, TrainBatch, root_of
 from tests.support.small_run import small_run
 
 
@@ -94,14 +93,10 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
 def test_the_checker_reports_inherited_tokens_that_are_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = batching._fill_tokens
+    def forget(stored: StoredTrajectory, masked_below: int | None = None) -> np.ndarray:
+        return stored.weight_versions >= 0
 
-    def forget(batch: TrainBatch, begin: int, trajectory: Trajectory, oldest: int | None) -> int:
-        end = fill(batch, begin, trajectory, oldest)
-        batch.loss_mask[begin:end] = batch.weight_versions[begin:end] >= 0
-        return end
-
-    monkeypatch.setattr(batching, "_fill_tokens", forget)
+    monkeypatch.setattr(StoredTrajectory, "loss_mask", forget)
     outcome = simulate(0, tmp_path, scenario=trees())
     assert "is trained more often than it was sampled" in outcome.violations[0]
 
@@ -109,15 +104,14 @@ def test_the_checker_reports_inherited_tokens_that_are_trained_again(
 def test_the_checker_reports_inherited_tokens_that_are_never_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = batching._fill_tokens
+    honest = StoredTrajectory.loss_mask
 
-    def spare(batch: TrainBatch, begin: int, trajectory: Trajectory, oldest: int | None) -> int:
-        end = fill(batch, begin, trajectory, oldest)
-        first = np.flatnonzero(batch.loss_mask[begin:end])[:1]
-        if not trajectory.num_inherited and batch.loss_mask[begin:end].sum() > 1:
-            batch.loss_mask[begin + first] = False
-        return end
+    def spare(stored: StoredTrajectory, masked_below: int | None = None) -> np.ndarray:
+        mask = honest(stored, masked_below)
+        if not stored.spans[0].inherited and mask.sum() > 1:
+            mask[np.flatnonzero(mask)[:1]] = False
+        return mask
 
-    monkeypatch.setattr(batching, "_fill_tokens", spare)
+    monkeypatch.setattr(StoredTrajectory, "loss_mask", spare)
     outcome = simulate(0, tmp_path, scenario=trees())
     assert "are trained never or twice" in outcome.violations[0]

@@ -16,16 +16,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import pytest
 
-from async_rl.codec import read_frame
 from async_rl.config import apply_override, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedCall
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.frames import read_columns
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
 from async_rl.queue.ledger import Conservation, Ledger
 from async_rl.rollout.session.api import Session
@@ -34,7 +35,7 @@ from async_rl.runtime import shortages
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.virtual_time import VirtualTimeLoop
-from async_rl.types import Completion, Sampled, Task, TrainBatch, Trajectory
+from async_rl.types import Completion, Sampled, StoredTrajectory, Task, TrainBatch
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 from tests.support.run_config import write_run
 
@@ -365,21 +366,25 @@ def test_a_sibling_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
     world = World(tmp_path, "rollout.max_concurrent_trajectories=4")
 
     def one_is_kept(now: float, cluster: LocalCluster) -> bool:
-        if not list((world.folder / "spool" / "ended").glob("*")):
-            return False
         with closing(sqlite3.connect(world.folder / "ledger.sqlite")) as ledger:
-            ((number,),) = ledger.execute("SELECT count(*) FROM trajectories WHERE frame IS NOT NULL")
+            ((number,),) = ledger.execute(
+                "SELECT count(*) FROM trajectories WHERE state = 'in_flight' AND stored IS NOT NULL"
+            )
         return number > 0
 
     first = world.live(one_is_kept)
-    kept = next((first.folder / "spool" / "ended").glob("*"))
-    ended = read_frame(kept, Trajectory)
-    text = SimulatedChat().decode(ended.token_ids[first.journal[kept.name].turns[1].start :])
+    with closing(sqlite3.connect(first.folder / "ledger.sqlite")) as ledger:
+        ((stored,), *_) = ledger.execute(
+            "SELECT stored FROM trajectories WHERE state = 'in_flight' AND stored IS NOT NULL"
+        )
+    ended = msgspec.msgpack.decode(stored, type=StoredTrajectory)
+    kept = first.folder / "spool" / Path(ended.path).name
+    columns = read_columns(msgspec.structs.replace(ended, path=str(kept)))
+    text = SimulatedChat().decode(columns["token_ids"][first.journal[kept.name].turns[1].start :])
     assert Scores.texts[text] == 1
     second = world.live()
     assert Scores.texts[text] == 1  # it was not scored again
     assert kept.name in second.trained
-    assert not kept.exists()  # its group has it
     assert_settled_once(world)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from async_rl.rollout.session.api import Session
 from async_rl.trainer_protocol import StepResult, TrainerState
-from async_rl.types import Completion, Task
+from async_rl.types import Completion, TakenBatch, Task
 from tests.support.mortal_rank import MortalRank
 from tests.support.quick_server import QuickServer
 
@@ -51,9 +51,9 @@ class GatedRank(MortalRank):
         pass_gate("setup")
         return super().setup(checkpoint_dir)
 
-    def train_step(self, batch_path: str, step: int) -> StepResult:
+    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         pass_gate(f"train_step {step}")
-        return super().train_step(batch_path, step)
+        return super().train_step(batch, step)
 
     def publish(self, directory: str, weight_version: int) -> None:
         pass_gate(f"publish {weight_version}")

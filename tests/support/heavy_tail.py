@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from async_rl.codec import read_frame
 from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.data.feeder import Feeder, TaskRetries
@@ -23,9 +22,9 @@ from async_rl.data.order import TaskOrder
 from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.batching import read_trajectories
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.lengths import LengthDrift
-from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend
@@ -34,7 +33,7 @@ from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import services
 from async_rl.simulation.coarse_engine import CoarseEngine, EngineSpeed, mark
-from async_rl.types import Completion, Task, TrainBatch
+from async_rl.types import Completion, TakenBatch, Task
 
 PROMPT = 8
 _FACTS = EngineFacts(
@@ -266,7 +265,7 @@ class World:
 
     def check(self, batch: TakenBatch) -> None:
         """What no policy may break, from the arrays that a trainer reads."""
-        packed = read_frame(batch.path, TrainBatch)
+        packed = read_trajectories(batch)
         trained = packed.weight_versions[packed.loss_mask]
         assert packed.trainer_version - trained.min() == max(batch.staleness)
         assert max(batch.staleness) <= self.config.rollout.max_staleness

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from async_rl.codec import decode
 from async_rl.config import Config, SimulatedEngines
 from async_rl.engine_protocol import Engine
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
+from async_rl.queue.batching import read_trajectories
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
-from async_rl.types import TrainBatch
+from async_rl.types import TakenBatch, TrainBatch
 
 
 class CheckingTrainer:
@@ -42,9 +42,8 @@ class CheckingTrainer:
             self.resumed = True
         return TrainerState(step=self.step)
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
-        # Tests look at it later, when the slab under the file has been given to another batch.
-        batch = decode(Path(batch_path).read_bytes(), TrainBatch)
+    async def train_step(self, taken: TakenBatch, step: int) -> StepResult:
+        batch = read_trajectories(taken)
         assert step == self.step + 1
         self.check(batch)
         assert not self.away

@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from async_rl.codec import read_frame
 from async_rl.observability.records import FIGURES
+from async_rl.queue.batching import read_trajectories
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
-from async_rl.types import TrainBatch
+from async_rl.types import TakenBatch
 
 PLAN = "ASYNC_RL_TEST_DEATHS"
 """Environment variable with the path of a JSON list of [rank, step, signal name], each sent once."""
@@ -19,7 +19,7 @@ class MortalRank:
     """Implements `async_rl.trainer_protocol.TrainerRank`."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
         self._step = 0
 
     def setup(self, checkpoint_dir: str | None) -> TrainerState:
@@ -28,12 +28,15 @@ class MortalRank:
         self._step = json.loads(latest.read_text()) if latest.exists() else 0
         return TrainerState(step=self._step)
 
-    def train_step(self, batch_path: str, step: int) -> StepResult:
-        batch = read_frame(batch_path, TrainBatch)
+    def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
+        return tuple(range(self._rank, len(batch.trajectories), self._world_size))
+
+    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        tokens = read_trajectories(batch, self.needed_trajectories(batch))
         assert batch.trainer_version == self._step == step - 1
         self._meet_fate(step)
         self._step = step
-        counts = {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum())}
+        counts = {"tokens": batch.num_tokens, "trained_tokens": int(tokens.loss_mask.sum())}
         rows = {"routing_rows": 0, "routing_rows_invalid": 0, "step_s": 0.0}
         return StepResult(step=step, metrics=dict.fromkeys(FIGURES, 0.0) | counts | rows)
 

@@ -1,10 +1,12 @@
 """The real trainer worker, which also keeps a copy of every batch it was given."""
 
 import os
-import shutil
 from pathlib import Path
 
+from async_rl.codec import write_frame
+from async_rl.queue.batching import read_trajectories
 from async_rl.trainer_protocol import StepResult
+from async_rl.types import TakenBatch
 from trainer.worker import TrainerWorker
 
 FOLDER = "ASYNC_RL_TEST_BATCHES"
@@ -14,9 +16,9 @@ FOLDER = "ASYNC_RL_TEST_BATCHES"
 class RecordingWorker(TrainerWorker):
     """Rank 0 copies each batch before it trains on it."""
 
-    def train_step(self, batch_path: str, step: int) -> StepResult:
+    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         if self._rank == 0:
             folder = Path(os.environ[FOLDER])
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(batch_path, folder / f"{step}.frame")
-        return super().train_step(batch_path, step)
+            write_frame(folder / f"{step}.frame", read_trajectories(batch))
+        return super().train_step(batch, step)

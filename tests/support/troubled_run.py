@@ -21,7 +21,7 @@ from async_rl.engines.simulated import CallFault, Fault
 from async_rl.errors import TrainerError
 from async_rl.rollout.session.api import Session
 from async_rl.trainer_protocol import Extreme, StepResult, TrainerState
-from async_rl.types import Completion, Task
+from async_rl.types import Completion, TakenBatch, Task
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 
 TROUBLE: dict[CallFault, bytes] = {
@@ -153,7 +153,7 @@ class TroubledTrainer(CheckingTrainer):
         await self._cluster.watched.wait()
         return await super().setup(checkpoint_dir)
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
+    async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         """Implements `TrainerRank.train_step`."""
         self._cluster.make_trouble(step)
         if step == 4 and not self._failed:
@@ -163,7 +163,7 @@ class TroubledTrainer(CheckingTrainer):
             await self._cluster.found_still.wait()
         elif "hang" in self._cluster.to_come:
             await asyncio.sleep(1.0)  # an update would end the call
-        result = await super().train_step(batch_path, step)
+        result = await super().train_step(batch, step)
         odd = Extreme(trajectory_id="a", position=3, token_id=7, lag=0, rollout_log_prob=-1.0, log_prob=-3.0)
         return StepResult(
             step=step, metrics=result.metrics | {"routing_rows_invalid": step % 2}, extremes=(odd,)

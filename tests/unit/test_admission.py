@@ -11,12 +11,12 @@ from async_rl.queue.spool import Spool
 from async_rl.staleness import Backlog
 from tests.support.trajectories import make_group
 
-SLAB = 64 << 10
+GUESS = 64 << 10
 
 
-def admission_of(folder: Path, slabs: int | None, max_staleness: int = 4) -> tuple[Admission, Backlog, Spool]:
+def admission_of(folder: Path, most: int | None, max_staleness: int = 4) -> tuple[Admission, Backlog, Spool]:
     backlog = Backlog(groups_per_batch=2, max_staleness=max_staleness, staleness_policy="wait")
-    spool = Spool(folder / "spool", None if slabs is None else slabs * SLAB)
+    spool = Spool(folder / "spool", None if most is None else most * GUESS)
     return Admission(backlog, spool, version=3), backlog, spool
 
 
@@ -40,18 +40,18 @@ def test_it_closes_when_what_is_in_flight_may_need_the_capacity(tmp_path: Path) 
     for name in "abc":
         backlog.add_group(name, 3)
     assert admission.is_open
-    spool.put_frame(make_group("x"))
+    spool.put_group(make_group("x").trajectories)
     assert not admission.is_open
     assert admission.holds_in_flight
-    assert admission.why_closed() == f"the spool holds {SLAB} of {4 * SLAB} bytes"
-    admission.record_size(2 * SLAB)
+    assert admission.why_closed() == f"the spool holds {spool.used_bytes} of {4 * GUESS} bytes"
+    admission.record_size(2 * GUESS)
     assert not admission.holds_in_flight
 
 
 def test_groups_of_the_next_batch_are_let_in_whatever_they_need(tmp_path: Path) -> None:
     admission, backlog, spool = admission_of(tmp_path, 2)
     admission.record_size(int(np.iinfo(np.int32).max))
-    spool.put_frame(make_group("x"))
+    spool.put_group(make_group("x").trajectories)
     assert admission.is_open
     backlog.add_group("a", 3)
     assert admission.is_open

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 
-from async_rl.errors import AlignmentError, DataError
-from async_rl.queue.batching import assemble_batch, check_model
+from async_rl.codec import ALIGNMENT
+from async_rl.errors import AlignmentError, CorruptFrame, DataError
+from async_rl.placement.actors import SharedFrames
+from async_rl.queue.batching import read_trajectories
+from async_rl.queue.frames import verify_frame
+from async_rl.queue.packing import Packer, StoredGroup, check_model
 from async_rl.routing import fit, truncate
-from async_rl.types import Group, Trajectory
+from async_rl.types import Group, StoredTrajectory, Trajectory
+from tests.support.stored_batches import assemble_batch, store_trajectory, taken_batch
 from tests.support.trajectories import FACTS, make_group, make_rows, make_trajectory
 
 
@@ -105,23 +112,77 @@ def test_the_layers_are_named_when_routing_is_replayed() -> None:
     ],
 )
 def test_a_trajectory_is_refused_with_the_reason_when_its_rows_are_of_another_model(
-    change: dict[str, object], reason: str, words: str
+    tmp_path: Path, change: dict[str, object], reason: str, words: str
 ) -> None:
     trajectory = make_trajectory("t")
     assert trajectory.trace is not None
-    check_model(trajectory, FACTS)
+    check_model(store_trajectory(tmp_path, trajectory), FACTS)
     changed = msgspec.structs.replace(trajectory, trace=msgspec.structs.replace(trajectory.trace, **change))
     with pytest.raises(AlignmentError, match=f"trajectory t: .*{words}") as caught:
-        check_model(changed, FACTS)
+        check_model(StoredTrajectory.of(changed, path="", nbytes=0, checksum=0), FACTS)
     assert caught.value.reason == reason
 
 
-def test_a_batch_is_refused_when_there_is_nothing_to_train_on() -> None:
-    with pytest.raises(DataError, match="0 trajectories"):
-        assemble_batch([], 0, "batch")
-    with pytest.raises(DataError, match="no reward"):
-        assemble_batch([group_of(make_trajectory("t", reward=None))], 0, "batch")
-    with pytest.raises(DataError, match=r"of \[0\] tokens"):
-        assemble_batch(
-            [group_of(make_trajectory("t", prompt=0, sampled=((0, 0),), routing=False))], 0, "batch"
-        )
+def stored_group(folder: Path, *trajectories: Trajectory) -> StoredGroup:
+    stored = tuple(store_trajectory(folder, each) for each in trajectories)
+    return StoredGroup(group_id="group", trajectories=stored)
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "words"),
+    [
+        (make_trajectory("t", reward=None), "no reward"),
+        (make_trajectory("t", prompt=0, sampled=((0, 0),), routing=False), "no tokens"),
+    ],
+    ids=["reward", "tokens"],
+)
+def test_a_batch_is_refused_when_there_is_nothing_to_train_on(
+    tmp_path: Path, trajectory: Trajectory, words: str
+) -> None:
+    packer = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=None, metrics=None)
+    with pytest.raises(DataError, match=words):
+        packer.pack_groups(0, [stored_group(tmp_path, trajectory)])
+
+
+def test_only_the_frames_of_the_chosen_trajectories_are_opened(tmp_path: Path) -> None:
+    """A rank reads its own share; of the others it knows lengths, versions, masks and rewards."""
+    taken = taken_batch(tmp_path, [make_group("a", size=3, version=3)], 5, facts=FACTS)
+    whole = read_trajectories(taken)
+    for index in (0, 2):
+        Path(taken.trajectories[index].path).unlink()
+    share = read_trajectories(taken, [1])
+    part = slice(*whole.offsets[1:3])
+    for name in ("token_ids", "rollout_log_probs", "routed_experts", "routing_valid"):
+        own, of_all = getattr(share, name), getattr(whole, name)
+        assert own.shape == of_all.shape
+        assert np.array_equal(own[part], of_all[part])
+        assert not own[: part.start].any()
+        assert not own[part.stop :].any()
+    for name in ("offsets", "loss_mask", "weight_versions", "rewards", "group_index"):
+        assert np.array_equal(getattr(share, name), getattr(whole, name))
+    with pytest.raises(CorruptFrame, match="does not exist"):
+        read_trajectories(taken, [0])
+
+
+def test_a_frame_of_another_trajectory_is_refused(tmp_path: Path) -> None:
+    taken = taken_batch(tmp_path, [make_group("a")], 5, facts=FACTS)
+    one, other = (Path(trajectory.path) for trajectory in taken.trajectories)
+    one.write_bytes(other.read_bytes())
+    with pytest.raises(CorruptFrame, match="another frame than that of trajectory a-0"):
+        read_trajectories(taken)
+    with pytest.raises(CorruptFrame, match="another frame than that of trajectory a-0"):
+        verify_frame(taken.trajectories[0])
+
+
+def test_frames_are_read_where_they_begin_in_a_shared_file(tmp_path: Path) -> None:
+    """Frames that arrived from another node lie one after the other in one file."""
+    taken = taken_batch(tmp_path, [make_group("a")], 5, facts=FACTS)
+    expected = read_trajectories(taken)
+    shared, moved = SharedFrames(), []
+    for trajectory in taken.trajectories:
+        offset = shared.append(Path(trajectory.path).read_bytes())
+        moved.append(msgspec.structs.replace(trajectory, path=shared.path, offset=offset))
+    assert moved[1].offset % ALIGNMENT == 0
+    arrived = read_trajectories(msgspec.structs.replace(taken, trajectories=tuple(moved)))
+    assert np.array_equal(arrived.token_ids, expected.token_ids)
+    assert np.array_equal(arrived.routed_experts, expected.routed_experts)

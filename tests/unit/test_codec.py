@@ -10,7 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.codec import ALIGNMENT, Frame, decode, encode, encoded_size, inspect, read_frame, write_frame
+from async_rl.codec import (
+    ALIGNMENT,
+    Frame,
+    checksum_of,
+    decode,
+    encode,
+    encoded_size,
+    inspect,
+    read_frame,
+    write_frame,
+)
 from async_rl.errors import AlignmentError, CorruptFrame
 from async_rl.routing import check, fit, hash_tokens, invalid_rows, make_trace, truncate
 from async_rl.types import Group, RoutingTrace, TrainBatch, VersionSpan
@@ -66,21 +76,20 @@ def test_the_mapping_stays_alive_when_only_an_array_of_the_frame_is_held(tmp_pat
     assert array[-1] == 99_999
 
 
-def test_the_same_bytes_are_made_when_a_frame_is_copied_into_place() -> None:
-    group = make_group("g")
-    frame = Frame(group)
-    target = np.full(frame.nbytes + 100, 255, np.uint8)
-    frame.copy_into(target)
-    assert target[: frame.nbytes].tobytes() == frame_of(group)
-    assert inspect(target) == msgspec.structs.replace(inspect(target), kind="Group", nbytes=frame.nbytes)
+def test_a_frame_is_known_by_its_checksum() -> None:
+    frame, other = Frame(make_group("g")), Frame(make_group("h"))
+    whole = b"".join(frame.buffers())
+    other.buffers()
+    assert inspect(whole).checksum == checksum_of(whole) == frame.checksum != other.checksum
 
 
-def test_an_array_larger_than_a_chunk_is_whole_when_copied_into_place() -> None:
+def test_an_array_larger_than_a_chunk_is_summed_whole() -> None:
     array = np.random.default_rng(0).integers(0, 255, (1 << 20) + 13, np.uint8)
-    frame = Frame([array])
-    target = np.zeros(frame.nbytes, np.uint8)
-    frame.copy_into(target)
-    assert np.array_equal(decode(target, list)[0], array)
+    whole = bytearray(b"".join(encode([array])))
+    assert np.array_equal(decode(whole, list)[0], array)
+    whole[-1] ^= 1
+    with pytest.raises(CorruptFrame, match="fails its checksum"):
+        decode(whole, list)
 
 
 @pytest.mark.parametrize(

@@ -101,4 +101,4 @@ def test_what_a_config_needs_follows_from_its_settings(
     config = config_with(**changed)
     needs = needs_of(config).driver
     assert needs[part] == expected
-    assert needs["the queue"] == 2 * config.max_outstanding_groups + 8
+    assert needs["the queue"] == 8  # however many groups are outstanding: their files are closed

@@ -206,28 +206,3 @@ async def test_a_compaction_goes_on_when_a_write_is_cut_short(tmp_path: Path) ->
     journal._append()
     journal.close()
     assert len(names(tmp_path)) == 1  # the part of the next file is gone
-
-
-def test_free_space_is_released_before_the_disk_is_reported_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = open_journal(tmp_path)
-    grow(journal.open_entry("t"), 50)
-    released: list[int] = []
-    write = os.write
-
-    def write_if_released(file: int, data: Any) -> int:
-        if not released:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data)
-
-    def make_space() -> int:
-        released.append(4096)
-        return 4096
-
-    monkeypatch.setattr(os, "write", write_if_released)
-    journal.make_space = make_space
-    journal.write_entries()
-    assert released == [4096]
-    assert tokens(tmp_path, "t") == 50
-    journal.close()

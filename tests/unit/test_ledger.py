@@ -12,6 +12,8 @@ import pytest
 
 from async_rl.errors import AsyncRLError, InvariantError
 from async_rl.queue.ledger import Conservation, DataPosition, Ledger
+from async_rl.types import StoredTrajectory
+from tests.support.trajectories import make_trajectory
 
 
 @pytest.fixture
@@ -33,8 +35,11 @@ def dispatch(ledger: Ledger, *positions: int, size: int = 2) -> None:
 
 def queue(ledger: Ledger, *positions: int, size: int = 2) -> None:
     for p in positions:
-        ids = [f"g{p}-{i}" for i in range(size)]
-        ledger.queue_group(f"g{p}", ids, version=0, frame=f"slab-{p}", frame_bytes=100)
+        ledger.queue_group(f"g{p}", [stored(f"g{p}-{i}") for i in range(size)], version=0)
+
+
+def stored(name: str) -> StoredTrajectory:
+    return StoredTrajectory.of(make_trajectory(name), path=f"spool/{name}", nbytes=100, checksum=7)
 
 
 def train(ledger: Ledger, step: int, *group_ids: str) -> None:
@@ -128,7 +133,7 @@ def test_everything_is_there_when_it_was_flushed_before_a_kill(ledger: Ledger, p
     again = reopened(ledger, path)
     assert again.counts() == ledger.counts()
     assert again.outstanding() == ledger.outstanding()
-    assert again.group("g1").frame == "slab-1"
+    assert again.group("g1").stored == {name: stored(name) for name in ("g1-0", "g1-1")}
     again.close()
 
 
@@ -233,26 +238,26 @@ def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger, path: Path) -> None:
 def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0)
     ledger.start_attempt("g0-0", 2)
-    ledger.finish_trajectory("g0-1", segments=3, tokens=40, reward=0.5, frame="g0-1")
+    ledger.finish_trajectory(stored("g0-1"))
     again = reopened(ledger, path)
     group = again.group("g0")
     assert (group.stored, group.attempts, group.in_flight) == (
-        {"g0-1": "g0-1"},
+        {"g0-1": stored("g0-1")},
         {"g0-0": 2},
         {"g0-0", "g0-1"},
     )
     again.unfinish_trajectory("g0-1")
     third = reopened(again, path)
     assert third.group("g0").stored == {}
-    third.finish_trajectory("g0-0", segments=1, tokens=7, reward=1.0)
+    third.finish_trajectory(stored("g0-0"))
     queue(third, 0)
     assert third.group("g0").attempts == {}
     third.flush()
-    stored = rows(path, "SELECT trajectory_id, attempt, segments, tokens, reward, frame FROM trajectories")
-    assert stored == [("g0-0", 2, 1, 7, 1.0, None), ("g0-1", 1, None, None, None, None)]
+    found = rows(path, "SELECT trajectory_id, attempt, reward, stored IS NULL FROM trajectories")
+    assert found == [("g0-0", 2, 1.0, 0), ("g0-1", 1, 1.0, 0)]
     for forbidden in (
         lambda: third.start_attempt("g0-0", 3),
-        lambda: third.finish_trajectory("g0-0", segments=1, tokens=1, reward=None),
+        lambda: third.finish_trajectory(stored("g0-0")),
         lambda: third.unfinish_trajectory("unknown"),
     ):
         with pytest.raises(InvariantError):

@@ -69,9 +69,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_pieces": "the model of the journal reuses its splitting of calls",
         "_turns": "the model of the journal reuses its count of turns",
     },
-    "tests/simulation/test_branching.py": {
-        "_fill_tokens": "damages a batch on its way to the trainer",
-    },
     "tests/simulation/test_engines_under_fire.py": {
         "_update_s": "sets the speed of a simulated engine",
         "_running": "the calls of a simulated engine",

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.codec import Frame, read_frame
-from async_rl.errors import InvariantError, SpoolFull
-from async_rl.queue.finished_trajectories import TrajectoryFiles
+from async_rl.errors import InvariantError
+from async_rl.queue.batching import read_trajectories
+from async_rl.queue.frames import read_columns
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
-from async_rl.types import Group, TrainBatch, Trajectory
+from async_rl.types import Group, StoredTrajectory, Trajectory
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
@@ -91,12 +91,14 @@ async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_gr
     assert left.attempts == {"g-1": 2}
     assert list(left.finished) == ["g-0"]
     again = left.finished["g-0"]
-    assert again.outcome == ended.outcome
-    assert np.array_equal(again.token_ids, ended.token_ids)
-    assert again.trace is not None
+    assert (again.reward, again.num_turns) == (ended.reward, ended.outcome.num_turns)
+    columns = read_columns(again)
+    assert np.array_equal(columns["token_ids"], ended.token_ids)
+    assert ended.trace is not None
+    assert np.array_equal(columns["routed_experts"], ended.trace.rows)
     await queue.put_group(Group(group_id="g", task_id="task", trajectories=(again, other)))
     queue.close()
-    assert list((tmp_path / "spool" / "ended").iterdir()) == []
+    assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == ["g-0", "g-1"]
 
 
 async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tm
     await keep(first, make_group("g").trajectories[0])
     await keep(first, make_group("h").trajectories[1])
     first.close()
-    kept = tmp_path / "spool" / "ended"
+    kept = tmp_path / "spool"
     data = bytearray((kept / "g-0").read_bytes())
     data[-1] ^= 1
     (kept / "g-0").write_bytes(data)
@@ -126,7 +128,8 @@ async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
     with pytest.raises(InvariantError):
         queue.finished.add_tree(ended)
     assert await queue.finished.store_pending() == []
-    assert list((tmp_path / "spool" / "ended").iterdir()) == []
+    queue.flush_ledger()
+    assert list((tmp_path / "spool").iterdir()) == []
     queue.close()
 
 
@@ -138,14 +141,14 @@ async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
     dispatch(queue, "g")
     group = make_group("g")
     queue.finished.add_tree(group.trajectories[0])
-    put, begun, go = TrajectoryFiles.write_trajectory, threading.Event(), threading.Event()
+    put, begun, go = Spool.write_trajectory, threading.Event(), threading.Event()
 
-    def put_slowly(self: TrajectoryFiles, trajectory: Trajectory) -> str:
+    def put_slowly(self: Spool, trajectory: Trajectory) -> StoredTrajectory:
         begun.set()
         go.wait(10)
         return put(self, trajectory)
 
-    monkeypatch.setattr(TrajectoryFiles, "write_trajectory", put_slowly)
+    monkeypatch.setattr(Spool, "write_trajectory", put_slowly)
     async with Nursery() as nursery:
         keeping = nursery.start_task("keep", queue.finished.store_pending())
         await asyncio.to_thread(begun.wait, 10)
@@ -156,7 +159,8 @@ async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
         go.set()
     assert keeping.result() == []
     queue.close()
-    assert list((tmp_path / "spool" / "ended").iterdir()) == []
+    left = sorted(path.name for path in (tmp_path / "spool").iterdir())
+    assert left == (["g-0", "g-1"] if how == "put" else [])
 
 
 async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(tmp_path: Path) -> None:
@@ -181,7 +185,7 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
     )
     batch = await third.next_batch(5)
     assert batch is not None
-    packed = read_frame(batch.path, TrainBatch)
+    packed = read_trajectories(batch)
     versions, undone = packed.weight_versions, packed.undone
     assert sorted(versions[versions >= 0].tolist()) == [3] * 4 + [4] * 6 + [4] * 3 + [5] * 2
     assert undone is not None
@@ -189,21 +193,10 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
     third.close()
 
 
-def test_finished_trajectories_are_not_stored_when_there_is_no_space(tmp_path: Path) -> None:
-    one, other = make_group("g").trajectories
-    files = TrajectoryFiles(tmp_path, Frame(other).nbytes + 100)
-    name = files.write_trajectory(one)
-    assert files.write_trajectory(one) == name  # in the place of itself
-    with pytest.raises(SpoolFull, match="exceed the quarter of queue"):
-        files.write_trajectory(other)
-    files.delete([name])
-    assert files.read_trajectory(files.write_trajectory(other)).trajectory_id == "g-1"
-
-
 async def test_the_youngest_groups_are_dropped_when_the_spool_cannot_hold_all_that_was_in_flight(
     tmp_path: Path,
 ) -> None:
-    settings: Any = {"max_bytes": 4 << 16, "max_staleness": 5}
+    settings: Any = {"max_bytes": (2 << 16) + (1 << 13), "max_staleness": 5}
     first = open_queue(tmp_path, 3, **settings)
     dispatch(first, *"abcdef", version=3)
     for name in "ab":

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -16,12 +17,12 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, step_record_log
-from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.trainer_protocol import StepResult
+from async_rl.types import StoredTrajectory, TakenBatch, TokenSpan
 from async_rl.weights.weight_sync import SyncReport
 from tests.support.run_config import config_of
 
@@ -45,23 +46,26 @@ class Queue:
 
 
 def done(step: int, wait_s: float, **figures: float) -> TrainedStep:
-    batch = TakenBatch(
-        batch_id=f"batch {step}",
+    spans = (TokenSpan(length=2), TokenSpan(length=3, weight_version=step))
+    one = StoredTrajectory(
+        trajectory_id="a",
+        group_id="g",
+        task_id="task",
         path="",
         nbytes=0,
-        trainer_version=step - 1,
+        checksum=0,
+        spans=spans,
+        reward=0.0,
+        stop_reason="completed",
+    )
+    spans = (TokenSpan(length=3), TokenSpan(length=4, weight_version=step - 1))
+    other = msgspec.structs.replace(one, trajectory_id="b", spans=spans, reward=1.0, num_resumes=1)
+    batch = TakenBatch(
+        batch_id=f"batch {step}",
+        trainer_version=step,
         group_ids=("g",),
-        trajectory_ids=("a", "b"),
-        staleness=(0, 1),
-        lengths=(5, 7),
-        sampled_lengths=(3, 4),
-        rewards=(0.0, 1.0),
-        interruptions=(0, 0),
-        resumes=(0, 1),
-        num_masked_tokens=0,
-        routing_rows=0,
-        routing_rows_invalid=0,
-        routing_rows_recomputed=0,
+        group_index=(0, 0),
+        trajectories=(one, other),
     )
     result = StepResult(step=step, metrics={"loss": 0.5, "grad_norm": 1.0} | figures)
     return TrainedStep(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)

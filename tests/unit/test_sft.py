@@ -18,7 +18,6 @@ import pytest
 import yaml
 
 from async_rl.cli.main import main
-from async_rl.codec import read_frame
 from async_rl.config import SftConfig, parse_config
 from async_rl.errors import ConfigError
 from async_rl.observability.page.charts import sft_sections
@@ -226,8 +225,7 @@ class RecordingRanks:
         path = Path(checkpoint_dir or "") / "state.json"
         return TrainerState(**json.loads(path.read_text())) if path.exists() else TrainerState(step=0)
 
-    async def train_step(self, batch_path: str, step: int) -> StepResult:
-        batch = read_frame(batch_path, SftBatch)
+    async def train_step(self, batch: SftBatch, step: int) -> StepResult:
         trained = batch.rows.token_ids[batch.rows.loss_mask]
         if batch.train:
             self.steps.append((step, batch.learning_rate, batch.rows.token_ids.tolist()))

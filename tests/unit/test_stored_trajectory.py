@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from async_rl.queue.batching import assemble_batch
 from async_rl.types import Group, Sampled, StoredTrajectory, Trajectory
+from tests.support.stored_batches import assemble_batch
 from tests.support.trajectories import FACTS, make_trajectory
 
 

@@ -10,14 +10,13 @@ from msgspec.structs import replace
 from async_rl.config import parse_config
 from async_rl.errors import InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.batching import assemble_batch
-from async_rl.queue.finished_trajectories import TrajectoryFiles
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import GroupInFlight
-from async_rl.types import Context, Group, Sampled, Segment, Task, Trajectory
+from async_rl.types import Context, Group, Sampled, Segment, StoredTrajectory, Task, Trajectory
+from tests.support.stored_batches import assemble_batch
 from tests.support.trajectories import make_trajectory
 
 
@@ -82,14 +81,14 @@ async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(
     for root in "ab":
         first.add_branches(root, [f"{root}.1"])
         first.finished.add_tree(*tree(root, f"{root}.1"))
-    put = TrajectoryFiles.write_trajectory
+    put = Spool.write_trajectory
 
-    def full(self: TrajectoryFiles, trajectory: Trajectory) -> str:
+    def full(self: Spool, trajectory: Trajectory) -> StoredTrajectory:
         if trajectory.trajectory_id == "b.1":
             raise SpoolFull("full")
         return put(self, trajectory)
 
-    monkeypatch.setattr(TrajectoryFiles, "write_trajectory", full)
+    monkeypatch.setattr(Spool, "write_trajectory", full)
     assert await first.finished.store_pending() == ["a", "a.1"]
     first.close()
     second = open_queue(tmp_path)
@@ -101,7 +100,7 @@ async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(
     assert second.statistics().dropped == {"restart": 1}
     assert second.statistics().in_flight == 5
     second.close()
-    (tmp_path / "spool" / "ended" / "a.1").write_bytes(b"")
+    (tmp_path / "spool" / "a.1").write_bytes(b"")
     third = open_queue(tmp_path)
     assert not third.restored_groups[0].finished
     third.close()

@@ -205,6 +205,11 @@ class MegatronModel:
         dist.all_reduce(values)
         return values / self.config.tensor_model_parallel_size
 
+    def sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums values, in place, over the ranks that train other trajectories."""
+        dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        return values
+
     def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
         """Sums values over the ranks that share the tokens of each trajectory."""
         if self.config.context_parallel_size > 1:

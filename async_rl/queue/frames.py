@@ -1,0 +1,94 @@
+"""The frame of one trajectory in a spool: its per-token data as columns.
+
+```
+Trajectory ─ encode_trajectory ─► frame in a file ─► StoredTrajectory (ledger, queue, batches)
+                                        └─ read_columns ─► token_ids, rollout_log_probs, routed_experts, …
+```
+
+The frame holds what only a trainer rank needs. Versions, masks and rewards are in the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from async_rl import codec
+from async_rl.codec import Bytes, Frame
+from async_rl.errors import CorruptFrame
+from async_rl.types import StoredTrajectory, Trajectory
+
+TOKEN_IDS: Final = "token_ids"  # [T] int32
+ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"  # [T] float32, nats, 0 where not sampled
+ROUTED_EXPERTS: Final = "routed_experts"  # [T-1, L_moe, K] uint8 | uint16
+ROUTING_VALID: Final = "routing_valid"  # [T-1] bool; absent where all rows are valid
+
+
+class TrajectoryColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The content of a frame: per-token arrays by name, each in the order of the tokens."""
+
+    trajectory_id: str
+    columns: dict[str, np.ndarray]
+
+
+def encode_trajectory(trajectory: Trajectory) -> Frame:
+    """Return the frame of a trajectory; its routing rows are not copied."""
+    columns: dict[str, np.ndarray] = {
+        TOKEN_IDS: trajectory.token_ids,
+        ROLLOUT_LOG_PROBS: trajectory.rollout_log_probs,
+    }
+    if (trace := trajectory.trace) is not None:
+        columns[ROUTED_EXPERTS] = trace.rows
+        if not trace.valid.all():
+            columns[ROUTING_VALID] = trace.valid
+    return Frame(TrajectoryColumns(trajectory_id=trajectory.trajectory_id, columns=columns))
+
+
+def verify_frame(stored: StoredTrajectory) -> None:
+    """Check that the frame of a trajectory is there and complete, without decoding it.
+
+    Raises:
+        CorruptFrame: When it is missing, damaged, or not the frame that the reference is of.
+    """
+    with _named(stored):
+        _check(stored, codec.inspect(_map(stored)).checksum)
+
+
+def read_columns(stored: StoredTrajectory) -> dict[str, np.ndarray]:
+    """Map the frame of a trajectory, verify it and return its columns, read-only views of the mapping.
+
+    Raises:
+        CorruptFrame: As `verify_frame`.
+    """
+    with _named(stored):
+        buffer = _map(stored)
+        content = codec.decode(buffer, TrajectoryColumns)
+        _check(stored, codec.checksum_of(buffer))
+    return content.columns
+
+
+def _map(stored: StoredTrajectory) -> Bytes:
+    return np.frombuffer(codec.map_file(stored.path), np.uint8)[stored.offset :]
+
+
+@contextmanager
+def _named(stored: StoredTrajectory) -> Iterator[None]:
+    """Name the file in what is wrong with it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CorruptFrame(f"{stored.path} does not exist") from error
+    except CorruptFrame as error:
+        raise CorruptFrame(f"{stored.path}: {error}") from error
+
+
+def _check(stored: StoredTrajectory, checksum: int) -> None:
+    if checksum != stored.checksum:
+        raise CorruptFrame(
+            f"holds another frame than that of trajectory {stored.trajectory_id}: checksum {checksum:08x}, "
+            f"expected {stored.checksum:08x}"
+        )
