@@ -119,6 +119,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         for work in list(self._at_work.values()):
             work()
 
+    def close(self) -> None:
+        """Implements `asyncio.loop.close`; threads still at work come to no end."""
+        self._at_work.clear()  # they hold what waits for them
+        super().close()
+
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
