@@ -8,6 +8,7 @@ engine raises (`EngineError` and its subclasses), and the caller keeps the chunk
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import msgspec
@@ -89,6 +90,13 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     cached_tokens: int = 0
 
 
+class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine takes calls."""
+
+    url: str
+    api_key: str | None = None
+
+
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     """The reply to a cheap health request."""
 
@@ -162,6 +170,15 @@ class Engine(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | PayloadProgress | Finish]:
         """Streams one call as the module describes. Closing the iterator aborts the call on the engine."""
+        ...
+
+    @property
+    def address(self) -> EngineAddress | None:
+        """Where other processes reach it; None for one that exists in this process only."""
+        ...
+
+    def remote_call(self) -> AbstractContextManager[None]:
+        """Count a call that another process makes, until the block ends: `interrupt` waits for it."""
         ...
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:

@@ -2,7 +2,8 @@
 
     python benchmarks/rollout_workers.py [--quick] [--json FILE]
 
-Trajectories of three turns of 16 tokens on simulated engines that take no time, 64 at once; between two turns
+Trajectories of three turns of 16 tokens on simulated engines that take no time, 64 at once. The engines are
+in the process that calls them, so that of a worker's calls the driver sees only messages. Between two turns
 the loop computes for so many milliseconds, as a parser or a checker of the user's would. Reported
 are processor time of the driver a turn and turns a second; ratios are of the same round, with their smallest
 and largest. With two cores for three processes only the driver's processor time says something: what a turn
@@ -35,12 +36,10 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import JournalEntry
-from async_rl.rollout.attempt import finish_trajectories
+from async_rl.rollout.attempt import Attempt
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
-from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
@@ -103,11 +102,27 @@ def config_of(workers: int) -> Config:
     )
 
 
+def make_engines(config: Config) -> list[SimulatedEngine]:
+    """Return the engines of one process."""
+    assert isinstance(config.engine, SimulatedEngines)
+    return [SimulatedEngine(f"engine-{i}", config.engine, seed=i, facts=FACTS) for i in range(4)]
+
+
 def work(workers: int, port: int, key: bytes) -> None:
     """The process of a worker."""
 
     async def run() -> None:
-        worker = RolloutWorker(config_of(workers), chat=CHAT, metrics=Metrics(), clock=time.monotonic)
+        config, ids = config_of(workers), count()
+        engines = {engine.engine_id: engine for engine in make_engines(config)}
+        worker = RolloutWorker(
+            config,
+            chat=CHAT,
+            facts=FACTS,
+            connect=lambda engine_id, address: engines[engine_id],
+            new_id=lambda: f"{next(ids):032x}",
+            metrics=Metrics(),
+            clock=time.monotonic,
+        )
         await worker.run(await connect_link("127.0.0.1", port, key))
 
     die_with_parent()
@@ -156,16 +171,10 @@ RunTrajectories = Callable[[float, int], Awaitable[Cost]]
 async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
     """Start engines and a rollout backend with this many workers."""
     config, metrics, ids = config_of(workers), Metrics(), count()
-    assert isinstance(config.engine, SimulatedEngines)
     pool = EnginePool(metrics, time.monotonic)
-    for index in range(4):
-        pool.add_engine(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
-        pool.serve_engine(f"engine-{index}", 0)
-    backend: RolloutBackend = (
-        WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics, pool.serving_clock)
-        if workers
-        else LocalBackend(config, chat=CHAT, metrics=metrics, clock=time.monotonic)
-    )
+    for engine in make_engines(config):
+        pool.add_engine(engine)
+        pool.serve_engine(engine.engine_id, 0)
     context = SessionContext(
         chat=CHAT,
         rollout=config.rollout,
@@ -178,12 +187,15 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
         interrupt="abort",
         new_id=lambda: f"{next(ids):032x}",
     )
+    backend: RolloutBackend = (
+        WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics, pool, time.monotonic)
+        if workers
+        else LocalBackend(config, context)
+    )
 
     async def run_attempts(task: Task, number: int) -> None:
         for _ in range(number):
-            transcript = Transcript(context, JournalEntry(f"{next(ids):032x}"))
-            session = backend.session_class(context, task, transcript, group_id="g")
-            await finish_trajectories(await backend.run_attempt(task, session))
+            await backend.run_attempt(Attempt(task, f"{next(ids):032x}", "g", 1, {}, started_s=0.0))
 
     async def cost(compute_s: float, trajectories: int) -> Cost:
         messages = [{"role": "user", "content": PROMPT}]

@@ -16,9 +16,10 @@ and no object is left to try again with: the engine has to be restarted.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Final
 
-from async_rl.engine_protocol import Engine, MemoryPart
+from async_rl.engine_protocol import Engine, InterruptMode, MemoryPart
 from async_rl.errors import InvariantError
 
 _REST: Final[tuple[MemoryPart, ...]] = ("kv_cache", "cuda_graph")
@@ -81,10 +82,14 @@ class LoadableEngine(_EngineMemory):
         return EmptyEngine(engine)
 
 
-async def stop_engine(engine: Engine) -> StoppedEngine:
+async def stop_engine(engine: Engine, interrupt: Callable[[InterruptMode], Awaitable[None]]) -> StoppedEngine:
     """End all calls of an engine that gets no more (`EnginePool.hold_engine`).
 
     Calls end as aborts with the tokens they have: their sessions continue once it serves again.
+
+    Args:
+        engine: The engine.
+        interrupt: Interrupts it, as `EnginePool.interrupt_engine` does.
     """
-    await engine.interrupt("abort")
+    await interrupt("abort")
     return StoppedEngine(engine)

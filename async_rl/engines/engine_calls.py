@@ -2,7 +2,8 @@
 
 ```
  Transcript ──lease(key, tokens)──► EngineCalls ──► CallLease ──generate(request)──► tokens, a finish
-                                     EnginePool: in the driver's process
+                                     EnginePool:  in the driver, which places the calls of all sessions
+                                     RemoteCalls: in a rollout worker, which asks the driver for each lease
 ```
 
 A session runs wherever something implements this interface. It never learns how engines are updated, repaired
@@ -76,4 +77,24 @@ class EngineCalls(Protocol):
 
     def forget_trajectory(self, key: str) -> None:
         """Forget the engine of a trajectory that makes no more calls."""
+        ...
+
+
+class LeaseHolder(Protocol):
+    """A process that makes calls of its own under leases of the pool: a rollout worker."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has not reported for longer than usual: its calls say nothing about their engines."""
+        ...
+
+    def holds_lease_of(self, engine_id: str) -> bool:
+        """Whether it may make, or is making, a call on an engine."""
+        ...
+
+    async def revoke_leases(self, engine_id: str) -> None:
+        """Wait until it begins no more calls under the leases of an engine that it has now.
+
+        It has acknowledged that, or its leases have expired. Calls that have begun go on.
+        """
         ...

@@ -56,7 +56,7 @@ def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding |
     if not load.calls:
         return None
     limit_s = config.stall_s + load.prefill_tokens / config.min_prefill_tokens_per_s
-    if now - load.progress_s > limit_s:
+    if now - load.progress_s > limit_s and not load.unobserved:
         return "silent"
     # All streams decode together; time in which none did (prefills go first) does not count.
     if load.silent_since_s is not None and load.decode_s - load.silent_since_s > limit_s:

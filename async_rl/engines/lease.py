@@ -23,6 +23,7 @@ import msgspec
 
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.back_pressure import BackPressure
+from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.request_refusals import RequestRefusals
 from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused
 from async_rl.runtime.waits import waiting
@@ -60,6 +61,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """When the streaming call that has been silent longest last received tokens."""
     overtaken_s: float | None
     """When a later call received its first token before the oldest call without one."""
+    unobserved: bool = False
+    """Whether a process that makes some of the calls is silent, so that nothing is known of them."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,12 +149,12 @@ class EngineSlot:
     @property
     def silent_call(self) -> Lease | None:
         """The streaming call that has been silent longest, of those that receive no routing payload."""
-        return next((call for call in self.streaming if not call.receives_payload), None)
+        return next((call for call in self.streaming if call.is_judged), None)
 
     @property
     def queued_call(self) -> Lease | None:
         """The oldest call of which nothing has come."""
-        return next((call for call in self.prefilling if not call.receives_payload), None)
+        return next((call for call in self.prefilling if call.is_judged), None)
 
     def end_idle_time(self, now: float) -> None:
         """Count the time without calls, if there was any, as idle."""
@@ -169,6 +172,7 @@ class EngineSlot:
             prefill_tokens=prefill_tokens + self.recompute_tokens,
             silent_since_s=silent.heard_s if silent is not None else None,
             overtaken_s=queued.overtaken_s if queued is not None else None,
+            unobserved=any(call.is_unobserved for call in self.calls()),
         )
 
 
@@ -280,6 +284,8 @@ class Lease:
         self.overtaken_s: float | None = None
         self.receives_payload = False
         """Whether its routing payload arrives, or waits to be read: `PayloadGate` bounds the time of both."""
+        self.holder: LeaseHolder | None = None
+        """The other process that makes the call."""
         self._listener = listener
         self._failures = failures
         self._clock = clock
@@ -288,6 +294,8 @@ class Lease:
         self._cancelled = False
         self._cancellations = 0
         self._dropped: EngineError | None = None
+        self._wait: waiting | None = None
+        """The wait for a call that another process makes."""
 
     def place(self, slot: EngineSlot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
         """Assign the call to an engine."""
@@ -321,6 +329,16 @@ class Lease:
         return self.slot.weight_version
 
     @property
+    def is_unobserved(self) -> bool:
+        """Whether the process that makes the call is silent."""
+        return self.holder is not None and self.holder.is_silent
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its silence says something about the engine."""
+        return not (self.receives_payload or self.is_unobserved)
+
+    @property
     def interrupted(self) -> bool:
         """Whether the engine stopped serving after the lease was given, which explains an abort."""
         slot = self.slot
@@ -337,6 +355,9 @@ class Lease:
                 reported: the caller keeps the chunks it received and asks for another lease.
             RequestRefused: When the engine refuses the request as wrong.
         """
+        if self.interrupted:  # nothing is sent under a lease whose engine has stopped serving
+            yield Finish(reason="abort", version_spans=())
+            return
         engine_id = self.engine.engine_id
         stream: Any = self.engine.generate(request)
         wait = waiting("first chunk", engine_id)
@@ -347,15 +368,15 @@ class Lease:
                     async for event in stream:
                         self._waiter = None
                         if isinstance(event, Chunk):
-                            self._record_chunk(len(event.token_ids))
+                            self.record_chunk(len(event.token_ids))
                             wait.renew("chunk")
                         elif isinstance(event, PayloadProgress):
-                            self._record_payload()
+                            self.record_payload()
                             wait.renew("chunk")
                             self._await_event()
                             continue
                         else:
-                            self._record_finish(len(request.input_ids), event)
+                            self.record_finish(len(request.input_ids), event)
                         yield event
                         self._await_event()
             finally:
@@ -381,6 +402,31 @@ class Lease:
         except EngineError as error:
             self._failures.quarantine_engine(engine_id, error)
             raise
+
+    def excuse_silence(self) -> None:
+        """Judge the call's silence from now on: the process that makes it was silent itself."""
+        slot = self.slot
+        self.heard_s = slot.progress_s = self._clock()
+        self.overtaken_s = None
+
+    async def wait_for_call(self, ended: asyncio.Future[None]) -> None:
+        """Wait for the end of a call that another process makes under this lease.
+
+        Raises:
+            CallLost: The call was dropped meanwhile.
+        """
+        engine_id = self.engine.engine_id
+        try:
+            with waiting("first chunk", engine_id) as self._wait:
+                self._await_event()
+                await asyncio.wait([ended])
+        except asyncio.CancelledError:
+            if self._is_cancelled_by_drop():
+                assert self._dropped is not None
+                raise self._dropped from None
+            raise
+        finally:
+            self._waiter = None
 
     def record_strike(self, error: EngineError) -> None:
         """Report an implausible answer; an engine that gives several is quarantined."""
@@ -411,8 +457,11 @@ class Lease:
         task = asyncio.current_task()
         return self._cancelled and task is not None and task.uncancel() <= self._cancellations
 
-    def _record_chunk(self, tokens: int) -> None:
+    def record_chunk(self, tokens: int) -> None:
+        """Record that tokens of the call have arrived."""
         slot, now = self.slot, self._clock()
+        if self._wait is not None:
+            self._wait.renew("chunk")
         self.received += tokens
         self.heard_s = slot.progress_s = now
         slot.recompute_tokens = 0
@@ -428,13 +477,15 @@ class Lease:
             oldest.overtaken_s = now
         self._listener.record_first_token(self, now - self.asked_s)
 
-    def _record_payload(self) -> None:
+    def record_payload(self) -> None:
+        """Record that a piece of the call's routing payload has arrived."""
         self.receives_payload = True
         self.slot.progress_s = self._clock()
         for request in self.slot.bounded_requests:
             request.extend()
 
-    def _record_finish(self, prompt: int, finish: Finish) -> None:
+    def record_finish(self, prompt: int, finish: Finish) -> None:
+        """Record the end of a call of `prompt` tokens."""
         self.slot.progress_s = self._clock()
         if self.cached_prefix is None or (finish.reason == "abort" and not self.received):
             return  # an engine that ends a queued call does not report what it had cached of it

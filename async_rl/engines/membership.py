@@ -161,6 +161,6 @@ class EngineMembership:
             engine = next(e for e in self._pool.engines() if e.engine_id == engine_id)
             with suppress(EngineError, TimeoutError):  # `remove_engine` drops calls that are left
                 async with asyncio.timeout(_ABORT_LIMIT_S):
-                    await engine.interrupt("abort")
+                    await self._pool.interrupt_engine(engine, "abort")
         self._pool.remove_engine(engine_id)
         await self._depart(engine_id)

@@ -26,17 +26,18 @@ from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
-from async_rl.engine_protocol import Engine
+from async_rl.engine_protocol import Engine, InterruptMode
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
-from async_rl.engines.engine_calls import EngineCalls
+from async_rl.engines.engine_calls import EngineCalls, LeaseHolder
 from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, EngineSnapshot, EngineState, Lease
 from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
 from async_rl.engines.request_refusals import RequestRefusals
-from async_rl.errors import EngineBusy, EngineError, LocalShortage, RequestRefused
+from async_rl.errors import EngineBusy, EngineError, InvariantError, LocalShortage, RequestRefused
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
+from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import progressed, waiting
 
 __all__ = ["EngineLoad", "EnginePool", "EngineState", "Lease"]
@@ -89,6 +90,8 @@ class EnginePool(EngineCalls):
         """Engines that need repair: finding them among thousands at every change would cost seconds."""
         self._changed = asyncio.Event()
         self._serving: set[str] = set()
+        self.lease_holders: dict[LeaseHolder, None] = {}
+        """Other processes that make calls under leases of this pool."""
         self.serving_clock = ServingClock(clock)
         """Runs while some engine serves."""
         self._oldest_version: int | None = None
@@ -316,6 +319,37 @@ class EnginePool(EngineCalls):
                 yield limit
             finally:
                 slot.bounded_requests.discard(request)
+
+    async def interrupt_engine(self, engine: Engine, mode: InterruptMode) -> None:
+        """Interrupt an engine that gets no more calls; afterwards no call runs under its weights.
+
+        ```
+         hold, lend, drain ──► revoke ──► interrupt ──► the engine's confirmation
+         no more leases        no more    running calls end (abort), or pause (retract, in_place)
+                               requests under the leases given before
+        ```
+
+        Every change of an engine goes through here: updates, device phases, loans, joins, departures.
+
+        Raises:
+            InvariantError: The engine still serves.
+            EngineError: It does not end its calls.
+        """
+        engine_id = engine.engine_id
+        slot = self._slots.get(engine_id)
+        if slot is not None and slot.state is EngineState.SERVING:
+            raise InvariantError(f"engine {engine_id} is interrupted, and it still gets calls: hold it first")
+        await self.revoke_leases(engine_id)
+        await engine.interrupt(mode)
+
+    async def revoke_leases(self, engine_id: str) -> None:
+        """Wait until no other process sends requests to an engine under the leases it has now."""
+        holders = [holder for holder in self.lease_holders if holder.holds_lease_of(engine_id)]
+        if holders:
+            with waiting("leases", engine_id):
+                async with Nursery() as nursery:
+                    for index, holder in enumerate(holders):
+                        nursery.start_task(f"revoke {engine_id} {index}", holder.revoke_leases(engine_id))
 
     # -- queries ------------------------------------------------------------------------------------------
 

@@ -160,6 +160,7 @@ class EngineRepair:
 
     async def _restart_engine(self, engine_id: str) -> None:
         try:
+            await self._pool.revoke_leases(engine_id)  # a late request would reach the new server
             with waiting("engine start", engine_id):
                 await self._restart(engine_id)
             if engine_id not in self._pool:

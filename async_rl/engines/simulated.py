@@ -14,6 +14,7 @@ import random
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Literal, NoReturn, get_args
 
 import msgspec
@@ -23,6 +24,7 @@ from async_rl import routing
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import (
     Chunk,
+    EngineAddress,
     EngineFacts,
     EngineHealth,
     Finish,
@@ -305,6 +307,15 @@ class SimulatedEngine:
     def engine_id(self) -> str:
         """Implements `Engine.engine_id`."""
         return self._engine_id
+
+    @property
+    def address(self) -> EngineAddress | None:
+        """Implements `Engine.address`. No other process reaches it."""
+        return None
+
+    def remote_call(self) -> AbstractContextManager[None]:
+        """Implements `Engine.remote_call`. A simulated worker calls this object itself, which counts."""
+        return nullcontext()
 
     @property
     def num_cached_pages(self) -> int:

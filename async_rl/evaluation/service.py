@@ -286,7 +286,7 @@ class EvaluationService:
             self._borrowed.append(name)
             try:
                 async with self._pool.bounded_request(name, self._interrupt_timeout_s):
-                    await engine.interrupt("abort")
+                    await self._pool.interrupt_engine(engine, "abort")
                     await engine.resume_generation("abort")
                 return engine
             except EngineError as error:

@@ -15,9 +15,13 @@ from typing import Any, Final
 import msgspec
 import ray
 from ray.exceptions import RayError
+from uuid6 import uuid7
 
 from async_rl.config import Config, parse_config, to_builtins
 from async_rl.data.chat_format import load_chat_format
+from async_rl.engine_protocol import Engine, EngineAddress
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.sglang.connect import sglang_client
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
@@ -128,6 +132,20 @@ async def _accept_link(listener: LinkListener, running: Awaitable[None]) -> Link
 async def _run_worker(config: Config, host: str, port: int, key: bytes) -> None:
     metrics = Metrics()
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
-    worker = RolloutWorker(config, chat=chat, metrics=metrics, clock=time.monotonic)
+    facts = load_facts(config.model.path)
+
+    def connect(engine_id: str, address: EngineAddress | None) -> Engine:
+        assert address is not None, "engines of a run with rollout workers are SGLang servers"
+        return sglang_client(config, engine_id, address.url, facts, (address.api_key, None), None)
+
+    worker = RolloutWorker(
+        config,
+        chat=chat,
+        facts=facts,
+        connect=connect,
+        new_id=lambda: uuid7().hex,
+        metrics=metrics,
+        clock=time.monotonic,
+    )
     with LoopWatchdog(metrics, config.doctor.blocked_s):
         await worker.run(await connect_link(host, port, key))

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
@@ -38,8 +39,10 @@ from async_rl.queue.journal_file import (
     JournalledTrajectory,
     JournalRecord,
     TurnNote,
+    cut_pieces,
     encode_records,
     file_number,
+    interrupted_trajectory,
     journal_files,
     read_journal,
 )
@@ -118,8 +121,13 @@ class JournalEntry:
         self.trajectory_id = trajectory_id
         self.attempt = attempt
         self.segments: list[Segment] = list(inherited)
-        self._num_inherited = len(inherited)
+        self.num_inherited = len(inherited)
+        """The number of leading segments that belong to the trajectory that this one is a branch of."""
         self.call: OpenCall | None = None
+        self._leased_versions: list[int] = []
+        """The versions of calls that another process has made since its last report, the running one last."""
+        self._is_leased = False
+        """Whether the last of them runs."""
         self.restored = restored
         self.unwritten = False
         """Whether the journal may lack some of what is to be restored."""
@@ -150,9 +158,15 @@ class JournalEntry:
         """The versions that sampled its own tokens, including the running call and what is to be restored."""
         known = self._own
         yield from (s.weight_version for s in known if isinstance(s, Sampled))
+        yield from self._leased_versions
         if self.call is not None:
             yield self.call.since_version
             yield from (span.weight_version for span in self.call.versions)
+
+    @property
+    def num_turns(self) -> int:
+        """The number of turns that have ended."""
+        return sum(turn.end is not None for turn in self._turns)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -162,18 +176,48 @@ class JournalEntry:
 
     @property
     def state_to_continue(self) -> JournalledTrajectory:
-        """The state that another run of the agent loop can continue; no call runs any more."""
-        inherited, own = self.segments[: self._num_inherited], self._own
-        return JournalledTrajectory(
-            trajectory_id=self.trajectory_id,
-            attempt=self.attempt,
-            segments=(*inherited, *own),
-            turns=tuple(self._turns) if self.restored is None else self.restored.turns,
+        """The state that another run of the agent loop can continue, when the session has ended."""
+        inherited, own = self.segments[: self.num_inherited], self._own
+        return interrupted_trajectory(
+            self.trajectory_id,
+            self.attempt,
+            (*inherited, *own),
+            [] if self.call is None else list(_pieces(self.call, 0)),
+            self._turns if self.restored is None else self.restored.turns,
         )
 
     @property
     def _own(self) -> Sequence[Segment]:
-        return self.segments[self._num_inherited :] if self.restored is None else self.restored.segments
+        return self.segments[self.num_inherited :] if self.restored is None else self.restored.segments
+
+    def begin_remote_call(self, weight_version: int) -> None:
+        """Record that another process begins a call, whose tokens it will report later."""
+        self._leased_versions.append(weight_version)
+        self._is_leased = True
+
+    def end_remote_call(self) -> None:
+        """Record that the call has ended; until the next report it counts for the trajectory's age."""
+        self._is_leased = False
+
+    def apply_record(self, record: JournalRecord, num_inherited: int) -> None:
+        """Take over what another process reports of the trajectory that it samples.
+
+        Args:
+            record: The next record of that process's entry.
+            num_inherited: The number of its leading segments that are inherited.
+        """
+        if record.index == 0:
+            self.restored = None
+            self.segments.clear()
+            self._turns.clear()
+            self._begin_epoch()
+        self._leased_versions = self._leased_versions[-1:] if self._is_leased else []
+        self.num_inherited = num_inherited
+        self.segments.extend(record.segments)
+        self._turns[record.first_turn :] = record.turns
+        self._written_turns = min(self._written_turns, record.first_turn)
+        before = self.call if isinstance(self.call, _ReportedCall) and record.open_start else None
+        self.call = _ReportedCall.extended(before, record.open_start, record.open)
 
     def end_restoring(self) -> None:
         """End restoring: from now on the entry holds the trajectory, not what an earlier process left."""
@@ -195,9 +239,7 @@ class JournalEntry:
 
     def full_record(self) -> JournalRecord | None:
         """Return the whole state in one record that begins a new epoch; None when there is nothing yet."""
-        self._epoch += 1
-        self._index = self._written_segments = self._written_open = self._written_turns = 0
-        self._written_call = None
+        self._begin_epoch()
         if self.restored is None:
             return self.next_record()
         self.unwritten = False
@@ -206,7 +248,7 @@ class JournalEntry:
             attempt=self.attempt,
             epoch=self._epoch,
             index=0,
-            segments=(*self.segments[: self._num_inherited], *self.restored.segments),
+            segments=(*self.segments[: self.num_inherited], *self.restored.segments),
             open_start=0,
             open=(),
             first_turn=0,
@@ -214,6 +256,12 @@ class JournalEntry:
         )
         self._epoch += 1  # for the entry's own records, which do not continue this one
         return record
+
+    def _begin_epoch(self) -> None:
+        """Let the next record begin with the whole state."""
+        self._epoch += 1
+        self._index = self._written_segments = self._written_open = self._written_turns = 0
+        self._written_call = None
 
     def _write(
         self, closed: tuple[Segment, ...], open_start: int, turns: tuple[TurnNote, ...]
@@ -235,6 +283,30 @@ class JournalEntry:
         self._written_call = self.call
         self._written_open = 0 if self.call is None else len(self.call.token_ids)
         return record
+
+
+class _ReportedCall:
+    """A running call of another process, as far as its reports go. Each report makes a new one."""
+
+    def __init__(self, pieces: Sequence[Sampled]) -> None:
+        self.engine_id = pieces[0].engine_id
+        self.token_ids = np.concatenate([piece.token_ids for piece in pieces])
+        self.log_probs = np.concatenate([piece.rollout_log_probs for piece in pieces])
+        self.since_version = min(piece.weight_version for piece in pieces)
+        self.versions: list[VersionSpan] = []
+        end = 0
+        for piece in pieces:
+            begin, end = end, end + len(piece.token_ids)
+            self.versions.append(VersionSpan(start=begin, end=end, weight_version=piece.weight_version))
+
+    @classmethod
+    def extended(
+        cls, before: _ReportedCall | None, start: int, pieces: Sequence[Sampled]
+    ) -> _ReportedCall | None:
+        """Return the call with its first `start` tokens and further pieces; None without tokens."""
+        kept = [] if before is None else list(_pieces(before, 0))
+        whole = [*cut_pieces(kept, start), *pieces]
+        return cls(whole) if whole else None
 
 
 class Journal:

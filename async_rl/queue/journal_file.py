@@ -148,21 +148,34 @@ class _State:
             return  # a record before it is damaged: the trajectory ends there
         self.next += 1
         self.segments += record.segments
-        self._open = [*_cut(self._open, record.open_start), *record.open]
+        self._open = [*cut_pieces(self._open, record.open_start), *record.open]
         self.turns = [*self.turns[: record.first_turn], *record.turns]
 
     def journalled(self, trajectory_id: str) -> JournalledTrajectory:
         """Return the state; what the running call had sampled becomes segments of an aborted call."""
-        segments, end = [*self.segments, *_joined(self._open)], 0
-        for index, segment in enumerate(segments):
-            if isinstance(segment, Sampled) and not np.isfinite(segment.rollout_log_probs).all():
-                segments = segments[:index]  # the session would have refused this answer at its end
-                break
-            end += len(segment.token_ids)
-        turns = tuple(_until(turn, end) for turn in self.turns if turn.start <= end)
-        return JournalledTrajectory(
-            trajectory_id=trajectory_id, attempt=self.attempt, segments=tuple(segments), turns=turns
-        )
+        return interrupted_trajectory(trajectory_id, self.attempt, self.segments, self._open, self.turns)
+
+
+def interrupted_trajectory(
+    trajectory_id: str,
+    attempt: int,
+    segments: Sequence[Segment],
+    pieces: Sequence[Sampled],
+    notes: Sequence[TurnNote],
+) -> JournalledTrajectory:
+    """Return the state of a trajectory whose running call, if any, ends with the pieces that are known."""
+    whole, end = [*segments, *_joined(pieces)], 0
+    for index, segment in enumerate(whole):
+        if isinstance(segment, Sampled) and not np.isfinite(segment.rollout_log_probs).all():
+            whole = whole[:index]  # the session would have refused this answer at its end
+            break
+        end += len(segment.token_ids)
+    return JournalledTrajectory(
+        trajectory_id=trajectory_id,
+        attempt=attempt,
+        segments=tuple(whole),
+        turns=tuple(_until(note, end) for note in notes if note.start <= end),
+    )
 
 
 def _until(turn: TurnNote, end: int) -> TurnNote:
@@ -170,8 +183,8 @@ def _until(turn: TurnNote, end: int) -> TurnNote:
     return turn if turn.end is None or turn.end <= end else msgspec.structs.replace(turn, end=None)
 
 
-def _cut(pieces: Sequence[Sampled], length: int) -> Iterator[Sampled]:
-    """Yield the first `length` tokens."""
+def cut_pieces(pieces: Sequence[Sampled], length: int) -> Iterator[Sampled]:
+    """Yield the first `length` tokens of a call that is written in pieces."""
     for piece in pieces:
         if length <= 0:
             return

@@ -8,7 +8,8 @@ the run, unless a rule of this program is violated.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, get_args
 
@@ -23,6 +24,8 @@ from async_rl.errors import (
     RolloutError,
     WorkerLost,
 )
+from async_rl.queue.journal import JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory, JournalRecord
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.conversation import Conversation
@@ -30,7 +33,9 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery, contained, first_error
 from async_rl.runtime.user_processes import attempt_scope
 from async_rl.runtime.waits import waiting
-from async_rl.types import Completion, StopReason, Task, Trajectory
+from async_rl.types import Completion, Outcome, Segment, StopReason, Task, Trajectory
+
+log = logging.getLogger(__name__)
 
 ATTEMPT_ERRORS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
 """Errors that fail an attempt."""
@@ -72,8 +77,126 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     """The trajectory for whose completion it is rewarded."""
     parts: dict[str, float] | None
     """Its reward; None if the whole group is scored by one call."""
-    completion: Completion | None = None
-    """What the reward function receives, if the session itself does not have it."""
+
+
+class UnscoredCompletion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What the group's reward function will receive for a trajectory."""
+
+    trajectory_id: str
+    reward_source: str
+    """The trajectory that the completion is of."""
+    completion: Completion
+
+
+class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What an attempt that succeeded has made."""
+
+    trajectories: tuple[Trajectory, ...]
+    """The sibling and its branches that sampled something."""
+    unscored: tuple[UnscoredCompletion, ...] = ()
+    """Those whose reward comes later, from one call for the whole group."""
+
+
+NewEntry = Callable[[str, int, JournalledTrajectory | None, Sequence[Segment]], JournalEntry]
+"""Makes a journal's entry: see `JournalEntry` for its arguments."""
+
+
+class Attempt:
+    """One attempt at a trajectory: what a backend needs to run it, and how far it is.
+
+    Implements `page.view.InProgress`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        trajectory_id: str,
+        group_id: str,
+        number: int,
+        left: dict[str, JournalledTrajectory],
+        *,
+        started_s: float,
+        new_entry: NewEntry = JournalEntry,
+        on_branch: Callable[[JournalEntry], None] = lambda entry: None,
+    ) -> None:
+        """Open the journal's entry of the trajectory.
+
+        Args:
+            task: The task to attempt.
+            trajectory_id: The sibling.
+            group_id: Its group.
+            number: The number of the attempt, from 1.
+            left: What there is of the trajectory and its branches; states are removed as they are used.
+            started_s: When it started, monotonic seconds.
+            new_entry: Makes the entries of the trajectory and its branches.
+            on_branch: Called with the entry of each branch.
+        """
+        self.task = task
+        self.trajectory_id = trajectory_id
+        self.group_id = group_id
+        self.number = number
+        self.started_s = started_s
+        self.left = left
+        self.entries: dict[str, JournalEntry] = {}
+        """The journal's entries of the trajectory and its branches."""
+        self.failed: Callable[[Exception], Trajectory] = self._describe_failure
+        """Returns what a failed attempt has sampled, for display."""
+        self._new_entry = new_entry
+        self._on_branch = on_branch
+        self.entry = self._open_entry(trajectory_id, ())
+
+    @property
+    def num_turns(self) -> int:
+        """The number of finished turns."""
+        return self.entry.num_turns
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of finished engine calls."""
+        return sum(len(segment.token_ids) for segment in self.entry.segments)
+
+    @property
+    def states(self) -> dict[str, JournalledTrajectory]:
+        """The states from which another run of the agent loop can continue."""
+        known = {name: entry.state_to_continue for name, entry in self.entries.items()}
+        return self.left | {name: state for name, state in known.items() if state.segments}
+
+    def open_branch_entry(self, name: str, inherited: Sequence[Segment]) -> JournalEntry:
+        """Open the entry of a branch."""
+        entry = self._open_entry(name, inherited)
+        self._on_branch(entry)
+        return entry
+
+    def apply_record(self, record: JournalRecord, num_inherited: int) -> None:
+        """Take over what the process that runs the attempt reports of it or of a branch."""
+        name = record.trajectory_id
+        entry = self.entries.get(name)
+        if entry is None:
+            self.left.pop(name, None)  # the record has everything
+            entry = self.open_branch_entry(name, ())
+        entry.apply_record(record, num_inherited)
+
+    def _open_entry(self, name: str, inherited: Sequence[Segment]) -> JournalEntry:
+        restored = self.left.pop(name, None)
+        if restored is not None and inherited and (restored := restored.after(inherited)) is None:
+            log.warning("branch %s begins differently from before the restart: it is sampled anew", name)
+        self.entries[name] = entry = self._new_entry(name, self.number, restored, inherited)
+        return entry
+
+    def _describe_failure(self, error: Exception) -> Trajectory:
+        return Trajectory(
+            trajectory_id=self.trajectory_id,
+            group_id=self.group_id,
+            task_id=self.task.task_id,
+            segments=self.entry.state_to_continue.segments,
+            trace=None,
+            outcome=Outcome(
+                stop_reason="error",
+                error=f"{type(error).__name__}: {error}",
+                num_turns=self.num_turns,
+                started_s=self.started_s,
+            ),
+        )
 
 
 async def run_agent_loop(

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 from async_rl.config import Config
-from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import RewardError
-from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import AttemptResult, run_agent_loop, score_tree
+from async_rl.rollout.attempt import (
+    Attempt,
+    AttemptEnd,
+    AttemptResult,
+    UnscoredCompletion,
+    finish_trajectories,
+    run_agent_loop,
+    score_tree,
+)
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.types import Completion, Task
 
 
 class RolloutBackend(Protocol):
     """Runs agent loops and rewards inside its block."""
-
-    session_class: type[RolloutSession]
-    """The class of the sessions that `run_attempt` takes."""
 
     async def __aenter__(self) -> Self:
         """Get ready to run attempts."""
@@ -36,15 +41,13 @@ class RolloutBackend(Protocol):
         """Release everything that loops and rewards hold."""
         ...
 
-    async def run_attempt(self, task: Task, session: RolloutSession) -> Sequence[AttemptResult]:
-        """Run the agent loop of a task, and score its session and branches.
-
-        Returns:
-            The results of the session and of its branches that sampled something.
+    async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
+        """Run the agent loop of a task, score its session and branches, and make their trajectories.
 
         Raises:
             RolloutError: The loop, a tool or the reward failed.
             EngineError: Engines failed the attempt.
+            AlignmentError: The routing of a trajectory does not fit its tokens.
             WorkerLost: The worker ended, for no known fault of the attempt: run it again.
         """
         ...
@@ -57,21 +60,20 @@ class RolloutBackend(Protocol):
 
 
 class LocalBackend(RolloutBackend):
-    """Runs attempts in this event loop."""
+    """Runs attempts in this event loop: the driver's, or that of a rollout worker."""
 
-    session_class = RolloutSession
-
-    def __init__(
-        self, config: Config, *, chat: ChatFormat, metrics: Metrics, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, config: Config, context: SessionContext) -> None:
         """Load the agent loop and the rewards that the config names.
 
         Raises:
             ConfigError: One of them cannot be loaded.
         """
         self._config = config.rollout
-        self.loops = AgentLoops(config.rollout, metrics)
-        self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
+        self._context = context
+        self.loops = AgentLoops(config.rollout, context.metrics)
+        self._rewards = Rewards(
+            config, decode=context.chat.decode, metrics=context.metrics, clock=context.clock
+        )
 
     async def __aenter__(self) -> Self:
         await self.loops.__aenter__()
@@ -88,15 +90,31 @@ class LocalBackend(RolloutBackend):
         finally:
             await self._rewards.close()
 
-    async def run_attempt(self, task: Task, session: RolloutSession) -> Sequence[AttemptResult]:
+    async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
+        task = attempt.task
+        transcript = Transcript(self._context, attempt.entry, attempt.open_branch_entry)
+        session = RolloutSession(self._context, task, transcript, group_id=attempt.group_id)
+        attempt.failed = session.failed_trajectory
         await run_agent_loop(task, session, self.loops, self._config)
         if not self._rewards.scores_groups(task):
-            return await score_tree(task, session.tree, self._rewards)
-        return [
+            results = await score_tree(task, session.tree, self._rewards)
+            return AttemptEnd(trajectories=tuple(await finish_trajectories(results)))
+        results = [
             AttemptResult(session=each, reward_source=each.reward_source.trajectory_id, parts=None)
             for each in session.tree
         ]
+        return AttemptEnd(
+            trajectories=tuple(await finish_trajectories(results)),
+            unscored=tuple(
+                UnscoredCompletion(
+                    trajectory_id=each.trajectory_id,
+                    reward_source=each.reward_source.trajectory_id,
+                    completion=each.completion,
+                )
+                for each in session.tree
+            ),
+        )
 
     async def score_group(
         self, task: Task, completions: Sequence[Completion]

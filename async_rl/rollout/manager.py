@@ -31,7 +31,7 @@ from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.outstanding import RestoredGroup
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.attempt import ATTEMPT_ERRORS, attempt_boundary, finish_trajectories
+from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, attempt_boundary
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.groups import (
     STRAGGLER,
@@ -43,14 +43,12 @@ from async_rl.rollout.groups import (
     decide_group,
 )
 from async_rl.rollout.session.context import SessionContext
-from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.slots import Slots
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import acting, progressed, waiting
-from async_rl.types import Group, Segment, Trajectory, root_of
+from async_rl.types import Group, Trajectory, root_of
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +104,8 @@ class RolloutManager:
             name, state = journalled.popitem()
             self._journalled.setdefault(root_of(name), {})[name] = state
         self._observer = observer or Observer()
-        self.running: dict[str, RolloutSession] = {}
-        """Sessions of the running attempts, by trajectory."""
+        self.running: dict[str, Attempt] = {}
+        """The running attempts, by trajectory."""
         self._attempts = {name: n for left in queue.restored_groups for name, n in left.attempts.items()}
         self._backend = backend
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
@@ -322,91 +320,46 @@ class RolloutManager:
         return reason
 
     async def _run_attempt(
-        self, trajectory_id: str, attempt: int, work: GroupInFlight
+        self, trajectory_id: str, number: int, work: GroupInFlight
     ) -> Sequence[Trajectory]:
         """Run an attempt; if its worker ends, restore its tokens and go on in another one."""
         left = self._journalled.pop(trajectory_id, {})
-        left = {name: state for name, state in left.items() if state.attempt == attempt}
+        left = {name: state for name, state in left.items() if state.attempt == number}
         for losses_left in reversed(range(_MAX_LOST_WORKERS)):
-            entries: dict[str, JournalEntry] = {}
+            branches = [
+                JournalEntry(name, number, state) for name, state in left.items() if name != trajectory_id
+            ]
+            attempt = Attempt(
+                work.task,
+                trajectory_id,
+                work.group_id,
+                number,
+                left,
+                started_s=self._context.clock(),
+                new_entry=JournalEntry if self._journal is None else self._journal.open_entry,
+                on_branch=work.add_branch,
+            )
+            work.begin_attempt(attempt.entry, branches)
+            self.running[trajectory_id] = attempt
             try:
-                return await self._run_in_session(
-                    trajectory_id, attempt, work, left, entries, can_resume=losses_left > 0
-                )
-            except WorkerLost as error:
-                if not losses_left:
+                with attempt_boundary():
+                    end = await self._backend.run_attempt(attempt)
+            except ATTEMPT_ERRORS as error:
+                if not (losses_left and isinstance(error, WorkerLost)):
+                    self._observer.failed(attempt.failed(error), number, error)
                     raise
                 log.warning("trajectory %s goes on in another worker: %s", trajectory_id, error)
-                known = {name: entry.state_to_continue for name, entry in entries.items()}
-                left |= {name: state for name, state in known.items() if state.segments}
-        raise AssertionError("the last loss is raised")
-
-    async def _run_in_session(
-        self,
-        trajectory_id: str,
-        attempt: int,
-        work: GroupInFlight,
-        left: dict[str, JournalledTrajectory],
-        entries: dict[str, JournalEntry],
-        *,
-        can_resume: bool,
-    ) -> Sequence[Trajectory]:
-        """Run an attempt once, in a new session.
-
-        Args:
-            trajectory_id: The sibling.
-            attempt: The number of the attempt, from 1.
-            work: Its group.
-            left: What there is of the trajectory and its branches; entries are removed as they are used.
-            entries: Filled with the journal's entries of the trajectory and its branches.
-            can_resume: Whether the attempt goes on in another worker if its worker ends.
-        """
-
-        def open_entry(name: str, inherited: Sequence[Segment] = ()) -> JournalEntry:
-            restored = left.pop(name, None)
-            if restored is not None and inherited and (restored := restored.after(inherited)) is None:
-                log.warning("branch %s begins differently from before the restart: it is sampled anew", name)
-            if self._journal is None:
-                entries[name] = JournalEntry(name, attempt, restored, inherited)
-            else:
-                entries[name] = self._journal.open_entry(name, attempt, restored, inherited)
-            return entries[name]
-
-        def open_branch_entry(name: str, inherited: Sequence[Segment]) -> JournalEntry:
-            entry = open_entry(name, inherited)
-            work.add_branch(entry)
-            return entry
-
-        entry = open_entry(trajectory_id)
-        work.begin_attempt(entry, [JournalEntry(name, attempt, state) for name, state in left.items()])
-        session = self._backend.session_class(
-            self._context,
-            work.task,
-            Transcript(self._context, entry, open_branch_entry),
-            group_id=work.group_id,
-        )
-        self.running[trajectory_id] = session
-        try:
-            with attempt_boundary():
-                results = await self._backend.run_attempt(work.task, session)
-                tree = await finish_trajectories(results)
+                left = attempt.states
+                continue
+            finally:
+                del self.running[trajectory_id]
             # A group is scored when all siblings have finished; until then the journal has them.
-            work.unscored |= {
-                each.session.trajectory_id: UnscoredTrajectory(
-                    completion=each.completion or each.session.completion,
-                    attempt=attempt,
-                    reward_source=each.reward_source,
+            for each in end.unscored:
+                work.unscored[each.trajectory_id] = UnscoredTrajectory(
+                    completion=each.completion, attempt=number, reward_source=each.reward_source
                 )
-                for each in results
-                if each.parts is None
-            }
-            return tree
-        except ATTEMPT_ERRORS as error:
-            if not (can_resume and isinstance(error, WorkerLost)):
-                self._observer.failed(session.failed_trajectory(error), attempt, error)
-            raise
-        finally:
-            del self.running[trajectory_id]
+            return end.trajectories
+        raise AssertionError("the last loss is raised")
 
     async def _score_group(self, work: GroupInFlight) -> None:
         """Score all trajectories of a group by one call; drop those that it fails, without a retry."""

@@ -43,15 +43,14 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
     rollout, engine, workers = config.rollout, config.engine, config.rollout.num_workers
     trajectories = rollout.max_concurrent_trajectories
     calls = trajectories * (1 + rollout.max_branches)
-    if config.data.validation:
-        calls += config.evaluation.max_concurrent
+    evaluated = config.evaluation.max_concurrent if config.data.validation else 0
     connected = 0
     if isinstance(engine, SGLangEngines):
         connected = max(engine.num_engines, len(engine.urls))
     per_trajectory = max((getattr(loop, "descriptors_per_trajectory", 0) for loop in loops), default=0)
     driver = {
         "the program itself": _BASE,
-        "calls to engines": calls if connected else 0,
+        "calls to engines": evaluated + (0 if workers else calls) if connected else 0,
         "engines": _PER_ENGINE * connected,
         "the queue": 8,  # two threads, each with a frame; ledger and journal
         "rollout workers": _PER_WORKER * workers,
@@ -59,6 +58,7 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
     }
     worker = {
         "the program itself": _BASE,
+        "calls to engines": -(-calls // max(1, workers)) if connected else 0,
         "agents": per_trajectory * -(-trajectories // max(1, workers)),
     }
     return DescriptorNeeds(driver, worker if workers else {})

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -164,7 +165,7 @@ class SharedDevices:
                     self._memory[engine_id] = await memory.release_weights()
                     return
                 self._pool.hold_engine(engine_id)  # a joining engine gets no calls anyway
-                stopped = await stop_engine(engine)
+                stopped = await stop_engine(engine, partial(self._pool.interrupt_engine, engine))
                 self._memory[engine_id] = await stopped.release_all()
                 return
         self._memory.pop(engine_id, None)

@@ -341,7 +341,7 @@ class Orchestrator:
             feeder=recovered.feeder,
             pool=self.pool,
             queue=queue,
-            backend=self._rollout_backend(),
+            backend=self._rollout_backend(context),
             journal=recovered.journal,
             journalled=recovered.journalled,
             observer=recovered.archive,
@@ -362,14 +362,14 @@ class Orchestrator:
         evaluation = self._evaluation(sync, step) if inputs.validation else None
         return _Incarnation(trainer, sync, recovered, manager, checkpoints, loop, evaluation)
 
-    def _rollout_backend(self) -> RolloutBackend:
+    def _rollout_backend(self, context: SessionContext) -> RolloutBackend:
         """Build the backend that the config asks for: rollout workers, or this event loop."""
         config = self._config
         if config.rollout.num_workers:
             return WorkerBackend(
-                config.rollout, self._cluster.rollout_worker, self._metrics, self.pool.serving_clock
+                config.rollout, self._cluster.rollout_worker, self._metrics, self.pool, self._clock
             )
-        return LocalBackend(config, chat=self._inputs.chat, metrics=self._metrics, clock=self._clock)
+        return LocalBackend(config, context)
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:
         config = self._config

@@ -126,6 +126,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "nothing wakes it",
         "Nothing is due before a signal, a quarantine or the next second.",
     ),
+    "leases": WaitKind(
+        "rollout workers to return their leases of {}",
+        "rollout workers do not return their leases of {}",
+        "Workers must confirm that they begin no more calls, or their leases must expire.",
+    ),
     "publish": WaitKind(
         "the trainer to publish {}",
         "the trainer does not publish {}",
@@ -200,11 +205,6 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "its trajectories",
         "its trajectories do not end",
         "The siblings of a group must end.",
-    ),
-    "turn": WaitKind(
-        "a turn of the policy",
-        "the driver does not finish a turn",
-        "In a rollout worker: the driver is sampling a turn of the policy.",
     ),
     "weight update": WaitKind(
         "weight version {}",

@@ -22,6 +22,7 @@ import heapq
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Literal
 
@@ -30,6 +31,7 @@ import numpy as np
 
 from async_rl.engine_protocol import (
     Chunk,
+    EngineAddress,
     EngineHealth,
     Finish,
     GenerateRequest,
@@ -156,6 +158,15 @@ class CoarseEngine:
     def engine_id(self) -> str:
         """Implements `Engine.engine_id`."""
         return self._engine_id
+
+    @property
+    def address(self) -> EngineAddress | None:
+        """Implements `Engine.address`."""
+        return None
+
+    def remote_call(self) -> AbstractContextManager[None]:
+        """Implements `Engine.remote_call`. Simulated jobs make all calls in one process."""
+        return nullcontext()
 
     def usage(self) -> Usage:
         """Where its time went, until now."""

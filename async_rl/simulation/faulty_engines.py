@@ -133,6 +133,8 @@ class FaultyEngine(SimulatedEngine):
         self._streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
+        self._stopped = False
+        """Whether it has confirmed that no call runs, and its weights may change."""
         self._verified: int | None = None
         self._refusals: set[FaultKind] = set()
         """Refusals that have not taken effect yet."""
@@ -223,6 +225,7 @@ class FaultyEngine(SimulatedEngine):
     def restart(self) -> None:
         """Implements `SimulatedEngine.restart`."""
         super().restart()
+        self._stopped = False
         self._verified = self._refused_status = None
         self._refused = 0
         self._accept_requests()
@@ -247,6 +250,8 @@ class FaultyEngine(SimulatedEngine):
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`."""
         self._checker.call_begins(self._engine_id, request, self._version, self._verified)
+        if self._stopped:
+            self._checker.fail(f"{self._engine_id} gets a call after it was interrupted")
         self._streams += 1
         self._no_streams.clear()
         breaks_after = self._delays.randrange(1, 9) if self._call_faults else 0
@@ -392,9 +397,11 @@ class FaultyEngine(SimulatedEngine):
         await super().interrupt(mode)
         if mode == "abort":
             await self._no_streams.wait()
+            self._stopped = True
 
     async def resume_generation(self, mode: InterruptMode) -> None:
         """Implements `Engine.resume_generation`."""
+        self._stopped = False
         await self._answering()
         await super().resume_generation(mode)
 
@@ -474,7 +481,7 @@ class FaultyEngine(SimulatedEngine):
         self._check_reachable()
         await self._answering()
         health = await super().health()
-        self._verified = health.weight_version
+        self._verified, self._stopped = health.weight_version, False
         return health
 
     async def _answering(self) -> None:
@@ -546,6 +553,8 @@ class SimulatedCluster:
         self._workers = SimulatedWorkers(
             scenario.config,
             cast(ChatFormat, SimulatedChat()),
+            self.engines,
+            FACTS,
             delay_s=exponential(delays, scenario.speeds.latency_s),
             start_s=scenario.speeds.restart_s,
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Self
 
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import Engine, EngineFacts
 from async_rl.errors import WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import Link, Message, decode, encode
@@ -87,15 +89,24 @@ class SimulatedWorkers:
     """Starts workers in this process, and ends them on demand.
 
     Example:
-        >>> workers = SimulatedWorkers(config, chat, delay_s=lambda: 0.001)
-        >>> async with WorkerBackend(config.rollout, workers.open, metrics, serving_clock): ...
+        >>> workers = SimulatedWorkers(config, chat, engines, facts, delay_s=lambda: 0.001)
+        >>> async with WorkerBackend(config.rollout, workers.open, metrics, pool, clock): ...
         >>> workers.kill(0)
     """
 
     def __init__(
-        self, config: Config, chat: ChatFormat, *, delay_s: Callable[[], float], start_s: float = 0.0
+        self,
+        config: Config,
+        chat: ChatFormat,
+        engines: Sequence[Engine],
+        facts: EngineFacts,
+        *,
+        delay_s: Callable[[], float],
+        start_s: float = 0.0,
     ) -> None:
         """Start nothing yet; a start takes `start_s`."""
+        self._engines = {engine.engine_id: engine for engine in engines}
+        self._facts = facts
         self._config = config
         self._chat = chat
         self._delay_s = delay_s
@@ -112,7 +123,16 @@ class SimulatedWorkers:
         ours, theirs = MemoryLink.pair(self._delay_s)
         clock = asyncio.get_running_loop().time
         self.metrics.append(Metrics())
-        worker = RolloutWorker(self._config, chat=self._chat, metrics=self.metrics[-1], clock=clock)
+        prefix, numbers = f"w{len(self.metrics):07x}", count()
+        worker = RolloutWorker(
+            self._config,
+            chat=self._chat,
+            facts=self._facts,
+            connect=lambda engine_id, address: self._engines[engine_id],
+            new_id=lambda: f"{prefix}{next(numbers):024x}",
+            metrics=self.metrics[-1],
+            clock=clock,
+        )
         self.ends[name] = theirs
         async with Nursery() as process:
             process.start_task(name, worker.run(theirs))

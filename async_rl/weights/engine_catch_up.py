@@ -169,7 +169,8 @@ class EngineCatchUp:
                 same_model = not health.model_path or absolute(health.model_path) == path
                 fresh = version == health.weight_version == 0 and same_model
                 if self._trainer_restarted or not fresh:
-                    await engine.interrupt("abort")  # a server started by others may still run our calls
+                    # A server started by others may still run our calls.
+                    await self._pool.interrupt_engine(engine, "abort")
                     await engine.update_weights(
                         DiskUpdate(weight_version=version, path=str(path)), flush=True
                     )

@@ -172,7 +172,7 @@ class EngineUpdater:
         snapshot = self._pool.snapshot_of(engine.engine_id)
         begin = self._clock()
         async with self._quarantined_on_failure(engine):
-            await engine.interrupt(self._config.interrupt)
+            await self._pool.interrupt_engine(engine, self._config.interrupt)
             return _HeldEngine(engine, snapshot, self._clock() - begin)
         return None
 

@@ -400,7 +400,7 @@ async def test_an_engine_answers_as_before_when_it_gave_its_memory_back_and_was_
     subject: Subject,
 ) -> None:
     before = await call(subject.engine, PROMPT, 5)
-    empty = await (await stop_engine(subject.engine)).release_all()
+    empty = await (await stop_engine(subject.engine, subject.engine.interrupt)).release_all()
     loadable = await empty.resume_weights()
     await subject.load(0)
     await loadable.resume_rest()
@@ -416,7 +416,7 @@ async def test_a_call_ends_with_what_it_has_when_its_engine_is_to_give_its_memor
     async with asyncio.TaskGroup() as group:
         group.create_task(running.run())
         await running.has_tokens(2)
-        empty = await (await stop_engine(subject.engine)).release_all()
+        empty = await (await stop_engine(subject.engine, subject.engine.interrupt)).release_all()
     assert running.finish.reason == "abort"
     loadable = await empty.resume_weights()
     await subject.load(0)

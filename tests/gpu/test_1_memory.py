@@ -82,7 +82,7 @@ async def test_an_engine_leaves_the_device_and_comes_back(tmp_path: Path, measur
         expected = await call(engine, PROMPT, 32)
         before = used_gib()
         begin = time.perf_counter()
-        empty = await (await stop_engine(engine)).release_all()
+        empty = await (await stop_engine(engine, engine.interrupt)).release_all()
         release_s, during = time.perf_counter() - begin, used_gib()
         begin = time.perf_counter()
         loadable = await empty.resume_weights()

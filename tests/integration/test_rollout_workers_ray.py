@@ -12,6 +12,7 @@ from async_rl.queue.ledger import Ledger
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.fateful_loop import FATE
 from tests.support.mortal_rank import PLAN
+from tests.support.quick_server import QuickServer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -34,6 +35,8 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
     config = make_config(
         calculator,
         tmp_path,
+        "engine={kind: sglang, num_engines: 2, device: cpu}",
+        "routing.replay=off",
         "rollout.num_workers=2",
         "rollout.worker_stall_s=60",
         "rollout.agent_loop=tests.support.fateful_loop:FatefulLoop",
@@ -46,7 +49,7 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
     for name in ("checkpoints", "logs"):
         (run_dir / name).mkdir(parents=True)
     caplog.set_level("INFO", "async_rl")
-    summary = await placement.run(config, run_dir, asyncio.Event())
+    summary = await placement.run(config, run_dir, asyncio.Event(), None, QuickServer)
     assert summary.weight_versions == 4
     assert summary.trajectories.trained == 4 * 16
     assert summary.trajectories.dropped == {}  # with one attempt each: no attempt failed

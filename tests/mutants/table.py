@@ -22,6 +22,7 @@ REFUSALS: Final = "tests/unit/test_back_pressure.py"
 SIGNALS: Final = "tests/unit/test_signals.py"
 AGENT_LOOPS: Final = "tests/unit/test_agent_loops.py"
 CLOCK: Final = "tests/unit/test_serving_clock.py"
+LEASES: Final = "tests/unit/test_remote_leases.py"
 WORKERS: Final = "tests/unit/test_rollout_workers.py"
 TRAIN: Final = "tests/unit/test_train.py"
 LOOP: Final = "tests/simulation/test_loop.py"
@@ -1340,6 +1341,72 @@ MUTANTS: Final = (
         "                self._serving_clock.set_paused(message.paused)\n",
         "                pass\n",
         (f"{WORKERS}::test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker",),
+    ),
+    Mutant(
+        "revoked-lease-sends-on",
+        "A worker confirms that it sends nothing more to an engine, and does.",
+        "async_rl/rollout/workers/remote_calls.py",
+        "            slot.state = EngineState.UPDATING\n",
+        "            pass\n",
+        (f"{LEASES}::test_nothing_is_sent_under_a_lease_that_was_revoked",),
+    ),
+    Mutant(
+        "revoked-lease-is-revived",
+        "A lease that was revoked is valid again once its engine serves and the worker gets another one.",
+        "async_rl/rollout/workers/remote_calls.py",
+        "self._slots.pop(message.engine_id, None)) is not None:",
+        "self._slots.get(message.engine_id)) is not None:",
+        (f"{LEASES}::test_nothing_is_sent_under_a_lease_that_was_revoked",),
+    ),
+    Mutant(
+        "lease-is-renewed-by-the-answer",
+        "A worker counts the validity of its leases from the driver's answer, later than the driver does.",
+        "async_rl/rollout/workers/remote_calls.py",
+        "max(self._valid_until_s, sent_s + self._lease_s)",
+        "max(self._valid_until_s, self._clock() + self._lease_s)",
+        (f"{LEASES}::test_an_expired_lease_closes_its_stream_and_sends_nothing",),
+    ),
+    Mutant(
+        "interruption-does-not-wait-for-workers",
+        "An engine is interrupted while workers may still send requests to it.",
+        "async_rl/engines/pool.py",
+        "        if holders:\n",
+        "        if not holders:\n",
+        (f"{LEASES}::test_an_engine_is_interrupted_when_workers_have_confirmed_that_they_send_nothing_more",),
+    ),
+    Mutant(
+        "silent-worker-blocks-an-update",
+        "An update waits for the answer of a worker that is silent, though its leases have expired.",
+        "async_rl/rollout/workers/relayed_leases.py",
+        "                    if not self._valid_s:\n",
+        "                    if answered.cancelled():\n",
+        (f"{LEASES}::test_leases_of_a_silent_worker_expire_before_an_engine_is_interrupted",),
+    ),
+    Mutant(
+        "engine-is-blamed-for-a-silent-worker",
+        "An engine is quarantined for the silence of a worker.",
+        "async_rl/engines/health.py",
+        "> limit_s and not load.unobserved:",
+        "> limit_s:",
+        ("tests/unit/test_health.py::test_an_engine_is_judged_by_what_its_calls_did",),
+    ),
+    Mutant(
+        "age-forgets-unreported-calls",
+        "A group looks young while the tokens of a worker's call are under way.",
+        "async_rl/queue/journal.py",
+        "        yield from self._leased_versions\n",
+        "",
+        (
+            f"{WORKERS}::test_a_call_of_a_worker_counts_for_the_age_of_its_group_until_its_tokens_are_reported",
+        ),
+    ),
+    Mutant(
+        "restart-does-not-wait-for-leases",
+        "A late request under a lease of the old server reaches a restarted engine.",
+        "async_rl/engines/repair.py",
+        "            await self._pool.revoke_leases(engine_id)",
+        "            pass",
+        (f"{LEASES}::test_a_failed_engine_is_restarted_when_its_leases_are_revoked",),
     ),
     Mutant(
         "start-ignores-signals",

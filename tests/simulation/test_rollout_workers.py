@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from async_rl.queue.journal import JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.rollout.workers import worker
 from async_rl.simulation.__main__ import run_worker_seed
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.faults import FaultKind
@@ -44,6 +45,7 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
         return taken_over[-1]
 
     monkeypatch.setattr(JournalEntry, "state_to_continue", property(note))
+    monkeypatch.setattr(worker, "TICK_S", 0.02)  # branches live for less than a tick
     faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker", "die_in_call")
     scenario = with_two_workers(branching(small_run(3, faults, death="kill")))
     outcome = simulate(0, tmp_path, scenario=scenario)
@@ -53,7 +55,7 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
 
 
 @pytest.mark.parametrize(
-    "within", ["WorkerBackend._keep_worker", "WorkerBackend._serve_attempt", "RemoteWriter.write_turn"]
+    "within", ["WorkerBackend._keep_worker", "RelayedLeases._hold_lease", "RemoteCalls.lease"]
 )
 def test_nothing_is_lost_when_a_run_with_workers_is_cancelled(tmp_path: Path, within: str) -> None:
     faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker")

@@ -193,21 +193,22 @@ class World:
         )
         self.position = self.queue.restore_groups()
         chat = cast(ChatFormat, _Chat())
-        self._backend = LocalBackend(self.config, chat=chat, metrics=self.metrics, clock=clock)
+        context = SessionContext(
+            chat=chat,
+            rollout=self.config.rollout,
+            metrics=self.metrics,
+            clock=clock,
+            serving_clock=self.pool.serving_clock,
+            calls=self.pool,
+            facts=_FACTS,
+            routing=self.config.routing,
+            interrupt=self.config.weights.interrupt,
+            new_id=(f"{seed:04d}-{step:04d}-{n:010d}" for n in count()).__next__,
+        )
+        self._backend = LocalBackend(self.config, context)
         self.manager = RolloutManager(
             self.config,
-            SessionContext(
-                chat=chat,
-                rollout=self.config.rollout,
-                metrics=self.metrics,
-                clock=clock,
-                serving_clock=self.pool.serving_clock,
-                calls=self.pool,
-                facts=_FACTS,
-                routing=self.config.routing,
-                interrupt=self.config.weights.interrupt,
-                new_id=(f"{seed:04d}-{step:04d}-{n:010d}" for n in count()).__next__,
-            ),
+            context,
             feeder=Feeder(
                 self.tasks,
                 TaskOrder(len(self.tasks), seed=0, shuffle=False),

@@ -133,7 +133,7 @@ class Watched:
 
     def __init__(self, stop_at: Sequence[int] = ()) -> None:
         """End a turn where the sequence would reach one of these lengths."""
-        self._stop_at = frozenset(stop_at)
+        self.stop_at = frozenset(stop_at)
         self._reached: dict[int, asyncio.Event] = {}
 
     def __call__(self, prefix: Sequence[int], rng: random.Random) -> int | None:
@@ -141,7 +141,7 @@ class Watched:
         for wanted, event in self._reached.items():
             if length >= wanted:
                 event.set()
-        return None if length in self._stop_at else 20 + (7 * length + 3 * prefix[-1]) % 300
+        return None if length in self.stop_at else 20 + (7 * length + 3 * prefix[-1]) % 300
 
     async def reaches(self, length: int) -> None:
         """Wait until some sequence has this many tokens."""

@@ -83,8 +83,8 @@ def test_no_mutation_of_a_message_makes_anything_but_the_documented_error() -> N
     valid = [
         b"".join(messages.encode(message))
         for message in (
-            messages.StartAttempt(request_id=1, task=task, trajectory_id="x"),
-            messages.CancelTurn(request_id=1, trajectory_id="é" * 100),
+            messages.StartAttempt(request_id=1, task=task, trajectory_id="x", group_id="g", attempt=1),
+            messages.DropCall(lease_id=1, why="é" * 100),
             messages.Heartbeat(waits={"x": "tool"}),
         )
     ]

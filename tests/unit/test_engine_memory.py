@@ -33,7 +33,7 @@ def update(version: int) -> DiskUpdate:
 @in_virtual_time
 async def test_an_engine_answers_under_its_new_weights_when_it_has_been_through_a_hand_over() -> None:
     subject = engine()
-    empty = await (await stop_engine(subject)).release_all()
+    empty = await (await stop_engine(subject, subject.interrupt)).release_all()
     assert subject.missing == set(ALL)
     loadable = await empty.resume_weights()
     assert subject.missing == {"kv_cache", "cuda_graph"}
@@ -51,7 +51,7 @@ async def test_running_calls_end_with_what_they_have_when_an_engine_is_stopped()
     async with asyncio.TaskGroup() as group:
         ended = group.create_task(running.run())
         await running.has_tokens(1)
-        await (await stop_engine(subject)).release_all()
+        await (await stop_engine(subject, subject.interrupt)).release_all()
     assert ended.result().finish.reason == "abort"
     assert ended.result().token_ids
 
@@ -59,7 +59,7 @@ async def test_running_calls_end_with_what_they_have_when_an_engine_is_stopped()
 @in_virtual_time
 async def test_weights_can_be_given_back_when_nothing_was_loaded_into_them() -> None:
     subject = engine()
-    loadable = await (await (await stop_engine(subject)).release_all()).resume_weights()
+    loadable = await (await (await stop_engine(subject, subject.interrupt)).release_all()).resume_weights()
     await loadable.release_weights()
     assert subject.missing == set(ALL)
     assert (await subject.health()).weight_version is not None  # it is alive
@@ -68,7 +68,7 @@ async def test_weights_can_be_given_back_when_nothing_was_loaded_into_them() -> 
 @in_virtual_time
 async def test_nothing_is_sent_when_an_object_is_used_a_second_time() -> None:
     subject = engine()
-    stopped = await stop_engine(subject)
+    stopped = await stop_engine(subject, subject.interrupt)
     empty = await stopped.release_all()
     loadable = await empty.resume_weights()
     for again in (stopped.release_all, empty.resume_weights):
@@ -85,7 +85,7 @@ async def test_nothing_is_sent_when_an_object_is_used_a_second_time() -> None:
 @pytest.mark.parametrize("cut", ["refused", "cancelled"])
 async def test_no_attempt_can_be_repeated_after_it_has_failed(cut: str) -> None:
     subject = engine()
-    stopped = await stop_engine(subject)
+    stopped = await stop_engine(subject, subject.interrupt)
     if cut == "refused":
         subject.faults.append(Fault("refuse_memory"))
         with pytest.raises(EngineError, match="refused"):

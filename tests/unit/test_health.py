@@ -38,6 +38,8 @@ WELL = EngineLoad(
     [
         ({}, 1060.0, None),
         ({}, 1061.0, "silent"),
+        # A rollout worker that makes some of the calls says nothing.
+        ({"unobserved": True}, 9999.0, None),
         # An idle engine says nothing, and need not.
         ({"calls": 0}, 9999.0, None),
         # 32768 tokens may take 66 s more.

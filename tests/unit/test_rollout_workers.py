@@ -25,16 +25,15 @@ from async_rl.errors import (
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.rollout.attempt import AttemptResult, finish_trajectories
-from async_rl.rollout.backend import LocalBackend
+from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.rollout.attempt import Attempt
+from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
-from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.rollout.session.transcript import Transcript
-from async_rl.rollout.workers.driver_session import DriverSession
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import (
     CancelRequest,
-    CancelTurn,
+    DropCall,
     Failure,
     Heartbeat,
     MetricIncrement,
@@ -45,7 +44,7 @@ from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
 from async_rl.types import Completion, Sampled, Task, Trajectory
-from tests.support.sessions import Bench, PlainChat, Watched, simulated
+from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 
 HERE = __name__
 TASK = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])
@@ -84,10 +83,7 @@ class Everything:
 class CancelsItsTurn:
     """Cancels a turn in the middle, and goes on."""
 
-    sessions: ClassVar[list[Any]] = []
-
     async def run(self, task: Task, session: Session) -> None:
-        CancelsItsTurn.sessions.append(session)
         session.start(task.messages)
         try:
             async with asyncio.timeout(0.055):
@@ -176,9 +172,12 @@ class WorkerBench:
         self.bench = Bench(simulated(self.policy, decode_step_s=0.01, prefill_tokens_per_s=1e9))
         self.metrics = self.bench.metrics
         chat = cast(ChatFormat, PlainChat())
-        self.processes = SimulatedWorkers(self.config, chat, delay_s=lambda: delay_s)
+        self.processes = SimulatedWorkers(
+            self.config, chat, self.bench.engines, FACTS, delay_s=lambda: delay_s
+        )
+        self.clock = asyncio.get_running_loop().time
         self.backend = WorkerBackend(
-            self.config.rollout, self.processes.open, self.metrics, self.bench.pool.serving_clock
+            self.config.rollout, self.processes.open, self.metrics, self.bench.pool, self.clock
         )
         self._stack = AsyncExitStack()
 
@@ -189,22 +188,20 @@ class WorkerBench:
     async def __aexit__(self, *error: Any) -> None:
         await self._stack.aclose()
 
-    def session(
-        self,
-        entry: JournalEntry | None = None,
-        kind: type[RolloutSession] = DriverSession,
-        name: str = "0" * 32,
-    ) -> Any:
-        """A session that the backend can run."""
-        self.entries = {name: entry or JournalEntry(name)}
+    @property
+    def context(self) -> SessionContext:
+        """What sessions of this process share."""
+        return replace(self.bench.context, rollout=self.config.rollout, routing=self.config.routing)
 
-        def open_branch_entry(branch: str, inherited: Any) -> JournalEntry:
-            self.entries[branch] = JournalEntry(branch, inherited=inherited)
-            return self.entries[branch]
 
-        context = replace(self.bench.context, rollout=self.config.rollout, routing=self.config.routing)
-        transcript = Transcript(context, self.entries[name], open_branch_entry)
-        return kind(context, TASK, transcript, group_id="g")
+def attempt(left: dict[str, JournalledTrajectory] | None = None, name: str = "0" * 32) -> Attempt:
+    """An attempt that a backend can run."""
+    return Attempt(TASK, name, "g", 1, left or {}, started_s=0.0)
+
+
+async def trajectories(backend: RolloutBackend, of: Attempt | None = None) -> tuple[Trajectory, ...]:
+    """Run an attempt, and return what it makes."""
+    return (await backend.run_attempt(of or attempt())).trajectories
 
 
 def timeless(trajectory: Trajectory) -> tuple[Any, ...]:
@@ -219,11 +216,10 @@ def timeless(trajectory: Trajectory) -> tuple[Any, ...]:
 @in_virtual_time
 async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
     async with WorkerBench("Everything") as workers:
-        there = await finish_trajectories(await workers.backend.run_attempt(TASK, workers.session()))
+        there = await trajectories(workers.backend)
     workers = WorkerBench("Everything")
-    chat = cast(ChatFormat, PlainChat())
-    async with LocalBackend(workers.config, chat=chat, metrics=workers.metrics, clock=lambda: 0.0) as here:
-        local = await finish_trajectories(await here.run_attempt(TASK, workers.session(kind=RolloutSession)))
+    async with LocalBackend(workers.config, workers.context) as here:
+        local = await trajectories(here)
     assert [timeless(trajectory) for trajectory in there] == [timeless(trajectory) for trajectory in local]
     assert [len(t.trajectory_id.split(".")) for t in there] == [1, 2, 3, 2]
     assert there[0].turns[0].metadata["length"] == 4
@@ -231,12 +227,9 @@ async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
 
 
 @in_virtual_time
-async def test_both_halves_have_the_same_tokens_when_a_loop_leaves_its_turn() -> None:
-    CancelsItsTurn.sessions.clear()
+async def test_tokens_are_kept_when_a_loop_leaves_its_turn() -> None:
     async with WorkerBench("CancelsItsTurn") as workers:
-        (trajectory,) = await finish_trajectories(await workers.backend.run_attempt(TASK, workers.session()))
-    (theirs,) = CancelsItsTurn.sessions
-    assert theirs.writer.tokens.token_ids.tolist() == trajectory.token_ids.tolist()
+        (trajectory,) = await trajectories(workers.backend)
     cut, whole = trajectory.sampled
     assert 0 < len(cut.token_ids) < 10
     assert len(whole.token_ids) == 3
@@ -258,39 +251,40 @@ async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker(si
         else:
             loop.call_later(0.02, hold)  # the next call waits
         loop.call_later(1000.0, workers.bench.pool.serve_engine, engine.engine_id, 0)
-        results = await workers.backend.run_attempt(TASK, workers.session())
-    assert len(results) == 4
+        assert len(await trajectories(workers.backend)) == 4
     assert loop.time() > 1000.0
 
 
 async def _undisturbed() -> list[int]:
     async with WorkerBench() as workers:
-        (trajectory,) = await finish_trajectories(await workers.backend.run_attempt(TASK, workers.session()))
+        (trajectory,) = await trajectories(workers.backend)
     return trajectory.token_ids.tolist()
 
 
 @pytest.mark.parametrize("how", ["kill", "mute"])
 @in_virtual_time
-async def test_nothing_sampled_is_lost_when_a_worker_ends_in_a_turn(how: str) -> None:
-    async with WorkerBench(num_workers=2) as workers, asyncio.TaskGroup() as tasks:
-        session = workers.session()
-        playing = tasks.create_task(_lost(workers.backend.run_attempt(TASK, session)))
-        await workers.policy.reaches(12)
-        assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # one of them has it
-        begin = asyncio.get_running_loop().time()
-        error = await playing
+async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(how: str) -> None:
+    async with WorkerBench(num_workers=2, max_context_tokens=512, max_new_tokens=400) as workers:
+        workers.policy.stop_at = frozenset({300})
+        async with asyncio.TaskGroup() as tasks:
+            first = attempt()
+            playing = tasks.create_task(_lost(workers.backend.run_attempt(first)))
+            await workers.policy.reaches(107)
+            assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # one of them has it
+            begin = asyncio.get_running_loop().time()
+            error = await playing
         lasted_s = asyncio.get_running_loop().time() - begin
         assert 7.0 < lasted_s < 11.0 if how == "mute" else lasted_s < 1.0  # worker_stall_s, in ticks of 1 s
         assert "rollout-worker-" in str(error)
-        (entry,) = workers.entries.values()
-        sampled = sum(len(s.token_ids) for s in entry.state_to_continue.segments if isinstance(s, Sampled))
-        assert sampled == 10 if how == "mute" else sampled >= 5  # a turn goes on while its worker is silent
-        again = workers.session(JournalEntry(session.trajectory_id, restored=entry.state_to_continue))
-        (trajectory,) = await finish_trajectories(await workers.backend.run_attempt(TASK, again))
+        (state,) = first.states.values()
+        assert 100 - 26 <= state.num_sampled_tokens <= 100  # a token takes 10 ms, a tick 250
+        (trajectory,) = await trajectories(workers.backend, attempt(first.states))
         restarts = workers.bench.counted("rollout_worker_restarts_total")
-    assert trajectory.token_ids.tolist() == await _undisturbed()
-    assert workers.bench.counted("resumed_tokens_total") == sampled
+        resumed = workers.bench.counted("resumed_tokens_total")
+    assert len(trajectory.token_ids) == 300
+    assert resumed == state.num_sampled_tokens
     assert restarts == 2
+    assert workers.bench.counted("engine_quarantined_total", engine="engine-0") == 0.0
 
 
 async def _lost(work: Any) -> WorkerLost:
@@ -308,7 +302,7 @@ async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
         for count in (1, 2):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.055):
-                    await workers.backend.run_attempt(TASK, workers.session())
+                    await workers.backend.run_attempt(attempt())
             await asyncio.sleep(1.0)
             assert Swallows.caught == ["CancelledError", "RuntimeError"] * count
         assert len(workers.processes.metrics) == 1  # the worker goes on
@@ -319,7 +313,7 @@ async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
 async def test_the_attempt_fails_and_its_worker_goes_on_when_messages_cannot_be_sent() -> None:
     async with WorkerBench("AddsObject", reward=f"{HERE}:group_reward") as workers:
         with pytest.raises(AsyncRLError, match="object"):
-            await workers.backend.run_attempt(TASK, workers.session())
+            await workers.backend.run_attempt(attempt())
         assert len(workers.processes.metrics) == 1
 
 
@@ -332,7 +326,7 @@ async def test_workers_are_not_restarted_when_the_driver_stalls() -> None:
         for _ in range(5):
             loop.jump(100.0)
             await asyncio.sleep(0.5)
-        await workers.backend.run_attempt(TASK, workers.session())
+        await workers.backend.run_attempt(attempt())
         assert len(workers.processes.metrics) == 1  # the first incarnation
 
 
@@ -342,9 +336,9 @@ async def test_the_driver_reports_the_worker_and_what_its_loop_waits_for() -> No
         await asyncio.sleep(1.0)
         (worker,) = workers.backend.workers.values()
         workers.bench.pool.hold_engine("engine-0")
-        playing = tasks.create_task(workers.backend.run_attempt(TASK, workers.session()))
+        playing = tasks.create_task(workers.backend.run_attempt(attempt()))
         await asyncio.sleep(20.0)
-        assert "a turn of the policy for" in worker.waits["0" * 32]
+        assert "an engine that serves for" in worker.waits["0" * 32]
         workers.bench.pool.serve_engine("engine-0", 0)
         await playing
 
@@ -362,13 +356,11 @@ async def test_a_loop_fails_or_ends_in_the_driver_as_in_its_worker(
 ) -> None:
     async with WorkerBench(loop) as workers:
         if kind is None:
-            (trajectory,) = await finish_trajectories(
-                await workers.backend.run_attempt(TASK, workers.session())
-            )
+            (trajectory,) = await trajectories(workers.backend)
             assert trajectory.outcome.stop_reason == "length"
         else:
             with pytest.raises(kind, match=words):
-                await workers.backend.run_attempt(TASK, workers.session())
+                await workers.backend.run_attempt(attempt())
 
 
 def test_errors_keep_their_class_when_they_cross_the_link() -> None:
@@ -383,14 +375,12 @@ def test_errors_keep_their_class_when_they_cross_the_link() -> None:
 @in_virtual_time
 async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
     async with WorkerBench(num_workers=2, reward=f"{HERE}:group_reward") as workers:
-        (result,) = await workers.backend.run_attempt(TASK, workers.session())
-        assert isinstance(result, AttemptResult)
-        assert result.parts is None
-        assert result.completion is not None
-        (trajectory,) = await finish_trajectories([result])
-        assert result.completion.token_ids.tolist() == trajectory.token_ids.tolist()
+        end = await workers.backend.run_attempt(attempt())
+        (trajectory,), (unscored,) = end.trajectories, end.unscored
+        assert unscored.trajectory_id == unscored.reward_source == trajectory.trajectory_id
+        assert unscored.completion.token_ids.tolist() == trajectory.token_ids.tolist()
         async with asyncio.TaskGroup() as tasks:
-            scoring = tasks.create_task(workers.backend.score_group(TASK, [result.completion] * 2))
+            scoring = tasks.create_task(workers.backend.score_group(TASK, [unscored.completion] * 2))
             await asyncio.sleep(0)  # it has asked a worker
             (busy,) = (w.name for w in workers.backend.workers.values() if w.inboxes)
             workers.processes.ends[busy].lose("it was killed")
@@ -446,6 +436,29 @@ def test_the_journal_has_all_tokens_when_an_attempt_goes_on_elsewhere(tmp_path: 
     assert [token for segment in left.segments for token in segment.token_ids.tolist()] == [1, 2, 3]
 
 
+def test_a_call_of_a_worker_counts_for_the_age_of_its_group_until_its_tokens_are_reported() -> None:
+    theirs, ours = JournalEntry("a"), JournalEntry("a")
+    ours.begin_remote_call(3)
+    ours.end_remote_call()
+    assert list(ours.versions) == [3]  # its tokens come with the next heartbeat
+    theirs.begin_turn(0, 9, ())
+    theirs.segments.append(
+        Sampled(
+            token_ids=np.array([5], np.int32),
+            rollout_log_probs=np.zeros(1, np.float32),
+            weight_version=3,
+            engine_id="e",
+            finish_reason="abort",
+        )
+    )
+    ours.begin_remote_call(4)
+    record = theirs.next_record()
+    assert record is not None
+    ours.apply_record(record, 0)
+    assert list(ours.versions) == [3, 4]
+    assert ours.num_sampled_tokens == 1
+
+
 def test_limits_of_rewards_are_divided_among_workers() -> None:
     judge = {"kind": "http", "url": "http://127.0.0.1:1", "max_concurrent": 64}
     slow = {"kind": "function", "function": f"{HERE}:reward", "max_concurrent": 1}
@@ -467,16 +480,16 @@ async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
         worker = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
         ours, theirs = await listener.accept_link(), await worker
     task = Task(task_id="t", messages=TASK.messages, answer={"a": [1]})
-    start = StartAttempt(request_id=1, task=task, trajectory_id="x")
+    start = StartAttempt(request_id=1, task=task, trajectory_id="x", group_id="g", attempt=1)
     for message in (
         start,
-        CancelTurn(request_id=1, trajectory_id="é" * 100_000),
+        DropCall(lease_id=1, why="é" * 100_000),
         CancelRequest(request_id=2),
     ):
         ours.post(message)
     theirs.post(Heartbeat(waits={"x": "tool"}))
     assert (await theirs.receive()).task == task  # type: ignore[attr-defined]
-    assert len((await theirs.receive()).trajectory_id) == 100_000  # type: ignore[attr-defined]
+    assert len((await theirs.receive()).why) == 100_000  # type: ignore[attr-defined]
     assert isinstance(await theirs.receive(), CancelRequest)
     assert isinstance(await ours.receive(), Heartbeat)
     ours.close()

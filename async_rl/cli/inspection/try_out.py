@@ -184,24 +184,25 @@ async def try_out(
     )
     pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
+    context = SessionContext(
+        chat=chat,
+        rollout=config.rollout,
+        metrics=metrics,
+        clock=clock,
+        serving_clock=pool.serving_clock,
+        calls=pool,
+        facts=facts,
+        routing=config.routing,
+        interrupt=config.weights.interrupt,
+        new_id=lambda: uuid7().hex,
+    )
     manager = RolloutManager(
         config,
-        SessionContext(
-            chat=chat,
-            rollout=config.rollout,
-            metrics=metrics,
-            clock=clock,
-            serving_clock=pool.serving_clock,
-            calls=pool,
-            facts=facts,
-            routing=config.routing,
-            interrupt=config.weights.interrupt,
-            new_id=lambda: uuid7().hex,
-        ),
+        context,
         feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
         pool=pool,
         queue=queue,
-        backend=LocalBackend(config, chat=chat, metrics=metrics, clock=clock),
+        backend=LocalBackend(config, context),
         observer=_TrajectoryReporter(ended),
     )
 

@@ -14,8 +14,8 @@ Requests and replies were checked against SGLang 0.5.23. Servers must run with
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
 
 import aiohttp
@@ -28,6 +28,7 @@ from async_rl.engine_protocol import (
     Chunk,
     DiskUpdate,
     DistributedUpdate,
+    EngineAddress,
     EngineFacts,
     EngineHealth,
     Finish,
@@ -175,6 +176,11 @@ class SGLangEngine:
         """Implements `Engine.engine_id`."""
         return self._engine_id
 
+    @property
+    def address(self) -> EngineAddress:
+        """Implements `Engine.address`."""
+        return EngineAddress(url=str(self._http.url), api_key=self._http.api_key)
+
     # -- generation ---------------------------------------------------------------------------------------
 
     async def generate(
@@ -182,8 +188,7 @@ class SGLangEngine:
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`. The caller, which sees all calls, bounds the engine's silence."""
         self._check_request(request)
-        self._running += 1
-        self._idle.clear()
+        self._begin_call()
         call = CallAccount(self._engine_id, request, self._facts.vocab_size)
         finish: Finish | None = None
         response: aiohttp.ClientResponse | None = None
@@ -232,9 +237,7 @@ class SGLangEngine:
         finally:
             await permit.aclose()
             self.num_short_chunks += call.cut_short
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+            self._end_call()
             if response is not None:
                 try:
                     if finish is None:
@@ -242,6 +245,24 @@ class SGLangEngine:
                 finally:  # also when the abort is cancelled
                     response.close()  # a connection that was read to its end is back in the pool already
         yield finish
+
+    @contextmanager
+    def remote_call(self) -> Iterator[None]:
+        """Implements `Engine.remote_call`."""
+        self._begin_call()
+        try:
+            yield
+        finally:
+            self._end_call()
+
+    def _begin_call(self) -> None:
+        self._running += 1
+        self._idle.clear()
+
+    def _end_call(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
 
     async def _abort_call(self, request_id: str) -> None:
         """Free the slot of a call whose stream was closed. SGLang also notices by itself, within seconds."""

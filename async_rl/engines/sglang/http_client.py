@@ -88,6 +88,7 @@ class SGLangHttpClient:
     def move_to(self, url: str, api_key: str | None, admin_key: str | None) -> None:
         """Send later requests to another address."""
         self.url = URL(url)
+        self.api_key = api_key
         self._headers = {"Content-Type": "application/json"} | _bearer(api_key)
         self._admin_headers = {"Content-Type": "application/json"} | _bearer(admin_key or api_key)
 

@@ -6,8 +6,7 @@
             ── branch ───────────────► another conversation, which begins with everything so far
 ```
 
-The token writer is a `Transcript` in the driver, which calls engines, and a `RemoteWriter` in a rollout
-worker, which asks the driver.
+The token writer is a `Transcript`, which calls engines.
 
 One run of an agent loop makes a session and its branches; they succeed or fail together. If the loop ends
 well, each of them becomes a trajectory of the group. A branch reads what it inherits, and the trajectory that

@@ -1,4 +1,4 @@
-"""The session of one trajectory in the driver: a conversation on a transcript, and the trajectory it becomes.
+"""The session of one trajectory: a conversation on a transcript, and the trajectory it becomes.
 
 ```
  Conversation (session/conversation.py)    messages, turns and budgets, as the agent loop sees them

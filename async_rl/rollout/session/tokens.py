@@ -2,8 +2,7 @@
 
 ```
  Conversation ── append_context, write_turn, open_branch ──► TokenWriter ──► TokenLog
-                                                              Transcript:   calls engines, in the driver
-                                                              RemoteWriter: asks the driver, in a worker
+                                                              Transcript: calls engines
 ```
 """
 

@@ -1,4 +1,4 @@
-"""The tokens of one trajectory in the driver: which engine calls write a turn, and what each of them adds.
+"""The tokens of one trajectory: which engine calls write a turn, and what each of them adds.
 
 ```
  a turn ──► one or more engine calls ──► its tokens

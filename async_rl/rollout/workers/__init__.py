@@ -1,20 +1,20 @@
-"""Rollout workers: agent loops in processes of their own, while the driver writes the tokens.
+"""Rollout workers: sessions in processes of their own, which call engines under leases of the driver.
 
 ```
- driver                                                   rollout worker (as many as rollout.num_workers)
+ driver                                                rollout worker (as many as rollout.num_workers)
  RolloutManager: groups, slots, retries
-   │ run_attempt(task, session)       ── StartAttempt ──► AgentLoop.run(task, session), tools, rewards
-   ▼                                  ◄─ AppendContext ── WorkerSession: messages, chat template, tokenizer
- DriverSession: transcript, journal,  ◄─ WriteTurn ──────   RemoteWriter: a copy of the tokens
-   routing, engine calls              ── TurnWritten ───► the turn, as text
-   │                                  ◄─ AttemptEnded ─── stop reasons, rewards, metadata
-   ▼                                  ◄─ Heartbeat ────── waits, metric increments
- Trajectory
+   │ run_attempt(attempt)         ── StartAttempt ──►  LocalBackend: agent loop, tools, rewards
+   ▼                              ◄─ AttemptEnded ───    │ RolloutSession, Transcript, routing rows
+ WorkerBackend                                           ▼
+   │ RelayedLeases                ◄─ LeaseWanted ────  RemoteCalls ──── HTTP ────► engines
+   ▼                              ── LeaseGranted ─►
+ EnginePool: which engine serves which call
+ JournalEntry, waits, metrics     ◄─ Heartbeat ──────  records, waits, increments
 ```
 
 What goes over the link between the driver and a worker belongs here; how worker processes are placed belongs
-in `async_rl.placement`. Everything that must be exact stays in the driver: staleness, partial rollouts,
-weight updates, the journal, the ledger, routing. A worker holds nothing that cannot be restored: when one
-ends, its attempts run again in another worker, from the tokens that the driver has (`session/restore.py`), as
-after a restart of the driver.
+in `async_rl.placement`. A worker sees tokens, the driver sees engine calls and trajectories. A worker holds
+nothing that cannot be restored, except for the tokens since its last heartbeat: when it ends, its attempts
+run again in another worker, from the tokens that the driver has (`session/restore.py`), as after a restart of
+the driver. docs/design/control-and-data-plane.md describes leases and failures.
 """

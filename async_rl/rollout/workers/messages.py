@@ -1,21 +1,27 @@
 """The messages between the driver and rollout workers, and the link that carries them.
 
-Messages of a link arrive whole and in order, or the link is lost. All messages of one attempt carry the
-`request_id` of its `StartAttempt`; messages of an attempt that has been cancelled are ignored.
+Messages of a link arrive whole and in order, or the link is lost.
 
 ```
  driver                                    worker
- StartAttempt ───────────────────────────► the loop starts
-         ◄──── AppendContext, OpenBranch ─ whenever the conversation grows; neither side waits
-         ◄──── WriteTurn ───────────────── generate; one at a time for each session
- TurnGrown ──────────────────────────────► only if the loop listens to the turn as it grows
-         ◄──── CancelTurn ──────────────── the task that awaited the turn was cancelled
- TurnWritten ────────────────────────────► exactly one for each WriteTurn
-         ◄──── AttemptEnded | AttemptFailed
- ServingChanged ─────────────────────────► the serving clock stops or runs, see `ServingClock`
+ StartAttempt ───────────────────────────► the loop starts, with what is left of an earlier run of it
+         ◄──── AttemptEnded | AttemptFailed  its trajectories
  CancelRequest ──────────────────────────► the driver no longer wants the attempt, or the group's rewards
  ScoreGroup ─────────────────────────────► the reward function of a group runs
          ◄──── GroupScored
+
+         ◄──── LeaseWanted ─────────────── a session needs an engine
+ LeaseGranted ───────────────────────────► the worker calls the engine
+         ◄──── CallStarted ─────────────── the engine has prefilled the call
+ DropCall ───────────────────────────────► the call must end, with the tokens received
+         ◄──── LeaseEnded ──────────────── the call has ended, or is not wanted any more
+         ◄──── EngineReport ────────────── an engine failed, or gave an implausible answer
+ RevokeLeases ───────────────────────────► nothing more is sent to an engine under the leases given so far
+         ◄──── LeasesRevoked
+
+         ◄──── Heartbeat ───────────────── every tick: tokens for the journal, progress, waits
+ LeasesRenewed ──────────────────────────► answers a heartbeat: leases last `lease_s` longer
+ ServingChanged ─────────────────────────► the serving clock stops or runs, see `ServingClock`
 ```
 """
 
@@ -24,12 +30,14 @@ from __future__ import annotations
 from typing import Final, Literal, Protocol
 
 import msgspec
-import numpy as np
 
 from async_rl import codec
 from async_rl import errors as errors_of
+from async_rl.engine_protocol import EngineAddress
 from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
-from async_rl.types import Completion, Sampled, StopReason, Task, TurnRecord
+from async_rl.queue.journal_file import JournalledTrajectory, JournalRecord
+from async_rl.rollout.attempt import AttemptEnd
+from async_rl.types import Completion, Task, Trajectory
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -45,6 +53,11 @@ class StartAttempt(Message, frozen=True, kw_only=True, eq=False):
     request_id: int
     task: Task
     trajectory_id: str
+    group_id: str
+    attempt: int
+    """The number of the attempt, from 1."""
+    left: tuple[JournalledTrajectory, ...] = ()
+    """What an earlier run of the loop has left of the trajectory and its branches."""
 
 
 class ServingChanged(Message, frozen=True, kw_only=True, eq=False):
@@ -60,27 +73,38 @@ class CancelRequest(Message, frozen=True, kw_only=True, eq=False):
     request_id: int
 
 
-class TurnGrown(Message, frozen=True, kw_only=True, eq=False):
-    """Carries more tokens of a turn that is being written."""
+class LeaseGranted(Message, frozen=True, kw_only=True, eq=False):
+    """Gives a call an engine."""
 
-    request_id: int
-    trajectory_id: str
-    token_ids: np.ndarray  # [n] int32
+    lease_id: int
+    engine_id: str
+    address: EngineAddress | None
+    """Where the engine takes calls; None in a simulation."""
+    weight_version: int
+    restart_count: int
+    epoch: int
 
 
-class TurnWritten(Message, frozen=True, kw_only=True, eq=False):
-    """Answers a `WriteTurn`. Counts are of the whole session so far."""
+class DropCall(Message, frozen=True, kw_only=True, eq=False):
+    """Ends a call, or a lease whose call has not begun."""
 
-    request_id: int
-    trajectory_id: str
-    segments: tuple[Sampled, ...]
-    reason: Literal["stop", "length", "cancelled"]
-    """`cancelled`: the turn is incomplete, because of a `CancelTurn` or of `error`."""
-    error: Failure | None = None
-    num_interruptions: int = 0
-    num_resumes: int = 0
-    num_failovers: int = 0
-    engine_s: float = 0.0
+    lease_id: int
+    why: str
+
+
+class RevokeLeases(Message, frozen=True, kw_only=True, eq=False):
+    """Forbids new requests to an engine under the leases that were granted before. Calls under way go on."""
+
+    engine_id: str
+    number: int
+    """Repeated in the answer."""
+
+
+class LeasesRenewed(Message, frozen=True, kw_only=True, eq=False):
+    """Answers a heartbeat: all leases are valid for `lease_s` from the moment at which it was sent."""
+
+    number: int
+    """The heartbeat."""
 
 
 class ScoreGroup(Message, frozen=True, kw_only=True, eq=False):
@@ -94,64 +118,76 @@ class ScoreGroup(Message, frozen=True, kw_only=True, eq=False):
 # -- from a worker -----------------------------------------------------------------------------------------
 
 
-class AppendContext(Message, frozen=True, kw_only=True, eq=False):
-    """Appends tokens to a session that the policy did not write."""
+class LeaseWanted(Message, frozen=True, kw_only=True, eq=False):
+    """Asks for the lease of an engine: see `EngineCalls.lease`."""
 
-    request_id: int
-    trajectory_id: str
-    token_ids: np.ndarray  # [n] int32
-
-
-class OpenBranch(Message, frozen=True, kw_only=True, eq=False):
-    """Opens a branch of a session, or another conversation."""
-
-    request_id: int
-    parent_id: str
-    trajectory_id: str
-    inherits: bool
-    """Whether it begins with everything of its parent; a conversation begins empty."""
+    lease_id: int
+    """Chosen by the worker, which has not used it before."""
+    key: str
+    tokens: int
+    prompt: int
 
 
-class WriteTurn(Message, frozen=True, kw_only=True, eq=False):
-    """Asks the driver to write one turn of a session."""
+class CallStarted(Message, frozen=True, kw_only=True, eq=False):
+    """Reports the first tokens of a call."""
 
-    request_id: int
-    trajectory_id: str
-    budget: int
-    """The most tokens of the turn."""
-    stop: tuple[str, ...]
-    streams: bool
-    """Whether the loop listens to the turn as it grows."""
+    lease_id: int
+    received: int
 
 
-class CancelTurn(Message, frozen=True, kw_only=True, eq=False):
-    """Cancels the turn that a session asked for; tokens sampled so far are kept."""
+class LeaseEnded(Message, frozen=True, kw_only=True, eq=False):
+    """Returns a lease: its call has ended, or is not wanted any more."""
 
-    request_id: int
-    trajectory_id: str
+    lease_id: int
+    received: int = 0
+    """Tokens of the call."""
+    finish: CallFinish | None = None
+    """What the engine reported at the end, if it did."""
 
 
-class SessionReport(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What only the worker knows of a session that has ended."""
+class CallFinish(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pool needs of a call's `Finish`."""
 
-    trajectory_id: str
-    stop_reason: StopReason
-    turns: tuple[TurnRecord, ...]
-    num_tool_calls: int
-    num_tool_errors: int
-    reward_source: str
-    """The trajectory for whose completion it is rewarded."""
-    parts: dict[str, float] = {}
-    """Its reward; empty if the whole group is scored by one call."""
-    completion: Completion | None = None
-    """What the group's reward function will receive."""
+    prompt: int
+    aborted: bool
+    cached_tokens: int
+
+
+class EngineReport(Message, frozen=True, kw_only=True, eq=False):
+    """Reports what a call says against its engine: see `EngineFailureListener`."""
+
+    engine_id: str
+    kind: Literal["strike", "failure", "busy", "refused"]
+    text: str
+    trajectory_id: str = ""
+    retry_after_s: float | None = None
+    """How long an engine that is busy asked not to be called."""
+
+
+class PrefixShared(Message, frozen=True, kw_only=True, eq=False):
+    """Reports that a trajectory begins with the tokens of another: see `EngineCalls.share_cached_prefix`."""
+
+    key: str
+    other: str
+
+
+class TrajectoryForgotten(Message, frozen=True, kw_only=True, eq=False):
+    """Reports that a trajectory makes no more calls: see `EngineCalls.forget_trajectory`."""
+
+    key: str
+
+
+class LeasesRevoked(Message, frozen=True, kw_only=True, eq=False):
+    """Answers a `RevokeLeases`."""
+
+    number: int
 
 
 class AttemptEnded(Message, frozen=True, kw_only=True, eq=False):
-    """Reports an attempt that succeeded: its session, and the branches that sampled something."""
+    """Reports an attempt that succeeded."""
 
     request_id: int
-    reports: tuple[SessionReport, ...]
+    end: AttemptEnd
 
 
 class AttemptFailed(Message, frozen=True, kw_only=True, eq=False):
@@ -159,7 +195,8 @@ class AttemptFailed(Message, frozen=True, kw_only=True, eq=False):
 
     request_id: int
     failure: Failure
-    report: SessionReport
+    trajectory: Trajectory
+    """What it has sampled, for display."""
 
 
 class GroupScored(Message, frozen=True, kw_only=True, eq=False):
@@ -179,12 +216,35 @@ class TrajectoryScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
-    """Shows that the worker's event loop responds."""
+    """Reports once per tick what has happened since the last one, and asks to renew the leases."""
 
+    number: int = 0
+    """Counts the worker's heartbeats."""
     waits: dict[str, str] = {}
     """What trajectories have been waiting for longer than a moment for, in words."""
     increments: tuple[MetricIncrement, ...] = ()
     """What the worker's metrics counted since the last heartbeat."""
+    calls: tuple[CallProgress, ...] = ()
+    """The calls that have received something."""
+    records: tuple[AttemptRecord, ...] = ()
+    """What is new of the trajectories, for the journal."""
+
+
+class CallProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a call is."""
+
+    lease_id: int
+    received: int
+    payload_arrives: bool
+    """Whether a piece of its routing payload has arrived since the last tick."""
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What is new of one trajectory of an attempt."""
+
+    request_id: int
+    record: JournalRecord
+    num_inherited: int
 
 
 class MetricIncrement(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,10 @@
-"""A rollout worker: runs the agent loops, tools and rewards of the attempts that the driver starts.
+"""A rollout worker: runs the attempts that the driver starts, with their sessions and engine calls.
 
 ```
- loop       consumes             waits for            unblocked by          produces
- run        messages             the next message     the driver; its end   attempts, answers to sessions
- attempt    a task               turns, tools         the driver, time      reports
- heartbeat  waits, metrics       a second             time                  a Heartbeat
+ loop       consumes                  waits for            unblocked by           produces
+ run        messages                  the next message     the driver; its end    attempts, leases
+ attempt    a task                    engines, tools       leases, chunks, time   trajectories
+ heartbeat  records, waits, metrics   the next tick        time                   a Heartbeat
 ```
 
 A worker ends when its link is lost, at whichever end: its state is useless without the driver.
@@ -14,43 +14,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AsyncRLError, RewardError, WorkerLost
 from async_rl.observability.diagnosis import phrase
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import run_agent_loop, score_sources
-from async_rl.rollout.loops import AgentLoops
-from async_rl.rollout.rewards.reward_calls import Rewards
-from async_rl.rollout.session.context import ConversationContext
+from async_rl.rollout.attempt import Attempt
+from async_rl.rollout.backend import LocalBackend
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
     AttemptFailed,
+    AttemptRecord,
     CancelRequest,
+    DropCall,
     Failure,
     GroupScored,
     Heartbeat,
+    LeaseGranted,
+    LeasesRenewed,
     Link,
     Message,
+    RevokeLeases,
     ScoreGroup,
     ServingChanged,
     StartAttempt,
     TrajectoryScore,
-    TurnGrown,
-    TurnWritten,
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector
-from async_rl.rollout.workers.worker_session import RemoteWriter, WorkerChannel, WorkerSession
+from async_rl.rollout.workers.remote_calls import ConnectEngine, RemoteCalls
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
 
 log = logging.getLogger(__name__)
 
-_HEARTBEAT_S: Final = 1.0
+TICK_S: Final = 0.25
+"""Between heartbeats. A worker that dies loses the tokens since the last one."""
+
+LEASE_S: Final = 10.0
+"""How long a worker may call engines after a heartbeat that the driver has answered. If a driver is blocked
+for longer, calls end with the tokens they have, and go on."""
+
 _MIN_REPORTED_WAIT_S: Final = 5.0
 """A heartbeat reports waits that have lasted at least this long."""
 
@@ -59,7 +68,8 @@ class RolloutWorker:
     """Runs the attempts that the driver starts over a link.
 
     Example:
-        >>> worker = RolloutWorker(config, chat=chat, metrics=Metrics(), clock=time.monotonic)
+        >>> worker = RolloutWorker(config, chat=chat, facts=facts, connect=connect, new_id=new_id,
+        ...                        metrics=Metrics(), clock=time.monotonic)
         >>> await worker.run(link)  # until it is lost
     """
 
@@ -68,105 +78,137 @@ class RolloutWorker:
         config: Config,
         *,
         chat: ChatFormat,
+        facts: EngineFacts,
+        connect: ConnectEngine,
+        new_id: Callable[[], str],
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         """Load the agent loop and the rewards that the config names.
 
+        Args:
+            config: The settings of the run.
+            chat: The model's chat format.
+            facts: The model's dimensions.
+            connect: Makes the client of an engine.
+            new_id: Returns a unique id for each engine request.
+            metrics: Counted here, and added to the driver's.
+            clock: Monotonic seconds.
+
         Raises:
             ConfigError: One of them cannot be loaded.
         """
         self._config = config
+        self._clock = clock
+        self._link: Link | None = None
         self._serving_clock = ServingClock(clock)  # follows the driver's
-        self._context = ConversationContext(
+        self._calls = RemoteCalls(self._post, connect, lease_s=LEASE_S, metrics=metrics, clock=clock)
+        context = SessionContext(
             chat=chat,
             rollout=config.rollout,
             metrics=metrics,
             clock=clock,
             serving_clock=self._serving_clock,
+            calls=self._calls,
+            facts=facts,
+            routing=config.routing,
+            interrupt=config.weights.interrupt,
+            new_id=new_id,
         )
-        self._loops = AgentLoops(config.rollout, metrics)
-        self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
-        self._channels: dict[int, WorkerChannel] = {}
+        self._backend = LocalBackend(config, context)
+        self._attempts: dict[int, Attempt] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waits = Waits(clock)
         self._increments = IncrementCollector(metrics)
+        self._heartbeats: dict[int, float] = {}
+        """When heartbeats that have no answer yet were sent, by number."""
+        self._num_heartbeats = 0
 
     async def run(self, link: Link) -> None:
         """Serve the driver until the link is lost."""
         self._link = link
         try:
             with acting("run", waits=self._waits):
-                async with self._loops, services(heartbeat=self._send_heartbeats), Nursery() as attempts:
+                async with (
+                    self._backend,
+                    services(heartbeat=self._send_heartbeats),
+                    Nursery() as attempts,
+                ):
                     try:
                         while True:
                             with waiting("idle"):
-                                message = await self._link.receive()
+                                message = await link.receive()
                             self._handle_message(message, attempts)
                     finally:
-                        for channel in self._channels.values():
-                            channel.close()
+                        self._calls.close()
                         attempts.cancel_tasks()
         except ExceptionGroup as errors:
             if not isinstance(first_error(errors), WorkerLost):
                 raise
-        finally:
-            await self._rewards.close()
+
+    def _post(self, message: Message) -> None:
+        assert self._link is not None, "the worker runs"
+        self._link.post(message)
 
     def _handle_message(self, message: Message, attempts: Nursery) -> None:
         match message:
+            case LeaseGranted():
+                self._calls.grant(message)
+            case LeasesRenewed():
+                if (sent_s := self._heartbeats.pop(message.number, None)) is not None:
+                    self._calls.renew(sent_s)
+            case DropCall():
+                self._calls.drop_call(message.lease_id, message.why)
+            case RevokeLeases():
+                self._calls.revoke(message)
             case StartAttempt():
-                channel = WorkerChannel(message.request_id, self._link.post)
-                self._channels[message.request_id] = channel
-                attempt = self._run_attempt(message, channel)
                 self._tasks[message.request_id] = attempts.start_task(
-                    f"trajectory {message.trajectory_id}", attempt
+                    f"trajectory {message.trajectory_id}", self._run_attempt(message)
                 )
-            case TurnWritten() if message.request_id in self._channels:
-                self._channels[message.request_id].writers[message.trajectory_id].receive_turn(message)
-            case TurnGrown() if message.request_id in self._channels:
-                writer = self._channels[message.request_id].writers[message.trajectory_id]
-                writer.receive_tokens(message.token_ids)
             case ServingChanged():
                 self._serving_clock.set_paused(message.paused)
             case ScoreGroup():
                 scoring = self._score_group(message)
                 self._tasks[message.request_id] = attempts.start_task(f"reward {message.request_id}", scoring)
             case CancelRequest():
-                if message.request_id in self._channels:
-                    self._channels.pop(message.request_id).close()
+                self._attempts.pop(message.request_id, None)
                 self._tasks.pop(message.request_id).cancel()
             case _:
-                pass  # of an attempt that was cancelled
+                raise WorkerLost(f"the driver sent {type(message).__name__}, which only workers send")
 
-    async def _run_attempt(self, request: StartAttempt, channel: WorkerChannel) -> None:
-        """Run an agent loop to its end, score its sessions, and report to the driver."""
-        task, rollout = request.task, self._config.rollout
+    async def _run_attempt(self, request: StartAttempt) -> None:
+        """Run an attempt to its end, and report to the driver."""
+        attempt = self._attempts[request.request_id] = Attempt(
+            request.task,
+            request.trajectory_id,
+            request.group_id,
+            request.attempt,
+            {state.trajectory_id: state for state in request.left},
+            started_s=self._clock(),
+        )
         with acting("trajectory", request.trajectory_id):
-            writer = RemoteWriter(request.trajectory_id, channel, rollout.max_context_tokens)
-            session = WorkerSession(self._context, task, writer)
             try:
-                await run_agent_loop(task, session, self._loops, rollout)
-                if self._rewards.scores_groups(task):
-                    reports = [each.report({}, unscored=True) for each in session.tree]
-                else:
-                    parts = await score_sources(task, session.tree, self._rewards)
-                    reports = [each.report(parts[each.reward_source.trajectory_id]) for each in session.tree]
+                end = await self._backend.run_attempt(attempt)
                 # Inside the block: messages of the loop may hold what cannot be encoded.
-                self._link.post(AttemptEnded(request_id=request.request_id, reports=tuple(reports)))
+                self._post(AttemptEnded(request_id=request.request_id, end=end))
             except Exception as error:
                 cause = error.__cause__
                 if cause is not None and not isinstance(error, WorkerLost):
                     log.info("trajectory %s: %s", request.trajectory_id, error, exc_info=cause)
-                failure, report = Failure.of(error), session.report({})
-                self._link.post(AttemptFailed(request_id=request.request_id, failure=failure, report=report))
+                self._post(
+                    AttemptFailed(
+                        request_id=request.request_id,
+                        failure=Failure.of(error),
+                        trajectory=attempt.failed(error),
+                    )
+                )
 
     async def _score_group(self, request: ScoreGroup) -> None:
         with acting("reward", str(request.request_id)):
             try:
-                results = await self._rewards.score_group(request.task, request.completions)
+                results = await self._backend.score_group(request.task, request.completions)
             except AsyncRLError as error:
-                self._link.post(GroupScored(request_id=request.request_id, failure=Failure.of(error)))
+                self._post(GroupScored(request_id=request.request_id, failure=Failure.of(error)))
                 return
             scores = [
                 TrajectoryScore(failure=Failure.of(result))
@@ -174,14 +216,32 @@ class RolloutWorker:
                 else TrajectoryScore(parts=result)
                 for result in results
             ]
-            self._link.post(GroupScored(request_id=request.request_id, scores=tuple(scores)))
+            self._post(GroupScored(request_id=request.request_id, scores=tuple(scores)))
 
     async def _send_heartbeats(self) -> None:
         while True:
-            increments = self._increments.collect_increments()
-            self._link.post(Heartbeat(waits=self._long_waits(), increments=increments))
+            self._num_heartbeats += 1
+            self._heartbeats[self._num_heartbeats] = self._clock()
+            self._post(
+                Heartbeat(
+                    number=self._num_heartbeats,
+                    waits=self._long_waits(),
+                    increments=self._increments.collect_increments(),
+                    calls=self._calls.progress(),
+                    records=tuple(self._new_records()),
+                )
+            )
             with waiting("idle"):
-                await asyncio.sleep(_HEARTBEAT_S)
+                await asyncio.sleep(TICK_S)
+
+    def _new_records(self) -> Iterator[AttemptRecord]:
+        """Yield what is new of all trajectories since the last tick."""
+        for request_id, attempt in self._attempts.items():
+            for entry in attempt.entries.values():
+                if (record := entry.next_record()) is not None:
+                    yield AttemptRecord(
+                        request_id=request_id, record=record, num_inherited=entry.num_inherited
+                    )
 
     def _long_waits(self) -> dict[str, str]:
         """Return what trajectories have been waiting for, the newest wait of each."""

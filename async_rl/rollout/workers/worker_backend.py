@@ -4,11 +4,12 @@
  loop       consumes                waits for           unblocked by          produces
  keeper     one worker's messages   the next message    the worker; its end   inbox entries, a restart
  watch      ticks                   the next tick       time                  the end of a silent worker
- attempt    its inbox               the next message    the worker; its end   turns, reports
+ attempt    its inbox               the answer          the worker; its end   trajectories
+ lease      the worker's request    an engine, the end  the pool; the worker  a lease of the pool
 ```
 
 A worker that ends, or sends nothing for `rollout.worker_stall_s`, is restarted. Its attempts raise
-`WorkerLost` at once; their sessions keep everything that engines have sampled so far.
+`WorkerLost` at once; their entries in the journal have everything up to its last heartbeat.
 """
 
 from __future__ import annotations
@@ -22,33 +23,36 @@ from types import TracebackType
 from typing import Final, Self, cast
 
 from async_rl.config import RolloutConfig
+from async_rl.engines.pool import EnginePool
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, RewardUnavailable, WorkerLost
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import AttemptResult
+from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.backend import RolloutBackend
-from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.rollout.workers.driver_session import DriverSession
 from async_rl.rollout.workers.messages import (
-    AppendContext,
     AttemptEnded,
     AttemptFailed,
+    CallStarted,
     CancelRequest,
-    CancelTurn,
+    EngineReport,
     GroupScored,
     Heartbeat,
+    LeaseEnded,
+    LeasesRevoked,
+    LeaseWanted,
     Link,
     Message,
-    OpenBranch,
+    PrefixShared,
     ScoreGroup,
     ServingChanged,
     StartAttempt,
-    WriteTurn,
+    TrajectoryForgotten,
 )
 from async_rl.rollout.workers.metric_counts import add_increments
-from async_rl.runtime.serving_clock import ServingClock
+from async_rl.rollout.workers.relayed_leases import RelayedLeases
+from async_rl.rollout.workers.worker import LEASE_S
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import waiting
-from async_rl.types import Completion, Task
+from async_rl.types import Completion, Task, root_of
 
 log = logging.getLogger(__name__)
 
@@ -73,43 +77,58 @@ _MAX_SCORE_TRIES: Final = 3
 
 
 class _Inbox:
-    """Unread messages of one attempt, or of one group's reward."""
+    """The answer to one attempt, or to one group's reward."""
 
     def __init__(self) -> None:
-        self._messages: asyncio.Queue[Message | WorkerLost] = asyncio.Queue()
-
-    def __len__(self) -> int:
-        return self._messages.qsize()
+        self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     def put_message(self, message: Message | WorkerLost) -> None:
-        """Add a message, or the error that ends the inbox."""
-        self._messages.put_nowait(message)
+        """Set the answer, or the error in its place; a second one is ignored."""
+        if self._answer.done():
+            return
+        if isinstance(message, WorkerLost):
+            self._answer.set_exception(message)
+        else:
+            self._answer.set_result(message)
 
-    async def next_message(self) -> Message:
-        """Wait for the oldest message.
+    async def answer(self) -> Message:
+        """Wait for the answer.
 
         Raises:
             WorkerLost: The worker has ended.
         """
-        message = await self._messages.get()
-        if isinstance(message, WorkerLost):
-            raise message
-        return message
+        return await self._answer
 
 
 class WorkerHandle:
     """One incarnation of a worker."""
 
-    def __init__(self, name: str, link: Link) -> None:
+    def __init__(self, name: str, link: Link, leases: Callable[[WorkerHandle], RelayedLeases]) -> None:
         self.name = name
+        self.link = link
         self.post = link.post
         self.close = link.close
         self.receive = link.receive
         self.inboxes: dict[int, _Inbox] = {}
+        self.attempts: dict[int, Attempt] = {}
+        """Its running attempts, by request."""
+        self.by_trajectory: dict[str, Attempt] = {}
+        """The same, by sibling."""
         self.waits: dict[str, str] = {}
         """What trajectories wait for, according to the last heartbeat."""
         self.silent_ticks = 0
         self.has_completed_attempt = False
+        self.leases = leases(self)
+        """What it may call engines for."""
+
+    def record_lease(self, trajectory_id: str, version: int | None) -> None:
+        """Note the version under which a trajectory samples; None when its call has ended."""
+        attempt = self.by_trajectory.get(root_of(trajectory_id))
+        if attempt is not None and (entry := attempt.entries.get(trajectory_id)) is not None:
+            if version is None:
+                entry.end_remote_call()
+            else:
+                entry.begin_remote_call(version)
 
     def fail_requests(self, cause: str) -> None:
         """Fail everything that was requested of the worker."""
@@ -121,27 +140,37 @@ class WorkerBackend(RolloutBackend):
     """Runs attempts in the rollout workers of a run.
 
     Example:
-        >>> async with WorkerBackend(config.rollout, cluster.rollout_worker, metrics, clock) as backend:
-        ...     results = await backend.run_attempt(task, session)
+        >>> async with WorkerBackend(config.rollout, cluster.rollout_worker, metrics, pool, clock) as backend:
+        ...     end = await backend.run_attempt(attempt)
     """
 
-    session_class = DriverSession
-
     def __init__(
-        self, config: RolloutConfig, open_worker: OpenWorker, metrics: Metrics, serving_clock: ServingClock
+        self,
+        config: RolloutConfig,
+        open_worker: OpenWorker,
+        metrics: Metrics,
+        pool: EnginePool,
+        clock: Callable[[], float],
     ) -> None:
-        """Prepare to start `rollout.num_workers` workers, whose limits follow the driver's serving clock."""
+        """Prepare to start `rollout.num_workers` workers.
+
+        Args:
+            config: Their number and limits.
+            open_worker: Starts the worker of a name.
+            metrics: To which those of the workers are added.
+            pool: The engines that workers call, whose serving clock they follow.
+            clock: Monotonic seconds.
+        """
         self._config = config
         self._open_worker = open_worker
         self._metrics = metrics
-        self._serving_clock = serving_clock
+        self._pool = pool
+        self._clock = clock
+        self._serving_clock = pool.serving_clock
         self.workers: dict[str, WorkerHandle] = {}
         """The workers that are alive, by name."""
         self._worker_joined = asyncio.Event()
         self._request_ids = count(1)
-        # Between two turns a session opens, appends once, asks once and cancels once; then it awaits an
-        # answer.
-        self._max_unread = 4 * (config.max_branches + 2)
         self._keepers = Nursery()
 
     async def __aenter__(self) -> Self:
@@ -166,79 +195,50 @@ class WorkerBackend(RolloutBackend):
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    async def run_attempt(self, task: Task, session: RolloutSession) -> Sequence[AttemptResult]:
+    async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
-        assert isinstance(session, DriverSession), "made as this backend's `session_class`"
         worker = await self._choose_worker()
-        request_id, inbox = next(self._request_ids), _Inbox()
+        request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
         worker.inboxes[request_id] = inbox
-        name = task.agent_loop or self._config.agent_loop
-        worker.post(StartAttempt(request_id=request_id, task=task, trajectory_id=session.trajectory_id))
+        worker.attempts[request_id] = worker.by_trajectory[name] = attempt
+        loop = attempt.task.agent_loop or self._config.agent_loop
+        worker.post(
+            StartAttempt(
+                request_id=request_id,
+                task=attempt.task,
+                trajectory_id=name,
+                group_id=attempt.group_id,
+                attempt=attempt.number,
+                left=tuple(attempt.states.values()),
+            )
+        )
         try:
             async with (
                 asyncio.timeout(None) as scope,
                 waiting(
                     "agent loop",
-                    name,
+                    loop,
                     scope=scope,
-                    why=lambda: f"{worker.name}: {worker.waits.get(session.trajectory_id, 'at work')}",
+                    why=lambda: f"{worker.name}: {worker.waits.get(name, 'at work')}",
                 ) as wait,
             ):
-                results = await self._serve_attempt(inbox, session, worker.post)
+                answer = await inbox.answer()
         except TimeoutError as error:
             if not wait.cut:
                 raise
             raise AgentLoopError(
-                f"agent loop {name} was ended by the stall doctor: bound the loop's own waits"
+                f"agent loop {loop} was ended by the stall doctor: bound the loop's own waits"
             ) from error
         finally:
-            del worker.inboxes[request_id]
+            del worker.inboxes[request_id], worker.attempts[request_id], worker.by_trajectory[name]
             worker.post(CancelRequest(request_id=request_id))
         worker.has_completed_attempt = True
-        return results
-
-    async def _serve_attempt(
-        self, inbox: _Inbox, root: DriverSession, post: Callable[[Message], None]
-    ) -> Sequence[AttemptResult]:
-        """Carry out what the worker's sessions ask for, until the agent loop has ended."""
-        sessions = {root.trajectory_id: root}
-        turns: dict[str, asyncio.Task[None]] = {}
-        try:
-            async with Nursery() as writing:
-                while True:
-                    match await inbox.next_message():
-                        case AppendContext() as message:
-                            sessions[message.trajectory_id].append_context(message)
-                        case OpenBranch() as message:
-                            sessions[message.trajectory_id] = sessions[message.parent_id].open_branch(message)
-                        case WriteTurn() as message:
-                            name = message.trajectory_id
-                            turn = sessions[name].write_turn(message, post)
-                            # The task's name tells which trajectory's call it is.
-                            turns[name] = writing.start_task(f"trajectory {name}", turn)
-                        case CancelTurn() as message:
-                            turns[message.trajectory_id].cancel()
-                        case AttemptFailed() as message:
-                            root.apply_report(message.report)
-                            raise message.failure.error
-                        case AttemptEnded() as message:
-                            break
-                writing.cancel_tasks()  # turns that the loop did not await
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
-        results = []
-        for report in message.reports:
-            session = sessions[report.trajectory_id]
-            session.apply_report(report)
-            results.append(
-                AttemptResult(
-                    session=session,
-                    reward_source=report.reward_source,
-                    parts=report.parts or None,
-                    completion=report.completion,
-                )
-            )
-        return results
+        if isinstance(answer, AttemptFailed):
+            failed = answer.trajectory
+            attempt.failed = lambda error: failed
+            raise answer.failure.error
+        assert isinstance(answer, AttemptEnded), "the only other answer to a StartAttempt"
+        return answer.end
 
     async def score_group(
         self, task: Task, completions: Sequence[Completion]
@@ -251,7 +251,7 @@ class WorkerBackend(RolloutBackend):
             worker.post(ScoreGroup(request_id=request_id, task=task, completions=tuple(completions)))
             try:
                 with waiting("reward", worker.name):
-                    answer = await inbox.next_message()
+                    answer = await inbox.answer()
             except WorkerLost as error:
                 if not left:
                     raise RewardUnavailable(
@@ -287,8 +287,10 @@ class WorkerBackend(RolloutBackend):
                 async with AsyncExitStack() as stack:
                     with waiting("rollout worker", name):
                         link = await stack.enter_async_context(self._open_worker(name))
-                    worker = WorkerHandle(name, link)
+                    worker = WorkerHandle(name, link, self._new_leases)
                     cause = await self._receive_messages(worker)
+                    # Its process ends with the block; if that cannot be known, its leases expire before.
+                    self._keepers.start_task(f"leases of {name}", worker.leases.expire())
             except EnvironmentNotReady as error:
                 failed_starts += 1
                 if failed_starts == _MAX_FAILED_STARTS:
@@ -296,6 +298,9 @@ class WorkerBackend(RolloutBackend):
                         f"{name} did not start {failed_starts} times in a row; the last time: {error}"
                     ) from error
                 log.warning("%s did not start: %s", name, error)
+            finally:
+                if worker is not None:
+                    worker.leases.close()
             if worker is not None:
                 failed_starts = 0
                 idle_incarnations = 0 if worker.has_completed_attempt else idle_incarnations + 1
@@ -304,6 +309,17 @@ class WorkerBackend(RolloutBackend):
             doublings = min(failed_starts + idle_incarnations, _MAX_DOUBLINGS)
             with waiting("idle"):
                 await asyncio.sleep(_RESTART_DELAY_S * 2.0**doublings)
+
+    def _new_leases(self, worker: WorkerHandle) -> RelayedLeases:
+        return RelayedLeases(
+            worker.name,
+            self._pool,
+            worker.post,
+            self._keepers,
+            lease_s=LEASE_S,
+            clock=self._clock,
+            on_lease=worker.record_lease,
+        )
 
     async def _receive_messages(self, worker: WorkerHandle) -> str:
         """Receive a worker's messages until it ends, and return why it ended."""
@@ -334,17 +350,25 @@ class WorkerBackend(RolloutBackend):
             case Heartbeat():
                 worker.waits = message.waits
                 add_increments(message.increments, self._metrics)
-                return
-            case AppendContext() | OpenBranch() | WriteTurn() | CancelTurn():
-                request_id = message.request_id
+                for report in message.records:
+                    if (attempt := worker.attempts.get(report.request_id)) is not None:
+                        attempt.apply_record(report.record, report.num_inherited)
+                worker.leases.renew(message.number, message.calls)
             case AttemptEnded() | AttemptFailed() | GroupScored():
-                request_id = message.request_id
+                if (inbox := worker.inboxes.get(message.request_id)) is not None:
+                    inbox.put_message(message)
+            case (
+                LeaseWanted()
+                | CallStarted()
+                | LeaseEnded()
+                | EngineReport()
+                | PrefixShared()
+                | TrajectoryForgotten()
+                | LeasesRevoked()
+            ):
+                worker.leases.handle_message(message)
             case _:
                 raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
-        if (inbox := worker.inboxes.get(request_id)) is not None:
-            if len(inbox) > self._max_unread:
-                raise WorkerLost(f"it sent {len(inbox)} messages of one attempt without waiting for answers")
-            inbox.put_message(message)
 
     def _post_serving_change(self, paused: bool) -> None:
         for worker in self.workers.values():

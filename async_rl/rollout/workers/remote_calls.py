@@ -1,0 +1,276 @@
+"""A worker's side of leases: it asks the driver for each, calls the engine itself, and reports the end.
+
+```
+ Transcript ─lease()─► RemoteCalls ── LeaseWanted ──► driver: its LeaseDispatcher chooses the engine
+                           ▲        ◄─ LeaseGranted ─
+                           │ generate(): HTTP to the engine, while the leases are valid
+                           └─────── ── LeaseEnded ──►
+```
+
+Leases are valid for `lease_s` from the moment at which the last heartbeat was sent that the driver has
+answered, on this process's monotonic clock. When they expire, their streams are closed and nothing more is
+sent: so the driver knows, without an answer from here, when the last request was made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Final
+
+from async_rl.engine_protocol import Engine, EngineAddress, Finish
+from async_rl.engines.engine_calls import EngineCalls
+from async_rl.engines.lease import (
+    EngineFailureListener,
+    EngineSlot,
+    EngineState,
+    Lease,
+    LeaseListener,
+    Recomputed,
+)
+from async_rl.errors import EngineBusy, EngineError, LocalShortage, RequestRefused
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.workers.messages import (
+    CallFinish,
+    CallProgress,
+    CallStarted,
+    EngineReport,
+    LeaseEnded,
+    LeaseGranted,
+    LeasesRevoked,
+    LeaseWanted,
+    Message,
+    PrefixShared,
+    RevokeLeases,
+    TrajectoryForgotten,
+)
+from async_rl.runtime.waits import waiting
+
+log = logging.getLogger(__name__)
+
+ConnectEngine = Callable[[str, EngineAddress | None], Engine]
+"""Makes the client of an engine, from its id and address."""
+
+_SHORTAGE_PAUSE_S: Final = 1.0
+"""How long this worker asks for no leases when it has no descriptor for a connection."""
+
+
+class RemoteLease(Lease):
+    """A lease in a worker. The driver has counted and placed the call; here it is only made."""
+
+    lease_id: int
+    granted: asyncio.Future[None]
+    finish: CallFinish | None = None
+    reported = 0
+    """The number of received tokens that the driver knows of."""
+    num_pieces = reported_pieces = 0
+    """The number of pieces of its routing payload, and how many of them the driver knows of."""
+
+    def record_payload(self) -> None:
+        """Count a piece of the payload."""
+        super().record_payload()
+        self.num_pieces += 1
+
+    def record_finish(self, prompt: int, finish: Finish) -> None:
+        """Keep what the driver needs of the end of the call."""
+        self.finish = CallFinish(
+            prompt=prompt, aborted=finish.reason == "abort", cached_tokens=finish.cached_tokens
+        )
+
+
+class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
+    """Implements `EngineCalls` for the sessions of a worker.
+
+    Example:
+        >>> calls = RemoteCalls(link.post, connect, lease_s=5.0, metrics=metrics, clock=time.monotonic)
+        >>> async with calls.lease(trajectory_id, tokens=900, prompt=400) as lease:
+        ...     async for event in lease.generate(request): ...
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Message], None],
+        connect: ConnectEngine,
+        *,
+        lease_s: float,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start without leases.
+
+        Args:
+            post: Sends a message to the driver.
+            connect: Makes the client of an engine.
+            lease_s: How long leases are valid after a heartbeat.
+            metrics: Counts shortages of descriptors.
+            clock: Monotonic seconds.
+        """
+        self._post = post
+        self._connect = connect
+        self._lease_s = lease_s
+        self._metrics = metrics
+        self._clock = clock
+        self._leases: dict[int, RemoteLease] = {}
+        self._numbers = count(1)
+        self._slots: dict[str, EngineSlot] = {}
+        self._clients: dict[str, tuple[EngineAddress | None, Engine]] = {}
+        self._valid_until_s = -math.inf
+        self._expiry: asyncio.TimerHandle | None = None
+        self._resumes_s = -math.inf
+
+    # -- for sessions --------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AsyncIterator[Lease]:
+        """Implements `EngineCalls.lease`."""
+        if (pause_s := self._resumes_s - self._clock()) > 0:
+            with waiting("engine", why=lambda: "this worker had no descriptor for a connection"):
+                await asyncio.sleep(pause_s)
+        lease = RemoteLease(self, self, self._clock, key, tokens, prompt, None)
+        lease.lease_id = next(self._numbers)
+        lease.granted = asyncio.get_running_loop().create_future()
+        self._leases[lease.lease_id] = lease
+        self._post(LeaseWanted(lease_id=lease.lease_id, key=key, tokens=tokens, prompt=prompt))
+        try:
+            with waiting("engine"):
+                await lease.granted
+            yield lease
+        finally:
+            del self._leases[lease.lease_id]
+            if lease.placed:
+                slot = lease.slot
+                del (slot.streaming if lease in slot.streaming else slot.prefilling)[lease]
+            self._post(LeaseEnded(lease_id=lease.lease_id, received=lease.received, finish=lease.finish))
+
+    def share_cached_prefix(self, key: str, other: str) -> None:
+        """Implements `EngineCalls.share_cached_prefix`."""
+        self._post(PrefixShared(key=key, other=other))
+
+    def forget_trajectory(self, key: str) -> None:
+        """Implements `EngineCalls.forget_trajectory`."""
+        self._post(TrajectoryForgotten(key=key))
+
+    # -- from the driver -----------------------------------------------------------------------------------
+
+    def grant(self, message: LeaseGranted) -> None:
+        """Give a call its engine; a call that is not wanted any more has been returned already."""
+        lease = self._leases.get(message.lease_id)
+        if lease is None:
+            return
+        engine_id, slot = message.engine_id, self._slots.get(message.engine_id)
+        address, client = self._clients.get(engine_id, (None, None))
+        if client is None or address != message.address:
+            client = self._connect(engine_id, message.address)
+            self._clients[engine_id] = message.address, client
+        if slot is None or slot.engine is not client:
+            slot = self._slots[engine_id] = EngineSlot(client, self._clock())
+        slot.weight_version = message.weight_version
+        slot.restart_count, slot.epoch = message.restart_count, message.epoch
+        slot.state = EngineState.SERVING if self._is_valid else EngineState.QUARANTINED
+        lease.place(slot, message.lease_id, lease.prompt, None)
+        if not lease.granted.done():
+            lease.granted.set_result(None)
+
+    def drop_call(self, lease_id: int, why: str) -> None:
+        """End a call; its session goes on with the tokens received."""
+        if (lease := self._leases.get(lease_id)) is not None:
+            lease.drop(why)
+
+    def revoke(self, message: RevokeLeases) -> None:
+        """Send nothing more to an engine under the leases granted so far, and confirm that."""
+        if (slot := self._slots.pop(message.engine_id, None)) is not None:  # later leases get another one
+            slot.state = EngineState.UPDATING
+        self._post(LeasesRevoked(number=message.number))
+
+    def renew(self, sent_s: float) -> None:
+        """Prolong all leases: the driver has answered a heartbeat that was sent at this time."""
+        self._valid_until_s = max(self._valid_until_s, sent_s + self._lease_s)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        left_s = self._valid_until_s - self._clock()
+        self._expiry = asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire)
+
+    def close(self) -> None:
+        """End all calls: the link is lost."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._valid_until_s = -math.inf
+        self._end_calls("the link to the driver is lost")
+
+    # -- reports -------------------------------------------------------------------------------------------
+
+    def progress(self) -> tuple[CallProgress, ...]:
+        """Return how far calls are that have received something since the last report."""
+        changed = []
+        for lease in self._leases.values():
+            pieces = lease.num_pieces - lease.reported_pieces
+            if lease.received > lease.reported or pieces:
+                lease.reported, lease.reported_pieces = lease.received, lease.num_pieces
+                changed.append(
+                    CallProgress(
+                        lease_id=lease.lease_id,
+                        received=lease.received,
+                        payload_arrives=pieces > 0,
+                    )
+                )
+        return tuple(changed)
+
+    def record_first_token(self, lease: Lease, waited_s: float) -> None:
+        """Implements `LeaseListener.record_first_token`."""
+        assert isinstance(lease, RemoteLease), "all leases of a worker are"
+        lease.reported = lease.received
+        self._post(CallStarted(lease_id=lease.lease_id, received=lease.received))
+
+    def record_recomputed_tokens(self, tokens: int, cause: Recomputed) -> None:
+        """Implements `LeaseListener.record_recomputed_tokens`. The driver counts them."""
+
+    def record_strike(self, engine_id: str, error: EngineError) -> None:
+        """Implements `EngineCalls.record_strike`."""
+        self._post(EngineReport(engine_id=engine_id, kind="strike", text=str(error)))
+
+    def quarantine_engine(self, engine_id: str, error: Exception) -> None:
+        """Implements `EngineFailureListener.quarantine_engine`: the driver does that."""
+        self._post(EngineReport(engine_id=engine_id, kind="failure", text=str(error)))
+
+    def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
+        """Implements `EngineFailureListener.record_back_pressure`."""
+        self._post(
+            EngineReport(engine_id=engine_id, kind="busy", text=str(error), retry_after_s=error.retry_after_s)
+        )
+
+    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> None:
+        """Implements `EngineFailureListener.record_refused_request`."""
+        self._post(
+            EngineReport(engine_id=engine_id, kind="refused", text=str(error), trajectory_id=trajectory_id)
+        )
+
+    def record_local_shortage(self, error: LocalShortage) -> None:
+        """Implements `EngineFailureListener.record_local_shortage`: this worker alone makes no calls."""
+        self._metrics.local_shortages_total.inc()
+        if self._resumes_s <= self._clock():
+            log.error("no calls of this worker for %.0f s: %s", _SHORTAGE_PAUSE_S, error)
+        self._resumes_s = self._clock() + _SHORTAGE_PAUSE_S
+
+    # -- expiry --------------------------------------------------------------------------------------------
+
+    @property
+    def _is_valid(self) -> bool:
+        return self._clock() < self._valid_until_s
+
+    def _expire(self) -> None:
+        if self._is_valid:  # renewed since
+            return
+        self._end_calls(f"its lease has expired: the driver has not renewed it for {self._lease_s} s")
+
+    def _end_calls(self, why: str) -> None:
+        """Send nothing more, and close all streams."""
+        for slot in self._slots.values():
+            slot.state = EngineState.QUARANTINED
+        self._slots.clear()
+        for lease in list(self._leases.values()):
+            if lease.placed:
+                lease.drop(why)

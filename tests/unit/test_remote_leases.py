@@ -1,0 +1,324 @@
+"""Leases of rollout workers: what a worker sends to engines, and what the driver waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from async_rl.config import SimulatedEngines
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
+from async_rl.engines.lease import EngineState, Lease
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.repair import EngineRepair
+from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.workers.messages import (
+    DropCall,
+    EngineReport,
+    LeaseEnded,
+    LeaseGranted,
+    LeasesRevoked,
+    LeaseWanted,
+    Message,
+    RevokeLeases,
+)
+from async_rl.rollout.workers.relayed_leases import RelayedLeases
+from async_rl.rollout.workers.remote_calls import RemoteCalls
+from async_rl.runtime.supervision import Nursery
+from async_rl.simulation.virtual_time import in_virtual_time
+from tests.support.sessions import Watched, simulated
+
+LEASE_S = 10.0
+
+
+class Worker:
+    """A worker's calls to one engine that decodes a token in 100 ms, without a driver."""
+
+    def __init__(self) -> None:
+        self.engine = simulated(Watched(), decode_step_s=0.1, prefill_tokens_per_s=1e9)
+        self.posted: list[Message] = []
+        self.requests = 0
+        clock = asyncio.get_running_loop().time
+        self.calls = RemoteCalls(
+            self.posted.append, lambda *of: self.engine, lease_s=LEASE_S, metrics=Metrics(), clock=clock
+        )
+        self.clock = clock
+        self.events: list[Chunk | Finish] = []
+
+    def grant(self, lease_id: int) -> None:
+        self.calls.grant(
+            LeaseGranted(
+                lease_id=lease_id,
+                engine_id="engine-0",
+                address=None,
+                weight_version=0,
+                restart_count=0,
+                epoch=0,
+            )
+        )
+
+    async def call(self, *, wait_s: float = 0.0) -> Lease:
+        """Make a call of up to 1000 tokens, so long after its lease was granted."""
+        async with self.calls.lease("a", 1001, prompt=1) as lease:
+            await asyncio.sleep(wait_s)
+            await self.generate(lease)
+        return lease
+
+    async def generate(self, lease: Lease) -> None:
+        async with aclosing(lease.generate(request())) as stream:
+            async for event in stream:
+                self.events.append(event)
+
+
+async def dropped(worker: Worker) -> str:
+    """Make a call that is dropped; return why."""
+    with pytest.raises(CallLost) as error:
+        await worker.call()
+    return str(error.value)
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest(
+        request_id="0" * 32,
+        input_ids=np.array([5], np.int32),
+        max_new_tokens=1000,
+        sampling=SamplingParams(),
+    )
+
+
+@in_virtual_time
+async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
+    worker = Worker()
+    worker.calls.renew(worker.clock())
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(worker.call(wait_s=0.5))
+        await asyncio.sleep(0)
+        worker.grant(1)
+        await asyncio.sleep(0.1)
+        worker.calls.revoke(RevokeLeases(engine_id="engine-0", number=7))
+        assert isinstance(worker.posted[-1], LeasesRevoked)
+        # A lease given afterwards does not bring the revoked one back.
+        other = tasks.create_task(worker.call(wait_s=100.0))
+        await asyncio.sleep(0)
+        worker.grant(2)
+        lease = await calling
+        other.cancel()
+    (end,) = worker.events
+    assert isinstance(end, Finish)
+    assert (end.reason, lease.interrupted) == ("abort", True)
+    assert isinstance(worker.posted[-1], LeaseEnded)
+
+
+@in_virtual_time
+async def test_an_expired_lease_closes_its_stream_and_sends_nothing() -> None:
+    worker = Worker()
+    worker.calls.renew(worker.clock())
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(dropped(worker))
+        await asyncio.sleep(0)
+        worker.grant(1)
+        await asyncio.sleep(4.0)
+        worker.calls.renew(worker.clock() - 1.0)  # what counts is when the heartbeat was sent
+        assert "expired" in await calling
+        assert worker.clock() == pytest.approx(3.0 + LEASE_S)
+        received = sum(len(event.token_ids) for event in worker.events if isinstance(event, Chunk))
+        assert received == pytest.approx(130, abs=2)
+        worker.events.clear()
+        late = tasks.create_task(worker.call())
+        await asyncio.sleep(0)
+        worker.grant(2)
+        await late
+        assert [event.reason for event in worker.events if isinstance(event, Finish)] == ["abort"]
+        worker.calls.renew(worker.clock())
+        again = tasks.create_task(dropped(worker))
+        await asyncio.sleep(0)
+        worker.grant(3)
+        await asyncio.sleep(1.0)
+        assert isinstance(worker.events[-1], Chunk)
+        worker.calls.drop_call(3, "enough")
+        assert await again == "enough"
+
+
+class Driver:
+    """The driver's side of one worker, which this test plays itself."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self.clock = asyncio.get_running_loop().time
+        self.metrics = Metrics()
+        self.pool = EnginePool(self.metrics, self.clock)
+        self.engine = simulated(Watched())
+        self.pool.add_engine(self.engine)
+        self.pool.serve_engine("engine-0", 3)
+        self.posted: list[Message] = []
+        self.leased: list[tuple[str, int | None]] = []
+        self.leases = RelayedLeases(
+            "rollout-worker-0",
+            self.pool,
+            self.posted.append,
+            nursery,
+            lease_s=LEASE_S,
+            clock=self.clock,
+            on_lease=lambda *of: self.leased.append(of),
+        )
+        self.leases.renew(1, ())
+
+    async def lease(self) -> LeaseGranted:
+        self.leases.handle_message(LeaseWanted(lease_id=1, key="a", tokens=9, prompt=4))
+        await asyncio.sleep(0.01)
+        granted = self.posted[-1]
+        assert isinstance(granted, LeaseGranted)
+        return granted
+
+    @property
+    def num_calls(self) -> int:
+        return self.pool.statistics.load_of("engine-0").calls
+
+
+@in_virtual_time
+async def test_a_worker_holds_a_lease_of_the_pool_for_each_call() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        granted = await driver.lease()
+        assert (granted.engine_id, granted.weight_version, driver.num_calls) == ("engine-0", 3, 1)
+        assert driver.leased == [("a", 3)]
+        driver.leases.handle_message(LeaseEnded(lease_id=1, received=5))
+        await asyncio.sleep(0.01)
+        assert driver.num_calls == 0
+        assert driver.leased == [("a", 3), ("a", None)]
+
+
+@in_virtual_time
+async def test_an_engine_is_interrupted_when_workers_have_confirmed_that_they_send_nothing_more() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        interrupting = nursery.start_task("interrupt", driver.pool.interrupt_engine(driver.engine, "abort"))
+        await asyncio.sleep(1.0)
+        revoke = driver.posted[-1]
+        assert isinstance(revoke, RevokeLeases)
+        assert not interrupting.done()
+        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
+        await asyncio.sleep(0.1)
+        assert interrupting.done()
+        driver.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+@in_virtual_time
+async def test_leases_of_a_silent_worker_expire_before_an_engine_is_interrupted() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        renewed_s = driver.clock()
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        await driver.pool.interrupt_engine(driver.engine, "abort")
+        waited_s = driver.clock() - renewed_s
+        assert LEASE_S < waited_s < LEASE_S + 1.0
+        await asyncio.sleep(0.1)
+        assert driver.num_calls == 0
+
+
+@in_virtual_time
+async def test_an_engine_that_still_gets_calls_is_not_interrupted() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        with pytest.raises(InvariantError, match="hold it first"):
+            await driver.pool.interrupt_engine(driver.engine, "abort")
+
+
+@in_virtual_time
+async def test_calls_of_a_worker_are_dropped_when_their_engine_is_quarantined() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.quarantine_engine("engine-0", EngineError("it is broken"))
+        await asyncio.sleep(0.01)
+        drop = driver.posted[-1]
+        assert isinstance(drop, DropCall)
+        assert "it is broken" in drop.why
+        assert driver.num_calls == 1  # until the worker has ended it
+        driver.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+@in_virtual_time
+async def test_a_failed_engine_is_restarted_when_its_leases_are_revoked() -> None:
+    restarted: list[str] = []
+
+    async def restart(engine_id: str) -> None:
+        restarted.append(engine_id)
+
+    async def catch_up(engine_id: str) -> None:
+        driver.pool.serve_engine(engine_id, 3)
+
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        config = SimulatedEngines()
+        repair = EngineRepair(driver.pool, restart, catch_up, config, driver.metrics, driver.clock, seed=0)
+        nursery.start_task("repair", repair.repair_engines())
+        driver.pool.quarantine_engine("engine-0", EngineError("it is broken"))
+        await asyncio.sleep(1.0)
+        assert restarted == []
+        revoke = driver.posted[-1]
+        assert isinstance(revoke, RevokeLeases)
+        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
+        await asyncio.sleep(1.0)
+        assert restarted == ["engine-0"]
+        driver.leases.handle_message(LeaseEnded(lease_id=1))
+        await asyncio.sleep(0.1)
+        nursery.cancel_tasks()
+
+
+@pytest.mark.parametrize(
+    ("report", "state"),
+    [
+        (EngineReport(engine_id="engine-0", kind="strike", text="x"), EngineState.SERVING),
+        (EngineReport(engine_id="engine-0", kind="failure", text="x"), EngineState.QUARANTINED),
+        (EngineReport(engine_id="engine-0", kind="busy", text="x", retry_after_s=5.0), EngineState.SERVING),
+    ],
+    ids=lambda each: getattr(each, "kind", None),
+)
+@in_virtual_time
+async def test_what_a_worker_reports_of_an_engine_counts_as_a_call_of_the_driver(
+    report: EngineReport, state: EngineState
+) -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        driver.leases.handle_message(report)
+        snapshot = driver.pool.snapshot_of("engine-0")
+        assert snapshot is not None
+        assert snapshot.state is state
+        if report.kind == "busy":
+            driver.leases.handle_message(LeaseWanted(lease_id=1, key="a", tokens=9, prompt=4))
+            await asyncio.sleep(4.0)
+            assert not any(isinstance(message, LeaseGranted) for message in driver.posted)
+            await asyncio.sleep(2.0)
+            assert isinstance(driver.posted[-1], LeaseGranted)
+            driver.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+@in_virtual_time
+async def test_a_busy_engine_is_reported_with_the_time_that_it_asked_for() -> None:
+    worker = Worker()
+    worker.calls.record_back_pressure("engine-0", EngineBusy("too many calls", 5.0))
+    (report,) = worker.posted
+    assert isinstance(report, EngineReport)
+    assert (report.kind, report.retry_after_s) == ("busy", 5.0)
+
+
+@in_virtual_time
+async def test_an_engine_is_not_blamed_for_the_silence_of_a_worker() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        load = driver.pool.statistics.load_of
+        assert not load("engine-0").unobserved
+        await asyncio.sleep(5.0)
+        assert load("engine-0").unobserved
+        driver.leases.renew(2, ())
+        assert not load("engine-0").unobserved
+        assert load("engine-0").progress_s == driver.clock()  # the silence begins now
+        driver.leases.handle_message(LeaseEnded(lease_id=1))
