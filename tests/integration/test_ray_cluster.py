@@ -18,6 +18,7 @@ from async_rl.observability.text_console import TextConsole
 from async_rl.queue.ledger import Ledger
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.trainer_protocol import StepResult
+from async_rl.types import TakenBatch
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.mortal_rank import PLAN, MortalRank
 from tests.support.quick_server import QuickServer
@@ -58,16 +59,17 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
 
 
 class DistantRank(MortalRank):
-    """Records where it reads its batches."""
+    """Records where it reads its trajectories."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
         super().__init__(config, rank, world_size, init_address)
         self._paths = Path(config["run"]["dir"]) / f"paths-{rank}"
 
-    def train_step(self, batch_path: str, step: int) -> StepResult:
+    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        (path,) = {batch.trajectories[index].path for index in self.needed_trajectories(batch)}
         with self._paths.open("a") as file:
-            file.write(f"{step} {batch_path}\n")
-        return super().train_step(batch_path, step)
+            file.write(f"{step} {path}\n")
+        return super().train_step(batch, step)
 
 
 class Steps(RunProgress):
@@ -158,8 +160,8 @@ async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_
 
     async def take_a_node_away() -> None:
         await steps.more(2)
-        batch = Path((tmp_path / "paths-0").read_text().split()[1])
-        rank = int(batch.parts[2])  # /proc/<pid>/fd/<number>
+        frames = Path((tmp_path / "paths-0").read_text().split()[1])
+        rank = int(frames.parts[2])  # /proc/<pid>/fd/<number>
         nodes.take_away(nodes.node_of(rank))
         await lines.seen("the trainer is back at step")
         await lines.seen("Ray has no capacity for 2 x engine")
