@@ -231,6 +231,14 @@ MUTANTS: Final = (
         (PACKED,),
     ),
     Mutant(
+        "every-node-gets-every-frame",
+        "Frames are sent to all nodes, whichever ranks read them.",
+        "async_rl/placement/ray_trainer.py",
+        "        indices = {node: sorted(chosen) for node, chosen in needed.items()}\n",
+        "        indices = {node: sorted(frames) for node in needed}\n",
+        ("tests/unit/test_ray_trainer.py",),
+    ),
+    Mutant(
         "a-rank-reads-the-whole-batch",
         "Each rank opens the frames of all ranks.",
         "async_rl/queue/batching.py",
