@@ -150,6 +150,7 @@ async def open_worker(workers: int) -> AsyncIterator[Link]:
     finally:
         link.close()
         await ended(process)
+        link.peer_has_ended = True
 
 
 async def ended(process: SpawnProcess) -> None:

@@ -314,7 +314,7 @@ class SimulatedEngine:
         return None
 
     def remote_call(self) -> AbstractContextManager[None]:
-        """Implements `Engine.remote_call`. A simulated worker calls this object itself, which counts."""
+        """Implements `Engine.remote_call`. Other processes cannot reach it."""
         return nullcontext()
 
     @property

@@ -21,20 +21,23 @@ _KILL_LIMIT_S: Final = 30.0
 """A process that holds a GPU can take this long to exit even when it is killed."""
 
 
-async def end_actor(actor: Any, process: Process | None, *, grace_s: float = 0.0) -> None:
+async def end_actor(actor: Any, process: Process | None, *, grace_s: float = 0.0) -> bool:
     """End an actor that may be running, dead, stopped or hung, and wait until its process is gone.
 
     Args:
         actor: The actor.
         process: Its process; None if the actor has never reported it.
         grace_s: Seconds for the actor to exit by itself before it is killed.
+
+    Returns:
+        Whether its process has certainly ended.
     """
     if process is None or not grace_s:
         ray.kill(actor)
     else:
         actor.__ray_terminate__.remote()
     if process is None:
-        return
+        return False
     gone = False
     try:
         if process.host == ray.get_runtime_context().get_node_id():
@@ -46,11 +49,12 @@ async def end_actor(actor: Any, process: Process | None, *, grace_s: float = 0.0
                 gone = await remote.remote(process, _KILL_LIMIT_S, grace_s)
         else:
             log.warning("process %d is lost with its node %s", process.pid, process.host)
-            return
+            return False
     except (RayError, TimeoutError) as error:
         log.warning("cannot reach node %s: %s: %s", process.host, type(error).__name__, error)
     if not gone:
         log.warning("process %d of node %s may still run", process.pid, process.host)
+    return gone
 
 
 def _alive() -> set[str]:

@@ -75,6 +75,7 @@ async def rollout_worker(config: Config, name: str, setup: ActorSetup, log_path:
     options = {"num_cpus": config.placement.cpus_per_rollout_worker, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
     process: Process | None = None
+    link: Link | None = None
     graceful = False
     try:
         try:
@@ -97,7 +98,9 @@ async def rollout_worker(config: Config, name: str, setup: ActorSetup, log_path:
                     await running
                     graceful = True
     finally:
-        await end_actor(actor, process, grace_s=EXIT_LIMIT_S if graceful else 0.0)
+        gone = await end_actor(actor, process, grace_s=EXIT_LIMIT_S if graceful else 0.0)
+        if link is not None:
+            link.peer_has_ended = gone
 
 
 def config_per_worker(config: Config) -> Config:

@@ -113,6 +113,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     ),
     "kill_worker": FaultRow("worker", "a rollout worker is killed", only="workers"),
     "mute_worker": FaultRow("worker", "a rollout worker falls silent", only="workers"),
+    "cut_off_worker": FaultRow("worker", "a rollout worker is cut off from the driver", only="workers"),
     "raise": FaultRow("user", "the agent loop raises"),
     "hang_loop": FaultRow("user", "the agent loop hangs"),
     "silent": FaultRow("user", "the agent loop returns without a turn"),

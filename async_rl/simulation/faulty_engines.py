@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NoReturn, cast, get_args
@@ -58,7 +58,7 @@ from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import FACTS, Injection, Scenario
 from async_rl.simulation.simulated_trainer import Broadcasts, SimulatedTrainer
-from async_rl.simulation.simulated_workers import SimulatedWorkers, exponential
+from async_rl.simulation.simulated_workers import CUT_OFF_S, SimulatedWorkers, exponential
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
@@ -72,6 +72,9 @@ _REFUSAL_S: Final = 0.1
 
 _SLOW_PAYLOAD_S: Final = 40.0
 _PIECE: Final = bytes(PIECE_BYTES)
+
+_ABORT_AGAIN_S: Final = 0.02
+"""Between two aborts while calls of rollout workers may be under way."""
 
 _CONTROL_S: Final = 2.0
 """A control request without an answer for so long is given up."""
@@ -135,6 +138,7 @@ class FaultyEngine(SimulatedEngine):
         self._no_streams.set()
         self._stopped = False
         """Whether it has confirmed that no call runs, and its weights may change."""
+        self._remote_calls = 0
         self._verified: int | None = None
         self._refusals: set[FaultKind] = set()
         """Refusals that have not taken effect yet."""
@@ -288,6 +292,15 @@ class FaultyEngine(SimulatedEngine):
         assert finish is not None
         yield finish
 
+    @contextmanager
+    def remote_call(self) -> Iterator[None]:
+        """Implements `Engine.remote_call`: the request may arrive later than it was announced."""
+        self._remote_calls += 1
+        try:
+            yield
+        finally:
+            self._remote_calls -= 1
+
     async def _refuse_call(self) -> None:
         """Answer a call with a status, as a proxy or a server that was started otherwise does."""
         self._check_reachable()
@@ -397,6 +410,10 @@ class FaultyEngine(SimulatedEngine):
         await super().interrupt(mode)
         if mode == "abort":
             await self._no_streams.wait()
+            while self._remote_calls:  # their requests may be under way, so the abort is repeated
+                await asyncio.sleep(_ABORT_AGAIN_S)
+                await super().interrupt(mode)
+                await self._no_streams.wait()
             self._stopped = True
 
     async def resume_generation(self, mode: InterruptMode) -> None:
@@ -564,10 +581,18 @@ class SimulatedCluster:
     def inject(self, injection: Injection) -> None:
         """Let something go wrong with an engine or the trainer."""
         kind = injection.kind
-        if kind == "kill_worker" or kind == "mute_worker":
-            end = self._workers.kill if kind == "kill_worker" else self._workers.mute
-            if end(injection.engine):
+        if FAULTS[kind].family == "worker":
+            workers = self._workers
+            ends = {
+                "kill_worker": workers.kill,
+                "mute_worker": workers.mute,
+                "cut_off_worker": workers.cut_off,
+            }
+            if ends[kind](injection.engine):
                 self._checker.met(kind)
+                if kind == "cut_off_worker":
+                    silent_s = self._scenario.config.rollout.worker_stall_s
+                    self._checker.worker_is_unaware(2 * silent_s + CUT_OFF_S)
         elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]
             for each in self.engines if kind in ("no_descriptors", "hold_all") else [engine]:

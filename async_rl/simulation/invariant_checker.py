@@ -101,6 +101,8 @@ class InvariantChecker:
         """The tokens that the next call of a trajectory must continue, by root and name."""
         self._unaccounted: Counter[str] = Counter()
         """Calls of a trajectory that have begun and not ended with their engine's account of versions."""
+        self._unaware_until_s = -math.inf
+        """Until when loops may reach limits by a clock that does not know which engines serve."""
         self._recoveries: dict[str, list[str]] = defaultdict(list)
         """How each call for the missing rows of a trajectory ended."""
         self._steps: dict[int, frozenset[str]] = {}
@@ -316,11 +318,17 @@ class InvariantChecker:
         for name in self._heads.pop(root, ()):
             self._unaccounted[name] += 1
 
+    def worker_is_unaware(self, for_s: float) -> None:
+        """A rollout worker goes on, and does not hear for so long that engines are held."""
+        self._unaware_until_s = max(self._unaware_until_s, self.now() + for_s)
+
     def attempt_cancelled(self, remaining_s: float) -> None:
         """The agent loop of a trajectory is cancelled: not by its limit while engines were held."""
         limit_s, root = self._config.rollout.trajectory_timeout_s, _task_name()
         if root not in self._ends_s:
             return  # it is settled, and its loop was late to hear of it
+        if self.now() < self._unaware_until_s:
+            return
         early_s = self._ends_s[root] - self.served_s
         slack_s = _LINK_SLACK_S if self._config.rollout.num_workers else _ROUNDING_S
         if remaining_s <= 0.0 and early_s > slack_s:

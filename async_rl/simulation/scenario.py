@@ -202,14 +202,14 @@ def sharing(scenario: Scenario) -> Scenario:
 
 
 def with_workers(scenario: Scenario) -> Scenario:
-    """The same with agent loops in rollout workers, which are killed and fall silent now and then."""
+    """The same with rollout workers, which are killed, fall silent and are cut off now and then."""
     rng = random.Random(f"workers {scenario.seed}")
     rollout = replace(
         scenario.config.rollout,
         num_workers=rng.choice((1, 2, 3)),
         worker_stall_s=rng.choice((3.0, 10.0)),
     )
-    kinds = kinds_of("worker")
+    kinds: tuple[FaultKind, ...] = ("kill_worker", "mute_worker")
     faults = [
         Injection(
             step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
@@ -218,6 +218,16 @@ def with_workers(scenario: Scenario) -> Scenario:
             amount=rng.random(),
         )
         for _ in range(rng.choice((0, 1, 3, 9)))
+    ]
+    rng = random.Random(f"workers cut off {scenario.seed}")
+    faults += [
+        Injection(
+            step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
+            kind="cut_off_worker",
+            engine=rng.randrange(12),
+            amount=rng.random(),
+        )
+        for _ in range(rng.choice((0, 0, 1, 2)))
     ]
     injections = sorted((*scenario.injections, *faults), key=lambda injection: injection.step)
     config = replace(scenario.config, rollout=rollout)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from typing import Self
+from typing import Final, Self, cast
 
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
-from async_rl.engine_protocol import Engine, EngineFacts
+from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
 from async_rl.errors import WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import Link, Message, decode, encode
@@ -39,6 +39,7 @@ class MemoryLink(Link):
         self._last_s = 0.0
         self._other: MemoryLink | None = None
         self._lost = ""
+        self.is_cut_off = False
 
     @classmethod
     def pair(cls, delay_s: Callable[[], float]) -> tuple[Self, Self]:
@@ -73,16 +74,47 @@ class MemoryLink(Link):
 
     def lose(self, cause: str) -> None:
         """Both ends hear of it; what is under way is lost."""
-        for end in (self, self._other):
+        for end in (self,) if self.is_cut_off else (self, self._other):
             if end is not None and not end._lost:
                 end._lost = cause
                 end._news.set()
 
+    def cut_off(self) -> None:
+        """Let nothing arrive any more at either end, which does not notice that."""
+        for end in (self, self._other):
+            if end is not None:
+                end.is_cut_off = True
+
     def _arrive(self) -> None:
         """The oldest message, for timers of one moment have no order."""
-        if not self._lost:
+        if not (self._lost or self.is_cut_off):
             self._arrived.append(decode(self._under_way.popleft()))
             self._news.set()
+
+
+class DistantEngine:
+    """A worker's client of an engine: a request arrives some time after it was sent."""
+
+    def __init__(self, engine: Engine, delay_s: Callable[[], float]) -> None:
+        """Call an engine over a network that takes `delay_s` for a request."""
+        self.engine_id = engine.engine_id
+        self.decode_routing = engine.decode_routing
+        self._engine = engine
+        self._delay_s = delay_s
+
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
+        """Implements `Engine.generate`."""
+        await asyncio.sleep(self._delay_s())
+        stream = cast(AsyncGenerator[Chunk | PayloadProgress | Finish, None], self._engine.generate(request))
+        async with aclosing(stream):
+            async for event in stream:
+                yield event
+
+
+CUT_OFF_S: Final = 25.0
+"""How long a worker that is cut off from the driver goes on: longer than its leases are valid."""
 
 
 class SimulatedWorkers:
@@ -128,7 +160,9 @@ class SimulatedWorkers:
             self._config,
             chat=self._chat,
             facts=self._facts,
-            connect=lambda engine_id, address: self._engines[engine_id],
+            connect=lambda engine_id, address: cast(
+                Engine, DistantEngine(self._engines[engine_id], self._delay_s)
+            ),
             new_id=lambda: f"{prefix}{next(numbers):024x}",
             metrics=self.metrics[-1],
             clock=clock,
@@ -139,8 +173,11 @@ class SimulatedWorkers:
             try:
                 yield ours
             finally:
+                if theirs.is_cut_off:
+                    await asyncio.sleep(CUT_OFF_S)
                 theirs.lose("the worker was ended")
                 process.cancel_tasks()
+                ours.peer_has_ended = not theirs.is_cut_off
                 del self.ends[name]
 
     def kill(self, index: int) -> bool:
@@ -149,6 +186,14 @@ class SimulatedWorkers:
         if not names:
             return False
         self.ends[names[index % len(names)]].lose("the worker was killed")
+        return True
+
+    def cut_off(self, index: int) -> bool:
+        """Let a worker and the driver hear nothing of each other, while both go on; whether there was one."""
+        names = sorted(self.ends)
+        if not names:
+            return False
+        self.ends[names[index % len(names)]].cut_off()
         return True
 
     def mute(self, index: int) -> bool:

@@ -1351,6 +1351,22 @@ MUTANTS: Final = (
         (f"{WORKERS}::test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker",),
     ),
     Mutant(
+        "answers-of-older-weights-are-kept",
+        "Tokens that are older than their lease are kept, and their group is older than its deadline says.",
+        "async_rl/rollout/session/transcript.py",
+        "any(span.weight_version < call.since_version for",
+        "any(span.weight_version < -1 for",
+        ("tests/unit/test_session.py::test_an_answer_is_refused_when_its_weights_are_older_than_its_lease",),
+    ),
+    Mutant(
+        "lost-worker-counts-as-dead",
+        "The leases of a worker that was cut off are given away while it may still use them.",
+        "async_rl/rollout/workers/worker_backend.py",
+        "if worker is not None and worker.link.peer_has_ended:",
+        "if worker is not None:",
+        (f"{WORKERS}::test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire",),
+    ),
+    Mutant(
         "revoked-lease-sends-on",
         "A worker confirms that it sends nothing more to an engine, and does.",
         "async_rl/rollout/workers/remote_calls.py",

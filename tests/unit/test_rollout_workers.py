@@ -41,6 +41,7 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.worker_backend import WorkerBackend
+from async_rl.simulation import simulated_workers
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
 from async_rl.types import Completion, Sampled, Task, Trajectory
@@ -285,6 +286,28 @@ async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(how
     assert resumed == state.num_sampled_tokens
     assert restarts == 2
     assert workers.bench.counted("engine_quarantined_total", engine="engine-0") == 0.0
+
+
+@in_virtual_time
+async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(simulated_workers, "CUT_OFF_S", 0.0)  # the driver gives up to end its process
+    loop = asyncio.get_running_loop()
+    async with WorkerBench(max_new_tokens=40, worker_stall_s=2.0) as workers:
+        workers.policy.stop_at = frozenset()
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))
+            await workers.policy.reaches(20)
+            (lost,) = workers.backend.workers.values()
+            workers.processes.cut_off(0)
+            begin_s = loop.time()
+            await playing
+        assert loop.time() - begin_s < 4.0  # the attempt goes on elsewhere at once
+        await asyncio.sleep(9.0 - (loop.time() - begin_s))
+        assert lost.leases in workers.bench.pool.lease_holders
+        await asyncio.sleep(3.0)
+        assert lost.leases not in workers.bench.pool.lease_holders
 
 
 async def _lost(work: Any) -> WorkerLost:

@@ -203,6 +203,16 @@ async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_chan
     assert trajectory.weight_versions[PROMPT:].tolist() == [0, 0, 0, 0, 1]
 
 
+async def test_an_answer_is_refused_when_its_weights_are_older_than_its_lease():
+    late = [lambda r: sampled(3, "stop", 1, prompt=PROMPT), lambda r: sampled(2, "stop", 2, prompt=PROMPT)]
+    b = bench(late)
+    b.pool.hold_engine("engine-0")
+    b.pool.serve_engine("engine-0", 2)
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert [(len(s.token_ids), s.weight_version) for s in trajectory.sampled] == [(2, 2)]
+
+
 async def test_an_answer_is_refused_when_its_log_probs_are_not_finite():
     def not_finite(request):
         finish = sampled(2, "stop", 0, prompt=PROMPT)[-1]

@@ -329,6 +329,12 @@ class Transcript(TokenWriter):
                 f"engine {engine_id} reports weight versions {call.spans} for "
                 f"{len(call.token_ids)} sampled tokens"
             )
+        elif any(span.weight_version < call.since_version for span in call.spans):
+            # Its group would be older than the driver knows. A restarted server has its first weights.
+            problem = (
+                f"engine {engine_id} reports weight versions {call.spans} under a lease of version "
+                f"{call.since_version}"
+            )
         elif not np.isfinite(call.log_probs).all():
             problem = f"engine {engine_id} returned log-probs that are not finite"
         else:

@@ -304,6 +304,9 @@ def decode(frame: bytes | memoryview) -> Message:
 class Link(Protocol):
     """One end of the connection between the driver and a worker."""
 
+    peer_has_ended: bool = False
+    """In the driver: whether the worker's process has certainly ended, set when it was ended."""
+
     def post(self, message: Message) -> None:
         """Send a message without waiting; a lost link ignores it, and `receive` raises."""
         ...

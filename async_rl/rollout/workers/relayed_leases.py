@@ -179,9 +179,14 @@ class RelayedLeases(LeaseHolder):
 
     # -- the end of the worker -----------------------------------------------------------------------------
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the worker holds no lease and never will again."""
+        return self not in self._pool.lease_holders
+
     async def expire(self) -> None:
         """Return all leases once the worker, which is lost, can no longer use them."""
-        if self._leases:
+        if not self.is_closed and self._valid_s:
             with waiting("leases", self._name):
                 await asyncio.sleep(self._valid_s)
         self.close()

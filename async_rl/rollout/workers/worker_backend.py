@@ -169,6 +169,8 @@ class WorkerBackend(RolloutBackend):
         self._serving_clock = pool.serving_clock
         self.workers: dict[str, WorkerHandle] = {}
         """The workers that are alive, by name."""
+        self._leases: list[RelayedLeases] = []
+        """Those of all workers that may still run."""
         self._worker_joined = asyncio.Event()
         self._request_ids = count(1)
         self._keepers = Nursery()
@@ -191,7 +193,11 @@ class WorkerBackend(RolloutBackend):
         """End all workers."""
         self._serving_clock.listeners.pop(self._post_serving_change)
         self._keepers.cancel_tasks()
-        await self._keepers.__aexit__(kind, error, traceback)
+        try:
+            await self._keepers.__aexit__(kind, error, traceback)
+        finally:
+            for leases in self._leases:
+                await leases.expire()  # of workers that may still run
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -289,7 +295,7 @@ class WorkerBackend(RolloutBackend):
                         link = await stack.enter_async_context(self._open_worker(name))
                     worker = WorkerHandle(name, link, self._new_leases)
                     cause = await self._receive_messages(worker)
-                    # Its process ends with the block; if that cannot be known, its leases expire before.
+                    # Its process ends with the block. Until that is known its leases expire.
                     self._keepers.start_task(f"leases of {name}", worker.leases.expire())
             except EnvironmentNotReady as error:
                 failed_starts += 1
@@ -299,7 +305,7 @@ class WorkerBackend(RolloutBackend):
                     ) from error
                 log.warning("%s did not start: %s", name, error)
             finally:
-                if worker is not None:
+                if worker is not None and worker.link.peer_has_ended:
                     worker.leases.close()
             if worker is not None:
                 failed_starts = 0
@@ -311,7 +317,7 @@ class WorkerBackend(RolloutBackend):
                 await asyncio.sleep(_RESTART_DELAY_S * 2.0**doublings)
 
     def _new_leases(self, worker: WorkerHandle) -> RelayedLeases:
-        return RelayedLeases(
+        leases = RelayedLeases(
             worker.name,
             self._pool,
             worker.post,
@@ -320,6 +326,8 @@ class WorkerBackend(RolloutBackend):
             clock=self._clock,
             on_lease=worker.record_lease,
         )
+        self._leases = [each for each in self._leases if not each.is_closed] + [leases]
+        return leases
 
     async def _receive_messages(self, worker: WorkerHandle) -> str:
         """Receive a worker's messages until it ends, and return why it ended."""
