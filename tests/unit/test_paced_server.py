@@ -1,0 +1,119 @@
+"""The stand-in server of the benchmarks speaks SGLang's API as the real client reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.types import VersionSpan
+from benchmarks.support.paced_server import Counts, Pace, PacedEngine, RoutingShape
+from tests.support.fake_sglang import facts
+
+
+def request(number: int = 0, *, tokens: int = 8, routing: bool = False) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{number:032x}",
+        input_ids=np.arange(4, dtype=np.int32),
+        max_new_tokens=tokens,
+        sampling=SamplingParams(),
+        return_routing=routing,
+    )
+
+
+@asynccontextmanager
+async def serving(pace: Pace) -> AsyncIterator[tuple[PacedEngine, SGLangEngine, Counts]]:
+    """Serve one engine, with a client of it; steps are taken by the test."""
+    counts = Counts()
+    engine = PacedEngine(pace, RoutingShape(num_layers=3, top_k=2, num_experts=8), counts, seed=0)
+    server = await asyncio.get_running_loop().create_server(engine.connection, "127.0.0.1", 0)
+    client = SGLangEngine(
+        "engine-0",
+        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+        facts(max_position_embeddings=1000),
+    )
+    await client.wait_ready()
+    try:
+        yield engine, client, counts
+    finally:
+        await client.close()
+        server.close()
+
+
+async def collect(
+    client: SGLangEngine, call: GenerateRequest, started: asyncio.Event
+) -> tuple[list[int], Finish]:
+    """Return the tokens of a call and its finish."""
+    tokens: list[int] = []
+    async for event in client.generate(call):
+        if isinstance(event, Chunk):
+            tokens += list(event.token_ids)
+            started.set()
+        elif isinstance(event, Finish):
+            finish = event
+    return tokens, finish
+
+
+async def send_first_event(engine: PacedEngine, counts: Counts, started: asyncio.Event) -> None:
+    """Take two steps once the call runs, and wait until the client has read the event."""
+    while not counts.running:
+        engine.advance()  # of no call
+        await asyncio.sleep(0)
+    engine.advance()
+    engine.advance()
+    await started.wait()
+
+
+async def advance_until(engine: PacedEngine, done: asyncio.Task[tuple[list[int], Finish]]) -> None:
+    """Take steps until a call has ended."""
+    while not done.done():
+        engine.advance()
+        await asyncio.sleep(0)
+
+
+async def test_an_answer_has_the_length_of_the_pace_and_events_of_its_interval():
+    async with serving(Pace(answer_tokens=6, stream_interval=4)) as (engine, client, counts):
+        call = asyncio.create_task(collect(client, request(), asyncio.Event()))
+        await advance_until(engine, call)
+        tokens, finish = await call
+    assert len(tokens) == 6
+    assert finish.reason == "stop"
+    assert (counts.tokens, counts.events, counts.answers, counts.running) == (6, 2, 1, 0)
+
+
+async def test_tokens_after_an_update_in_place_have_its_version():
+    async with serving(Pace(stream_interval=2)) as (engine, client, counts):
+        started = asyncio.Event()
+        call = asyncio.create_task(collect(client, request(tokens=400), started))
+        await send_first_event(engine, counts, started)
+        engine.control("update_weight_version", b'{"new_version": "7"}')
+        await advance_until(engine, call)
+        tokens, finish = await call
+        assert (await client.health()).weight_version == 7
+    assert len(tokens) == 400
+    assert finish.reason == "length"
+    assert finish.version_spans == (
+        VersionSpan(start=0, end=2, weight_version=0),
+        VersionSpan(start=2, end=400, weight_version=7),
+    )
+
+
+async def test_an_aborted_call_ends_with_its_tokens_and_rows_are_sent_at_the_finish():
+    async with serving(Pace(stream_interval=1)) as (engine, client, counts):
+        started = asyncio.Event()
+        call = asyncio.create_task(collect(client, request(tokens=400), started))
+        await send_first_event(engine, counts, started)
+        await client.interrupt("abort")
+        tokens, finish = await call
+        assert finish.reason == "abort"
+        assert len(tokens) == 2
+        routed = asyncio.create_task(collect(client, request(1, tokens=3, routing=True), asyncio.Event()))
+        await advance_until(engine, routed)
+        _, finish = await routed
+        assert finish.routing is not None
+        assert client.decode_routing(finish.routing).rows.shape == (4 + 3 - 1, 2, 2)
+    assert counts.aborted == 1
