@@ -42,6 +42,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.observability.records import step_record_log
+from async_rl.simulation.process_costs import STREAMS_PER_WORKER, CostRow, ProcessCosts, fit_costs
 from benchmarks.support.paced_server import Counts, Pace
 from tests.support.mortal_rank import PLAN
 
@@ -55,45 +56,9 @@ GROUPS_PER_BATCH: Final = 4
 SLOTS: Final = 128
 """Slots of an engine."""
 
-_START_LIMIT_S: Final = 180.0
+_START_LIMIT_S: Final = 600.0
 _SETTLE_S: Final = 2.0
 """Between a change of pace and the measurement."""
-
-
-class Row(msgspec.Struct, kw_only=True):
-    """Costs of one number of workers at one length of answers."""
-
-    workers: int
-    streams: int
-    answer_tokens: int
-    tokens_per_event: float
-    driver_us_a_token: float
-    """The driver's CPU time over all tokens."""
-    driver_ms_a_trajectory: float
-    """The same CPU time over all trajectories."""
-    worker_tokens_per_s: float
-    driver_idle: float
-    """CPU seconds a second without tokens, not part of the costs."""
-    seconds: float
-    tokens: int
-    trajectories: int
-    steps: int
-    driver_cpu_s: float
-    """Without what it takes idle."""
-    worker_cpu_s: float
-    late_share: float
-    """Share of the tokens that came late because a server or a reader was behind."""
-    quick: bool = False
-    """Whether it is a figure of `--quick`: fewer streams and shorter measurements."""
-
-
-class Fit(msgspec.Struct, kw_only=True):
-    """The driver's costs, by a line over the lengths of answers."""
-
-    workers: int
-    tokens_per_event: float
-    us_a_token: float
-    ms_a_trajectory: float
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,7 +243,7 @@ def training(folder: Path, config: dict[str, Any]) -> Iterator[subprocess.Popen[
             shutil.rmtree(folder / "run", ignore_errors=True)
 
 
-async def measure_run(plan: Plan, folder: Path, workers: int, interval: int | None) -> list[Row]:
+async def measure_run(plan: Plan, folder: Path, workers: int, interval: int | None) -> list[CostRow]:
     """Start a run with so many workers, and measure all lengths in it."""
     streams = plan.streams * max(1, workers)
     rows = []
@@ -306,12 +271,8 @@ async def measure_run(plan: Plan, folder: Path, workers: int, interval: int | No
                     )
                     await asyncio.sleep(_SETTLE_S)
                     row = await measure_length(engines, processes, folder / "run", idle, seconds)
-                    row.workers, row.streams, row.answer_tokens, row.quick = (
-                        workers,
-                        streams,
-                        length,
-                        plan.quick,
-                    )
+                    row.workers, row.streams = workers, streams
+                    row.answer_tokens, row.quick = length, plan.quick
                     rows.append(row)
     return rows
 
@@ -338,7 +299,7 @@ async def measure_idle(processes: RunProcesses, seconds: float) -> ProcessTimes:
 
 async def measure_length(
     engines: Servers, processes: RunProcesses, run_dir: Path, idle: ProcessTimes, seconds: float
-) -> Row:
+) -> CostRow:
     """Measure the run for a while."""
     counts, times, start_s = await engines.counts(), processes.times(), time.perf_counter()
     steps = len(step_record_log(run_dir / "metrics.jsonl").read())
@@ -347,8 +308,8 @@ async def measure_length(
     wall_s = time.perf_counter() - start_s
     tokens, answers = after.tokens - counts.tokens, after.answers - counts.answers
     driver_s = max(0.0, spent.driver - idle.driver * wall_s)
-    worker_s = spent.workers or driver_s
-    return Row(
+    worker_s = max(0.0, spent.workers - idle.workers * wall_s) or driver_s
+    return CostRow(
         workers=0,
         streams=0,
         answer_tokens=0,
@@ -367,36 +328,7 @@ async def measure_length(
     )
 
 
-def fit_costs(rows: Sequence[Row]) -> list[Fit]:
-    """Fit the driver's CPU time of each run by tokens and trajectories, at least 0 each.
-
-    Least squares over the rows, each divided by its number of trajectories: a line over the tokens that a
-    trajectory has in the mean, weighted by the trajectories that were seen.
-    """
-    fits = []
-    for workers, interval in sorted({(row.workers, round(row.tokens_per_event)) for row in rows}):
-        run = [r for r in rows if (r.workers, round(r.tokens_per_event)) == (workers, interval)]
-        events = np.array([[r.tokens, r.trajectories] for r in run], float)
-        cpu_s = np.array([r.driver_cpu_s for r in run])
-        weights = 1 / np.sqrt(np.maximum(events[:, 1], 1.0))
-        (slope, intercept), *_ = np.linalg.lstsq(events * weights[:, None], cpu_s * weights, rcond=None)
-        if slope < 0 or intercept < 0:  # the other one alone then fits best
-            column = 1 if slope < 0 else 0
-            alone = events[:, column] * weights
-            value = float(alone @ (cpu_s * weights) / (alone @ alone))
-            slope, intercept = (0.0, value) if column else (value, 0.0)
-        fits.append(
-            Fit(
-                workers=workers,
-                tokens_per_event=interval,
-                us_a_token=1e6 * slope,
-                ms_a_trajectory=1e3 * intercept,
-            )
-        )
-    return fits
-
-
-def show(rows: Sequence[Row], fits: Sequence[Fit]) -> None:
+def show(rows: Sequence[CostRow], fits: Sequence[ProcessCosts]) -> None:
     """Print rows and lines with their limits."""
     console = Console(width=150)
     table = Table(title="costs" + " (quick: fewer streams, shorter)" * any(row.quick for row in rows))
@@ -418,9 +350,9 @@ def show(rows: Sequence[Row], fits: Sequence[Fit]) -> None:
     console.print(table)
     for fit in fits:
         console.print(
-            f"{fit.workers} workers, {fit.tokens_per_event} tokens per event: {fit.us_a_token:.3f} µs per "
-            f"token (limit {SLOPE_LIMIT_US}), {fit.ms_a_trajectory:.2f} ms per trajectory (limit "
-            f"{INTERCEPT_LIMIT_MS})"
+            f"{fit.workers} workers, {fit.tokens_per_event:.0f} tokens per event: "
+            f"{fit.driver_us_a_token:.3f} µs per token (limit {SLOPE_LIMIT_US}), "
+            f"{fit.driver_ms_a_trajectory:.2f} ms per trajectory (limit {INTERCEPT_LIMIT_MS})"
         )
 
 
@@ -441,23 +373,23 @@ def main() -> None:
         workers=tuple(o.workers or ((0, 1) if o.quick else (0, 1, 2, 4, 8))),
         lengths=lengths,
         intervals=tuple(n or None for n in o.tokens_per_event or ((8,) if o.quick else (1, 8))),
-        streams=o.streams or (64 if o.quick else 512),
+        streams=o.streams or (64 if o.quick else STREAMS_PER_WORKER),
         events_per_s=o.events_per_s or 6000.0,
         seconds=(o.seconds,) * len(lengths) if o.seconds or len(lengths) != 3 else usual,
         quick=o.quick,
     )
     folder = Path(tempfile.mkdtemp(prefix="async-rl-scale-"))
-    rows: list[Row] = []
+    rows: list[CostRow] = []
     try:
         write_inputs(folder)
         for interval in plan.intervals:
             for workers in plan.workers:
                 rows += asyncio.run(measure_run(plan, folder, workers, interval))
+                if o.json is not None:
+                    o.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     show(rows, fit_costs(rows))
-    if o.json is not None:
-        o.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ _WORKLOAD_FLAGS = (
         int,
         "bytes of one token's routing; default: computed from model.path, if it exists",
     ),
+    ("network-bytes-per-s", float, "what a node receives at most"),
+    ("disk-bytes-per-s", float, "what the driver's host writes at most"),
 )
 """Flags that are fields of `simulation.workload.Workload`."""
 
@@ -148,6 +150,12 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grow", action="store_true", help="batch and trainer grow with the engines")
     parser.add_argument(
         "--from", dest="run", type=Path, metavar="RUN", help="take figures from a past run's folder, or name"
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="costs of driver and workers: JSON of benchmarks/driver_scale.py; default: measured ones",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     for flag, kind, text in _WORKLOAD_FLAGS:
@@ -172,6 +180,7 @@ def _run_plan(parsed: argparse.Namespace) -> int:
         run_dir=None if parsed.run is None else find_run_folder(parsed.run),
         figures=given(flag for flag, *_ in _WORKLOAD_FLAGS),
         simulation=given(flag for flag, _ in _SIMULATION_FLAGS),
+        costs=parsed.costs,
         as_json=parsed.json,
     )
 

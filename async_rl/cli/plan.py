@@ -25,6 +25,7 @@ from async_rl.observability.text_console import TextConsole
 from async_rl.run.preflight import require_tasks
 from async_rl.runtime.printable import print_text
 from async_rl.simulation.planned_job import JobPlan, PlannedRun, simulate
+from async_rl.simulation.process_costs import MEASURED_COSTS, ProcessLoad, process_load, read_costs
 from async_rl.simulation.workload import Workload
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -45,6 +46,7 @@ def plan(
     run_dir: Path | None = None,
     figures: Mapping[str, float] | None = None,
     simulation: Mapping[str, int] | None = None,
+    costs: Path | None = None,
     as_json: bool = False,
 ) -> int:
     """Simulate a config's job and print what to expect of it.
@@ -57,6 +59,7 @@ def plan(
         run_dir: A past run that speeds and lengths are taken from.
         figures: Fields of the `Workload` that are given, by name.
         simulation: Fields of the `Simulation` that are given, by name.
+        costs: Measured costs of the driver and of workers, as the benchmark writes them; None takes ours.
         as_json: Print the plans as JSON instead of a table.
 
     Returns:
@@ -71,17 +74,24 @@ def plan(
     workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | dict(figures or {}))
     how = _convert_figures(simulation or {}, PlannedRun)
     base = num_engines(config)
-    plans, sentences = [], []
+    measured = read_costs(costs or MEASURED_COSTS)
+    plans, loads, sentences = [], [], []
     for number in engines or (base,):
         job, work = with_engines(config, workload, number, grow=grow)
         with PlanProgress(TextConsole(stderr=True), number, how.warmup + how.versions) as progress:
             plans.append(simulate(job, work, how, on_step=progress.show_step))
-        sentences.append(bottleneck(plans[-1], job, work) + queue_remark(plans[-1], job))
+        # The config's own number of workers fits its own number of engines only.
+        loads.append(process_load(plans[-1], work, measured, 0 if engines else config.rollout.num_workers))
+        sentence = process_bottleneck(loads[-1], work) or bottleneck(plans[-1], job, work)
+        sentences.append(sentence + queue_remark(plans[-1], job) + workers_remark(loads[-1]))
     if as_json:
-        rows = [msgspec.to_builtins(p) | {"bottleneck": s} for p, s in zip(plans, sentences, strict=True)]
+        rows = [
+            msgspec.to_builtins(p) | {"processes": msgspec.to_builtins(q), "bottleneck": s}
+            for p, q, s in zip(plans, loads, sentences, strict=True)
+        ]
         print_text(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
     else:
-        _show(TextConsole(), workload, plans, sentences, remark)
+        _show(TextConsole(), workload, plans, loads, sentences, remark)
     return 0
 
 
@@ -287,6 +297,49 @@ def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:
     )
 
 
+def process_bottleneck(load: ProcessLoad, workload: Workload) -> str:
+    """Return one sentence if the driver, workers, network or disk limit a job, else nothing."""
+    used = {
+        "driver": load.driver_load,
+        "workers": load.worker_load,
+        "network": load.network_bytes_per_s / workload.network_bytes_per_s,
+        "disk": load.disk_bytes_per_s / workload.disk_bytes_per_s,
+    }
+    worst = max(used, key=lambda name: used[name])
+    if used[worst] <= 1.0:
+        return ""
+    if worst == "driver":
+        return (
+            f"The driver: with {load.workers} rollout workers it would need {load.driver_load:.1f} s of CPU "
+            f"time per second, and has 1: it delivers {1 / load.driver_load:.0%} of this throughput; split "
+            "the job into several runs, or make answers longer."
+        )
+    if worst == "workers":
+        return (
+            f"The rollout workers: each of the {load.workers} would need {load.worker_load:.1f} s of CPU "
+            f"time per second; raise rollout.num_workers above {load.workers * load.worker_load:.0f}."
+        )
+    if worst == "network":
+        return (
+            f"The network: a process would receive {_size(int(load.network_bytes_per_s))} per second, and a "
+            f"node has {_size(int(workload.network_bytes_per_s))}; raise rollout.num_workers, or leave out "
+            "routing rows (routing.replay)."
+        )
+    return (
+        f"The disk of the driver's host: it would write {_size(int(load.disk_bytes_per_s))} per second of "
+        f"{_size(int(workload.disk_bytes_per_s))}; use faster drives, or leave out routing rows "
+        "(routing.replay)."
+    )
+
+
+def workers_remark(load: ProcessLoad) -> str:
+    """Return a sentence that says how many rollout workers to request."""
+    if not load.workers:
+        return " No rollout workers are needed for its tokens."
+    cpus = f"each uses {load.worker_load:.0%} of a CPU"
+    return f" Request rollout.num_workers={load.workers}: {cpus}, the driver {load.driver_load:.0%} of one."
+
+
 def queue_remark(plan: JobPlan, config: Config) -> str:
     """Return a sentence if the queue needs more than `queue.max_bytes`, else nothing."""
     if plan.queue_bytes_peak <= config.queue.max_bytes:
@@ -316,13 +369,18 @@ def _routing_row_bytes(config: Config) -> tuple[int, str]:
 
 
 def _show(
-    console: TextConsole, workload: Workload, plans: Sequence[JobPlan], sentences: Sequence[str], remark: str
+    console: TextConsole,
+    workload: Workload,
+    plans: Sequence[JobPlan],
+    loads: Sequence[ProcessLoad],
+    sentences: Sequence[str],
+    remark: str,
 ) -> None:
     table = Table(title="what to expect", title_justify="left")
     table.add_column("engines")
     for plan in plans:
         table.add_column(f"{plan.engines:,}", justify="right")
-    for name, cells in table_rows(plans):
+    for name, cells in table_rows(plans) + load_rows(loads):
         table.add_row(name, *cells)
     console.print(_assumptions(workload), soft_wrap=True)
     console.print(table)
@@ -354,8 +412,17 @@ def table_rows(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:
         ("KS distance of lengths", [f"{p.ks_lengths:.3f}" for p in plans]),
         ("queue, mean / peak", [f"{_size(p.queue_bytes)} / {_size(p.queue_bytes_peak)}" for p in plans]),
         ("a packed batch", [_size(p.batch_bytes) for p in plans]),
-        ("driver CPU a trajectory", [f"{p.driver_cpu_s * 1e3:.2f} ms" for p in plans]),
-        ("driver CPU a second", [f"{p.driver_load:.3f} s" for p in plans]),
+    ]
+
+
+def load_rows(loads: Sequence[ProcessLoad]) -> list[tuple[str, list[str]]]:
+    """Return the lines of the table about the driver, workers, network and disk."""
+    return [
+        ("rollout workers", [f"{load.workers:,}" for load in loads]),
+        ("driver CPU a second", [f"{load.driver_load:.3f} s" for load in loads]),
+        ("CPU a second of a worker", [f"{load.worker_load:.3f} s" for load in loads]),
+        ("received a second by one process", [_size(int(load.network_bytes_per_s)) for load in loads]),
+        ("written a second by the driver's host", [_size(int(load.disk_bytes_per_s)) for load in loads]),
     ]
 
 

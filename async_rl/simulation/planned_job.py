@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from io import StringIO
 from itertools import count
@@ -58,7 +57,7 @@ _MIN_TOKENS: Final = 128
 _EVER_S: Final = 1e9
 """Coarse engines say nothing before a call ends: silence is no sign of anything here."""
 
-_FRAME_BYTES: Final = 8
+FRAME_BYTES: Final = 8
 """Bytes of a token in a frame: its id and its log-prob."""
 
 _BATCH_BYTES: Final = 14
@@ -133,10 +132,6 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One packed batch."""
     admission_closed: float
     """Share of time in which the staleness bound let no further group be dispatched."""
-    driver_cpu_s: float
-    """CPU seconds of this simulation for one simulated trajectory, engines and trainer included."""
-    driver_load: float
-    """CPU seconds a second that scheduling the real job would take, by that: above 1 one process cannot."""
     coarsen: int
     scale: int
 
@@ -320,8 +315,7 @@ class _Job:
         dropped = records[-1].dropped - observer.records[self._simulation.warmup - 1].dropped
         queued = np.array(observer.queued) * coarsen
         rows, tokens = workload.routing_row_bytes, workload.trajectory_tokens
-        frame_bytes = tokens * (_FRAME_BYTES + rows)
-        cpu_s = observer.cpu_s[1] - observer.cpu_s[0]
+        frame_bytes = tokens * (FRAME_BYTES + rows)
         limit = self.config.max_outstanding_groups * self.config.rollout.group_size
         return JobPlan(
             engines=self.engines,
@@ -351,8 +345,6 @@ class _Job:
             queue_bytes_peak=int(queued.max() * frame_bytes),
             batch_bytes=int(self._config.batch_trajectories * tokens * (_BATCH_BYTES + rows)),
             admission_closed=float(np.mean(np.array(observer.outstanding) >= limit)),
-            driver_cpu_s=cpu_s / trained,
-            driver_load=cpu_s / trained * rate,
             coarsen=coarsen,
             scale=scale,
         )
@@ -477,8 +469,6 @@ class _Observer(RunProgress):
         self.outstanding: list[int] = []
         self.usages: list[Usage] = []
         """At the end of the warm-up and of the last step."""
-        self.cpu_s: list[float] = []
-        """At the same moments."""
 
     def phase(self, text: str) -> None:
         pass
@@ -494,4 +484,3 @@ class _Observer(RunProgress):
         self._on_step(record.step)
         if len(self.records) >= self._warmup:
             self.usages[1:] = [self._usage()]
-            self.cpu_s[1:] = [time.process_time()]

@@ -64,10 +64,22 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Siblings find their prompt in the engine's prefix cache."""
     routing_row_bytes: int = 0
     """Routing rows of one token, for the queue's memory."""
+    network_bytes_per_s: float = 3e9
+    """What a node receives at most: 25 Gbit/s."""
+    disk_bytes_per_s: float = 2e9
+    """What the driver's host writes at most: one NVMe drive."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated."""
-        for name in ("prompt_tokens", "mean_tokens", "max_tokens", "turns", "prefill_tokens_per_s"):
+        for name in (
+            "prompt_tokens",
+            "mean_tokens",
+            "max_tokens",
+            "turns",
+            "prefill_tokens_per_s",
+            "network_bytes_per_s",
+            "disk_bytes_per_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
         for name in (

@@ -98,6 +98,10 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held: bool = False
     """Whether engines decode nothing."""
 
+    def interval_of(self, body: _GenerateBody) -> int:
+        """Return the tokens of one event of a call."""
+        return self.stream_interval or body.sampling_params.stream_interval or 1
+
 
 class RoutingShape(msgspec.Struct, frozen=True):
     """Dimensions of the routing rows."""
@@ -157,7 +161,9 @@ class PacedEngine:
         return _Connection(self)
 
     def set_pace(self, pace: Pace) -> None:
-        """Answer in another way from the next step on; running answers get lengths of their own."""
+        """Answer in another way; running answers follow after their next event, with lengths of their own."""
+        for stream in self._streams.values():
+            stream.interval = pace.interval_of(stream.body)
         if pace.answer_tokens != self._pace.answer_tokens:
             for stream in self._streams.values():
                 most = max(1, min(pace.answer_tokens, stream.longest) - stream.total)
@@ -251,8 +257,7 @@ class PacedEngine:
         """Start a stream."""
         body = _decode_generate(content)
         pace = self._pace
-        interval = pace.stream_interval or body.sampling_params.stream_interval or 1
-        stream = self._streams[body.rid] = _Stream(transport, body, interval)
+        stream = self._streams[body.rid] = _Stream(transport, body, pace.interval_of(body))
         stream.limit = min(stream.limit, pace.answer_tokens)
         stream.sample_under(self._version)
         self._counts.running += 1

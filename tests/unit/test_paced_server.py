@@ -117,3 +117,14 @@ async def test_an_aborted_call_ends_with_its_tokens_and_rows_are_sent_at_the_fin
         assert finish.routing is not None
         assert client.decode_routing(finish.routing).rows.shape == (4 + 3 - 1, 2, 2)
     assert counts.aborted == 1
+
+
+async def test_running_answers_follow_a_new_interval():
+    async with serving(Pace(stream_interval=2)) as (engine, client, counts):
+        started = asyncio.Event()
+        call = asyncio.create_task(collect(client, request(tokens=34), started))
+        await send_first_event(engine, counts, started)
+        engine.set_pace(Pace(stream_interval=8))
+        await advance_until(engine, call)
+        await call
+    assert counts.events == 1 + 4  # of 2 and of 8 tokens

@@ -1,0 +1,190 @@
+"""CPU costs of the driver and of rollout workers, as `benchmarks/driver_scale.py` measures them, and the load
+that a planned job puts on them.
+
+```
+ rows of the benchmark's JSON ─► fit_costs ─► ProcessCosts ─┐
+                      a JobPlan (trajectories/s, tokens/s) ─┴► process_load ─► ProcessLoad
+```
+
+A process's load is its CPU seconds per second: it cannot exceed 1, and above `MAX_LOAD` calls wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from async_rl.errors import ConfigError
+from async_rl.simulation.planned_job import FRAME_BYTES, JobPlan
+from async_rl.simulation.workload import Workload
+
+MEASURED_COSTS: Final = Path(__file__).with_name("measured_costs.json")
+"""Rows of the benchmark on two cores under load; `async-rl plan --costs` reads rows of another machine."""
+
+MAX_LOAD: Final = 0.5
+"""Load up to which a process answers without noticeable waits, and recovers from pauses."""
+
+STREAMS_PER_WORKER: Final = 512
+"""Streams of a worker in the benchmark."""
+
+_EVENT_BYTES: Final = 300
+"""One event of a stream beside its tokens: JSON of `meta_info`, and HTTP's chunk."""
+
+_TOKEN_BYTES: Final = 40
+"""One token in an event: its id twice and a log-prob."""
+
+
+class CostRow(msgspec.Struct, kw_only=True):
+    """Costs of one number of workers at one length of answers, as the benchmark measures them."""
+
+    workers: int
+    streams: int
+    answer_tokens: int
+    tokens_per_event: float
+    driver_us_a_token: float
+    """The driver's CPU time over all tokens."""
+    driver_ms_a_trajectory: float
+    """The same CPU time over all trajectories."""
+    worker_tokens_per_s: float
+    """Per CPU second of a worker; of the driver where there is none."""
+    driver_idle: float
+    """The driver's CPU seconds a second without tokens, not part of the other figures."""
+    seconds: float
+    tokens: int
+    trajectories: int
+    steps: int
+    driver_cpu_s: float
+    """Without what it takes idle."""
+    worker_cpu_s: float
+    late_share: float
+    """Share of the tokens that came late because a server or a reader was behind."""
+    quick: bool = False
+    """Whether streams were fewer and measurements shorter."""
+
+
+class ProcessCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver and a worker cost: a line over the lengths of answers."""
+
+    workers: int
+    """Number of workers in the measurement; 0: tokens are received in the driver."""
+    tokens_per_event: float
+    driver_us_a_token: float
+    driver_ms_a_trajectory: float
+    driver_idle: float
+    worker_tokens_per_s: float
+
+
+class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job demands of the processes beside its engines and trainer, and of links and disks."""
+
+    workers: int
+    """Rollout workers to request; 0 if the driver can receive all tokens itself."""
+    driver_load: float
+    """CPU seconds a second of the driver with so many workers."""
+    worker_load: float
+    """CPU seconds a second of each worker."""
+    network_bytes_per_s: float
+    """What the busiest worker receives, or the driver without workers: events and routing rows."""
+    disk_bytes_per_s: float
+    """What the driver's host writes: frames of finished trajectories."""
+
+
+def read_costs(path: Path = MEASURED_COSTS) -> list[ProcessCosts]:
+    """Read the rows of a benchmark's JSON and fit them.
+
+    Raises:
+        ConfigError: The file cannot be read, or has no rows.
+    """
+    try:
+        rows = msgspec.json.decode(path.read_bytes(), type=list[CostRow])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"--costs {path}: {error}; expected the file of `python benchmarks/driver_scale.py --json`"
+        ) from error
+    if not rows:
+        raise ConfigError(f"--costs {path}: no rows; expected those of `benchmarks/driver_scale.py --json`")
+    return fit_costs(rows)
+
+
+def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:
+    """Fit the driver's CPU time by tokens and trajectories, for each number of workers and size of events.
+
+    Least squares of the CPU time of a trajectory over its mean number of tokens, weighted by the number of
+    trajectories; a negative coefficient is set to 0. The worker's figure is that of all rows together.
+    """
+    found = []
+    for workers, interval in sorted({(row.workers, round(row.tokens_per_event)) for row in rows}):
+        run = [r for r in rows if (r.workers, round(r.tokens_per_event)) == (workers, interval)]
+        events = np.array([[r.tokens, r.trajectories] for r in run], float)
+        cpu_s = np.array([r.driver_cpu_s for r in run])
+        weights = 1 / np.sqrt(np.maximum(events[:, 1], 1.0))
+        line = np.linalg.lstsq(events * weights[:, None], cpu_s * weights, rcond=None)[0]
+        if line.min() < 0:  # the other one alone then fits best
+            kept = int(line.argmax())
+            alone = events[:, kept] * weights
+            line = np.zeros(2)
+            line[kept] = alone @ (cpu_s * weights) / (alone @ alone)
+        worker_cpu_s = sum(r.tokens / r.worker_tokens_per_s for r in run if r.worker_tokens_per_s > 0)
+        found.append(
+            ProcessCosts(
+                workers=workers,
+                tokens_per_event=interval,
+                driver_us_a_token=1e6 * float(line[0]),
+                driver_ms_a_trajectory=1e3 * float(line[1]),
+                driver_idle=float(np.mean([r.driver_idle for r in run])),
+                worker_tokens_per_s=sum(r.tokens for r in run) / max(worker_cpu_s, 1e-9),
+            )
+        )
+    return found
+
+
+def process_load(
+    plan: JobPlan, workload: Workload, costs: Sequence[ProcessCosts], workers: int = 0
+) -> ProcessLoad:
+    """Compute what a planned job demands.
+
+    Args:
+        plan: Its rates, as engines and trainer alone allow them.
+        workload: Its lengths.
+        costs: Measured costs; the largest events are assumed.
+        workers: A given number of workers; 0 computes the number that keeps each below `MAX_LOAD` with at
+            most `STREAMS_PER_WORKER` streams.
+    """
+    tokens_per_s, finished_per_s = plan.tokens_per_s, plan.trajectories_per_s
+    alone = choose_costs(costs, with_workers=False)
+    apart = choose_costs(costs, with_workers=True)
+    chosen = alone or apart
+    needed = 0
+    assert chosen is not None, "costs have at least one row"
+    if workers or alone is None or (apart and driver_load(alone, tokens_per_s, finished_per_s) > MAX_LOAD):
+        chosen = apart or chosen
+        by_streams = plan.engines * plan.slots / STREAMS_PER_WORKER
+        by_tokens = tokens_per_s / (MAX_LOAD * chosen.worker_tokens_per_s)
+        needed = workers or math.ceil(max(by_streams, by_tokens))
+    event_bytes = _EVENT_BYTES / max(1.0, chosen.tokens_per_event) + _TOKEN_BYTES
+    wire_bytes = event_bytes + workload.routing_row_bytes * 4 / 3
+    stored = (FRAME_BYTES + workload.routing_row_bytes) * workload.trajectory_tokens
+    return ProcessLoad(
+        workers=needed,
+        driver_load=driver_load(chosen, tokens_per_s, finished_per_s),
+        worker_load=tokens_per_s / chosen.worker_tokens_per_s / needed if needed else 0.0,
+        network_bytes_per_s=wire_bytes * tokens_per_s / max(1, needed),
+        disk_bytes_per_s=stored * finished_per_s,
+    )
+
+
+def choose_costs(costs: Sequence[ProcessCosts], *, with_workers: bool) -> ProcessCosts | None:
+    """Return the costs with the largest events, and of those the most workers, if there are any."""
+    fitting = [cost for cost in costs if bool(cost.workers) is with_workers]
+    return max(fitting, key=lambda cost: (cost.tokens_per_event, cost.workers), default=None)
+
+
+def driver_load(costs: ProcessCosts, tokens_per_s: float, trajectories_per_s: float) -> float:
+    """Return the CPU seconds a second that the driver takes."""
+    by_tokens = 1e-6 * costs.driver_us_a_token * tokens_per_s
+    return costs.driver_idle + by_tokens + 1e-3 * costs.driver_ms_a_trajectory * trajectories_per_s

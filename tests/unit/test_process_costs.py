@@ -1,0 +1,137 @@
+"""What the driver and rollout workers cost a planned job, from rows of the benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from async_rl.cli.plan import process_bottleneck, workers_remark
+from async_rl.errors import ConfigError
+from async_rl.simulation.planned_job import JobPlan
+from async_rl.simulation.process_costs import (
+    MEASURED_COSTS,
+    STREAMS_PER_WORKER,
+    CostRow,
+    ProcessCosts,
+    fit_costs,
+    process_load,
+    read_costs,
+)
+from async_rl.simulation.workload import Workload
+
+ALONE = ProcessCosts(
+    workers=0,
+    tokens_per_event=8,
+    driver_us_a_token=4.0,
+    driver_ms_a_trajectory=1.0,
+    driver_idle=0.02,
+    worker_tokens_per_s=250_000,
+)
+APART = msgspec.structs.replace(ALONE, workers=8, driver_us_a_token=0.01, driver_ms_a_trajectory=0.3)
+LONG = Workload(mean_tokens=8192)
+
+
+def row(tokens: int, trajectories: int, cpu_s: float, workers: int = 1) -> CostRow:
+    return CostRow(
+        workers=workers,
+        streams=64,
+        answer_tokens=tokens // trajectories,
+        tokens_per_event=8.0,
+        driver_us_a_token=1e6 * cpu_s / tokens,
+        driver_ms_a_trajectory=1e3 * cpu_s / trajectories,
+        worker_tokens_per_s=250_000.0,
+        driver_idle=0.02,
+        seconds=10.0,
+        tokens=tokens,
+        trajectories=trajectories,
+        steps=1,
+        driver_cpu_s=cpu_s,
+        worker_cpu_s=1.0,
+        late_share=0.0,
+    )
+
+
+def job(engines: int, tokens_per_engine: float = 6_000.0) -> JobPlan:
+    """A plan of engines with 128 slots; only its rates count."""
+    values = {
+        name: [] if name == "staleness" else 0 for name in JobPlan.__struct_fields__ if name != "bottleneck"
+    }
+    tokens_per_s = engines * tokens_per_engine
+    rates = {
+        "engines": engines,
+        "slots": 128,
+        "tokens_per_s": tokens_per_s,
+        "trajectories_per_s": tokens_per_s / 8000,
+    }
+    return JobPlan(**(values | rates))
+
+
+def test_the_fit_finds_the_line_that_rows_lie_on() -> None:
+    rows = [row(512 * n, n, 512 * n * 3e-6 + n * 1e-3) for n in (100, 400)]
+    rows.append(row(32768 * 10, 10, 32768 * 10 * 3e-6 + 10 * 1e-3))
+    (found,) = fit_costs(rows)
+    assert found.driver_us_a_token == pytest.approx(3.0)
+    assert found.driver_ms_a_trajectory == pytest.approx(1.0)
+    assert found.worker_tokens_per_s == pytest.approx(250_000)
+
+
+def test_a_negative_coefficient_becomes_0_when_rows_scatter() -> None:
+    (found,) = fit_costs([row(512 * 100, 100, 0.001), row(32768 * 10, 10, 1.0)])
+    assert found.driver_ms_a_trajectory == 0
+    assert found.driver_us_a_token > 0
+
+
+def test_no_workers_are_requested_when_the_driver_can_receive_all_tokens() -> None:
+    load = process_load(job(1), LONG, [ALONE, APART])
+    assert load.workers == 0
+    assert "No rollout workers" in workers_remark(load)
+    assert process_bottleneck(load, LONG) == ""
+
+
+def test_the_number_of_workers_follows_the_streams() -> None:
+    found = [process_load(job(engines), LONG, [ALONE, APART]).workers for engines in (256, 1024)]
+    assert found == [256 * 128 // STREAMS_PER_WORKER, 1024 * 128 // STREAMS_PER_WORKER]
+
+
+def test_the_number_of_workers_follows_the_tokens_when_a_worker_is_slow() -> None:
+    slow = msgspec.structs.replace(APART, worker_tokens_per_s=10_000)
+    load = process_load(job(256), LONG, [ALONE, slow])
+    assert load.workers == 308  # of 1.536 M tokens/s, 5,000 each
+    assert "rollout.num_workers=308" in workers_remark(load)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("driver_us_a_token", 1.0, "The driver:"),
+        ("driver_ms_a_trajectory", 10.0, "The driver:"),
+        ("worker_tokens_per_s", 1_000.0, "The rollout workers:"),
+    ],
+)
+def test_the_bottleneck_changes_when_a_cost_is_raised(field: str, value: float, said: str) -> None:
+    plan = job(1024)
+    assert process_bottleneck(process_load(plan, LONG, [APART], 256), LONG) == ""
+    raised = msgspec.structs.replace(APART, **{field: value})
+    assert process_bottleneck(process_load(plan, LONG, [raised], 256), LONG).startswith(said)
+
+
+def test_network_and_disk_are_named_when_routing_rows_fill_them() -> None:
+    rows = msgspec.structs.replace(LONG, routing_row_bytes=100_000, disk_bytes_per_s=1e15)
+    assert process_bottleneck(process_load(job(1024), rows, [APART]), rows).startswith("The network:")
+    rows = msgspec.structs.replace(rows, disk_bytes_per_s=2e9, network_bytes_per_s=1e15)
+    assert process_bottleneck(process_load(job(1024), rows, [APART]), rows).startswith("The disk")
+
+
+def test_the_costs_that_are_shipped_are_rows_of_the_benchmark() -> None:
+    found = read_costs(MEASURED_COSTS)
+    assert {bool(cost.workers) for cost in found} == {False, True}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '[{"workers": 1}]'])
+def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="driver_scale"):
+        read_costs(path)
