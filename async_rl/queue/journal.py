@@ -286,27 +286,61 @@ class JournalEntry:
 
 
 class _ReportedCall:
-    """A running call of another process, as far as its reports go. Each report makes a new one."""
+    """A running call of another process, as far as its reports go. Elements of views never change."""
 
-    def __init__(self, pieces: Sequence[Sampled]) -> None:
-        self.engine_id = pieces[0].engine_id
-        self.token_ids = np.concatenate([piece.token_ids for piece in pieces])
-        self.log_probs = np.concatenate([piece.rollout_log_probs for piece in pieces])
-        self.since_version = min(piece.weight_version for piece in pieces)
+    def __init__(self, engine_id: str, since_version: int) -> None:
+        self.engine_id = engine_id
+        self.since_version = since_version
         self.versions: list[VersionSpan] = []
-        end = 0
-        for piece in pieces:
-            begin, end = end, end + len(piece.token_ids)
-            self.versions.append(VersionSpan(start=begin, end=end, weight_version=piece.weight_version))
+        self._token_ids = np.empty(256, np.int32)
+        self._log_probs = np.empty(256, np.float32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self._length
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """A view of its tokens, `[n] int32`."""
+        return self._token_ids[: self._length]
+
+    @property
+    def log_probs(self) -> Float32Array:
+        """A view of their log-probs, `[n] float32`, nats."""
+        return self._log_probs[: self._length]
+
+    def add_piece(self, piece: Sampled) -> None:
+        """Append tokens of one version. Buffers grow by half: a token is copied a few times at most."""
+        begin, end = self._length, self._length + len(piece.token_ids)
+        if end > len(self._token_ids):
+            capacity = max(end, len(self._token_ids) * 3 // 2)
+            self._token_ids = np.concatenate([self.token_ids, np.empty(capacity - begin, np.int32)])
+            self._log_probs = np.concatenate([self.log_probs, np.empty(capacity - begin, np.float32)])
+        self._token_ids[begin:end] = piece.token_ids
+        self._log_probs[begin:end] = piece.rollout_log_probs
+        self._length = end
+        version, start = piece.weight_version, begin
+        if self.versions and self.versions[-1].weight_version == version:
+            start = self.versions.pop().start
+        self.versions.append(VersionSpan(start=start, end=end, weight_version=version))
 
     @classmethod
     def extended(
         cls, before: _ReportedCall | None, start: int, pieces: Sequence[Sampled]
     ) -> _ReportedCall | None:
         """Return the call with its first `start` tokens and further pieces; None without tokens."""
-        kept = [] if before is None else list(_pieces(before, 0))
-        whole = [*cut_pieces(kept, start), *pieces]
-        return cls(whole) if whole else None
+        if before is not None and len(before) == start:
+            for piece in pieces:
+                before.add_piece(piece)
+            return before
+        whole = [*cut_pieces([] if before is None else list(_pieces(before, 0)), start), *pieces]
+        if not whole:
+            return None
+        call = cls(whole[0].engine_id, min(piece.weight_version for piece in whole))
+        for piece in whole:
+            call.add_piece(piece)
+        return call
 
 
 class Journal:

@@ -25,7 +25,7 @@ from async_rl.errors import (
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.queue.journal_file import JournalledTrajectory, JournalRecord, TurnNote
 from async_rl.rollout.attempt import Attempt
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
@@ -480,6 +480,50 @@ def test_a_call_of_a_worker_counts_for_the_age_of_its_group_until_its_tokens_are
     ours.apply_record(record, 0)
     assert list(ours.versions) == [3, 4]
     assert ours.num_sampled_tokens == 1
+
+
+def test_a_running_call_of_a_worker_grows_in_the_driver_as_it_is_reported() -> None:
+    def piece(first: int, count: int, version: int = 3) -> Sampled:
+        return Sampled(
+            token_ids=np.arange(first, first + count, dtype=np.int32),
+            rollout_log_probs=-np.arange(first, first + count, dtype=np.float32),
+            weight_version=version,
+            engine_id="e",
+            finish_reason="abort",
+        )
+
+    def report(index: int, start: int, *pieces: Sampled) -> None:
+        ours.apply_record(
+            JournalRecord(
+                trajectory_id="a",
+                attempt=1,
+                epoch=0,
+                index=index,
+                segments=(),
+                open_start=start,
+                open=pieces,
+                first_turn=0,
+                turns=(TurnNote(start=0, max_new_tokens=9999),),
+            ),
+            0,
+        )
+
+    ours = JournalEntry("a")
+    report(0, 0, piece(0, 200))
+    assert ours.call is not None
+    call, view = ours.call, ours.call.token_ids
+    report(1, 200, piece(200, 900), piece(1100, 5, version=4))
+    assert ours.call is call  # it is not copied with each report
+    assert call.token_ids.tolist() == list(range(1105))
+    assert call.log_probs.tolist() == [-float(n) for n in range(1105)]
+    assert [(s.start, s.end, s.weight_version) for s in call.versions] == [(0, 1100, 3), (1100, 1105, 4)]
+    assert view.tolist() == list(range(200))
+    report(2, 150, piece(7, 2))  # the rest was invalid
+    assert ours.call is not None
+    assert ours.call.token_ids.tolist() == [*range(150), 7, 8]
+    assert ours.state_to_continue.num_sampled_tokens == 152
+    report(3, 0)
+    assert ours.call is None
 
 
 def test_limits_of_rewards_are_divided_among_workers() -> None:
