@@ -137,7 +137,7 @@ _SIMULATION_FLAGS = (
     ("versions", "steps that are measured"),
     ("warmup", "steps before them"),
     ("seed", "seed of the lengths"),
-    ("coarsen", "real trajectories that one simulated one stands for"),
+    ("coarsen", "real trajectories that one simulated one stands for; default: 1 for up to 2048 in flight"),
 )
 """Flags that are fields of `simulation.planned_job.PlannedRun`."""
 

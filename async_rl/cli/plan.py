@@ -33,6 +33,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 _LINE_EVERY_S: Final = 10.0
 """How often a line of progress is printed where there is no terminal."""
 
+_MAX_SIMULATED: Final = 2048
+"""Simulated trajectories in flight, at most, where `coarsen` is not given: a plan then takes minutes."""
+
 _WARM_UP: Final = 5
 """The first 1/5 of a past run's steps precede its steady state and are left out."""
 
@@ -78,6 +81,8 @@ def plan(
     plans, loads, sentences = [], [], []
     for number in engines or (base,):
         job, work = with_engines(config, workload, number, grow=grow)
+        if "coarsen" not in (simulation or {}):
+            how = replace(how, coarsen=coarsening(job))
         with PlanProgress(TextConsole(stderr=True), number, how.warmup + how.versions) as progress:
             plans.append(simulate(job, work, how, on_step=progress.show_step))
         # The config's own number of workers fits its own number of engines only.
@@ -232,6 +237,18 @@ def with_engines(config: Config, workload: Workload, number: int, *, grow: bool)
         workload = replace(workload, train_tokens_per_s=workload.train_tokens_per_s * number / base)
     trainer = replace(job.trainer, groups_per_batch=batch, updates_per_batch=updates)
     return replace(job, trainer=trainer), workload
+
+
+def coarsening(config: Config) -> int:
+    """Return how many real trajectories a simulated one stands for by default, a power of 2.
+
+    A batch keeps at least one group, and an engine two slots: with one it would never have a slot to refill.
+    """
+    most = min(config.trainer.groups_per_batch, config.engine.max_running_requests // 2)
+    coarsen = 1
+    while config.rollout.max_concurrent_trajectories > _MAX_SIMULATED * coarsen and 2 * coarsen <= most:
+        coarsen *= 2
+    return coarsen
 
 
 def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from async_rl.cli.plan import bottleneck, with_engines
+from async_rl.cli.plan import bottleneck, coarsening, with_engines
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.simulation.planned_job import PlannedRun, simulate
 from async_rl.simulation.workload import EndlessTasks, Workload, fluid_rate
@@ -118,6 +118,21 @@ def test_batch_and_trainer_grow_with_the_engines_when_asked_to() -> None:
     config, workload = with_engines(job(), EQUAL, 16, grow=False)
     assert config.trainer.groups_per_batch == 1
     assert workload.train_tokens_per_s == 1e9
+
+
+@pytest.mark.parametrize(
+    ("engines", "grow", "coarsen"), [(1, 1, 1), (16, 1, 1), (256, 1, 16), (4096, 1, 64), (256, 0, 2)]
+)
+def test_large_jobs_are_simulated_coarsely_with_a_group_and_two_slots_at_least(
+    engines: int, grow: int, coarsen: int
+) -> None:
+    config = job(
+        "engine.max_running_requests=128",
+        "rollout.max_concurrent_trajectories=128",
+        "trainer.groups_per_batch=2",
+    )
+    config, _ = with_engines(config, EQUAL, engines, grow=bool(grow))
+    assert coarsening(config) == coarsen
 
 
 def test_no_group_is_dispatched_before_the_members_of_the_one_before_it_have_slots() -> None:
