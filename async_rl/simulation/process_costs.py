@@ -95,7 +95,7 @@ class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_costs(path: Path = MEASURED_COSTS) -> list[ProcessCosts]:
-    """Read the rows of a benchmark's JSON and fit them.
+    """Read the rows of a benchmark's JSON and fit them, those of all numbers of workers above 0 together.
 
     Raises:
         ConfigError: The file cannot be read, or has no rows.
@@ -108,7 +108,7 @@ def read_costs(path: Path = MEASURED_COSTS) -> list[ProcessCosts]:
         ) from error
     if not rows:
         raise ConfigError(f"--costs {path}: no rows; expected those of `benchmarks/driver_scale.py --json`")
-    return fit_costs(rows)
+    return fit_costs([msgspec.structs.replace(row, workers=min(row.workers, 1)) for row in rows])
 
 
 def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:

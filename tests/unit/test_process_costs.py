@@ -124,6 +124,16 @@ def test_network_and_disk_are_named_when_routing_rows_fill_them() -> None:
     assert process_bottleneck(process_load(job(1024), rows, [APART]), rows).startswith("The disk")
 
 
+def test_a_plan_takes_the_rows_of_all_numbers_of_workers_together(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    rows = [row(512 * 100, 100, 0.1, workers=1), row(512 * 100, 100, 0.3, workers=8)]
+    rows += [row(32768 * 10, 10, 0.02, workers=1), row(32768 * 10, 10, 0.02, workers=8)]
+    path.write_bytes(msgspec.json.encode(rows))
+    (found,) = read_costs(path)
+    (alone, eight) = fit_costs(rows)
+    assert alone.driver_ms_a_trajectory < found.driver_ms_a_trajectory < eight.driver_ms_a_trajectory
+
+
 def test_the_costs_that_are_shipped_are_rows_of_the_benchmark() -> None:
     found = read_costs(MEASURED_COSTS)
     assert {bool(cost.workers) for cost in found} == {False, True}
