@@ -83,6 +83,12 @@ def test_lines_have_at_most_120_characters(page: str) -> None:
     assert long == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_a_page_has_no_conflict_markers(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE) == []
+
+
 def test_files_that_code_and_configs_name_in_the_docs_exist() -> None:
     folders = (
         "async_rl",
