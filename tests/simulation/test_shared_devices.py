@@ -102,7 +102,7 @@ def leave_failed_engines_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def stop_no_engine(patch: pytest.MonkeyPatch) -> None:
-    async def stop_engine(engine: Any) -> device_memory.StoppedEngine:
+    async def stop_engine(engine: Any, interrupt: Any) -> device_memory.StoppedEngine:
         return device_memory.StoppedEngine(engine)
 
     patch.setattr("async_rl.run.device_sharing.stop_engine", stop_engine)

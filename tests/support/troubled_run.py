@@ -38,6 +38,9 @@ EVALUATED = b"async_rl_evaluation_reward{"
 REAPED = b"async_rl_user_processes_reaped_total{"
 """The metrics of what user code leaves behind."""
 
+WATCHED = b"async_rl_served_weights_unchanged{"
+"""Reported once an engine has taken a version whose checksums are compared."""
+
 STILL = b"async_rl_stalls_total{"
 """The metrics that count stalls."""
 
@@ -187,7 +190,8 @@ class TroubledCluster(LocalCluster):
         self.to_come = {kind: name for kind, name in self.to_come.items() if name not in text}
         if STILL in text:
             self.found_still.set()
-        return self.found_still.is_set() and not self.to_come and EVALUATED in text and REAPED in text
+        found = all(name in text for name in (EVALUATED, REAPED, WATCHED))
+        return found and self.found_still.is_set() and not self.to_come
 
     def make_trouble(self, step: int) -> None:
         """Injects one fault of each remaining kind, each on its own engine."""

@@ -8,11 +8,12 @@ import pytest
 import ray
 from ray._private import ray_constants
 
+from async_rl.codec import ALIGNMENT
 from async_rl.config import parse_config
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, is_loopback, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement import actors
-from async_rl.placement.actors import ActorSetup, EngineActor, SharedFrame, enter_driver_folder, interface_of
+from async_rl.placement.actors import ActorSetup, EngineActor, SharedFrames, enter_driver_folder, interface_of
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
 from tests.support.run_config import config_of, write_weights
@@ -45,12 +46,15 @@ def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_n
     ]
 
 
-def test_a_frame_is_read_by_its_path_and_goes_with_its_owner():
-    frame = SharedFrame(b"some rows" * 1000)
-    path = Path(frame.path)
-    assert path.read_bytes() == b"some rows" * 1000
+def test_frames_are_read_by_their_path_and_go_with_their_owner():
+    frames = SharedFrames()
+    path = Path(frames.path)
+    for data in (b"some rows" * 1000, b"more rows" * 10):
+        begin = frames.append(data)
+        assert begin % ALIGNMENT == 0
+        assert path.read_bytes()[begin : begin + len(data)] == data
     number = int(path.name)
-    del frame
+    del frames
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
 
