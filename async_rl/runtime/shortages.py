@@ -31,6 +31,11 @@ _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.E
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an error, or a cause of it, is that there was no descriptor or no space on the disk."""
+    return shortage_number(error) is not None
+
+
+def shortage_number(error: BaseException) -> int | None:
+    """Return the `errno` of the shortage that an error, or a cause of it, is; None if none is."""
     causes: dict[int, BaseException] = {}  # an error raised from its own group is a cause of itself
     left: list[BaseException | None] = [error]
     while left:
@@ -39,13 +44,13 @@ def is_shortage(error: BaseException) -> bool:
             continue
         causes[id(cause)] = cause
         left += [cause.__cause__, *(cause.exceptions if isinstance(cause, BaseExceptionGroup) else ())]
-    return any(map(_is_shortage_itself, causes.values()))
+    return next((number for number in map(_own_number, causes.values()) if number is not None), None)
 
 
-def _is_shortage_itself(error: BaseException) -> bool:
+def _own_number(error: BaseException) -> int | None:
     if isinstance(error, sqlite3.OperationalError):
-        return "disk is full" in str(error)
-    return isinstance(error, OSError) and error.errno in _SHORTAGES
+        return errno.ENOSPC if "disk is full" in str(error) else None
+    return error.errno if isinstance(error, OSError) and error.errno in _SHORTAGES else None
 
 
 async def wait_out_shortage(attempt: Callable[[], Awaitable[R]], *, delay_s: float = _SHORTAGE_DELAY_S) -> R:

@@ -175,6 +175,14 @@ MUTANTS: Final = (
         "does not come to its end|StallError",
     ),
     Mutant(
+        "shortage-of-a-worker-fails-attempts",
+        "An attempt fails when its rollout worker has no descriptor, instead of being made again.",
+        "async_rl/rollout/workers/messages.py",
+        "shortage=shortage_number(error)",
+        "shortage=None",
+        ("tests/unit/test_rollout_workers.py",),
+    ),
+    Mutant(
         "work-lost-on-cancel",
         "Work on files is given up where its caller is cancelled, with the slabs that it has taken.",
         "async_rl/runtime/threads.py",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import struct
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -41,6 +43,7 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.worker_backend import WorkerBackend
+from async_rl.runtime.shortages import is_shortage
 from async_rl.simulation import simulated_workers
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
@@ -393,6 +396,16 @@ def test_errors_keep_their_class_when_they_cross_the_link() -> None:
         assert str(there) == str(error)
     assert type(Failure.of(OurOwnError("own")).error) is AgentLoopError
     assert "KeyError" in str(Failure.of(KeyError("k")).error)
+
+
+def test_a_shortage_in_a_worker_is_one_in_the_driver() -> None:
+    """The attempt is then made again instead of counted as failed."""
+    try:
+        raise AgentLoopError("no file") from OSError(errno.EMFILE, "Too many open files")
+    except AgentLoopError as error:
+        lost = msgspec.msgpack.decode(msgspec.msgpack.encode(Failure.of(error)), type=Failure)
+    assert is_shortage(lost.error)
+    assert not is_shortage(Failure.of(AgentLoopError("a bug")).error)
 
 
 @in_virtual_time

@@ -27,6 +27,7 @@ Messages of a link arrive whole and in order, or the link is lost.
 
 from __future__ import annotations
 
+import os
 from typing import Final, Literal, Protocol
 
 import msgspec
@@ -37,6 +38,7 @@ from async_rl.engine_protocol import EngineAddress
 from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
 from async_rl.queue.journal_file import JournalledTrajectory, JournalRecord
 from async_rl.rollout.attempt import AttemptEnd
+from async_rl.runtime.shortages import shortage_number
 from async_rl.types import Completion, Task, Trajectory
 
 
@@ -262,20 +264,27 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """The name of its class in `async_rl.errors`; empty for any other class."""
     text: str
+    shortage: int | None = None
+    """The `errno` if a shortage of descriptors or space was the cause, which the driver waits out."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Describe an error; a user's class counts as the class of `async_rl.errors` that it derives from."""
         ours = next((c.__name__ for c in type(error).__mro__ if vars(errors_of).get(c.__name__) is c), "")
-        return cls(kind=ours, text=str(error) if ours else f"{type(error).__name__}: {error}")
+        text = str(error) if ours else f"{type(error).__name__}: {error}"
+        return cls(kind=ours, text=text, shortage=shortage_number(error))
 
     @property
     def error(self) -> AsyncRLError:
         """The error to raise on this side."""
         kind = getattr(errors_of, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, AsyncRLError):
-            return kind(self.text)
-        return AsyncRLError(f"in a rollout worker: {self.text}")
+            error = kind(self.text)
+        else:
+            error = AsyncRLError(f"in a rollout worker: {self.text}")
+        if self.shortage is not None:
+            error.__cause__ = OSError(self.shortage, os.strerror(self.shortage))
+        return error
 
 
 _KINDS: Final[dict[str, type[Message]]] = {kind.__name__: kind for kind in Message.__subclasses__()}
