@@ -63,9 +63,9 @@ async def strangers(port: int, number: int) -> AsyncIterator[None]:
 
 @contextmanager
 def few_descriptors(more: int) -> Iterator[None]:
-    """Let this process open only so many more files."""
+    """Let this process open few more files, of which so many are left when half of all are connections."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    number = len(list(Path("/proc/self/fd").iterdir())) + more
+    number = 2 * (len(list(Path("/proc/self/fd").iterdir())) + more)
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
     try:
         yield
@@ -94,7 +94,7 @@ async def raw_answer(port: int, request: bytes) -> bytes:
 async def test_an_agent_is_answered_while_strangers_hold_all_connections(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with few_descriptors(300):
+    with few_descriptors(150):
         async with asked(lines("Hello.")) as a, strangers(port_of(a.access.base_url), 600):
             assert (await a.say("Hi")).choices[0].message.content == "Hello."
     assert len(caplog.records) < 20
@@ -103,7 +103,7 @@ async def test_an_agent_is_answered_while_strangers_hold_all_connections(
 async def test_metrics_are_served_while_strangers_hold_all_connections(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with few_descriptors(300):
+    with few_descriptors(150):
         async with (
             serve(Metrics(), "127.0.0.1", 0, lambda: {"status": "ok"}) as url,
             strangers(port_of(url), 600),
@@ -116,7 +116,7 @@ async def test_metrics_are_served_while_strangers_hold_all_connections(
 async def test_a_worker_connects_while_strangers_hold_all_connections(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with few_descriptors(300):
+    with few_descriptors(150):
         async with listen("127.0.0.1") as listener, strangers(listener.port, 600):
             worker = await connect_link("127.0.0.1", listener.port, listener.key)
             (await listener.accept_link()).close()
