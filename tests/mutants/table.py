@@ -1185,7 +1185,7 @@ MUTANTS: Final = (
         "async_rl/types.py",
         "replace(segment, weight_version=newest, undone=True)",
         "replace(segment, weight_version=newest)",
-        ("tests/unit/test_restored_groups.py",),
+        ("tests/unit/test_stored_trajectory.py",),
     ),
     Mutant(
         "undone-versions-are-not-marked-in-references",
