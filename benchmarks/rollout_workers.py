@@ -196,7 +196,7 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
 
     async def run_attempts(task: Task, number: int) -> None:
         for _ in range(number):
-            await backend.run_attempt(Attempt(task, f"{next(ids):032x}", "g", 1, {}, started_s=0.0))
+            await backend.run_attempt(Attempt(task, f"{next(ids):032x}", "g", 1, started_s=0.0))
 
     async def cost(compute_s: float, trajectories: int) -> Cost:
         messages = [{"role": "user", "content": PROMPT}]

@@ -314,6 +314,7 @@ STALENESS: Final = (
             Query(increase("resumed_tokens_total"), "taken over"),
             Query(increase("resume_discarded_tokens_total"), "of no use"),
             Query(increase("journal_corrupt_records_total"), "damaged records"),
+            Query(increase("attempts_restarted_total"), "attempts begun anew"),
         ),
         width=12,
         colors={"damaged records": RED},

@@ -396,8 +396,13 @@ class PartialMetrics(Instruments):
     )
     journal_corrupt_records_total = counter(
         "Records of the journal that failed their checksum at a restart.",
-        source="queue.journal, at start",
+        source="queue.journal_folders, at start",
         bad="Above 0: the disk corrupts data.",
+    )
+    attempts_restarted_total = counter(
+        "Attempts that began again from their prompts, because no journal had a token of them.",
+        source="queue.journal_folders, when an attempt goes on",
+        bad="More than a few when a process ends: its node is lost with its journal (`queue.journal_dir`).",
     )
     resumed_tokens_total = counter(
         "Sampled tokens restored from the journal after a restart.",

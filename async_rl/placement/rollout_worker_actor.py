@@ -151,4 +151,7 @@ async def _run_worker(config: Config, host: str, port: int, key: bytes) -> None:
         clock=time.monotonic,
     )
     with LoopWatchdog(metrics, config.doctor.blocked_s):
-        await worker.run(await connect_link(host, port, key))
+        try:
+            await worker.run(await connect_link(host, port, key))
+        finally:
+            worker.write_and_close()

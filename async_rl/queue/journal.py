@@ -3,8 +3,11 @@
 ```
  session ─segments, turns, running call─► JournalEntry ─records─► Journal ─a write per tick─► journal-000007
                                                                                                     │ killed
- session ◄───────────── rollout.session.restore ◄───────────── Journal.restore ◄────────────────────┘
+ session ◄── rollout.session.restore ◄── Journal.claim_trajectories ◄── JournalReader ◄─────────────┘
 ```
+
+Each process that runs sessions, the driver or a rollout worker, writes a journal of its own, in its own
+folder; `queue.journal_folders` says how they make one journal of a run.
 
 A session updates its entry at once; once per tick the journal visits all entries and writes their changes.
 It visits a few entries in each turn of the event loop, and encodes and writes them in its own thread: neither
@@ -21,17 +24,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
@@ -39,13 +40,10 @@ from async_rl.queue.journal_file import (
     JournalledTrajectory,
     JournalRecord,
     TurnNote,
-    cut_pieces,
     encode_records,
-    file_number,
-    interrupted_trajectory,
     journal_files,
-    read_journal,
 )
+from async_rl.queue.progress import ProgressReport
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.types import (
     Float32Array,
@@ -53,11 +51,8 @@ from async_rl.types import (
     Sampled,
     Segment,
     VersionSpan,
-    cap_versions,
     root_of,
 )
-
-log = logging.getLogger(__name__)
 
 _DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -108,29 +103,30 @@ class JournalEntry:
         attempt: int = 1,
         restored: JournalledTrajectory | None = None,
         inherited: Sequence[Segment] = (),
+        owner_epoch: int = 0,
     ) -> None:
         """Begin empty, or as a branch with its inherited segments.
 
         Args:
             trajectory_id: The id of the trajectory.
             attempt: The number of this attempt, from 1.
-            restored: What an earlier process left of this attempt, beyond what is inherited. The journal
+            restored: What an earlier owner left of this attempt, beyond what is inherited. The journal
                 contains it in the place of this entry's own data until `end_restoring`.
             inherited: The segments of the trajectory that this one is a branch of.
+            owner_epoch: The number under which this process owns the trajectory.
         """
         self.trajectory_id = trajectory_id
         self.attempt = attempt
+        self.owner_epoch = owner_epoch
         self.segments: list[Segment] = list(inherited)
         self.num_inherited = len(inherited)
         """The number of leading segments that belong to the trajectory that this one is a branch of."""
         self.call: OpenCall | None = None
-        self._leased_versions: list[int] = []
-        """The versions of calls that another process has made since its last report, the running one last."""
-        self._is_leased = False
-        """Whether the last of them runs."""
         self.restored = restored
         self.unwritten = False
         """Whether the journal may lack some of what is to be restored."""
+        self._left = None if restored is None else restored.progress
+        self._closed = _ClosedSegments()
         self._turns: list[TurnNote] = []
         self._epoch = 0
         self._index = 0
@@ -154,74 +150,58 @@ class JournalEntry:
         return bool(self._turns) and self._turns[-1].end is None
 
     @property
-    def versions(self) -> Iterator[int]:
-        """The versions that sampled its own tokens, including the running call and what is to be restored."""
-        known = self._own
-        yield from (s.weight_version for s in known if isinstance(s, Sampled))
-        yield from self._leased_versions
+    def oldest_version(self) -> int | None:
+        """Implements `TrajectoryProgress.oldest_version`; what is to be restored counts."""
+        return min(self._versions, default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """Implements `TrajectoryProgress.newest_version`."""
+        return max(self._versions, default=None)
+
+    @property
+    def num_turns(self) -> int:
+        """Implements `TrajectoryProgress.num_turns`."""
+        return len(self._turns) - self.in_turn
+
+    @property
+    def num_tokens(self) -> int:
+        """Implements `TrajectoryProgress.num_tokens`."""
+        return self._own_closed.num_tokens
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Implements `TrajectoryProgress.num_sampled_tokens`."""
+        running = 0 if self.call is None else len(self.call.token_ids)
+        return self._own_closed.num_sampled_tokens + running
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """The owner that writes it and the attempt."""
+        return self.owner_epoch, self.attempt
+
+    @property
+    def _own_closed(self) -> ProgressReport | _ClosedSegments:
+        """What is to be restored, or the segments so far."""
+        if self._left is not None:
+            return self._left
+        self._closed.add_segments(self.segments, self.num_inherited)
+        return self._closed
+
+    @property
+    def _versions(self) -> Iterator[int]:
+        """The oldest and the newest of its versions, and those of the running call."""
+        closed = self._own_closed
+        if closed.oldest_version is not None and closed.newest_version is not None:
+            yield closed.oldest_version
+            yield closed.newest_version
         if self.call is not None:
             yield self.call.since_version
             yield from (span.weight_version for span in self.call.versions)
 
-    @property
-    def num_turns(self) -> int:
-        """The number of turns that have ended."""
-        return sum(turn.end is not None for turn in self._turns)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        """The number of its own sampled tokens, including the running call and what is to be restored."""
-        closed = sum(len(s.token_ids) for s in self._own if isinstance(s, Sampled))
-        return closed + (len(self.call.token_ids) if self.call is not None else 0)
-
-    @property
-    def state_to_continue(self) -> JournalledTrajectory:
-        """The state that another run of the agent loop can continue, when the session has ended."""
-        inherited, own = self.segments[: self.num_inherited], self._own
-        return interrupted_trajectory(
-            self.trajectory_id,
-            self.attempt,
-            (*inherited, *own),
-            [] if self.call is None else list(_pieces(self.call, 0)),
-            self._turns if self.restored is None else self.restored.turns,
-        )
-
-    @property
-    def _own(self) -> Sequence[Segment]:
-        return self.segments[self.num_inherited :] if self.restored is None else self.restored.segments
-
-    def begin_remote_call(self, weight_version: int) -> None:
-        """Record that another process begins a call, whose tokens it will report later."""
-        self._leased_versions.append(weight_version)
-        self._is_leased = True
-
-    def end_remote_call(self) -> None:
-        """Record that the call has ended; until the next report it counts for the trajectory's age."""
-        self._is_leased = False
-
-    def apply_record(self, record: JournalRecord, num_inherited: int) -> None:
-        """Take over what another process reports of the trajectory that it samples.
-
-        Args:
-            record: The next record of that process's entry.
-            num_inherited: The number of its leading segments that are inherited.
-        """
-        if record.index == 0:
-            self.restored = None
-            self.segments.clear()
-            self._turns.clear()
-            self._begin_epoch()
-        self._leased_versions = self._leased_versions[-1:] if self._is_leased else []
-        self.num_inherited = num_inherited
-        self.segments.extend(record.segments)
-        self._turns[record.first_turn :] = record.turns
-        self._written_turns = min(self._written_turns, record.first_turn)
-        before = self.call if isinstance(self.call, _ReportedCall) and record.open_start else None
-        self.call = _ReportedCall.extended(before, record.open_start, record.open)
-
     def end_restoring(self) -> None:
-        """End restoring: from now on the entry holds the trajectory, not what an earlier process left."""
-        self.restored = None
+        """End restoring: from now on the entry holds the trajectory, not what an earlier owner left."""
+        self.restored = self._left = None
 
     def next_record(self) -> JournalRecord | None:
         """Return what was not written yet and count it as written; None when there is nothing."""
@@ -246,6 +226,7 @@ class JournalEntry:
         record = JournalRecord(
             trajectory_id=self.trajectory_id,
             attempt=self.attempt,
+            owner_epoch=self.owner_epoch,
             epoch=self._epoch,
             index=0,
             segments=(*self.segments[: self.num_inherited], *self.restored.segments),
@@ -269,6 +250,7 @@ class JournalEntry:
         record = JournalRecord(
             trajectory_id=self.trajectory_id,
             attempt=self.attempt,
+            owner_epoch=self.owner_epoch,
             epoch=self._epoch,
             index=self._index,
             segments=closed,
@@ -285,132 +267,90 @@ class JournalEntry:
         return record
 
 
-class _ReportedCall:
-    """A running call of another process, as far as its reports go. Elements of views never change."""
+class _ClosedSegments:
+    """Sums over the segments of an entry, which grow in number only, so that each is visited once."""
 
-    def __init__(self, engine_id: str, since_version: int) -> None:
-        self.engine_id = engine_id
-        self.since_version = since_version
-        self.versions: list[VersionSpan] = []
-        self._token_ids = np.empty(256, np.int32)
-        self._log_probs = np.empty(256, np.float32)
-        self._length = 0
+    def __init__(self) -> None:
+        self.oldest_version: int | None = None
+        self.newest_version: int | None = None
+        self.num_tokens = 0
+        self.num_sampled_tokens = 0
+        self._num_seen = 0
 
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return self._length
-
-    @property
-    def token_ids(self) -> Int32Array:
-        """A view of its tokens, `[n] int32`."""
-        return self._token_ids[: self._length]
-
-    @property
-    def log_probs(self) -> Float32Array:
-        """A view of their log-probs, `[n] float32`, nats."""
-        return self._log_probs[: self._length]
-
-    def add_piece(self, piece: Sampled) -> None:
-        """Append tokens of one version. Buffers grow by half: a token is copied a few times at most."""
-        begin, end = self._length, self._length + len(piece.token_ids)
-        if end > len(self._token_ids):
-            capacity = max(end, len(self._token_ids) * 3 // 2)
-            self._token_ids = np.concatenate([self.token_ids, np.empty(capacity - begin, np.int32)])
-            self._log_probs = np.concatenate([self.log_probs, np.empty(capacity - begin, np.float32)])
-        self._token_ids[begin:end] = piece.token_ids
-        self._log_probs[begin:end] = piece.rollout_log_probs
-        self._length = end
-        version, start = piece.weight_version, begin
-        if self.versions and self.versions[-1].weight_version == version:
-            start = self.versions.pop().start
-        self.versions.append(VersionSpan(start=start, end=end, weight_version=version))
-
-    @classmethod
-    def extended(
-        cls, before: _ReportedCall | None, start: int, pieces: Sequence[Sampled]
-    ) -> _ReportedCall | None:
-        """Return the call with its first `start` tokens and further pieces; None without tokens."""
-        if before is not None and len(before) == start:
-            for piece in pieces:
-                before.add_piece(piece)
-            return before
-        whole = [*cut_pieces([] if before is None else list(_pieces(before, 0)), start), *pieces]
-        if not whole:
-            return None
-        call = cls(whole[0].engine_id, min(piece.weight_version for piece in whole))
-        for piece in whole:
-            call.add_piece(piece)
-        return call
+    def add_segments(self, segments: Sequence[Segment], num_inherited: int) -> None:
+        """Add the segments that were closed since the last call; inherited ones count as tokens only."""
+        for index in range(self._num_seen, len(segments)):
+            segment = segments[index]
+            self.num_tokens += len(segment.token_ids)
+            if index < num_inherited or not isinstance(segment, Sampled):
+                continue
+            self.num_sampled_tokens += len(segment.token_ids)
+            version = segment.weight_version
+            self.oldest_version = (
+                version if self.oldest_version is None else min(version, self.oldest_version)
+            )
+            self.newest_version = (
+                version if self.newest_version is None else max(version, self.newest_version)
+            )
+        self._num_seen = len(segments)
 
 
 class Journal:
-    """The journal of a run, in its own folder. All methods are for the event loop's thread.
+    """The journal of one process, in a folder of its own. All methods are for the event loop's thread.
 
     Example:
-        >>> journal = Journal(Path("journal"), metrics=metrics)
-        >>> restored = journal.restore(in_flight_ids, newest_version=step)
-        >>> entry = journal.open_entry(trajectory_id, restored=restored.get(trajectory_id))
+        >>> journal = Journal(Path("journal/000001-driver"), metrics)
+        >>> journal.claim_trajectories(states, owner_epoch=7)  # what an earlier owner left of an attempt
+        >>> entry = journal.open_entry(trajectory_id, restored=states.get(trajectory_id), owner_epoch=7)
         >>> await journal.write_in_thread(before=ledger.flush)  # once per second
         >>> journal.remove_entries([trajectory_id])  # it is stored elsewhere, or settled
     """
 
     def __init__(self, directory: Path, metrics: Metrics | None = None) -> None:
-        """Open the folder; nothing is read or written before `restore`."""
-        self._directory = directory
+        """Write to a folder, which the first write creates."""
+        self.directory = directory
         self._metrics = metrics
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._entries: dict[str, JournalEntry] = {}
         self._branches: defaultdict[str, set[str]] = defaultdict(set)  # ids of branch entries, by root
         self._unvisited: deque[str] = deque()  # ids of the entries that the present pass has yet to visit
         self._compacting = False  # whether the present pass writes the next file
         self._waiting: deque[_Slice] = deque()  # collected, not written
+        self._claims: list[str] = []  # not part of a pass yet
+        self._claims_in_pass: list[str] = []
+        self._written_claims: list[str] = []
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="journal"
         )  # its own: no write waits for others
-        self._number = max((file_number(path) for path in journal_files(directory)), default=0)
+        self._number = 0
         self._file: _OpenFile | None = None
         self._next_file: _OpenFile | None = None  # of a compaction that is not complete
         self._began_with = 0
+        self._is_closed = False
 
     @property
     def nbytes(self) -> int:
         """The size of the current file."""
         return 0 if self._file is None else self._file.nbytes
 
-    def restore(self, alive: Collection[str], newest_version: int) -> dict[str, JournalledTrajectory]:
-        """Read what an earlier process left, drop what is no longer in flight, and continue in a new file.
+    def claim_trajectories(self, states: Mapping[str, JournalledTrajectory], owner_epoch: int) -> None:
+        """Take over what an earlier owner left of trajectories; the next write has all of it.
 
-        Args:
-            alive: The trajectories in flight; their branches are in flight with them.
-            newest_version: The version of the checkpoint that the run continues from. The restart undoes
-                later versions: their tokens count as sampled by this one, as old as they can be, so that the
-                bound holds.
-
-        Returns:
-            The trajectories by id; `open_entry` takes them as `restored`.
-
-        Raises:
-            SpoolFull: When the disk has no space for the new file; the old one stays.
+        Branches come first in the file: a reader takes what has a record of the trajectory itself as whole.
         """
-        found, lost = read_journal(self._directory)
-        if lost:
-            log.warning(
-                "%d records of the journal are damaged; their trajectories continue from earlier tokens", lost
-            )
-        if self._metrics is not None:
-            self._metrics.journal_corrupt_records_total.inc(lost)
-        left = {
-            name: msgspec.structs.replace(state, segments=cap_versions(state.segments, newest_version))
-            for name, state in found.items()
-            if (root := root_of(name)) in alive and found.get(root, state).attempt == state.attempt
-        }
-        self._entries = {name: JournalEntry(name, state.attempt, state) for name, state in left.items()}
-        for name in left:
+        for name in sorted(states, key=lambda name: name == root_of(name)):
+            state = states[name]
+            entry = JournalEntry(name, state.attempt, state, owner_epoch=owner_epoch)
+            entry.unwritten = True
+            self._entries.pop(name, None)
+            self._entries[name] = entry
             self._note_branch(name)
-        self._begin_pass(compact=True)
-        self._end_pass()
-        return left
+        self._claims += {root_of(name) for name in states}
+
+    def pop_written_claims(self) -> list[str]:
+        """Return the trajectories whose claim was written since the last call: no other journal is needed."""
+        written, self._written_claims = self._written_claims, []
+        return written
 
     def open_entry(
         self,
@@ -418,15 +358,16 @@ class Journal:
         attempt: int = 1,
         restored: JournalledTrajectory | None = None,
         inherited: Sequence[Segment] = (),
+        owner_epoch: int = 0,
     ) -> JournalEntry:
         """Return the entry of a trajectory, which replaces that of an earlier attempt; see `JournalEntry`."""
         before = self._entries.get(trajectory_id)
-        entry = JournalEntry(trajectory_id, attempt, restored, inherited)
+        entry = JournalEntry(trajectory_id, attempt, restored, inherited, owner_epoch)
         if before is not None:
             entry._epoch = before._epoch + 1
             # The file may lack changes of an entry updated meanwhile.
             entry.unwritten = restored is not None and (before.unwritten or before.restored is None)
-            if before.attempt != attempt:
+            if before.owner != entry.owner:
                 self.remove_entries([trajectory_id])  # including the branches of that attempt
         self._entries[trajectory_id] = entry
         self._note_branch(trajectory_id)
@@ -465,11 +406,12 @@ class Journal:
                 if compact and not self._has_grown:
                     break
                 self._begin_pass(compact=compact)
-            while True:
+            while not self._is_closed:
                 self._visit_entries()
                 await wait_out_shortage(lambda: loop.run_in_executor(self._thread, work))
                 if not self._unvisited:
                     break
+            self._note_written_claims()
 
     def write_entries(self) -> None:
         """Write what is new, in the calling thread.
@@ -477,6 +419,8 @@ class Journal:
         Raises:
             SpoolFull: As `write_in_thread`.
         """
+        if self._is_closed:
+            return
         if self._unvisited:
             self._end_pass()  # one that was cut short
         self._begin_pass(compact=False)
@@ -490,6 +434,7 @@ class Journal:
         self._thread.shutdown(wait=False)
         self._unvisited.clear()
         with self._lock:
+            self._is_closed = True
             self._waiting.clear()
             if self._file is not None:
                 self._file.close()
@@ -505,6 +450,13 @@ class Journal:
         """Begin to visit all entries once, for their changes or for the next file."""
         self._unvisited = deque(self._entries)
         self._compacting = compact
+        self._claims_in_pass += self._claims
+        self._claims = []
+
+    def _note_written_claims(self) -> None:
+        """A pass has ended and everything that it collected is in the file."""
+        self._written_claims += self._claims_in_pass
+        self._claims_in_pass = []
 
     def _visit_entries(self) -> None:
         """Collect the records of the next few entries of the present pass."""
@@ -524,12 +476,13 @@ class Journal:
             self._visit_entries()
             self._append()
             if not self._unvisited:
-                return
+                break
+        self._note_written_claims()
 
     def _append(self) -> None:
         """Write what was collected, in order: whole records or none. From any thread."""
         with self._lock:
-            while self._waiting:
+            while self._waiting and not self._is_closed:
                 part = self._waiting.popleft()
                 try:
                     self._write(part)
@@ -545,25 +498,29 @@ class Journal:
             if error.errno not in _DISK_FULL:
                 raise
             raise SpoolFull(
-                f"the journal {self._directory} has {self.nbytes} bytes and no space for another "
+                f"the journal {self.directory} has {self.nbytes} bytes and no space for another "
                 f"{sum(map(len, data))}: the disk is full; free some and start the run again, it goes on "
                 "from what was written"
             ) from error
-        if self._metrics is not None:
+        if self._metrics is not None and data:
             self._metrics.journal_bytes.set(self.nbytes)
             self._metrics.journal_written_bytes_total.inc(sum(map(len, data)))
 
     def _write_to_file(self, part: _Slice, data: Sequence[bytes]) -> None:
         if not part.compacts:
-            assert self._file is not None, "restore has opened a file"
-            self._file.append(data)
+            if self._file is None and data:
+                self._file = self._open_file()
+                self._file.complete()
+                self._number += 1
+            if self._file is not None:
+                self._file.append(data)
             return
         if self._next_file is None:
-            self._next_file = _OpenFile(self._directory / f"journal-{self._number + 1:06d}")
+            self._next_file = self._open_file()
         self._next_file.append(data)
         if not part.is_last:
             return
-        stale = journal_files(self._directory)
+        stale = journal_files(self.directory)
         self._next_file.complete()
         if self._file is not None:
             self._file.close()
@@ -572,6 +529,11 @@ class Journal:
         self._began_with = self._file.nbytes
         for path in stale:
             path.unlink()
+
+    def _open_file(self) -> _OpenFile:
+        if not self._number:  # later, the folder is gone only if nothing in it is needed any longer
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return _OpenFile(self.directory / f"journal-{self._number + 1:06d}")
 
 
 class _Slice(NamedTuple):

@@ -4,6 +4,9 @@ A record contains what is new of one trajectory. It is numbered within its *epoc
 ends the journal of its trajectory there: the next one does not continue what is known. Number 0 begins anew:
 with another attempt, after a restored trajectory took another course, or in a file that was compacted. A
 record that is cut short at the end of a file was being written when the process died.
+
+A trajectory that goes on in another process has an owner with a higher number there. Of the files of several
+processes, only the records of its newest owner count (`read_tree`, `queue.journal_folders`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import numpy as np
 
 from async_rl import codec
 from async_rl.errors import CorruptFrame
-from async_rl.types import Context, Sampled, Segment
+from async_rl.queue.progress import ProgressReport
+from async_rl.types import Context, Sampled, Segment, cap_versions, root_of
 
 _MAGIC: Final = b"ASYNCRL\0"
 
@@ -42,6 +46,8 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     trajectory_id: str
     attempt: int
+    owner_epoch: int = 0
+    """The number of the owner that writes it; a process that takes the trajectory over has a higher one."""
     epoch: int
     """Grows whenever the trajectory is written anew, from its beginning."""
     index: int
@@ -62,8 +68,34 @@ class JournalledTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     trajectory_id: str
     attempt: int
+    owner_epoch: int = 0
     segments: tuple[Segment, ...]
     turns: tuple[TurnNote, ...] = ()
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """The owner that wrote it and the attempt: a branch counts with its root only."""
+        return self.owner_epoch, self.attempt
+
+    def capped(self, newest_version: int | None) -> JournalledTrajectory:
+        """Return the state as it counts after a restart that has undone later versions; None undid none."""
+        if newest_version is None:
+            return self
+        return msgspec.structs.replace(self, segments=cap_versions(self.segments, newest_version))
+
+    def copied(self) -> JournalledTrajectory:
+        """Return the same with arrays of its own, so that the file that it was read from can be freed."""
+        copies: list[Segment] = []
+        for segment in self.segments:
+            token_ids = segment.token_ids.copy()
+            token_ids.flags.writeable = False
+            if isinstance(segment, Context):
+                copies.append(msgspec.structs.replace(segment, token_ids=token_ids))
+                continue
+            log_probs = segment.rollout_log_probs.copy()
+            log_probs.flags.writeable = False
+            copies.append(msgspec.structs.replace(segment, token_ids=token_ids, rollout_log_probs=log_probs))
+        return msgspec.structs.replace(self, segments=tuple(copies))
 
     def after(self, prefix: Sequence[Segment]) -> JournalledTrajectory | None:
         """Return the state beyond these segments; None when it does not begin with their tokens.
@@ -95,9 +127,25 @@ class JournalledTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """The smallest version among the sampled tokens, or None when nothing was sampled."""
         return min((s.weight_version for s in self.segments if isinstance(s, Sampled)), default=None)
 
+    @property
+    def progress(self) -> ProgressReport:
+        """How far the trajectory is; inherited tokens count as its own, which only makes it older."""
+        versions = [s.weight_version for s in self.segments if isinstance(s, Sampled)]
+        return ProgressReport(
+            oldest_version=min(versions, default=None),
+            newest_version=max(versions, default=None),
+            in_turn=bool(self.turns) and self.turns[-1].end is None,
+            num_turns=sum(turn.end is not None for turn in self.turns),
+            num_tokens=self.num_tokens,
+            num_sampled_tokens=self.num_sampled_tokens,
+        )
+
 
 def read_journal(directory: Path) -> tuple[dict[str, JournalledTrajectory], int]:
-    """Read the journal in a folder; return the trajectories by id and the number of damaged records."""
+    """Read the journal in a folder; return the trajectories by id and the number of damaged records.
+
+    Branches of an earlier attempt are left out.
+    """
     states: dict[str, _State] = {}
     lost = 0
     for path in journal_files(directory):
@@ -107,7 +155,11 @@ def read_journal(directory: Path) -> tuple[dict[str, JournalledTrajectory], int]
             else:
                 states.setdefault(record.trajectory_id, _State()).apply(record)
     known = {name: state.journalled(name) for name, state in states.items()}
-    return {name: state for name, state in known.items() if state.segments}, lost
+    return {
+        name: state
+        for name, state in known.items()
+        if state.segments and known.get(root_of(name), state).owner == state.owner
+    }, lost
 
 
 def read_journal_records(data: bytes) -> Iterator[JournalRecord | None]:
@@ -134,17 +186,21 @@ class _State:
     """The state of one trajectory after the records so far."""
 
     def __init__(self) -> None:
-        self.attempt = self.epoch = self.next = -1
+        self.owner_epoch = self.attempt = self.epoch = self.next = -1
         self.segments: list[Segment] = []
         self.turns: list[TurnNote] = []
         self._open: list[Sampled] = []
 
     def apply(self, record: JournalRecord) -> None:
         """Apply a record that continues the known state or begins anew; ignore any other."""
+        if record.owner_epoch < self.owner_epoch:
+            return  # of an owner that has lost the trajectory
         if record.index == 0 or record.attempt > self.attempt:
-            self.attempt, self.epoch, self.next = record.attempt, record.epoch, 0
+            self.owner_epoch, self.attempt = record.owner_epoch, record.attempt
+            self.epoch, self.next = record.epoch, 0
             self.segments, self.turns, self._open = [], [], []
-        if (record.attempt, record.epoch, record.index) != (self.attempt, self.epoch, self.next):
+        known = self.owner_epoch, self.attempt, self.epoch, self.next
+        if (record.owner_epoch, record.attempt, record.epoch, record.index) != known:
             return  # a record before it is damaged: the trajectory ends there
         self.next += 1
         self.segments += record.segments
@@ -153,29 +209,19 @@ class _State:
 
     def journalled(self, trajectory_id: str) -> JournalledTrajectory:
         """Return the state; what the running call had sampled becomes segments of an aborted call."""
-        return interrupted_trajectory(trajectory_id, self.attempt, self.segments, self._open, self.turns)
-
-
-def interrupted_trajectory(
-    trajectory_id: str,
-    attempt: int,
-    segments: Sequence[Segment],
-    pieces: Sequence[Sampled],
-    notes: Sequence[TurnNote],
-) -> JournalledTrajectory:
-    """Return the state of a trajectory whose running call, if any, ends with the pieces that are known."""
-    whole, end = [*segments, *_joined(pieces)], 0
-    for index, segment in enumerate(whole):
-        if isinstance(segment, Sampled) and not np.isfinite(segment.rollout_log_probs).all():
-            whole = whole[:index]  # the session would have refused this answer at its end
-            break
-        end += len(segment.token_ids)
-    return JournalledTrajectory(
-        trajectory_id=trajectory_id,
-        attempt=attempt,
-        segments=tuple(whole),
-        turns=tuple(_until(note, end) for note in notes if note.start <= end),
-    )
+        whole, end = [*self.segments, *_joined(self._open)], 0
+        for index, segment in enumerate(whole):
+            if isinstance(segment, Sampled) and not np.isfinite(segment.rollout_log_probs).all():
+                whole = whole[:index]  # the session would have refused this answer at its end
+                break
+            end += len(segment.token_ids)
+        return JournalledTrajectory(
+            trajectory_id=trajectory_id,
+            attempt=self.attempt,
+            owner_epoch=self.owner_epoch,
+            segments=tuple(whole),
+            turns=tuple(_until(turn, end) for turn in self.turns if turn.start <= end),
+        )
 
 
 def _until(turn: TurnNote, end: int) -> TurnNote:

@@ -116,6 +116,11 @@ class Ledger:
         self._pending: set[int] = set()
         self._cursor = 0
         self._folded_step = 0
+        self.incarnation = 0
+        """The number of rollbacks, and so of the processes and trainers that this run has had."""
+        self.restarts: dict[int, int] = {}
+        """The steps from which incarnations continued, by number. One that went back at least as far as an
+        earlier one stands for both."""
         self._checkpoints: list[int] = []  # those that a rollback may return to
         self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
         self._dropped: Counter[str] = Counter()
@@ -364,9 +369,21 @@ class Ledger:
             )
         self._checkpoints = [kept for kept in self._checkpoints if kept <= step]
         self._tables.delete_after(step)
+        self._record_restart(step)
         self._tables.end_change()
         self.flush()
         return self.data_position()
+
+    def _record_restart(self, step: int) -> None:
+        self.incarnation += 1
+        self._tables.add_statement(
+            "INSERT OR REPLACE INTO meta VALUES ('incarnation', ?)", (self.incarnation,)
+        )
+        for number in [number for number, before in self.restarts.items() if before >= step]:
+            del self.restarts[number]
+            self._tables.add_statement("DELETE FROM meta WHERE key = ?", (f"restart {number}",))
+        self.restarts[self.incarnation] = step
+        self._tables.add_statement("INSERT INTO meta VALUES (?, ?)", (f"restart {self.incarnation}", step))
 
     def counts(self) -> Conservation:
         """Count all trajectories by state.
@@ -444,6 +461,12 @@ class Ledger:
         ((last,),) = self._tables.query_rows("SELECT max(position) FROM groups")
         self._cursor = max(meta.get("cursor", 0), 0 if last is None else last + 1)
         self._folded_step = meta.get("folded_step", 0)
+        self.incarnation = meta.get("incarnation", 0)
+        self.restarts = {
+            int(key.removeprefix("restart ")): step
+            for key, step in meta.items()
+            if key.startswith("restart ")
+        }
         self._checkpoints = [
             step for (step,) in self._tables.query_rows("SELECT step FROM checkpoints ORDER BY step")
         ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from async_rl.errors import CorruptFrame
 from async_rl.queue.admission import Admission
 from async_rl.queue.finished_trajectories import FinishedTrajectories
 from async_rl.queue.frames import verify_frame
-from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.outstanding import OutstandingGroups, RestoredGroup
+from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import Spool
 from async_rl.types import root_of
 
@@ -40,16 +40,16 @@ class GroupRestorer:
         self._admission = admission
         self._finished = finished
 
-    def restore_groups(self, journalled: Mapping[str, JournalledTrajectory]) -> None:
+    def restore_groups(self, journalled: Mapping[str, ProgressReport]) -> None:
         """Restore all groups; blocking.
 
         Args:
-            journalled: What the journal has of trajectories in flight.
+            journalled: How far trajectories in flight and their branches are in the journals, by id.
         """
         outstanding = self._ledger.outstanding()
         for group in outstanding:  # the run's folder may have been moved
             group.stored = {name: self._spool.relocated(entry) for name, entry in group.stored.items()}
-        sampled = oldest_by_root(journalled.values())
+        sampled = oldest_by_root(journalled)
         self._spool.recover_frames(
             early=[entry for group in outstanding if not group.queued for entry in group.stored.values()],
             used=[entry for group in outstanding if group.queued for entry in group.stored.values()],
@@ -112,11 +112,11 @@ class GroupRestorer:
             self._groups.drop_group(group.group_id, "restart")
 
 
-def oldest_by_root(journalled: Iterable[JournalledTrajectory]) -> dict[str, int]:
+def oldest_by_root(journalled: Mapping[str, ProgressReport]) -> dict[str, int]:
     """Return the oldest version that sampled a trajectory or one of its branches, by trajectory."""
     oldest: dict[str, int] = {}
-    for state in journalled:
-        if (version := state.oldest_weight_version) is not None:
-            root = root_of(state.trajectory_id)
+    for name, progress in journalled.items():
+        if (version := progress.oldest_version) is not None:
+            root = root_of(name)
             oldest[root] = min(version, oldest.get(root, version))
     return oldest

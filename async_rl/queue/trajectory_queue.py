@@ -44,11 +44,11 @@ from async_rl.queue.admission import Admission, GroupWork
 from async_rl.queue.archive import Observer
 from async_rl.queue.delivery import BatchDelivery
 from async_rl.queue.finished_trajectories import FinishedTrajectories
-from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import DataPosition, Ledger
 from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.outstanding import ChangeSignal, OutstandingGroups, RestoredGroup
 from async_rl.queue.packing import Packer
+from async_rl.queue.progress import ProgressReport
 from async_rl.queue.restored_groups import GroupRestorer
 from async_rl.queue.spool import Spool
 from async_rl.runtime.threads import run_uncancellable
@@ -162,14 +162,14 @@ class TrajectoryQueue:
 
     # -- restart ------------------------------------------------------------------------------------------
 
-    def restore_groups(self, journalled: Mapping[str, JournalledTrajectory] | None = None) -> DataPosition:
+    def restore_groups(self, journalled: Mapping[str, ProgressReport] | None = None) -> DataPosition:
         """Restore the groups that an earlier process left; before anything else, blocking.
 
         A damaged frame settles its group as `corrupt` and makes its position pending; frames that belong to
         no group are freed. Groups in flight are in `restored_groups`, as old as what was sampled of them.
 
         Args:
-            journalled: What the journal has of trajectories in flight.
+            journalled: How far trajectories in flight and their branches are in the journals, by id.
 
         Returns:
             Where the sequence of tasks continues, including the positions of damaged groups.

@@ -11,6 +11,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, get_args
 
 import msgspec
@@ -24,8 +26,10 @@ from async_rl.errors import (
     RolloutError,
     WorkerLost,
 )
-from async_rl.queue.journal import JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory, JournalRecord
+from async_rl.queue.journal import Journal, JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.queue.journal_folders import JournalClaim
+from async_rl.queue.progress import TrajectoryProgress
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.conversation import Conversation
@@ -45,6 +49,9 @@ CLEAN_UP_S: Final = 30.0
 
 _STOP_REASONS: Final[tuple[StopReason, ...]] = tuple(r for r in get_args(StopReason) if r != "error")
 """What an agent loop may return."""
+
+_NEW: Final = JournalClaim()
+_NOTHING: Final[Mapping[str, TrajectoryProgress]] = MappingProxyType({})
 
 
 @contextmanager
@@ -97,10 +104,6 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Those whose reward comes later, from one call for the whole group."""
 
 
-NewEntry = Callable[[str, int, JournalledTrajectory | None, Sequence[Segment]], JournalEntry]
-"""Makes a journal's entry: see `JournalEntry` for its arguments."""
-
-
 class Attempt:
     """One attempt at a trajectory: what a backend needs to run it, and how far it is.
 
@@ -113,82 +116,54 @@ class Attempt:
         trajectory_id: str,
         group_id: str,
         number: int,
-        left: dict[str, JournalledTrajectory],
         *,
         started_s: float,
-        new_entry: NewEntry = JournalEntry,
-        on_branch: Callable[[JournalEntry], None] = lambda entry: None,
+        claim: JournalClaim = _NEW,
+        known: Mapping[str, TrajectoryProgress] = _NOTHING,
+        on_start: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        """Open the journal's entry of the trajectory.
+        """Describe an attempt that has not started.
 
         Args:
             task: The task to attempt.
             trajectory_id: The sibling.
             group_id: Its group.
             number: The number of the attempt, from 1.
-            left: What there is of the trajectory and its branches; states are removed as they are used.
             started_s: When it started, monotonic seconds.
-            new_entry: Makes the entries of the trajectory and its branches.
-            on_branch: Called with the entry of each branch.
+            claim: The number of its owner, and where what is left of it is.
+            known: How far the trajectory and its branches are, of which something is left.
+            on_start: Called with the folder of the journal in which the attempt is from now on.
         """
         self.task = task
         self.trajectory_id = trajectory_id
         self.group_id = group_id
         self.number = number
         self.started_s = started_s
-        self.left = left
-        self.entries: dict[str, JournalEntry] = {}
-        """The journal's entries of the trajectory and its branches."""
+        self.claim = claim
+        self.on_start = on_start
+        self.progress: dict[str, TrajectoryProgress] = dict(known)
+        """How far the trajectory and its branches are, by id."""
         self.failed: Callable[[Exception], Trajectory] = self._describe_failure
         """Returns what a failed attempt has sampled, for display."""
-        self._new_entry = new_entry
-        self._on_branch = on_branch
-        self.entry = self._open_entry(trajectory_id, ())
 
     @property
     def num_turns(self) -> int:
         """The number of finished turns."""
-        return self.entry.num_turns
+        own = self.progress.get(self.trajectory_id)
+        return 0 if own is None else own.num_turns
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of finished engine calls."""
-        return sum(len(segment.token_ids) for segment in self.entry.segments)
-
-    @property
-    def states(self) -> dict[str, JournalledTrajectory]:
-        """The states from which another run of the agent loop can continue."""
-        known = {name: entry.state_to_continue for name, entry in self.entries.items()}
-        return self.left | {name: state for name, state in known.items() if state.segments}
-
-    def open_branch_entry(self, name: str, inherited: Sequence[Segment]) -> JournalEntry:
-        """Open the entry of a branch."""
-        entry = self._open_entry(name, inherited)
-        self._on_branch(entry)
-        return entry
-
-    def apply_record(self, record: JournalRecord, num_inherited: int) -> None:
-        """Take over what the process that runs the attempt reports of it or of a branch."""
-        name = record.trajectory_id
-        entry = self.entries.get(name)
-        if entry is None:
-            self.left.pop(name, None)  # the record has everything
-            entry = self.open_branch_entry(name, ())
-        entry.apply_record(record, num_inherited)
-
-    def _open_entry(self, name: str, inherited: Sequence[Segment]) -> JournalEntry:
-        restored = self.left.pop(name, None)
-        if restored is not None and inherited and (restored := restored.after(inherited)) is None:
-            log.warning("branch %s begins differently from before the restart: it is sampled anew", name)
-        self.entries[name] = entry = self._new_entry(name, self.number, restored, inherited)
-        return entry
+        own = self.progress.get(self.trajectory_id)
+        return 0 if own is None else own.num_tokens
 
     def _describe_failure(self, error: Exception) -> Trajectory:
         return Trajectory(
             trajectory_id=self.trajectory_id,
             group_id=self.group_id,
             task_id=self.task.task_id,
-            segments=self.entry.state_to_continue.segments,
+            segments=(),
             trace=None,
             outcome=Outcome(
                 stop_reason="error",
@@ -197,6 +172,38 @@ class Attempt:
                 started_s=self.started_s,
             ),
         )
+
+
+class AttemptEntries:
+    """The journal's entries of one attempt, in the process that runs it; its `progress` from then on."""
+
+    def __init__(
+        self, attempt: Attempt, journal: Journal | None, left: dict[str, JournalledTrajectory]
+    ) -> None:
+        """Take over what is left of the attempt and its branches.
+
+        Args:
+            attempt: The attempt.
+            journal: Writes the entries; None writes none.
+            left: What an earlier owner has left, by id; states are removed as they are used.
+        """
+        self._attempt = attempt
+        self._epoch = attempt.claim.owner_epoch
+        self._left = left
+        self._new_entry = JournalEntry if journal is None else journal.open_entry
+        if journal is not None and left:
+            journal.claim_trajectories(left, self._epoch)
+        attempt.progress.clear()
+        attempt.progress |= {name: JournalEntry(name, state.attempt, state) for name, state in left.items()}
+
+    def open_entry(self, name: str, inherited: Sequence[Segment] = ()) -> JournalEntry:
+        """Open the entry of the trajectory or of a branch."""
+        restored = self._left.pop(name, None)
+        if restored is not None and inherited and (restored := restored.after(inherited)) is None:
+            log.warning("branch %s begins differently from before the restart: it is sampled anew", name)
+        entry = self._new_entry(name, self._attempt.number, restored, inherited, self._epoch)
+        self._attempt.progress[name] = entry
+        return entry
 
 
 async def run_agent_loop(

@@ -8,9 +8,12 @@ from typing import Protocol, Self
 
 from async_rl.config import Config
 from async_rl.errors import RewardError
+from async_rl.queue.journal import Journal
+from async_rl.queue.journal_folders import JournalReader
 from async_rl.rollout.attempt import (
     Attempt,
     AttemptEnd,
+    AttemptEntries,
     AttemptResult,
     UnscoredCompletion,
     finish_trajectories,
@@ -65,11 +68,16 @@ class LocalBackend(RolloutBackend):
     def __init__(self, config: Config, context: SessionContext) -> None:
         """Load the agent loop and the rewards that the config names.
 
+        Until `journal` is set, no attempt is journalled.
+
         Raises:
             ConfigError: One of them cannot be loaded.
         """
         self._config = config.rollout
         self._context = context
+        self.journal: Journal | None = None
+        """The journal of this process."""
+        self._reader = JournalReader(context.metrics)
         self.loops = AgentLoops(config.rollout, context.metrics)
         self._rewards = Rewards(
             config, decode=context.chat.decode, metrics=context.metrics, clock=context.clock
@@ -92,8 +100,12 @@ class LocalBackend(RolloutBackend):
 
     async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
-        task = attempt.task
-        transcript = Transcript(self._context, attempt.entry, attempt.open_branch_entry)
+        if self.journal is not None:
+            attempt.on_start(self.journal.directory)
+        left = await self._reader.read_claim(attempt.claim, attempt.trajectory_id, attempt.number)
+        entries, task = AttemptEntries(attempt, self.journal, left), attempt.task
+        entry = entries.open_entry(attempt.trajectory_id)
+        transcript = Transcript(self._context, entry, entries.open_entry)
         session = RolloutSession(self._context, task, transcript, group_id=attempt.group_id)
         attempt.failed = session.failed_trajectory
         await run_agent_loop(task, session, self.loops, self._config)

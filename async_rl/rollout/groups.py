@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal
 
@@ -23,7 +23,7 @@ import msgspec
 
 from async_rl.config import RolloutConfig
 from async_rl.errors import AsyncRLError
-from async_rl.queue.journal import JournalEntry
+from async_rl.queue.progress import TrajectoryProgress
 from async_rl.staleness import StalenessPolicy
 from async_rl.types import Completion, StoredTrajectory, Task, Trajectory, root_of
 
@@ -199,7 +199,7 @@ class GroupInFlight:
         self._clock = clock
         self._straggled_s = straggled_s
         self._straggling_since_s: float | None = None
-        self._entries: dict[str, dict[str, JournalEntry]] = {}  # of siblings, each with its branches
+        self._progress: dict[str, Mapping[str, TrajectoryProgress]] = {}  # of siblings, with their branches
         self.finished: dict[str, Trajectory | StoredTrajectory] = {}
         """Finished trajectories: siblings and their branches; references to those of an earlier process."""
         self.unscored: dict[str, UnscoredTrajectory] = {}
@@ -235,17 +235,14 @@ class GroupInFlight:
         ordered = sorted(self.finished, key=lambda name: (place[root_of(name)], name))
         return tuple(self.finished[name] for name in ordered)
 
-    def begin_attempt(self, entry: JournalEntry, branches: Iterable[JournalEntry] = ()) -> None:
+    def begin_attempt(self, trajectory_id: str, progress: Mapping[str, TrajectoryProgress]) -> None:
         """Record a new attempt of a sibling, which replaces an earlier one.
 
-        `branches` are what an earlier process left: they count for the group's age until the attempt opens
-        them.
+        Args:
+            trajectory_id: The sibling.
+            progress: How far it and its branches are, by id; it changes with the attempt.
         """
-        self._entries[entry.trajectory_id] = {each.trajectory_id: each for each in (entry, *branches)}
-
-    def add_branch(self, entry: JournalEntry) -> None:
-        """Record a branch of a sibling's attempt."""
-        self._entries[root_of(entry.trajectory_id)][entry.trajectory_id] = entry
+        self._progress[trajectory_id] = progress
 
     def end_sibling(self, trajectory_id: str, result: Sequence[Trajectory] | str) -> None:
         """Record that a sibling finished, with its trajectories, or failed, with a reason."""
@@ -279,17 +276,18 @@ class GroupInFlight:
         counted = [
             t.newest_weight_version if mask else t.oldest_weight_version for t in self.finished.values()
         ]
-        making = [e for name in self.running for e in self._entries.get(name, {}).values()]
+        making = [each for name in self.running for each in self._progress.get(name, {}).values()]
         # A trajectory that is sampling will have a token of the weights that are served now.
-        counted += [
-            _newest_between_turns(entry) if mask else min(entry.versions, default=None) for entry in making
-        ]
+        counted += [_newest_between_turns(each) if mask else each.oldest_version for each in making]
         return min((version for version in counted if version is not None), default=None)
 
     def sampled_lengths(self) -> dict[str, int]:
         """Implements the queue's `InFlight`."""
-        entries = (entry for tree in self._entries.values() for entry in tree.values())
-        lengths = {entry.trajectory_id: entry.num_sampled_tokens for entry in entries}
+        lengths = {
+            name: each.num_sampled_tokens
+            for progress in self._progress.values()
+            for name, each in progress.items()
+        }
         return lengths | {name: t.num_sampled_tokens for name, t in self.finished.items()}
 
     def straggled_s(self) -> float:
@@ -313,5 +311,5 @@ class GroupInFlight:
             self.stop()
 
 
-def _newest_between_turns(entry: JournalEntry) -> int | None:
-    return None if entry.in_turn else max(entry.versions, default=None)
+def _newest_between_turns(progress: TrajectoryProgress) -> int | None:
+    return None if progress.in_turn else progress.newest_version

@@ -27,9 +27,9 @@ from async_rl.data.feeder import Feeder
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, WorkerLost
 from async_rl.queue.archive import Observer
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.queue.journal_folders import JournalClaim, JournalFolders
 from async_rl.queue.outstanding import RestoredGroup
+from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, attempt_boundary
 from async_rl.rollout.backend import RolloutBackend
@@ -75,8 +75,8 @@ class RolloutManager:
         pool: EnginePool,
         queue: TrajectoryQueue,
         backend: RolloutBackend,
-        journal: Journal | None = None,
-        journalled: dict[str, JournalledTrajectory] | None = None,
+        journals: JournalFolders | None = None,
+        journalled: Mapping[str, ProgressReport] | None = None,
         observer: Observer | None = None,
     ) -> None:
         """Prepare to dispatch, first of all the groups that an earlier process left in flight.
@@ -88,9 +88,9 @@ class RolloutManager:
             pool: The engines, whose oldest version is that of a new group.
             queue: Admits groups and receives finished ones.
             backend: Runs the attempts.
-            journal: Records trajectories in flight.
-            journalled: What the journal holds of `queue.restored_groups`. Entries are removed as they are
-                used, because they hold memory and files.
+            journals: The journals of the run, which record trajectories in flight.
+            journalled: How far trajectories of `queue.restored_groups` and their branches are in the
+                journals, by id.
             observer: Receives each trajectory when its attempt ends.
         """
         self._config = config
@@ -98,11 +98,10 @@ class RolloutManager:
         self._feeder = feeder
         self._pool = pool
         self._queue = queue
-        self._journal = journal
-        self._journalled: dict[str, dict[str, JournalledTrajectory]] = {}  # by root: it and its branches
-        while journalled:
-            name, state = journalled.popitem()
-            self._journalled.setdefault(root_of(name), {})[name] = state
+        self._journals = journals
+        self._journalled: dict[str, dict[str, TrajectoryProgress]] = {}  # by root: it and its branches
+        for name, progress in (journalled or {}).items():
+            self._journalled.setdefault(root_of(name), {})[name] = progress
         self._observer = observer or Observer()
         self.running: dict[str, Attempt] = {}
         """The running attempts, by trajectory."""
@@ -170,6 +169,8 @@ class RolloutManager:
             await self.slots.acquire_slot()
             if left not in self._queue.restored_groups:  # it was dropped meanwhile
                 self.slots.release_slot()
+                if self._journals is not None:
+                    self._journals.release_trajectories(left.trajectory_ids)
                 return
             self.slots.hand_over(unfinished[0])
         work = GroupInFlight(
@@ -184,8 +185,7 @@ class RolloutManager:
         work.finished.update(left.finished)
         for trajectory_id in unfinished:
             if known := self._journalled.get(trajectory_id):  # the group is as old as that from now on
-                begun = [JournalEntry(name, state.attempt, state) for name, state in known.items()]
-                work.begin_attempt(JournalEntry(trajectory_id), begun)
+                work.begin_attempt(trajectory_id, known)
         self._queue.resume_group(left.group_id, work)
         groups.start_task(f"group {left.group_id}", self._run_group(work))
         self._num_groups += 1
@@ -209,8 +209,8 @@ class RolloutManager:
             work.all_have_slots.set()
             self._num_groups -= 1
             self._feeder.retries.changed.set()
-        if self._journal is not None:
-            self._journal.remove_entries(work.trajectory_ids)
+        if self._journals is not None:
+            self._journals.release_trajectories(work.trajectory_ids)
 
     async def _run_siblings(self, work: GroupInFlight) -> None:
         """Run all unfinished siblings until they have ended, or are dropped as stragglers.
@@ -322,24 +322,11 @@ class RolloutManager:
     async def _run_attempt(
         self, trajectory_id: str, number: int, work: GroupInFlight
     ) -> Sequence[Trajectory]:
-        """Run an attempt; if its worker ends, restore its tokens and go on in another one."""
-        left = self._journalled.pop(trajectory_id, {})
-        left = {name: state for name, state in left.items() if state.attempt == number}
+        """Run an attempt; if its worker ends, go on in another one from what its journal has."""
+        known = self._journalled.pop(trajectory_id, {})
         for losses_left in reversed(range(_MAX_LOST_WORKERS)):
-            branches = [
-                JournalEntry(name, number, state) for name, state in left.items() if name != trajectory_id
-            ]
-            attempt = Attempt(
-                work.task,
-                trajectory_id,
-                work.group_id,
-                number,
-                left,
-                started_s=self._context.clock(),
-                new_entry=JournalEntry if self._journal is None else self._journal.open_entry,
-                on_branch=work.add_branch,
-            )
-            work.begin_attempt(attempt.entry, branches)
+            attempt = self._new_attempt(trajectory_id, number, work, known)
+            work.begin_attempt(trajectory_id, attempt.progress)
             self.running[trajectory_id] = attempt
             try:
                 with attempt_boundary():
@@ -349,7 +336,7 @@ class RolloutManager:
                     self._observer.failed(attempt.failed(error), number, error)
                     raise
                 log.warning("trajectory %s goes on in another worker: %s", trajectory_id, error)
-                left = attempt.states
+                known = {name: ProgressReport.of(each) for name, each in attempt.progress.items()}
                 continue
             finally:
                 del self.running[trajectory_id]
@@ -360,6 +347,25 @@ class RolloutManager:
                 )
             return end.trajectories
         raise AssertionError("the last loss is raised")
+
+    def _new_attempt(
+        self, trajectory_id: str, number: int, work: GroupInFlight, known: Mapping[str, TrajectoryProgress]
+    ) -> Attempt:
+        journals, claim = self._journals, JournalClaim()
+        if journals is not None:
+            claim = journals.claim_trajectory(trajectory_id, known.values())
+        return Attempt(
+            work.task,
+            trajectory_id,
+            work.group_id,
+            number,
+            started_s=self._context.clock(),
+            claim=claim,
+            known=known,
+            on_start=lambda folder: (
+                journals.record_owner(trajectory_id, claim, folder) if journals is not None else None
+            ),
+        )
 
     async def _score_group(self, work: GroupInFlight) -> None:
         """Score all trajectories of a group by one call; drop those that it fails, without a retry."""

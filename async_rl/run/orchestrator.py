@@ -341,8 +341,8 @@ class Orchestrator:
             feeder=recovered.feeder,
             pool=self.pool,
             queue=queue,
-            backend=self._rollout_backend(context),
-            journal=recovered.journal,
+            backend=self._rollout_backend(context, recovered),
+            journals=recovered.journals,
             journalled=recovered.journalled,
             observer=recovered.archive,
         )
@@ -362,14 +362,21 @@ class Orchestrator:
         evaluation = self._evaluation(sync, step) if inputs.validation else None
         return _Incarnation(trainer, sync, recovered, manager, checkpoints, loop, evaluation)
 
-    def _rollout_backend(self, context: SessionContext) -> RolloutBackend:
+    def _rollout_backend(self, context: SessionContext, recovered: RecoveredState) -> RolloutBackend:
         """Build the backend that the config asks for: rollout workers, or this event loop."""
         config = self._config
         if config.rollout.num_workers:
             return WorkerBackend(
-                config.rollout, self._cluster.rollout_worker, self._metrics, self.pool, self._clock
+                config.rollout,
+                self._cluster.rollout_worker,
+                self._metrics,
+                self.pool,
+                self._clock,
+                recovered.journals,
             )
-        return LocalBackend(config, context)
+        backend = LocalBackend(config, context)
+        backend.journal = recovered.journal
+        return backend
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:
         config = self._config

@@ -16,12 +16,13 @@ Only what a kill found unwritten is sampled again; nothing is trained twice.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from async_rl.config import Config
+from async_rl.config import Config, QueueConfig
 from async_rl.data.dataset import order_of
 from async_rl.data.feeder import Feeder, TaskRetries
 from async_rl.engine_protocol import EngineFacts
@@ -30,8 +31,9 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
 from async_rl.queue.journal import Journal
-from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.ledger import Ledger
+from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import observer
@@ -42,6 +44,15 @@ log = logging.getLogger(__name__)
 
 _ARCHIVE_S: Final = 1.0
 """Interval between writes of finished trajectories, seconds."""
+
+
+def journal_folder(config: QueueConfig, run_dir: Path) -> Path:
+    """Return the folder of a run's journals, the same on all nodes."""
+    run_dir = run_dir.absolute()
+    if config.journal_dir is None:
+        return run_dir / "journal"
+    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]  # runs of one name share no folder
+    return Path(config.journal_dir).expanduser().absolute() / f"{run_dir.name}-{digest}"
 
 
 class RecoveredState:
@@ -85,12 +96,18 @@ class RecoveredState:
         if config.run.keep_trajectories:
             self.archive = Archive(run_dir / archive.FILE, config.run.keep_trajectories)
             self.archive.rollback(step)
+        self.journals: JournalFolders | None = None
+        """The journals of the run; None where `queue.journal_s` asks for none."""
         self.journal: Journal | None = None
-        self.journalled: dict[str, JournalledTrajectory] = {}
-        """Trajectories in flight, as the journal holds them."""
+        """The driver's own."""
+        self.journalled: dict[str, ProgressReport] = {}
+        """How far trajectories in flight and their branches are in the journals, by id."""
         if self._every_s is not None:
-            self.journal = Journal(run_dir / "journal", metrics)
-            self.journalled = self.journal.restore(ledger.in_flight, newest_version=step)
+            self.journals = JournalFolders(
+                journal_folder(config.queue, run_dir), ledger.incarnation, ledger.restarts, metrics
+            )
+            self.journalled = self.journals.restore(ledger.in_flight)
+            self.journal = Journal(self.journals.add_owner("driver", self._release_entries), metrics)
         retries = TaskRetries(
             max_retries=config.rollout.max_task_retries,
             retry_after=config.trainer.groups_per_batch,
@@ -116,6 +133,9 @@ class RecoveredState:
             if tasks[order.task_at(left.position)].task_id != left.task_id:
                 log.warning("group %s is dropped: the data has no task %s now", left.group_id, left.task_id)
                 self.queue.drop_group(left.group_id, "restart")
+        if self.journals is not None:
+            kept = {name for left in self.queue.restored_groups for name in left.trajectory_ids}
+            self.journals.release_trajectories(self.journalled.keys() - kept)
         position = ledger.data_position()
         self.feeder = Feeder(
             tasks,
@@ -128,6 +148,7 @@ class RecoveredState:
 
     async def _write_journal(self) -> None:
         """Write new journal entries every `queue.journal_s`; this service never returns."""
+        assert self.journals is not None, "this service runs only with a journal"
         assert self.journal is not None, "this service runs only with a journal"
         assert self._every_s is not None, "this service runs only with a journal"
         clock = asyncio.get_running_loop().time
@@ -139,18 +160,27 @@ class RecoveredState:
             self.queue.record_straggling()
             # The ledger first: it must have the trajectories in the journal, and those that the journal
             # drops.
+            released = self.journals.take_released()
             await self.journal.write_in_thread(before=self.queue.flush_ledger)
+            self.journals.record_written(self.journal.directory, self.journal.pop_written_claims())
+            self.journals.notify_owners(released)
+            if unneeded := self.journals.take_unneeded():
+                await asyncio.to_thread(self.journals.delete_folders, unneeded)
+
+    def _release_entries(self, root_ids: Sequence[str]) -> None:
+        assert self.journal is not None, "it is the owner that releases"
+        self.journal.remove_entries(root_ids)
 
     async def _store_finished(self) -> None:
-        """Store trajectories that have ended before their groups; the journal drops them then.
+        """Store trajectories that have ended before their groups; the journals drop them then.
 
         This waits for the queue's threads, behind groups and batches of any size. The journal does not.
         """
-        assert self.journal is not None, "this service runs only with a journal"
+        assert self.journals is not None, "this service runs only with a journal"
         assert self._every_s is not None, "this service runs only with a journal"
         while True:
             await asyncio.sleep(self._every_s)
-            self.journal.remove_entries(await self.queue.finished.store_pending())
+            self.journals.release_trajectories(await self.queue.finished.store_pending())
 
     @property
     def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
@@ -177,9 +207,11 @@ class RecoveredState:
         if self.journal is None:
             return
         try:
-            self.journal.remove_entries(self.queue.finished.store_pending_now())
+            assert self.journals is not None, "there is one with the driver's journal"
+            self.journals.release_trajectories(self.queue.finished.store_pending_now())
             self.queue.record_straggling()
             self.queue.flush_ledger()
+            self.journals.notify_owners(self.journals.take_released())
             self.journal.write_entries()
         except (AsyncRLError, OSError) as error:  # this error may be what ends the incarnation
             log.warning("trajectories in flight could not be journalled to the last token: %s", error)

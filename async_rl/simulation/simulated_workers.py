@@ -145,6 +145,7 @@ class SimulatedWorkers:
         self._start_s = start_s
         self.ends: dict[str, MemoryLink] = {}
         """The workers' ends of their links, by name."""
+        self._running: dict[str, RolloutWorker] = {}
         self.metrics: list[Metrics] = []
         """All workers that ever existed."""
 
@@ -167,9 +168,9 @@ class SimulatedWorkers:
             metrics=self.metrics[-1],
             clock=clock,
         )
-        self.ends[name] = theirs
+        self.ends[name], self._running[name] = theirs, worker
         async with Nursery() as process:
-            process.start_task(name, worker.run(theirs))
+            process.start_task(name, _run_process(worker, theirs))
             try:
                 yield ours
             finally:
@@ -178,14 +179,16 @@ class SimulatedWorkers:
                 theirs.lose("the worker was ended")
                 process.cancel_tasks()
                 ours.peer_has_ended = not theirs.is_cut_off
-                del self.ends[name]
+                del self.ends[name], self._running[name]
 
     def kill(self, index: int) -> bool:
         """End a worker as SIGKILL does: it says nothing more, and its link is lost; whether there was one."""
         names = sorted(self.ends)
         if not names:
             return False
-        self.ends[names[index % len(names)]].lose("the worker was killed")
+        name = names[index % len(names)]
+        self._running[name].close()  # it writes nothing more
+        self.ends[name].lose("the worker was killed")
         return True
 
     def cut_off(self, index: int) -> bool:
@@ -203,6 +206,13 @@ class SimulatedWorkers:
             return False
         self.ends[names[index % len(names)]].post = _nothing  # type: ignore[method-assign]
         return True
+
+
+async def _run_process(worker: RolloutWorker, link: Link) -> None:
+    try:
+        await worker.run(link)
+    finally:
+        worker.write_and_close()
 
 
 def exponential(rng: random.Random, mean_s: float) -> Callable[[], float]:

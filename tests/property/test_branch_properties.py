@@ -15,13 +15,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.queue.journal import Journal, JournalEntry
+from async_rl.queue.journal import JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.virtual_time import run_virtual
 from async_rl.types import Group, Segment, StoredTrajectory, Trajectory
+from tests.support.journals import continue_journals
 from tests.support.sessions import Bench, simulated
 from tests.support.stored_batches import assemble_batch
 
@@ -84,8 +85,8 @@ class Incarnation:
     """One incarnation of a driver: a journal, and a session that resumes what the one before left."""
 
     def __init__(self, folder: Path, numbers: count[int], interrupt: str) -> None:
-        self.journal = Journal(folder)
-        self.left = self.journal.restore({"0" * 32}, newest_version=99)
+        self.journal, self.left = continue_journals(folder, {"0" * 32})
+        self.epoch = int(self.journal.directory.name)
         self.number = numbers
         self.entry = entry = self.open("0" * 32, ())
         engine = simulated(self.sample, decode_step_s=0.02)  # type: ignore[arg-type]
@@ -107,7 +108,7 @@ class Incarnation:
         replay: JournalledTrajectory | None = self.left.pop(name, None)
         if replay is not None and inherited:
             replay = replay.after(inherited)
-        return self.journal.open_entry(name, 1, replay, inherited)
+        return self.journal.open_entry(name, 1, replay, inherited, self.epoch)
 
     async def run(self, steps: Sequence[Any], blows: Sequence[Blow], until_s: float | None) -> bool:
         """Run to the end, or until the driver is killed; return whether it reached the end."""

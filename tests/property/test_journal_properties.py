@@ -8,13 +8,14 @@ from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from async_rl.queue import journal as journal_module
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
 from async_rl.types import Context, Sampled, VersionSpan
+from tests.support.journals import continue_journals, read_journals
 
 NAMES = ("a", "b", "c")
 Story = tuple[int, tuple[int, ...], tuple[float, ...], tuple[int, ...], tuple[Any, ...]]
@@ -62,7 +63,6 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.journal = Journal(folder)
-        self.journal.restore((), newest_version=0)
         self.entries: dict[str, JournalEntry] = {}
         self.told: dict[str, set[Story]] = {name: set() for name in NAMES}
         self.token = 0
@@ -192,6 +192,7 @@ def test_a_moment_of_each_trajectory_is_read_when_the_file_is_damaged(
         for step in story:
             world.do(step)
         world.tick()
+        assume(world.folder.exists() and any(world.folder.iterdir()))
         data = bytearray(file_of(world.folder).read_bytes())
         data = data[: round(kept * len(data))]
         if data:
@@ -209,27 +210,26 @@ def test_those_in_flight_go_on_in_the_next_file_when_another_process_takes_over(
     story: list[Step], alive: set[str], newest: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder))
+        world = World(Path(folder) / "000001")
         for step in story:
             world.do(step)
         world.tick()
         before = read_back(world.folder)
         world.journal.close()
-        second = Journal(world.folder)
-        left = second.restore(alive, newest_version=newest)
+        second, left = continue_journals(Path(folder), alive, newest)
         assert left.keys() == before.keys() & alive
         for name, state in left.items():
             attempt, ids, probs, versions, turns = before[name]
             lowered = tuple(min(version, newest) for version in versions)
             expected = attempt, ids, probs, lowered, turns
             assert told_by(state.attempt, state.segments, state.turns) == expected
-            second.open_entry(
-                name, attempt, state
-            )  # nothing is replayed yet, and the process is killed again
+            # Nothing is restored yet, and the process is killed again.
+            second.open_entry(name, attempt, state, owner_epoch=2)
         second.write_entries()
         second.close()
-        assert read_back(world.folder).keys() == left.keys()
-        assert all(same(read_journal(world.folder)[0][name], left[name]) for name in left)
+        again = read_journals(Path(folder))
+        assert {name for name, state in again.items() if state.owner_epoch == 2} == left.keys()
+        assert all(same(again[name], left[name]) for name in left)
 
 
 def same(one: JournalledTrajectory, other: JournalledTrajectory) -> bool:

@@ -7,7 +7,7 @@ was trained more often than sampled; an inherited token that is never trained is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -67,16 +67,13 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained, journalled = Trained(monkeypatch), set[str]()
-    restore = Journal.restore
+    claim = Journal.claim_trajectories
 
-    def note(
-        journal: Journal, alive: Collection[str], newest_version: int
-    ) -> dict[str, JournalledTrajectory]:
-        left = restore(journal, alive, newest_version)
-        journalled.update(left)
-        return left
+    def note(journal: Journal, states: Mapping[str, JournalledTrajectory], owner_epoch: int) -> None:
+        journalled.update(states)
+        claim(journal, states, owner_epoch)
 
-    monkeypatch.setattr(Journal, "restore", note)
+    monkeypatch.setattr(Journal, "claim_trajectories", note)
     outcome = simulate(0, tmp_path, scenario=trees("kill"))
     assert outcome.violations == ()
     assert outcome.incarnations[:2] == ("killed", "killed")

@@ -27,7 +27,7 @@ from async_rl.engines.simulated import SimulatedCall
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.frames import read_columns
-from async_rl.queue.journal_file import JournalledTrajectory, read_journal
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Conservation, Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
@@ -36,6 +36,7 @@ from async_rl.runtime.supervision import first_error
 from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.virtual_time import VirtualTimeLoop
 from async_rl.types import Completion, Sampled, StoredTrajectory, Task, TrainBatch
+from tests.support.journals import read_journals
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 from tests.support.run_config import write_run
 
@@ -197,7 +198,7 @@ class World:
             metrics=metrics,
             by_tick=by_tick,
             error=error,
-            journal=read_journal(self.folder / "journal")[0],
+            journal=read_journals(self.folder / "journal"),
             accounts=ledger.audit(),
             unfinished=ledger.in_flight.difference(*(group.stored for group in ledger.outstanding())),
             num_undone=ledger.counts().trained - self.trajectories_per_step * saved,
@@ -511,8 +512,11 @@ def test_the_journal_is_written_every_tick_when_the_threads_are_busy_with_packin
     def watch_journal(now: float, cluster: LocalCluster) -> bool:
         nonlocal size
         if not written or now - written[-1] > TICK_S / 4:
-            before, size = size, sum(os.path.getsize(path) for path in (world.folder / "journal").iterdir())
-            if size != before or not any(engine._calls for engine in cluster.engines):
+            files = [path for path in (world.folder / "journal").rglob("*") if path.is_file()]
+            before, size = size, sum(map(os.path.getsize, files))
+            if not files:
+                pass  # the run has not begun
+            elif size != before or not any(engine._calls for engine in cluster.engines):
                 written.append(now)
         return now > 20.0
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from async_rl.queue.journal import JournalEntry
+from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
-from async_rl.rollout.workers import worker
 from async_rl.simulation.__main__ import run_worker_seed
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.faults import FaultKind
@@ -37,17 +37,17 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken_over: list[JournalledTrajectory] = []
-    left = JournalEntry.state_to_continue.fget
-    assert left is not None
+    claim = Journal.claim_trajectories
 
-    def note(entry: JournalEntry) -> JournalledTrajectory:
-        taken_over.append(left(entry))
-        return taken_over[-1]
+    def note(journal: Journal, states: Mapping[str, JournalledTrajectory], owner_epoch: int) -> None:
+        taken_over.extend(states.values())
+        claim(journal, states, owner_epoch)
 
-    monkeypatch.setattr(JournalEntry, "state_to_continue", property(note))
-    monkeypatch.setattr(worker, "TICK_S", 0.02)  # branches live for less than a tick
+    monkeypatch.setattr(Journal, "claim_trajectories", note)
     faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker", "die_in_call")
-    scenario = with_two_workers(branching(small_run(3, faults, death="kill")))
+    scenario = with_two_workers(branching(small_run(5, faults, death="kill")))
+    queue = replace(scenario.config.queue, journal_s=0.02)  # branches live for less than a tick
+    scenario = replace(scenario, config=replace(scenario.config, queue=queue))
     outcome = simulate(0, tmp_path, scenario=scenario)
     assert outcome.violations == ()
     assert outcome.incarnations[-1] == "finished"

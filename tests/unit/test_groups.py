@@ -145,8 +145,8 @@ def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> No
     group = group_of("young", "running")
     assert group.oldest_version() is None
     young, running = entry_of("young", (4, 6), (2, 7)), JournalEntry("running")
-    group.begin_attempt(young)
-    group.begin_attempt(running)
+    group.begin_attempt(young.trajectory_id, {young.trajectory_id: young})
+    group.begin_attempt(running.trajectory_id, {running.trajectory_id: running})
     assert group.oldest_version() == 6
     running.call = Call(5, 5, 8, since=5)
     assert group.oldest_version() == 5
@@ -166,9 +166,9 @@ def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
     group = group_of("talking", "calling", "done", staleness_policy="mask_tokens")
     talking, calling = entry_of("talking", (4, 2)), entry_of("calling", (4, 3), (1, 4))
     talking.begin_turn(3, 16, ())
-    group.begin_attempt(talking)
+    group.begin_attempt(talking.trajectory_id, {talking.trajectory_id: talking})
     assert group.oldest_version() is None  # it will have a token of the weights served now
-    group.begin_attempt(calling)
+    group.begin_attempt(calling.trajectory_id, {calling.trajectory_id: calling})
     assert group.oldest_version() == 4  # it is in a tool, and may end there
     calling.begin_turn(8, 16, ())
     assert group.oldest_version() is None
@@ -178,8 +178,8 @@ def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
 
 def test_an_attempt_that_failed_does_not_age_its_group() -> None:
     group = group_of("t")
-    group.begin_attempt(entry_of("t", (4, 2)))
-    group.begin_attempt(entry_of("t", (1, 7)))
+    group.begin_attempt("t", {"t": entry_of("t", (4, 2))})
+    group.begin_attempt("t", {"t": entry_of("t", (1, 7))})
     assert (group.oldest_version(), group.sampled_lengths()) == (7, {"t": 1})
 
 

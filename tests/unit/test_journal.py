@@ -31,9 +31,7 @@ def sampled(count: int) -> Sampled:
 
 
 def open_journal(folder: Path, metrics: Metrics | None = None) -> Journal:
-    journal = Journal(folder, metrics)
-    journal.restore((), newest_version=0)
-    return journal
+    return Journal(folder, metrics)
 
 
 def grow(entry: JournalEntry, *lengths: int) -> None:
@@ -123,6 +121,8 @@ def test_nothing_is_written_when_a_thread_comes_after_the_end(tmp_path: Path) ->
 def test_only_the_user_may_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     journal = open_journal(folder)
+    grow(journal.open_entry("a"), 10)
+    journal.write_entries()
     (path,) = folder.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700

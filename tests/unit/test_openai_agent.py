@@ -19,6 +19,7 @@ from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooL
 from async_rl.queue.journal import Journal
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import Task
+from tests.support.journals import continue_journals, reopen_entry
 from tests.support.scripted import ScriptedEngine
 from tests.support.scripted_session import make_task
 from tests.support.talk import lines, talking
@@ -81,14 +82,12 @@ async def test_an_agents_turns_are_the_trajectory():
 
 async def test_answers_are_given_again_when_the_agent_runs_again_after_a_restart(tmp_path: Path):
     loop = OpenAIAgentLoop(agent=f"{HERE}:two_turns")
-    journal = Journal(tmp_path)
-    journal.restore((), newest_version=0)
+    journal = Journal(tmp_path / "000001")
     before, _ = await play(loop, "4", "Yes.", entry=journal.open_entry("0" * 32))
     journal.write_entries()
     journal.close()
-    journal = Journal(tmp_path)
-    left = journal.restore(["0" * 32], newest_version=0)["0" * 32]
-    after, (_, talker) = await play(loop, entry=journal.open_entry("0" * 32, 1, left))
+    journal, left = continue_journals(tmp_path, ["0" * 32])
+    after, (_, talker) = await play(loop, entry=reopen_entry(journal, left["0" * 32]))
     journal.close()
     assert talker.prompts == []
     assert after.session.messages == before.session.messages

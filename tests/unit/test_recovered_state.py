@@ -31,12 +31,19 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(recovery, "Spool", spool)
     monkeypatch.setattr(recovery, "TaskRetries", retries)
     tree = to_builtins(small_run(0).config)
-    for override in ("queue.max_bytes=2000000", "rollout.max_task_retries=5", "run.keep_trajectories=0"):
+    for override in (
+        "queue.max_bytes=2000000",
+        f"queue.journal_dir={tmp_path / 'fast'}",
+        "rollout.max_task_retries=5",
+        "run.keep_trajectories=0",
+    ):
         apply_override(tree, override)
     recovered = RecoveredState(
         parse_config(tree), tmp_path, small_run(0).tasks, FACTS, 0, Metrics(), lambda: 0.0
     )
     seen["run.keep_trajectories"] = recovered.archive
+    assert recovered.journals is not None
+    seen["queue.journal_dir"] = recovered.journals.base.parent.relative_to(tmp_path).name
     recovered.write_and_close()
     recovered.queue.close()
     return seen
@@ -44,7 +51,12 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("key", "bound"),
-    [("queue.max_bytes", 2_000_000), ("rollout.max_task_retries", 5), ("run.keep_trajectories", None)],
+    [
+        ("queue.max_bytes", 2_000_000),
+        ("queue.journal_dir", "fast"),
+        ("rollout.max_task_retries", 5),
+        ("run.keep_trajectories", None),
+    ],
 )
 def test_an_incarnation_is_bounded_as_the_config_says(bounds: dict[str, Any], key: str, bound: Any) -> None:
     assert bounds[key] == bound

@@ -13,6 +13,7 @@ from async_rl.engine_protocol import Engine, EngineFacts
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.types import Context, Sampled, Trajectory
+from tests.support.journals import continue_journals, reopen_entry
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import PROMPT, Bench
 
@@ -34,8 +35,7 @@ def make_bench(scripts: Sequence[Script], entry: JournalEntry, **changes: Any) -
 
 async def run_first(folder: Path, scripts: Sequence[Script], *turns: Callable[[Bench], None]) -> None:
     """Turns until the process is killed; what happens between two of them is given."""
-    journal = Journal(folder)
-    journal.restore((), newest_version=0)
+    journal = Journal(folder / "000001")
     entry = journal.open_entry(NAME)
 
     def kill(request: Any) -> list[Any]:
@@ -60,8 +60,8 @@ async def play(bench: Bench, between_turns: Sequence[Callable[[Bench], None]], *
 
 
 def left_in(folder: Path) -> tuple[Journal, JournalledTrajectory]:
-    journal = Journal(folder)
-    return journal, journal.restore([NAME], newest_version=9)[NAME]
+    journal, left = continue_journals(folder, [NAME])
+    return journal, left[NAME]
 
 
 def say(*contents: str) -> Callable[[Bench], None]:
@@ -81,7 +81,7 @@ async def run_after_restart(
     folder: Path, scripts: Sequence[Script], *turns: Callable[[Bench], None], **budget: Any
 ) -> tuple[Trajectory, Bench]:
     journal, left = left_in(folder)
-    bench = make_bench(scripts, journal.open_entry(NAME, left.attempt, left))
+    bench = make_bench(scripts, reopen_entry(journal, left))
     await play(bench, turns, **budget)
     journal.write_entries()
     journal.close()
@@ -132,7 +132,7 @@ async def test_all_is_thrown_away_when_the_prompt_is_another(tmp_path: Path) -> 
     await run_first(tmp_path, [])
     journal, left = left_in(tmp_path)
     bench = Bench(
-        cast(Engine, ScriptedEngine(scripts=[turn(2)])), replay="off", entry=journal.open_entry(NAME, 1, left)
+        cast(Engine, ScriptedEngine(scripts=[turn(2)])), replay="off", entry=reopen_entry(journal, left)
     )
     bench.chat.prompt_ids = lambda *_: np.arange(5, dtype=np.int32)  # type: ignore[method-assign]
     bench.start()
@@ -148,7 +148,7 @@ async def test_a_turn_is_over_when_its_last_token_was_seen_but_not_its_end(tmp_p
     last = left.segments[-1]
     assert isinstance(last, Sampled)
     last.token_ids[-1] = 2  # the stop token
-    bench = make_bench([], journal.open_entry(NAME, 1, left))
+    bench = make_bench([], reopen_entry(journal, left))
     first = await bench.session.generate()
     assert (first.finish_reason, first.token_ids.tolist()) == ("stop", [300, 301, 2])
     journal.close()
@@ -164,7 +164,7 @@ async def test_rows_of_the_whole_are_fetched_when_nothing_is_left_to_sample(tmp_
         return sampled(0, "length", 0, prompt=len(request.input_ids))
 
     engine = ScriptedEngine(scripts=[recover])
-    bench = Bench(cast(Engine, engine), facts=ONE_LAYER, entry=journal.open_entry(NAME, 1, left))
+    bench = Bench(cast(Engine, engine), facts=ONE_LAYER, entry=reopen_entry(journal, left))
     bench.start()
     await bench.session.generate()
     trace = (await bench.finish()).trace

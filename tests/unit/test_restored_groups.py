@@ -13,8 +13,8 @@ import pytest
 from async_rl.errors import InvariantError
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import read_columns
-from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
+from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
@@ -23,7 +23,7 @@ from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
 def open_queue(
-    folder: Path, step: int, *journalled: JournalledTrajectory, **settings: Any
+    folder: Path, step: int, *journalled: tuple[str, ProgressReport], **settings: Any
 ) -> TrajectoryQueue:
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.rollback(step)
@@ -33,7 +33,7 @@ def open_queue(
         Spool(folder / "spool", most),
         **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
     )
-    queue.restore_groups({state.trajectory_id: state for state in journalled})
+    queue.restore_groups(dict(journalled))
     return queue
 
 
@@ -47,9 +47,10 @@ async def keep(queue: TrajectoryQueue, trajectory: Trajectory) -> None:
     assert await queue.finished.store_pending() == [trajectory.trajectory_id]
 
 
-def journalled(name: str, *versions: int) -> JournalledTrajectory:
-    segments = make_trajectory(name, sampled=[(2, version) for version in versions]).segments
-    return JournalledTrajectory(trajectory_id=name, attempt=1, segments=segments)
+def journalled(name: str, *versions: int) -> tuple[str, ProgressReport]:
+    return name, ProgressReport(
+        oldest_version=min(versions), newest_version=max(versions), num_sampled_tokens=2 * len(versions)
+    )
 
 
 @pytest.mark.parametrize(("versions", "waits"), [((0, 1), True), ((1,), False), ((5,), False), ((), False)])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import struct
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, cast
 
 import msgspec
-import numpy as np
 import pytest
 
 from async_rl.config import Config, parse_config
@@ -26,28 +28,31 @@ from async_rl.errors import (
 )
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.rollout_worker_actor import config_per_worker
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory, JournalRecord, TurnNote
+from async_rl.queue.journal_folders import JournalFolders
+from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.rollout.attempt import Attempt
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
+from async_rl.rollout.workers import messages
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import (
     CancelRequest,
     DropCall,
     Failure,
     Heartbeat,
+    Message,
     MetricIncrement,
     StartAttempt,
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
+from async_rl.rollout.workers.remote_progress import RemoteProgress
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.runtime.shortages import is_shortage
 from async_rl.simulation import simulated_workers
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
-from async_rl.types import Completion, Sampled, Task, Trajectory
+from async_rl.types import Completion, Task, Trajectory
 from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 
 HERE = __name__
@@ -170,7 +175,9 @@ def config_of(loop: str = "OneTurn", **rollout: Any) -> Config:
 class WorkerBench:
     """Rollout workers in front of a simulated engine that decodes a token in 10 ms."""
 
-    def __init__(self, loop: str = "OneTurn", *, delay_s: float = 0.001, **rollout: Any) -> None:
+    def __init__(
+        self, loop: str = "OneTurn", *, delay_s: float = 0.001, journals: Path | None = None, **rollout: Any
+    ) -> None:
         self.config = config_of(loop, **rollout)
         self.policy = Watched(stop_at=[17, 23])
         self.bench = Bench(simulated(self.policy, decode_step_s=0.01, prefill_tokens_per_s=1e9))
@@ -180,8 +187,14 @@ class WorkerBench:
             self.config, chat, self.bench.engines, FACTS, delay_s=lambda: delay_s
         )
         self.clock = asyncio.get_running_loop().time
+        self.folders = None if journals is None else JournalFolders(journals, 1, {})
         self.backend = WorkerBackend(
-            self.config.rollout, self.processes.open, self.metrics, self.bench.pool, self.clock
+            self.config.rollout,
+            self.processes.open,
+            self.metrics,
+            self.bench.pool,
+            self.clock,
+            self.folders,
         )
         self._stack = AsyncExitStack()
 
@@ -192,15 +205,31 @@ class WorkerBench:
     async def __aexit__(self, *error: Any) -> None:
         await self._stack.aclose()
 
+    def attempt(self, known: Mapping[str, TrajectoryProgress] | None = None) -> Attempt:
+        """An attempt that is journalled, and that goes on if something is known of it."""
+        assert self.folders is not None
+        name, folders = "0" * 32, self.folders
+        claim = folders.claim_trajectory(name, (known or {}).values())
+        return Attempt(
+            TASK,
+            name,
+            "g",
+            1,
+            started_s=0.0,
+            claim=claim,
+            known=known or {},
+            on_start=lambda folder: folders.record_owner(name, claim, folder),
+        )
+
     @property
     def context(self) -> SessionContext:
         """What sessions of this process share."""
         return replace(self.bench.context, rollout=self.config.rollout, routing=self.config.routing)
 
 
-def attempt(left: dict[str, JournalledTrajectory] | None = None, name: str = "0" * 32) -> Attempt:
+def attempt(name: str = "0" * 32) -> Attempt:
     """An attempt that a backend can run."""
-    return Attempt(TASK, name, "g", 1, left or {}, started_s=0.0)
+    return Attempt(TASK, name, "g", 1, started_s=0.0)
 
 
 async def trajectories(backend: RolloutBackend, of: Attempt | None = None) -> tuple[Trajectory, ...]:
@@ -265,30 +294,65 @@ async def _undisturbed() -> list[int]:
     return trajectory.token_ids.tolist()
 
 
-@pytest.mark.parametrize("how", ["kill", "mute"])
+@pytest.mark.parametrize("how", ["kill", "mute", "cut_off"])
 @in_virtual_time
-async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(how: str) -> None:
-    async with WorkerBench(num_workers=2, max_context_tokens=512, max_new_tokens=400) as workers:
-        workers.policy.stop_at = frozenset({300})
+async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is cut off goes on to sample and write for as long as its leases last."""
+    monkeypatch.setattr(simulated_workers, "CUT_OFF_S", 0.0)
+    limits = {"max_context_tokens": 2048, "max_new_tokens": 1900}
+    async with WorkerBench(num_workers=2, journals=tmp_path, **limits) as workers:
+        workers.policy.stop_at = frozenset({1500})
+        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
-            first = attempt()
+            first = workers.attempt()
             playing = tasks.create_task(_lost(workers.backend.run_attempt(first)))
-            await workers.policy.reaches(107)
-            assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # one of them has it
-            begin = asyncio.get_running_loop().time()
+            await workers.policy.reaches(257)
+            end = getattr(workers.processes, how)
+            assert sum(map(end, (0, 1))) == 2  # one of them has it
+            begin_s = loop.time()
             error = await playing
-        lasted_s = asyncio.get_running_loop().time() - begin
-        assert 7.0 < lasted_s < 11.0 if how == "mute" else lasted_s < 1.0  # worker_stall_s, in ticks of 1 s
+        lasted_s = loop.time() - begin_s
+        assert lasted_s < 1.0 if how == "kill" else 7.0 < lasted_s < 11.0  # worker_stall_s, in ticks of 1 s
         assert "rollout-worker-" in str(error)
-        (state,) = first.states.values()
-        assert 100 - 26 <= state.num_sampled_tokens <= 100  # a token takes 10 ms, a tick 250
-        (trajectory,) = await trajectories(workers.backend, attempt(first.states))
+        (known,) = first.progress.values()
+        assert (known.oldest_version, known.newest_version) == (0, 0)
+        assert 250 * 4 // 5 - 90 < known.num_sampled_tokens <= 250  # reported when it has grown by a quarter
+        (trajectory,) = await trajectories(workers.backend, workers.attempt(first.progress))
         restarts = workers.bench.counted("rollout_worker_restarts_total")
+        await asyncio.sleep(1.0)  # the counters of workers arrive with a heartbeat
         resumed = workers.bench.counted("resumed_tokens_total")
-    assert len(trajectory.token_ids) == 300
-    assert resumed == state.num_sampled_tokens
+    assert len(trajectory.token_ids) == 1500
     assert restarts == 2
+    if how == "kill":
+        assert 250 - 101 <= resumed <= 250  # a token takes 10 ms, a tick of the journal 1 s
+    else:
+        assert 250 + 600 < resumed < 1500  # it was sampling when the other one took over
     assert workers.bench.counted("engine_quarantined_total", engine="engine-0") == 0.0
+
+
+@in_virtual_time
+async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    reports: list[ProgressReport] = []
+
+    def encode(message: Message) -> list[bytes | memoryview]:
+        encoded = messages.encode(message)
+        if isinstance(message, Heartbeat):
+            sizes.append(sum(map(len, encoded)))
+            reports.extend(each.report for each in message.progress)
+        return encoded
+
+    monkeypatch.setattr(simulated_workers, "encode", encode)
+    async with WorkerBench(journals=tmp_path, max_context_tokens=2048, max_new_tokens=1900) as workers:
+        workers.policy.stop_at = frozenset({1500})
+        await trajectories(workers.backend, workers.attempt())
+    assert len(sizes) > 50
+    assert median(sizes) < 400
+    lengths = [report.num_sampled_tokens for report in reports]
+    assert 5 < len(lengths) < 20, "a trajectory is reported when it has changed enough"
+    assert all(now <= before * 5 // 4 + 100 for before, now in pairwise(lengths))
 
 
 @in_virtual_time
@@ -445,98 +509,17 @@ def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:
     assert counted("tool_seconds_bucket", le="0.5") == 1
 
 
-def test_the_journal_has_all_tokens_when_an_attempt_goes_on_elsewhere(tmp_path: Path) -> None:
-    name = "a" * 32
-
-    def sampled(*token_ids: int) -> Sampled:
-        return Sampled(
-            token_ids=np.array(token_ids, np.int32),
-            rollout_log_probs=np.zeros(len(token_ids), np.float32),
-            weight_version=0,
-            engine_id="e",
-            finish_reason="abort",
-        )
-
-    journal = Journal(tmp_path)
-    journal.restore([], 0)
-    entry = journal.open_entry(name)
-    entry.begin_turn(0, 9, ())
-    entry.segments.append(sampled(1, 2))
-    journal.write_entries()
-    entry.segments.append(sampled(3))  # not in the file yet, and its worker ends
-    again = journal.open_entry(name, 1, entry.state_to_continue)
-    journal.write_entries()
-    assert again.next_record() is None  # it is reported once
-    journal.close()
-    left = Journal(tmp_path).restore([name], 0)[name]
-    assert [token for segment in left.segments for token in segment.token_ids.tolist()] == [1, 2, 3]
-
-
 def test_a_call_of_a_worker_counts_for_the_age_of_its_group_until_its_tokens_are_reported() -> None:
-    theirs, ours = JournalEntry("a"), JournalEntry("a")
-    ours.begin_remote_call(3)
-    ours.end_remote_call()
-    assert list(ours.versions) == [3]  # its tokens come with the next heartbeat
-    theirs.begin_turn(0, 9, ())
-    theirs.segments.append(
-        Sampled(
-            token_ids=np.array([5], np.int32),
-            rollout_log_probs=np.zeros(1, np.float32),
-            weight_version=3,
-            engine_id="e",
-            finish_reason="abort",
-        )
-    )
-    ours.begin_remote_call(4)
-    record = theirs.next_record()
-    assert record is not None
-    ours.apply_record(record, 0)
-    assert list(ours.versions) == [3, 4]
-    assert ours.num_sampled_tokens == 1
-
-
-def test_a_running_call_of_a_worker_grows_in_the_driver_as_it_is_reported() -> None:
-    def piece(first: int, count: int, version: int = 3) -> Sampled:
-        return Sampled(
-            token_ids=np.arange(first, first + count, dtype=np.int32),
-            rollout_log_probs=-np.arange(first, first + count, dtype=np.float32),
-            weight_version=version,
-            engine_id="e",
-            finish_reason="abort",
-        )
-
-    def report(index: int, start: int, *pieces: Sampled) -> None:
-        ours.apply_record(
-            JournalRecord(
-                trajectory_id="a",
-                attempt=1,
-                epoch=0,
-                index=index,
-                segments=(),
-                open_start=start,
-                open=pieces,
-                first_turn=0,
-                turns=(TurnNote(start=0, max_new_tokens=9999),),
-            ),
-            0,
-        )
-
-    ours = JournalEntry("a")
-    report(0, 0, piece(0, 200))
-    assert ours.call is not None
-    call, view = ours.call, ours.call.token_ids
-    report(1, 200, piece(200, 900), piece(1100, 5, version=4))
-    assert ours.call is call  # it is not copied with each report
-    assert call.token_ids.tolist() == list(range(1105))
-    assert call.log_probs.tolist() == [-float(n) for n in range(1105)]
-    assert [(s.start, s.end, s.weight_version) for s in call.versions] == [(0, 1100, 3), (1100, 1105, 4)]
-    assert view.tolist() == list(range(200))
-    report(2, 150, piece(7, 2))  # the rest was invalid
-    assert ours.call is not None
-    assert ours.call.token_ids.tolist() == [*range(150), 7, 8]
-    assert ours.state_to_continue.num_sampled_tokens == 152
-    report(3, 0)
-    assert ours.call is None
+    ours = RemoteProgress()
+    ours.begin_call(3)
+    ours.end_call()
+    assert (ours.oldest_version, ours.newest_version) == (3, 3)  # its tokens come with the next heartbeat
+    ours.begin_call(4)
+    ours.apply_report(ProgressReport(oldest_version=3, newest_version=3, num_sampled_tokens=1))
+    assert (ours.oldest_version, ours.newest_version) == (3, 4)
+    ours.apply_report(ProgressReport(oldest_version=4, newest_version=4))  # an invalid answer was cleared
+    assert (ours.oldest_version, ours.newest_version) == (4, 4)
+    assert ours.num_sampled_tokens == 0
 
 
 def test_limits_of_rewards_are_divided_among_workers() -> None:

@@ -16,6 +16,7 @@ from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.types import Context, Group, Sampled, Segment, StoredTrajectory, Task, Trajectory
+from tests.support.journals import continue_journals
 from tests.support.stored_batches import assemble_batch
 from tests.support.trajectories import make_trajectory
 
@@ -115,8 +116,7 @@ def sampled(count: int, version: int) -> Sampled:
 def test_the_journal_has_branches_of_the_attempt_that_runs_and_forgets_them_with_their_trunk(
     tmp_path: Path,
 ) -> None:
-    journal = Journal(tmp_path)
-    journal.restore((), newest_version=0)
+    journal = Journal(tmp_path / "000001")
     prefix: tuple[Segment, ...] = tree("a")[0].segments[:2]
     for root, attempt in (("a", 1), ("b", 1), ("c", 1)):
         journal.open_entry(root, attempt).segments.extend(prefix)
@@ -128,14 +128,14 @@ def test_the_journal_has_branches_of_the_attempt_that_runs_and_forgets_them_with
     journal.open_entry("d.1").segments.extend(prefix)
     journal.write_entries()
     journal.close()
-    left = Journal(tmp_path).restore(["a", "b", "d"], newest_version=0)
+    _, left = continue_journals(tmp_path, ["a", "b", "d"])
     assert {name: state.num_tokens for name, state in left.items()} == {"a": 7, "a.1": 9, "b": 7, "d.1": 7}
     after = left["a.1"].after(prefix)
     assert after is not None
     assert after.num_tokens == 2
     assert left["a.1"].after([Context(token_ids=prefix[0].token_ids + 1), prefix[1]]) is None
     entry = JournalEntry("a.1", 1, after, prefix)
-    assert (entry.num_sampled_tokens, list(entry.versions)) == (2, [0])
+    assert (entry.num_sampled_tokens, entry.oldest_version, entry.newest_version) == (2, 0, 0)
 
 
 def test_a_group_is_as_old_as_its_oldest_branch_that_a_restart_has_not_come_to_yet() -> None:
@@ -143,11 +143,11 @@ def test_a_group_is_as_old_as_its_oldest_branch_that_a_restart_has_not_come_to_y
     old, young = JournalEntry("a.1"), JournalEntry("a")
     old.segments.append(sampled(1, 2))
     young.segments.append(sampled(1, 5))
-    group.begin_attempt(young, [old])
+    progress = {"a": young, "a.1": old}
+    group.begin_attempt("a", progress)
     assert group.oldest_version() == 2
-    group.add_branch(
-        JournalEntry("a.1", inherited=young.segments)
-    )  # sampled anew, it has nothing of its own yet
+    # Sampled anew, it has nothing of its own yet.
+    progress["a.1"] = JournalEntry("a.1", inherited=young.segments)
     assert group.oldest_version() == 5
     group.end_sibling("a", tree("a", "a.1"))
     assert (group.num_finished_siblings, group.running) == (1, ["b"])

@@ -9,12 +9,12 @@
    │ RelayedLeases                ◄─ LeaseWanted ────  RemoteCalls ──── HTTP ────► engines
    ▼                              ── LeaseGranted ─►
  EnginePool: which engine serves which call
- JournalEntry, waits, metrics     ◄─ Heartbeat ──────  records, waits, increments
+ progress, waits, metrics         ◄─ Heartbeat ──────  JournalEntry, waits, increments ──► journal
 ```
 
 What goes over the link between the driver and a worker belongs here; how worker processes are placed belongs
 in `async_rl.placement`. A worker sees tokens, the driver sees engine calls and trajectories. A worker holds
-nothing that cannot be restored, except for the tokens since its last heartbeat: when it ends, its attempts
-run again in another worker, from the tokens that the driver has (`session/restore.py`), as after a restart of
-the driver. docs/design/control-and-data-plane.md describes leases and failures.
+nothing that cannot be restored, except for the tokens since the last write of its journal: when it ends, its
+attempts run again in other workers, which read it (`session/restore.py`), as after a restart of the driver.
+docs/design/control-and-data-plane.md describes leases and failures.
 """

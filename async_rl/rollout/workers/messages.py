@@ -4,9 +4,11 @@ Messages of a link arrive whole and in order, or the link is lost.
 
 ```
  driver                                    worker
+ OpenJournal ────────────────────────────► attempts are journalled from now on
  StartAttempt ───────────────────────────► the loop starts, with what is left of an earlier run of it
          ◄──── AttemptEnded | AttemptFailed  its trajectories
  CancelRequest ──────────────────────────► the driver no longer wants the attempt, or the group's rewards
+ EntriesReleased ────────────────────────► the journal need not have these trajectories any longer
  ScoreGroup ─────────────────────────────► the reward function of a group runs
          ◄──── GroupScored
 
@@ -19,7 +21,7 @@ Messages of a link arrive whole and in order, or the link is lost.
  RevokeLeases ───────────────────────────► nothing more is sent to an engine under the leases given so far
          ◄──── LeasesRevoked
 
-         ◄──── Heartbeat ───────────────── every tick: tokens for the journal, progress, waits
+         ◄──── Heartbeat ───────────────── every tick: changes of trajectories, progress of calls, waits
  LeasesRenewed ──────────────────────────► answers a heartbeat: leases last `lease_s` longer
  ServingChanged ─────────────────────────► the serving clock stops or runs, see `ServingClock`
 ```
@@ -36,7 +38,8 @@ from async_rl import codec
 from async_rl import errors as errors_of
 from async_rl.engine_protocol import EngineAddress
 from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
-from async_rl.queue.journal_file import JournalledTrajectory, JournalRecord
+from async_rl.queue.journal_folders import JournalClaim
+from async_rl.queue.progress import ProgressReport
 from async_rl.rollout.attempt import AttemptEnd
 from async_rl.runtime.shortages import shortage_number
 from async_rl.types import Completion, Task, Trajectory
@@ -49,6 +52,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 # -- from the driver ---------------------------------------------------------------------------------------
 
 
+class OpenJournal(Message, frozen=True, kw_only=True, eq=False):
+    """Tells a worker where to write its journal; without one it keeps none."""
+
+    folder: str
+
+
+class EntriesReleased(Message, frozen=True, kw_only=True, eq=False):
+    """Tells a worker that its journal need not have trajectories any longer."""
+
+    trajectory_ids: tuple[str, ...]
+
+
 class StartAttempt(Message, frozen=True, kw_only=True, eq=False):
     """Asks the worker to run the agent loop of a task."""
 
@@ -58,8 +73,8 @@ class StartAttempt(Message, frozen=True, kw_only=True, eq=False):
     group_id: str
     attempt: int
     """The number of the attempt, from 1."""
-    left: tuple[JournalledTrajectory, ...] = ()
-    """What an earlier run of the loop has left of the trajectory and its branches."""
+    claim: JournalClaim = JournalClaim()
+    """The number of its owner, and where what is left of an earlier run of the loop is."""
 
 
 class ServingChanged(Message, frozen=True, kw_only=True, eq=False):
@@ -185,6 +200,12 @@ class LeasesRevoked(Message, frozen=True, kw_only=True, eq=False):
     number: int
 
 
+class WorkerFailed(Message, frozen=True, kw_only=True, eq=False):
+    """Reports what ends the worker and would end any other: the run ends with it."""
+
+    failure: Failure
+
+
 class AttemptEnded(Message, frozen=True, kw_only=True, eq=False):
     """Reports an attempt that succeeded."""
 
@@ -228,8 +249,12 @@ class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
     """What the worker's metrics counted since the last heartbeat."""
     calls: tuple[CallProgress, ...] = ()
     """The calls that have received something."""
-    records: tuple[AttemptRecord, ...] = ()
-    """What is new of the trajectories, for the journal."""
+    progress: tuple[AttemptProgress, ...] = ()
+    """How far trajectories are of which that has changed enough."""
+    written_claims: tuple[str, ...] = ()
+    """Trajectories taken over of which the worker's journal has everything now."""
+    journal_bytes: int = 0
+    """The size of the worker's journal."""
 
 
 class CallProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,12 +266,12 @@ class CallProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a piece of its routing payload has arrived since the last tick."""
 
 
-class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What is new of one trajectory of an attempt."""
+class AttemptProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one trajectory of an attempt is."""
 
     request_id: int
-    record: JournalRecord
-    num_inherited: int
+    trajectory_id: str
+    report: ProgressReport
 
 
 class MetricIncrement(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,8 @@
  loop       consumes                  waits for            unblocked by           produces
  run        messages                  the next message     the driver; its end    attempts, leases
  attempt    a task                    engines, tools       leases, chunks, time   trajectories
- heartbeat  records, waits, metrics   the next tick        time                   a Heartbeat
+ heartbeat  progress, waits, metrics  the next tick        time                   a Heartbeat
+ journal    new tokens                queue.journal_s      time                   the worker's journal
 ```
 
 A worker ends when its link is lost, at whichever end: its state is useless without the driver.
@@ -15,23 +16,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import EngineFacts
-from async_rl.errors import AsyncRLError, RewardError, WorkerLost
+from async_rl.errors import AsyncRLError, RewardError, SpoolFull, WorkerLost
 from async_rl.observability.diagnosis import phrase
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.journal import Journal
+from async_rl.queue.progress import ProgressReport
 from async_rl.rollout.attempt import Attempt
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
     AttemptFailed,
-    AttemptRecord,
+    AttemptProgress,
     CancelRequest,
     DropCall,
+    EntriesReleased,
     Failure,
     GroupScored,
     Heartbeat,
@@ -39,11 +44,13 @@ from async_rl.rollout.workers.messages import (
     LeasesRenewed,
     Link,
     Message,
+    OpenJournal,
     RevokeLeases,
     ScoreGroup,
     ServingChanged,
     StartAttempt,
     TrajectoryScore,
+    WorkerFailed,
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector
 from async_rl.rollout.workers.remote_calls import ConnectEngine, RemoteCalls
@@ -54,7 +61,7 @@ from async_rl.runtime.waits import Waits, acting, waiting
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-"""Between heartbeats. A worker that dies loses the tokens since the last one."""
+"""Between heartbeats."""
 
 LEASE_S: Final = 10.0
 """How long a worker may call engines after a heartbeat that the driver has answered. If a driver is blocked
@@ -62,6 +69,10 @@ for longer, calls end with the tokens they have, and go on."""
 
 _MIN_REPORTED_WAIT_S: Final = 5.0
 """A heartbeat reports waits that have lasted at least this long."""
+
+
+_MIN_REPORTED_TOKENS: Final = 64
+"""A trajectory that has sampled fewer tokens more is not reported again for that."""
 
 
 class RolloutWorker:
@@ -115,8 +126,11 @@ class RolloutWorker:
             interrupt=config.weights.interrupt,
             new_id=new_id,
         )
+        self._metrics = metrics
         self._backend = LocalBackend(config, context)
         self._attempts: dict[int, Attempt] = {}
+        self._reported: dict[int, dict[str, ProgressReport]] = {}
+        """What the driver knows of attempts, by request and trajectory."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waits = Waits(clock)
         self._increments = IncrementCollector(metrics)
@@ -131,7 +145,7 @@ class RolloutWorker:
             with acting("run", waits=self._waits):
                 async with (
                     self._backend,
-                    services(heartbeat=self._send_heartbeats),
+                    services(heartbeat=self._send_heartbeats, journal=self._write_journal),
                     Nursery() as attempts,
                 ):
                     try:
@@ -161,6 +175,11 @@ class RolloutWorker:
                 self._calls.drop_call(message.lease_id, message.why)
             case RevokeLeases():
                 self._calls.revoke(message)
+            case OpenJournal():
+                self._backend.journal = Journal(Path(message.folder), self._metrics)
+            case EntriesReleased():
+                if (journal := self._backend.journal) is not None:
+                    journal.remove_entries(message.trajectory_ids)
             case StartAttempt():
                 self._tasks[message.request_id] = attempts.start_task(
                     f"trajectory {message.trajectory_id}", self._run_attempt(message)
@@ -172,6 +191,7 @@ class RolloutWorker:
                 self._tasks[message.request_id] = attempts.start_task(f"reward {message.request_id}", scoring)
             case CancelRequest():
                 self._attempts.pop(message.request_id, None)
+                self._reported.pop(message.request_id, None)
                 self._tasks.pop(message.request_id).cancel()
             case _:
                 raise WorkerLost(f"the driver sent {type(message).__name__}, which only workers send")
@@ -183,8 +203,8 @@ class RolloutWorker:
             request.trajectory_id,
             request.group_id,
             request.attempt,
-            {state.trajectory_id: state for state in request.left},
             started_s=self._clock(),
+            claim=request.claim,
         )
         with acting("trajectory", request.trajectory_id):
             try:
@@ -221,6 +241,7 @@ class RolloutWorker:
     async def _send_heartbeats(self) -> None:
         while True:
             self._num_heartbeats += 1
+            journal = self._backend.journal
             self._heartbeats[self._num_heartbeats] = self._clock()
             self._post(
                 Heartbeat(
@@ -228,20 +249,55 @@ class RolloutWorker:
                     waits=self._long_waits(),
                     increments=self._increments.collect_increments(),
                     calls=self._calls.progress(),
-                    records=tuple(self._new_records()),
+                    progress=tuple(self._new_progress()),
+                    written_claims=() if journal is None else tuple(journal.pop_written_claims()),
+                    journal_bytes=0 if journal is None else journal.nbytes,
                 )
             )
             with waiting("idle"):
                 await asyncio.sleep(TICK_S)
 
-    def _new_records(self) -> Iterator[AttemptRecord]:
-        """Yield what is new of all trajectories since the last tick."""
+    def _new_progress(self) -> Iterator[AttemptProgress]:
+        """Yield how far trajectories are of which the driver knows too little."""
         for request_id, attempt in self._attempts.items():
-            for entry in attempt.entries.values():
-                if (record := entry.next_record()) is not None:
-                    yield AttemptRecord(
-                        request_id=request_id, record=record, num_inherited=entry.num_inherited
-                    )
+            reported = self._reported.setdefault(request_id, {})
+            for name, progress in attempt.progress.items():
+                report = ProgressReport.of(progress)
+                if not _is_up_to_date(reported.get(name), report):
+                    reported[name] = report
+                    yield AttemptProgress(request_id=request_id, trajectory_id=name, report=report)
+
+    async def _write_journal(self) -> None:
+        """Write new journal entries every `queue.journal_s`, if the driver wants a journal."""
+        while True:
+            with waiting("idle"):
+                await asyncio.sleep(self._config.queue.journal_s or TICK_S)
+            if (journal := self._backend.journal) is None:
+                continue
+            try:
+                with waiting("disk"):
+                    await journal.write_in_thread()
+            except FileNotFoundError as error:
+                raise WorkerLost(
+                    f"its journal {journal.directory} was removed: its trajectories go on elsewhere"
+                ) from error
+            except SpoolFull as error:
+                self._post(WorkerFailed(failure=Failure.of(error)))
+                raise WorkerLost(str(error)) from error
+
+    def write_and_close(self) -> None:
+        """Write all trajectories up to the last token: the worker ends in good order."""
+        if (journal := self._backend.journal) is not None:
+            try:
+                journal.write_entries()
+            except (AsyncRLError, OSError) as error:
+                log.warning("trajectories in flight could not be journalled to the last token: %s", error)
+        self.close()
+
+    def close(self) -> None:
+        """Close the journal without writing."""
+        if self._backend.journal is not None:
+            self._backend.journal.close()
 
     def _long_waits(self) -> dict[str, str]:
         """Return what trajectories have been waiting for, the newest wait of each."""
@@ -252,3 +308,15 @@ class RolloutWorker:
             and wait.age_s >= _MIN_REPORTED_WAIT_S
             and wait.on != "agent loop"
         }
+
+
+def _is_up_to_date(known: ProgressReport | None, now: ProgressReport) -> bool:
+    """Return whether the driver knows versions and turns exactly, and lengths within a quarter."""
+    return (
+        known is not None
+        and known.oldest_version == now.oldest_version
+        and known.newest_version == now.newest_version
+        and known.in_turn == now.in_turn
+        and known.num_turns == now.num_turns
+        and now.num_sampled_tokens <= known.num_sampled_tokens * 5 // 4 + _MIN_REPORTED_TOKENS
+    )

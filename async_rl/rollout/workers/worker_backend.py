@@ -9,7 +9,7 @@
 ```
 
 A worker that ends, or sends nothing for `rollout.worker_stall_s`, is restarted. Its attempts raise
-`WorkerLost` at once; their entries in the journal have everything up to its last heartbeat.
+`WorkerLost` at once; its journal has everything up to its last write.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from async_rl.config import RolloutConfig
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, RewardUnavailable, WorkerLost
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.journal_folders import JournalFolders
 from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.workers.messages import (
@@ -34,6 +35,7 @@ from async_rl.rollout.workers.messages import (
     CallStarted,
     CancelRequest,
     EngineReport,
+    EntriesReleased,
     GroupScored,
     Heartbeat,
     LeaseEnded,
@@ -41,14 +43,17 @@ from async_rl.rollout.workers.messages import (
     LeaseWanted,
     Link,
     Message,
+    OpenJournal,
     PrefixShared,
     ScoreGroup,
     ServingChanged,
     StartAttempt,
     TrajectoryForgotten,
+    WorkerFailed,
 )
 from async_rl.rollout.workers.metric_counts import add_increments
 from async_rl.rollout.workers.relayed_leases import RelayedLeases
+from async_rl.rollout.workers.remote_progress import apply_report, remote_progress
 from async_rl.rollout.workers.worker import LEASE_S
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import waiting
@@ -103,8 +108,17 @@ class _Inbox:
 class WorkerHandle:
     """One incarnation of a worker."""
 
-    def __init__(self, name: str, link: Link, leases: Callable[[WorkerHandle], RelayedLeases]) -> None:
+    def __init__(
+        self,
+        name: str,
+        link: Link,
+        leases: Callable[[WorkerHandle], RelayedLeases],
+        folders: JournalFolders | None,
+    ) -> None:
         self.name = name
+        self.folder = None if folders is None else folders.add_owner(name, self.release_entries)
+        """The folder of its journal."""
+        self.journal_bytes = 0
         self.link = link
         self.post = link.post
         self.close = link.close
@@ -124,11 +138,16 @@ class WorkerHandle:
     def record_lease(self, trajectory_id: str, version: int | None) -> None:
         """Note the version under which a trajectory samples; None when its call has ended."""
         attempt = self.by_trajectory.get(root_of(trajectory_id))
-        if attempt is not None and (entry := attempt.entries.get(trajectory_id)) is not None:
+        if attempt is not None:
+            progress = remote_progress(attempt, trajectory_id)
             if version is None:
-                entry.end_remote_call()
+                progress.end_call()
             else:
-                entry.begin_remote_call(version)
+                progress.begin_call(version)
+
+    def release_entries(self, root_ids: Sequence[str]) -> None:
+        """Let the worker know that its journal need not have trajectories any longer."""
+        self.post(EntriesReleased(trajectory_ids=tuple(root_ids)))
 
     def fail_requests(self, cause: str) -> None:
         """Fail everything that was requested of the worker."""
@@ -151,6 +170,7 @@ class WorkerBackend(RolloutBackend):
         metrics: Metrics,
         pool: EnginePool,
         clock: Callable[[], float],
+        folders: JournalFolders | None = None,
     ) -> None:
         """Prepare to start `rollout.num_workers` workers.
 
@@ -160,8 +180,10 @@ class WorkerBackend(RolloutBackend):
             metrics: To which those of the workers are added.
             pool: The engines that workers call, whose serving clock they follow.
             clock: Monotonic seconds.
+            folders: The journals of the run; without, workers keep none.
         """
         self._config = config
+        self._folders = folders
         self._open_worker = open_worker
         self._metrics = metrics
         self._pool = pool
@@ -215,9 +237,11 @@ class WorkerBackend(RolloutBackend):
                 trajectory_id=name,
                 group_id=attempt.group_id,
                 attempt=attempt.number,
-                left=tuple(attempt.states.values()),
+                claim=attempt.claim,
             )
         )
+        if worker.folder is not None:
+            attempt.on_start(worker.folder)
         try:
             async with (
                 asyncio.timeout(None) as scope,
@@ -293,7 +317,7 @@ class WorkerBackend(RolloutBackend):
                 async with AsyncExitStack() as stack:
                     with waiting("rollout worker", name):
                         link = await stack.enter_async_context(self._open_worker(name))
-                    worker = WorkerHandle(name, link, self._new_leases)
+                    worker = WorkerHandle(name, link, self._new_leases, self._folders)
                     cause = await self._receive_messages(worker)
                     # Its process ends with the block. Until that is known its leases expire.
                     self._keepers.start_task(f"leases of {name}", worker.leases.expire())
@@ -307,6 +331,8 @@ class WorkerBackend(RolloutBackend):
             finally:
                 if worker is not None and worker.link.peer_has_ended:
                     worker.leases.close()
+                if worker is not None and worker.folder is not None and self._folders is not None:
+                    self._folders.end_owner(worker.folder)
             if worker is not None:
                 failed_starts = 0
                 idle_incarnations = 0 if worker.has_completed_attempt else idle_incarnations + 1
@@ -332,6 +358,8 @@ class WorkerBackend(RolloutBackend):
     async def _receive_messages(self, worker: WorkerHandle) -> str:
         """Receive a worker's messages until it ends, and return why it ended."""
         self.workers[worker.name] = worker
+        if worker.folder is not None:
+            worker.post(OpenJournal(folder=str(worker.folder)))
         worker.post(ServingChanged(paused=self._serving_clock.is_paused))
         self._worker_joined.set()
         cause = f"{worker.name} is ended with the run"
@@ -358,13 +386,13 @@ class WorkerBackend(RolloutBackend):
             case Heartbeat():
                 worker.waits = message.waits
                 add_increments(message.increments, self._metrics)
-                for report in message.records:
-                    if (attempt := worker.attempts.get(report.request_id)) is not None:
-                        attempt.apply_record(report.record, report.num_inherited)
+                self._apply_progress(worker, message)
                 worker.leases.renew(message.number, message.calls)
             case AttemptEnded() | AttemptFailed() | GroupScored():
                 if (inbox := worker.inboxes.get(message.request_id)) is not None:
                     inbox.put_message(message)
+            case WorkerFailed():
+                raise message.failure.error
             case (
                 LeaseWanted()
                 | CallStarted()
@@ -377,6 +405,18 @@ class WorkerBackend(RolloutBackend):
                 worker.leases.handle_message(message)
             case _:
                 raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
+
+    def _apply_progress(self, worker: WorkerHandle, heartbeat: Heartbeat) -> None:
+        """Take over how far the worker's trajectories are, and what its journal has."""
+        for each in heartbeat.progress:
+            if (attempt := worker.attempts.get(each.request_id)) is not None:
+                apply_report(attempt, each.trajectory_id, each.report)
+        if worker.folder is None or self._folders is None:
+            return
+        self._folders.record_written(worker.folder, heartbeat.written_claims)
+        if heartbeat.journal_bytes != worker.journal_bytes:
+            worker.journal_bytes = heartbeat.journal_bytes
+            self._metrics.journal_bytes.set(sum(each.journal_bytes for each in self.workers.values()))
 
     def _post_serving_change(self, paused: bool) -> None:
         for worker in self.workers.values():

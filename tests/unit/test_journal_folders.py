@@ -1,0 +1,273 @@
+"""Journals of several processes: whose records count, what is read again, and which folders are deleted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rl.observability.metrics import Metrics
+from async_rl.queue import journal_folders
+from async_rl.queue.journal import Journal, JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory, read_journal
+from async_rl.queue.journal_folders import JournalClaim, JournalFolders, JournalReader, JournalSource
+from async_rl.queue.ledger import Ledger
+from async_rl.types import Context, Sampled
+
+NAME = "a" * 32
+ENTRIES: dict[tuple[Journal, str], JournalEntry] = {}
+
+
+def sampled(count: int, version: int = 0) -> Sampled:
+    return Sampled(
+        token_ids=np.arange(count, dtype=np.int32),
+        rollout_log_probs=np.zeros(count, np.float32),
+        weight_version=version,
+        engine_id="engine-0",
+        finish_reason="abort",
+    )
+
+
+def write(journal: Journal, name: str, *parts: Sampled, epoch: int, attempt: int = 1) -> None:
+    """Add to a trajectory, as a session does, and write a tick."""
+    entry = ENTRIES.get((journal, name)) or journal.open_entry(name, attempt, owner_epoch=epoch)
+    ENTRIES[journal, name] = entry
+    entry.segments.extend(parts)
+    journal.write_entries()
+
+
+def left_behind(folder: Path, name: str, *parts: Sampled, epoch: int, attempt: int = 1) -> Path:
+    """A folder that a process left with one trajectory."""
+    journal = Journal(folder)
+    write(journal, name, *parts, epoch=epoch, attempt=attempt)
+    journal.close()
+    return folder
+
+
+def claim_of(*folders: Path, oldest: int | None = 0, cap: int | None = None) -> JournalClaim:
+    sources = tuple(JournalSource(folder=str(folder), newest_version=cap) for folder in folders)
+    return JournalClaim(owner_epoch=99, sources=sources, oldest_version=oldest)
+
+
+def read(claim: JournalClaim, attempt: int = 1) -> tuple[dict[str, JournalledTrajectory], float]:
+    """What is left according to a claim, and how many attempts began anew."""
+    metrics = Metrics()
+    left = asyncio.run(JournalReader(metrics).read_claim(claim, NAME, attempt))
+    anew = metrics.registry.get_sample_value("async_rl_attempts_restarted_total")
+    assert anew is not None
+    return left, anew
+
+
+def lengths(left: dict[str, JournalledTrajectory]) -> dict[str, int]:
+    return {name.removeprefix(NAME): state.num_tokens for name, state in left.items()}
+
+
+def test_what_a_process_writes_counts_for_nothing_when_it_has_lost_the_trajectory(tmp_path: Path) -> None:
+    lost = Journal(tmp_path / "000001-w0-1")
+    write(lost, NAME, sampled(5), epoch=1)
+    left, _ = read(claim_of(lost.directory))
+    assert lengths(left) == {"": 5}
+    owner = Journal(tmp_path / "000001-w1-2")
+    owner.claim_trajectories(left, 2)
+    write(lost, NAME, sampled(50), epoch=1)  # cut off from the driver, it goes on
+    assert lengths(read(claim_of(lost.directory, owner.directory))[0]) == {"": 55}  # nothing is claimed yet
+    owner.write_entries()
+    assert owner.pop_written_claims() == [NAME]
+    write(lost, NAME, sampled(500), epoch=1)
+    for folders in ([lost, owner], [owner, lost]):
+        assert lengths(read(claim_of(*(each.directory for each in folders)))[0]) == {"": 5}
+    found = JournalFolders(tmp_path, 2, {}).restore([NAME])
+    assert found[NAME].num_sampled_tokens == 5
+    lost.close()
+    owner.close()
+
+
+def test_a_claim_that_was_cut_short_leaves_what_it_lacks_to_the_owner_before(tmp_path: Path) -> None:
+    first = Journal(tmp_path / "000001-w0-1")
+    for name, count in ((NAME, 5), (f"{NAME}.1", 7), (f"{NAME}.2", 9)):
+        write(first, name, sampled(count), epoch=1)
+    first.close()
+    left, _ = read(claim_of(first.directory))
+    assert lengths(left) == {"": 5, ".1": 7, ".2": 9}
+    second = Journal(tmp_path / "000001-w1-2")
+    second.claim_trajectories(left, 2)
+    second.write_entries()
+    second.close()
+    (file,) = second.directory.iterdir()
+    whole = file.read_bytes()
+    for kept in range(0, len(whole) + 1, 8):
+        file.write_bytes(whole[:kept])
+        found, _ = read(claim_of(first.directory, second.directory))
+        assert lengths(found) == lengths(left)
+    assert {state.owner_epoch for state in found.values()} == {2}
+
+
+def test_branches_of_an_owner_before_are_gone_when_the_owner_has_taken_another_course(tmp_path: Path) -> None:
+    first = Journal(tmp_path / "000001-w0-1")
+    for name in (NAME, f"{NAME}.1"):
+        write(first, name, sampled(5), epoch=1)
+    first.close()
+    second = left_behind(tmp_path / "000001-w1-2", NAME, sampled(6), epoch=2, attempt=2)
+    assert lengths(read(claim_of(first.directory, second), attempt=2)[0]) == {"": 6}
+    branch = left_behind(tmp_path / "000001-w2-3", f"{NAME}.2", sampled(1), epoch=3, attempt=3)
+    assert lengths(read(claim_of(first.directory, second, branch), attempt=3)[0]) == {".2": 1}
+
+
+def test_an_attempt_begins_anew_when_nothing_of_it_is_left_or_it_is_older_than_is_known(
+    tmp_path: Path,
+) -> None:
+    folder = left_behind(tmp_path / "000001-w0-1", NAME, sampled(5, 3), sampled(2, 4), epoch=1)
+    assert read(claim_of(tmp_path / "gone", oldest=3)) == ({}, 1.0)  # its node is lost
+    assert read(claim_of(folder, oldest=3), attempt=2) == ({}, 0.0)
+    assert read(claim_of(folder, oldest=4)) == ({}, 0.0)  # its group is admitted as of version 4
+    assert lengths(read(claim_of(folder, oldest=3))[0]) == {"": 7}
+    assert read(JournalClaim(owner_epoch=7)) == ({}, 0.0)
+
+
+def test_undone_versions_stay_undone_when_a_second_restart_reads_the_same_journal(tmp_path: Path) -> None:
+    """The run went back from version 7 to 4, then to 6, and was killed before it wrote anything anew."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.rollback(0)
+    base = tmp_path / "journal"
+    left_behind(base / f"{ledger.incarnation:06d}-driver-1", NAME, sampled(5, 4), sampled(2, 7), epoch=1)
+    ledger.rollback(4)
+    ledger.rollback(6)
+    ledger.close()
+    ledger = Ledger(tmp_path / "ledger.sqlite")  # as the next process finds it
+    folders = JournalFolders(base, ledger.incarnation, ledger.restarts)
+    known = folders.restore([NAME])
+    assert (known[NAME].oldest_version, known[NAME].newest_version) == (4, 4)
+    claim = folders.claim_trajectory(NAME, known.values())
+    (state,) = read(claim)[0].values()
+    spans = [(s.weight_version, s.undone) for s in state.segments if isinstance(s, Sampled)]
+    assert spans == [(4, False), (4, True)]
+    ledger.close()
+
+
+def test_owners_are_newer_than_all_of_earlier_processes(tmp_path: Path) -> None:
+    """Also when an earlier one wrote nothing under its number yet: it may still do so."""
+    epochs: list[int] = []
+    for _ in range(3):
+        ledger = Ledger(tmp_path / "ledger.sqlite")
+        ledger.rollback(0)
+        folders = JournalFolders(tmp_path / "journal", ledger.incarnation, ledger.restarts)
+        epochs += [folders.claim_trajectory(NAME, []).owner_epoch for _ in range(2)]
+        ledger.close()
+    assert epochs == sorted(set(epochs))
+
+
+class Owner:
+    """A process that runs sessions, as the driver knows it."""
+
+    def __init__(self, folders: JournalFolders, name: str) -> None:
+        self.released: list[str] = []
+        self.folder = folders.add_owner(name, self.released.extend)
+
+
+def test_a_folder_is_deleted_when_its_process_has_ended_and_others_have_all_of_it(tmp_path: Path) -> None:
+    folders = JournalFolders(tmp_path, 1, {})
+    first, second = Owner(folders, "w0"), Owner(folders, "w1")
+    begun = folders.claim_trajectory(NAME, [])
+    folders.record_owner(NAME, begun, first.folder)
+    folders.record_owner("b" * 32, folders.claim_trajectory("b" * 32, []), first.folder)
+    left_behind(first.folder, NAME, sampled(5), epoch=begun.owner_epoch)
+    folders.end_owner(first.folder)
+    assert folders.take_unneeded() == []
+    claim = folders.claim_trajectory(NAME, [read_journal(first.folder)[0][NAME].progress])
+    assert [source.folder for source in claim.sources] == [str(first.folder)]
+    folders.record_owner(NAME, claim, second.folder)
+    folders.release_trajectories(["b" * 32])
+    folders.notify_owners(folders.take_released())
+    assert folders.take_unneeded() == []  # the other worker has read it, and not written yet
+    folders.record_written(second.folder, [NAME])
+    (unneeded,) = folders.take_unneeded()
+    assert unneeded == first.folder
+    folders.delete_folders([unneeded])
+    assert not first.folder.exists()
+    assert folders.take_unneeded() == []
+    folders.release_trajectories([f"{NAME}.1", NAME])
+    assert second.released == []  # the ledger has not been flushed
+    folders.notify_owners(folders.take_released())
+    assert second.released == [NAME]
+
+
+def test_a_process_drops_an_attempt_that_failed_when_the_next_one_runs_elsewhere(tmp_path: Path) -> None:
+    folders = JournalFolders(tmp_path, 1, {})
+    first, second = Owner(folders, "w0"), Owner(folders, "w1")
+    for owner in (first, second, second):
+        folders.record_owner(NAME, folders.claim_trajectory(NAME, []), owner.folder)
+    assert (first.released, second.released) == ([NAME], [])
+
+
+def test_folders_that_a_restart_needs_nothing_of_are_deleted(tmp_path: Path) -> None:
+    settled = left_behind(tmp_path / "000001-w0-1", "b" * 32, sampled(5), epoch=1)
+    lost = left_behind(tmp_path / "000001-w0-2", NAME, sampled(5), epoch=2)
+    newest = left_behind(tmp_path / "000001-w1-3", NAME, sampled(6), epoch=3)
+    folders = JournalFolders(tmp_path, 2, {})
+    assert folders.restore([NAME])[NAME].num_sampled_tokens == 6
+    assert not settled.exists()
+    assert newest.exists()
+    assert not lost.exists()
+
+
+def test_a_journal_is_read_again_when_its_process_replaces_the_file_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "000001-w0-1")
+    write(journal, NAME, sampled(5), epoch=1)
+    honest = journal_folders.read_journal
+
+    def read_late(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
+        (path,) = folder.iterdir()
+        monkeypatch.setattr(journal_folders, "read_journal", honest)
+        path.rename(path.with_name("journal-000002"))
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(journal_folders, "read_journal", read_late)
+    assert lengths(read(claim_of(journal.directory))[0]) == {"": 5}
+    journal.close()
+
+
+def test_attempts_that_wait_for_a_journal_share_a_read_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{number:032x}" for number in range(20)]
+    journal = Journal(tmp_path / "000001-w0-1")
+    for name in names:
+        write(journal, name, sampled(5), epoch=1)
+    journal.close()
+    reads: list[Path] = []
+    honest = journal_folders.read_journal
+    monkeypatch.setattr(
+        journal_folders, "read_journal", lambda folder: reads.append(folder) or honest(folder)
+    )
+
+    async def read_all() -> Sequence[dict[str, JournalledTrajectory]]:
+        reader = JournalReader(Metrics())
+        return await asyncio.gather(
+            *(reader.read_claim(claim_of(journal.directory), name, 1) for name in names)
+        )
+
+    found = asyncio.run(read_all())
+    assert [list(left) for left in found] == [[name] for name in names]
+    assert len(reads) <= 2
+    (segment,) = found[0][names[0]].segments
+    assert segment.token_ids.base is None, "a view would keep the whole file in memory"
+
+
+def test_contexts_and_turns_are_kept_when_a_state_is_copied(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "000001-w0-1")
+    entry = journal.open_entry(NAME, owner_epoch=1)
+    entry.segments.append(Context(token_ids=np.arange(3, dtype=np.int32)))
+    entry.begin_turn(3, 16, ("x",))
+    entry.segments.append(sampled(4))
+    entry.end_turn(7, "stop")
+    journal.write_entries()
+    journal.close()
+    (left,) = read(claim_of(journal.directory))[0].values()
+    assert [len(segment.token_ids) for segment in left.segments] == [3, 4]
+    assert [(turn.start, turn.end, turn.stop) for turn in left.turns] == [(3, 7, ("x",))]
+    assert (left.progress.num_turns, left.progress.in_turn) == (1, False)
