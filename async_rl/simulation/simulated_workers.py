@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Final, Self, cast
 
 from async_rl.config import Config
@@ -15,6 +17,7 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
 from async_rl.errors import WorkerLost
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.journal_file import journal_files
 from async_rl.rollout.workers.messages import Link, Message, decode, encode
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.runtime.supervision import Nursery
@@ -117,6 +120,10 @@ CUT_OFF_S: Final = 25.0
 """How long a worker that is cut off from the driver goes on: longer than its leases are valid."""
 
 
+_MAX_TORN_BYTES: Final = 1000
+"""How much of its journal a killed worker may not have written: a few records."""
+
+
 class SimulatedWorkers:
     """Starts workers in this process, and ends them on demand.
 
@@ -146,6 +153,7 @@ class SimulatedWorkers:
         self.ends: dict[str, MemoryLink] = {}
         """The workers' ends of their links, by name."""
         self._running: dict[str, RolloutWorker] = {}
+        self._torn = random.Random(f"torn journals {config.run.seed}")
         self.metrics: list[Metrics] = []
         """All workers that ever existed."""
 
@@ -187,7 +195,10 @@ class SimulatedWorkers:
         if not names:
             return False
         name = names[index % len(names)]
-        self._running[name].close()  # it writes nothing more
+        worker = self._running[name]
+        worker.close()  # it writes nothing more
+        if worker.journal_folder is not None and self._torn.random() < 0.5:
+            _tear(worker.journal_folder, self._torn.randrange(1, _MAX_TORN_BYTES))
         self.ends[name].lose("the worker was killed")
         return True
 
@@ -206,6 +217,12 @@ class SimulatedWorkers:
             return False
         self.ends[names[index % len(names)]].post = _nothing  # type: ignore[method-assign]
         return True
+
+
+def _tear(folder: Path, nbytes: int) -> None:
+    """Cut off the end of a journal, as when its process is killed in a write."""
+    for path in journal_files(folder):
+        os.truncate(path, max(0, path.stat().st_size - nbytes))
 
 
 async def _run_process(worker: RolloutWorker, link: Link) -> None:

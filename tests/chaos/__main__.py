@@ -72,6 +72,7 @@ def main() -> int:
     )
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="rollout workers; 0: sessions in the driver")
     arguments = parser.parse_args()
     if NAMESPACE not in os.environ:
         enter_namespace()
@@ -88,10 +89,13 @@ def main() -> int:
         arguments.seed,
         num_engines=arguments.engines,
         num_ranks=arguments.ranks,
+        num_workers=arguments.workers,
     )
     print(
         f"seed {arguments.seed}: {tree['weights']} {tree['routing']}; everything is in {folder}", flush=True
     )
+    if not arguments.workers:
+        arguments.only = [kind for kind in arguments.only if kind[0] != "rollout worker"]
     deadline = time.monotonic() + 60 * arguments.minutes - LAST_START_S
 
     def in_time() -> Iterator[Blow]:

@@ -26,7 +26,7 @@ class Processes:
         self.shared: set[str] = set()
 
     def look(self) -> dict[str, list[psutil.Process]]:
-        """Returns live processes by role: driver, trainer rank, engine actor, engine; others are `other`."""
+        """Returns live processes by role, as `plan.Victim` names them; others are `other`."""
         roles: dict[str, list[psutil.Process]] = {}
         for process in self._alive():
             with suppress(psutil.NoSuchProcess):
@@ -56,6 +56,7 @@ def _role(process: psutil.Process, name: str) -> str:
     for prefix, role in (
         ("ray::RankActor", "trainer rank"),
         ("ray::EngineActo", "engine actor"),
+        ("ray::RolloutWor", "rollout worker"),
         ("sglang::", "engine"),
     ):
         if name.startswith(prefix):

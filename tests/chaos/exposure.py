@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import urllib.request
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,10 +54,11 @@ class Exposure(msgspec.Struct):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer,
             ):
                 shown[f"/{path}"] = answer.read().decode()
-        for path in [output, *sorted(p for p in run_dir.rglob("*") if p.is_file())]:
+        paths = sorted(_paths(run_dir))
+        for path in [output, *(path for path in paths if path.is_file())]:
             with suppress(FileNotFoundError):
                 shown[str(path)] = path.read_bytes().decode("latin-1")
-        for path in [run_dir, *run_dir.rglob("*")]:
+        for path in [run_dir, *paths]:
             self._private(path)
         self.leaks |= {where for where, text in shown.items() if any(key in text for key in self.secrets)}
 
@@ -84,3 +87,9 @@ class Exposure(msgspec.Struct):
         with suppress(FileNotFoundError):
             if path.stat().st_mode & 0o077:
                 self.readable.add(f"{path} {path.stat().st_mode & 0o777:o}")
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    """Yields everything in a folder, of which the run may delete parts meanwhile."""
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent) / name for name in (*folders, *files))

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ import psutil
 
 from async_rl.config import Config, parse_config
 from async_rl.engines.sglang.server import free_port
+from async_rl.queue.journal_file import read_journal
 from tests.chaos.audit import Finding, audit
 from tests.chaos.diary import DIARY, Trained, read
 from tests.chaos.engine_faults import FAULTS, EngineFaults, Evidence, TooBusy
@@ -54,7 +56,7 @@ class Violation(AssertionError):
 
 
 def make_config(
-    folder: Path, model: Path, data: Path, seed: int, *, num_engines: int, num_ranks: int
+    folder: Path, model: Path, data: Path, seed: int, *, num_engines: int, num_ranks: int, num_workers: int
 ) -> dict:
     """Returns the config of a run with small limits, so that hangs are detected in seconds.
 
@@ -65,6 +67,7 @@ def make_config(
         seed: Chooses transport, interruption and merge of routing.
         num_engines: Servers.
         num_ranks: Ranks of the trainer.
+        num_workers: Rollout workers; 0 runs sessions in the driver.
     """
     rng = random.Random(seed)
     interrupt, merge = rng.choice([("abort", "replace"), ("abort", "splice"), ("retract", "replace")])
@@ -94,6 +97,8 @@ def make_config(
                     "timeout_s": 5,
                 }
             },
+            "num_workers": num_workers,
+            "worker_stall_s": 8,
             "group_size": 4,
             "max_concurrent_trajectories": 24,
             "max_staleness": 3,
@@ -190,7 +195,7 @@ class Chaos:
             by_itself = Finding(
                 "the driver never ended by itself", not self._ends, "; ".join(self._ends) or "never"
             )
-            return [*findings, by_itself, self.strikes.finding(required)]
+            return [*findings, by_itself, self.strikes.finding(required), self.strikes.continued()]
         finally:
             self._clean_up()
 
@@ -239,38 +244,78 @@ class Chaos:
             self._fill_disk(blow)
         elif blow.victim == "reward server":
             self._end_reward_server(blow)
+        elif blow.victim == "rollout worker":
+            self._end_worker(blow)
         else:
             self._signal(blow, start_again=start_again)
 
-    def _signal(self, blow: Blow, *, start_again: bool) -> None:
+    def _pick_victim(self, blow: Blow) -> psutil.Process | None:
         victims = self.processes.look().get(blow.victim, [])
         if not victims:
             self._note(f"no {blow.victim} to strike: it is being started")
-            return
+            return None
         victim = sorted(victims, key=lambda process: process.pid)[int(blow.pick * len(victims))]
-        number = getattr(signal, blow.how)
         self._note(f"{blow.how} to {blow.victim} {victim.pid} ({victim.name()}), after step {self._steps()}")
+        return victim
+
+    def _send_signal(self, blow: Blow, victim: psutil.Process) -> None:
+        try:
+            victim.send_signal(getattr(signal, blow.how))
+            self.strikes.strike(blow.kind)
+        except psutil.NoSuchProcess:
+            self._note("it was gone already")
+
+    def _signal(self, blow: Blow, *, start_again: bool) -> None:
+        if (victim := self._pick_victim(blow)) is None:
+            return
         if blow.victim == "driver" and blow.how == "SIGKILL":
             self._expected = -signal.SIGKILL
             before = self.processes.look()
-            victim.send_signal(number)
+            victim.send_signal(signal.SIGKILL)
             self.strikes.strike(blow.kind)
             self._until(lambda: self._ended() is not None, 10, "the driver's end")
             if start_again:
                 self.start()
             self._wait_until_gone([p for role in before.values() for p in role])
         elif blow.victim == "driver":
-            victim.send_signal(number)
+            victim.send_signal(signal.SIGSTOP)
             self.strikes.strike(blow.kind)
             self._wait(blow.lasts_s)
             victim.send_signal(signal.SIGCONT)
             self._note(f"driver {victim.pid} goes on after {blow.lasts_s:.1f} s")
         else:
-            try:
-                victim.send_signal(number)
-                self.strikes.strike(blow.kind)
-            except psutil.NoSuchProcess:
-                self._note("it was gone already")
+            self._send_signal(blow, victim)
+
+    def _end_worker(self, blow: Blow) -> None:
+        """Signals a rollout worker, and counts what was in its journal and what others continued."""
+        if (victim := self._pick_victim(blow)) is None:
+            return
+        before = self._counted("resumed_tokens_total")
+        folder = _journal_of(victim)
+        self._send_signal(blow, victim)
+        num_left = 0
+        with suppress(FileNotFoundError):  # it was compacted meanwhile
+            left = {} if folder is None else read_journal(folder)[0]
+            num_left = sum(state.num_sampled_tokens for state in left.values())
+        self._until(
+            lambda: self._counted("resumed_tokens_total") > before,
+            STRIKE_S,
+            "resumed tokens",
+            must=False,
+        )
+        num_resumed = max(0, self._counted("resumed_tokens_total") - before)
+        self._note(f"its journal had {num_left} tokens, {num_resumed} tokens were continued")
+        evidence = {"tokens in journals": num_left, "tokens continued": num_resumed}
+        self.strikes.add_evidence(blow.kind, evidence)
+
+    def _counted(self, name: str) -> int:
+        """Returns a counter of the driver's metrics; 0 while it does not answer."""
+        url = f"http://127.0.0.1:{self._tree['metrics']['port']}/metrics"
+        with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith(f"async_rl_{name} "):
+                    return int(float(line.split()[1]))
+        return 0
 
     def _stick_payload(self, blow: Blow) -> None:
         """Stops an engine when it has sent the first half of a routing payload."""
@@ -483,6 +528,15 @@ class Chaos:
         for role in self.processes.look().values():
             for process in role:
                 process.kill()
+
+
+def _journal_of(process: psutil.Process) -> Path | None:
+    """Returns the folder of the journal that a process writes; None before its first write."""
+    with suppress(psutil.NoSuchProcess):
+        for file in process.open_files():
+            if (path := Path(file.path)).match("journal/*/journal-*"):
+                return path.parent
+    return None
 
 
 def _resume_tree(pid: int) -> int:

@@ -8,7 +8,9 @@ from typing import Final, Literal
 
 import msgspec
 
-Victim = Literal["driver", "trainer rank", "engine", "engine actor", "disk", "reward server"]
+Victim = Literal[
+    "driver", "trainer rank", "engine", "engine actor", "rollout worker", "disk", "reward server"
+]
 
 Kind = tuple[Victim, str]
 """A victim and what happens to it: a signal, or a fault as the simulation names it."""
@@ -21,6 +23,8 @@ DECK: Final[tuple[Kind, ...]] = (
     ("engine", "SIGSTOP"),
     ("driver", "SIGSTOP"),
     ("engine actor", "SIGKILL"),
+    ("rollout worker", "SIGKILL"),
+    ("rollout worker", "SIGSTOP"),
     ("engine", "stuck_payload"),
     ("engine", "too_busy"),
     ("engine", "no_descriptors"),

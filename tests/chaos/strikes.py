@@ -61,3 +61,13 @@ class Strikes:
             not missed,
             f"{self._struck.total()} of {self._planned.total()}, never: {', '.join(missed) or 'none'}",
         )
+
+    def continued(self) -> Finding:
+        """Return whether tokens were continued that rollout workers had left in their journals."""
+        known = sum(self._evidence.values(), Counter[str]())
+        left, continued = known["tokens in journals"], known["tokens continued"]
+        return Finding(
+            "journals of lost rollout workers were continued",
+            continued > 0 or not left,
+            f"{continued} tokens continued, {left} were left by all their attempts",
+        )

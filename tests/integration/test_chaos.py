@@ -12,8 +12,12 @@ pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.
 
 @pytest.mark.long
 def test_nothing_is_lost_or_trained_twice_when_processes_die_at_random(calculator, tmp_path) -> None:
-    # A rank and an engine; the kill of the driver comes at the end.
-    kinds: tuple[Kind, ...] = (("trainer rank", "SIGKILL"), ("engine", "stuck_payload"))
+    # A rank, a rollout worker and an engine; the kill of the driver comes at the end.
+    kinds: tuple[Kind, ...] = (
+        ("trainer rank", "SIGKILL"),
+        ("rollout worker", "SIGKILL"),
+        ("engine", "stuck_payload"),
+    )
     config = make_config(
         tmp_path,
         calculator / "model",
@@ -21,11 +25,12 @@ def test_nothing_is_lost_or_trained_twice_when_processes_die_at_random(calculato
         seed=2,
         num_engines=2,
         num_ranks=1,
+        num_workers=1,
     )
     timeline: list[str] = []
     findings = Chaos(tmp_path, config, timeline.append).run(
-        itertools.islice(blows(2, kinds), 2), seed=2, more_steps=1
+        itertools.islice(blows(2, kinds), 3), seed=2, more_steps=1
     )
     violated = [finding for finding in findings if not finding.holds]
     assert not violated, "\n".join([*timeline, *map(str, violated)])
-    assert len(findings) == 15  # none was left out
+    assert len(findings) == 16  # none was left out

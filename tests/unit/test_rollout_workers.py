@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import shutil
 import struct
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -24,10 +26,12 @@ from async_rl.errors import (
     EnvironmentNotReady,
     PromptTooLong,
     RewardError,
+    SpoolFull,
     WorkerLost,
 )
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.rollout_worker_actor import config_per_worker
+from async_rl.queue import journal as journal_module
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.rollout.attempt import Attempt
@@ -49,6 +53,7 @@ from async_rl.rollout.workers.metric_counts import IncrementCollector, add_incre
 from async_rl.rollout.workers.remote_progress import RemoteProgress
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.runtime.shortages import is_shortage
+from async_rl.runtime.supervision import first_error
 from async_rl.simulation import simulated_workers
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
@@ -353,6 +358,46 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     lengths = [report.num_sampled_tokens for report in reports]
     assert 5 < len(lengths) < 20, "a trajectory is reported when it has changed enough"
     assert all(now <= before * 5 // 4 + 100 for before, now in pairwise(lengths))
+
+
+@in_virtual_time
+async def test_the_run_ends_with_one_error_when_the_disk_is_full_under_the_journal_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    begin_s = asyncio.get_running_loop().time()
+
+    async def run() -> None:
+        async with WorkerBench(journals=tmp_path) as workers:
+            await workers.backend.run_attempt(workers.attempt())
+            await asyncio.sleep(100.0)
+
+    with pytest.raises(ExceptionGroup) as errors:
+        await run()
+    error = first_error(errors.value)
+    assert isinstance(error, SpoolFull)
+    assert "000001-rollout-worker-0-" in str(error)
+    assert "the disk is full" in str(error)
+    assert asyncio.get_running_loop().time() - begin_s > 30.0, "it waits for space first"
+
+
+@in_virtual_time
+async def test_a_worker_ends_when_its_journal_was_removed_because_others_have_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with WorkerBench(journals=tmp_path, max_context_tokens=4000, max_new_tokens=3000) as workers:
+        workers.policy.stop_at = frozenset()
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(_lost(workers.backend.run_attempt(workers.attempt())))
+            await asyncio.sleep(3.0)
+            (folder,) = tmp_path.iterdir()
+            shutil.rmtree(folder)
+            monkeypatch.setattr(journal_module, "_COMPACT_BYTES", 0)  # it needs another file
+            await playing
+        assert not folder.exists()
 
 
 @in_virtual_time

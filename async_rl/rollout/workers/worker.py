@@ -285,6 +285,11 @@ class RolloutWorker:
                 self._post(WorkerFailed(failure=Failure.of(error)))
                 raise WorkerLost(str(error)) from error
 
+    @property
+    def journal_folder(self) -> Path | None:
+        """Where its journal is."""
+        return None if self._backend.journal is None else self._backend.journal.directory
+
     def write_and_close(self) -> None:
         """Write all trajectories up to the last token: the worker ends in good order."""
         if (journal := self._backend.journal) is not None:
