@@ -533,6 +533,14 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(each.reward or 0.0 for each in self.trajectories)
 
     @property
+    def attempt_rewards(self) -> tuple[float, ...]:
+        """The reward of each attempt, the mean over its conversations."""
+        attempts: dict[str, list[float]] = {}
+        for each in self.trajectories:
+            attempts.setdefault(root_of(each.trajectory_id), []).append(each.reward or 0.0)
+        return tuple(sum(rewards) / len(rewards) for rewards in attempts.values())
+
+    @property
     def interruptions(self) -> tuple[int, ...]:
         """How often weight updates interrupted the sampling."""
         return tuple(each.num_interruptions for each in self.trajectories)
@@ -617,6 +625,13 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     undone: np.ndarray | None = (
         None  # [S] bool, sampled by weights that a restart has undone; None: no token is
     )
+
+    @property
+    def attempt_index(self) -> Int32Array:
+        """Which attempt each trajectory belongs to, `[N] int32`: a trunk and its branches are one attempt."""
+        attempts: dict[str, int] = {}
+        roots = (root_of(trajectory_id) for trajectory_id in self.trajectory_ids)
+        return np.array([attempts.setdefault(root, len(attempts)) for root in roots], np.int32)
 
     @property
     def num_trajectories(self) -> int:

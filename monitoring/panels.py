@@ -549,6 +549,12 @@ TRAINER: Final = (
         limits=((0.2, YELLOW),),
     ),
     Panel(
+        "Groups without a baseline",
+        "Groups that added nothing to the loss: trainer.loss.reject left them fewer than two attempts.",
+        (Query(value("groups_without_baseline"), "groups"),),
+        unit="none",
+    ),
+    Panel(
         "Entropy, distance from the reference",
         "The entropy falls slowly; a fall to zero is a collapse. The KL divergence from model.path is there "
         "where trainer.loss.kl asks for it.",

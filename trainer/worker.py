@@ -27,17 +27,23 @@ import msgspec
 import numpy as np
 import torch
 
-from async_rl.config import Config, parse_config
+from async_rl.config import Config, RejectConfig, parse_config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
 from async_rl.queue.batching import read_trajectories
 from async_rl.trainer_protocol import Extreme, Saved, StepResult, TrainerState
-from async_rl.types import Float32Array, Int64Array, TakenBatch, TrainBatch
+from async_rl.types import BoolArray, Float32Array, Int64Array, TakenBatch, TrainBatch
 from trainer import logprob_mismatch
 from trainer.checkpoints import loading
 from trainer.checkpoints.saving import CheckpointSaver, make_saver
 from trainer.collectives import raise_on_all_ranks
-from trainer.losses.advantages import estimate_advantages, longest_answers, overlong_penalty
+from trainer.losses.advantages import (
+    estimate_advantages,
+    lacks_baseline,
+    longest_answers,
+    overlong_penalty,
+)
+from trainer.losses.corrections import rejected_answers
 from trainer.losses.kl import kl_estimate
 from trainer.losses.objectives import token_weights
 from trainer.losses.policy_loss import SUMS, TrainedTokens, mean_metrics, policy_sums
@@ -78,6 +84,10 @@ class UpdateInputs:
 
     targets: Targets
     advantages: Float32Array
+    attempt: Int64Array
+    """Which attempt each token belongs to."""
+    left_out: Float32Array
+    """1 for tokens of trajectories that add nothing to the loss."""
     old_log_probs: Float32Array | None
     """Log-probs of the proximal policy, for this rank's tokens only; None means the engine's log-probs."""
     reference_log_probs: Float32Array | None
@@ -249,7 +259,19 @@ class TrainerWorker:
                 (self._compute_reference_log_probs(part, batch.num_tokens) for part in placed),
                 np.zeros(batch.num_tokens, np.float32),
             )
-        goal = UpdateInputs(wanted, self._token_advantages(batch, wanted, old, reference), old, reference)
+        rejected = self._rejected_answers(batch, wanted, old)
+        alone = np.zeros_like(rejected)
+        if trainer.loss.advantages != "reinforce++":
+            alone = lacks_baseline(batch.group_index, batch.attempt_index, ~rejected)
+        advantages = self._advantages(batch, wanted, old, reference, ~rejected)
+        goal = UpdateInputs(
+            targets=wanted,
+            advantages=advantages[wanted.trajectory],
+            attempt=batch.attempt_index.astype(np.int64)[wanted.trajectory],
+            left_out=(rejected | alone).astype(np.float32)[wanted.trajectory],
+            old_log_probs=old,
+            reference_log_probs=reference,
+        )
 
         learning_rate = linear_warmup(self.num_steps, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
         sums, trained, norms, skipped = torch.zeros(len(SUMS), dtype=torch.float64), 0, list[float](), 0
@@ -287,6 +309,7 @@ class TrainerWorker:
                 "learning_rate": learning_rate,
                 "updates": float(len(norms)),
                 "updates_skipped": float(skipped),
+                "groups_without_baseline": float(len(np.unique(batch.group_index[alone]))),
                 "tokens": float(batch.num_tokens),
                 "trained_tokens": float(wanted.mask.sum()),
                 "step_s": time.perf_counter() - begin,
@@ -336,10 +359,27 @@ class TrainerWorker:
         log.warning("%s; the update is skipped", problem)
         return None
 
-    def _token_advantages(
-        self, batch: TrainBatch, wanted: Targets, old: Float32Array | None, reference: Float32Array | None
+    def _rejected_answers(self, batch: TrainBatch, wanted: Targets, old: Float32Array | None) -> BoolArray:
+        """Returns which trajectories `trainer.loss.reject` leaves out, `[N]`."""
+        reject = self.config.trainer.loss.reject
+        if old is None or reject == RejectConfig():  # all ratios are 1, or no condition is set
+            return np.zeros(batch.num_trajectories, np.bool_)
+        index = torch.from_numpy(wanted.trajectory[wanted.mask])
+        sequences = Sequences(index, torch.bincount(index, minlength=batch.num_trajectories))
+        policy = torch.from_numpy(self._sum_over_ranks(old)[wanted.mask])
+        rollout = torch.from_numpy(wanted.rollout_log_probs[wanted.mask])
+        rejected: BoolArray = rejected_answers(reject, policy, rollout, sequences).numpy()
+        return rejected
+
+    def _advantages(
+        self,
+        batch: TrainBatch,
+        wanted: Targets,
+        old: Float32Array | None,
+        reference: Float32Array | None,
+        counted: BoolArray,
     ) -> Float32Array:
-        """Returns the advantage of each token, `[S]`, from the rewards with the config's penalties."""
+        """Returns the advantage of each trajectory, `[N]`, from the rewards with the config's penalties."""
         config = self.config
         loss = config.trainer.loss
         rewards = batch.rewards
@@ -360,7 +400,7 @@ class TrainerWorker:
                 wanted.trajectory[wanted.mask], distances[wanted.mask], minlength=batch.num_trajectories
             )
             rewards = (rewards - loss.kl.coefficient * away).astype(np.float32)
-        return estimate_advantages(loss.advantages, rewards, batch.group_index)[wanted.trajectory]
+        return estimate_advantages(loss.advantages, rewards, batch.group_index, batch.attempt_index, counted)
 
     def place_micro_batches(
         self, batch: TrainBatch, wanted: Targets, trajectories: Sequence[int]
@@ -493,7 +533,7 @@ class TrainerWorker:
         trained = int(part.sum())
         counts = np.zeros(len(wanted.mask), np.float32)
         counts[part] = trained * token_weights(
-            loss_config.aggregate, wanted.trajectory[part], lengths, self.config.rollout.max_new_tokens
+            loss_config.aggregate, goal.attempt[part], self.config.rollout.max_new_tokens
         )
 
         def policy_loss(
@@ -510,6 +550,7 @@ class TrainerWorker:
                 old_log_probs=rollout if goal.old_log_probs is None else values(goal.old_log_probs),
                 rollout_log_probs=rollout,
                 advantages=values(goal.advantages),
+                rejected=values(goal.left_out),
                 weights=values(counts),
                 sequences=Sequences(
                     values(wanted.trajectory),

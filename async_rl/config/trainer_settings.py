@@ -149,8 +149,8 @@ class LossConfig(Strict, frozen=True, kw_only=True):
         Literal["token_mean", "sequence_mean", "constant"],
         Meta(
             description=(
-                "`token_mean` weights all tokens of a batch equally, `sequence_mean` all answers; "
-                "`constant` weights each token by one over the number of answers times "
+                "`token_mean` weights all tokens of a batch equally, `sequence_mean` all attempts; "
+                "`constant` weights each token by one over the number of attempts times "
                 "`rollout.max_new_tokens` (Dr. GRPO)."
             )
         ),

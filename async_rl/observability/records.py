@@ -37,7 +37,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: Annotated[
         Figure,
         figure(
-            "Mean reward of the last batch.",
+            "Mean reward of the attempts of the last batch.",
             gauge="reward",
             section="policy",
             bad="Flat from the start: all siblings of a group get the same reward, so there is no "
@@ -327,7 +327,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     importance_rejected_fraction: Annotated[
         Figure,
         figure(
-            "Share of the trained tokens that is of answers left out by `trainer.loss.reject`.",
+            "Share of the trained tokens that is of answers left out by `trainer.loss.reject`, and of what "
+            "it left of groups without another attempt.",
             gauge="importance_rejected_fraction",
             section="agreement",
             unit="share",
@@ -337,6 +338,18 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     """Share of them that is of answers left out by `trainer.loss.reject`."""
+    groups_without_baseline: Annotated[
+        Figure,
+        figure(
+            "Groups that added nothing: `trainer.loss.reject` left them fewer than two attempts.",
+            gauge="groups_without_baseline",
+            section="agreement",
+            unit="groups",
+            bad="Above a tenth of `trainer.groups_per_batch`: see `importance_rejected_fraction`.",
+            from_trainer=True,
+        ),
+    ] = None
+    """Groups with fewer than two attempts that have a vote."""
     reference_kl: Annotated[
         Figure,
         figure(

@@ -300,7 +300,7 @@ def _step_record(
         step=result.step,
         weight_version=report.weight_version,
         time_s=time_s,
-        reward_mean=float(np.mean(batch.rewards)),
+        reward_mean=float(np.mean(batch.attempt_rewards)),
         reward_min=min(batch.rewards),
         reward_max=max(batch.rewards),
         **measured,

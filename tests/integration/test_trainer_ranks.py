@@ -300,11 +300,20 @@ class _Look:
         kept = [router.weight.data.clone() for router in routers]
         for router in routers:
             router.weight.data.copy_(router.weight.data.flip(0))
+        import numpy as np
+
         from trainer.megatron.packing import make_targets
         from trainer.worker import UpdateInputs
 
         wanted = make_targets(batch)
-        goal = UpdateInputs(wanted, batch.rewards[wanted.trajectory], old, None)
+        goal = UpdateInputs(
+            targets=wanted,
+            advantages=batch.rewards[wanted.trajectory],
+            attempt=batch.attempt_index.astype(np.int64)[wanted.trajectory],
+            left_out=np.zeros(batch.num_tokens, np.float32),
+            old_log_probs=old,
+            reference_log_probs=None,
+        )
         with RouterWitness().watching(worker) as replayed:
             worker.accumulate_gradients(placed, range(batch.num_trajectories), goal)
         with RouterWitness().watching(worker) as changed:

@@ -111,7 +111,14 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
     current = torch.tensor([-1.2, -2.0, -2.6])
     ones = torch.ones(3)
     one = Sequences(torch.zeros(3, dtype=torch.int64), torch.tensor([3]))
-    tokens = TrainedTokens(rollout if bypass else old, rollout, ones, ones, one)
+    tokens = TrainedTokens(
+        old_log_probs=rollout if bypass else old,
+        rollout_log_probs=rollout,
+        advantages=ones,
+        rejected=torch.zeros(3),
+        weights=ones,
+        sequences=one,
+    )
     _, sums = policy_sums(LossConfig(), current, ones, tokens)
     metrics = mean_metrics(sums.tolist(), 3, bypass=bypass, reference=False)
     wanted = Targets(

@@ -110,6 +110,82 @@ def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
     assert in_reward["loss"] == pytest.approx(by_hand, abs=1e-5)
 
 
+def with_first(batch, count):
+    """The first trajectories of a batch."""
+    tokens = int(batch.offsets[count])
+    return msgspec.structs.replace(
+        batch,
+        trajectory_ids=batch.trajectory_ids[:count],
+        group_index=batch.group_index[:count],
+        rewards=batch.rewards[:count],
+        offsets=batch.offsets[: count + 1],
+        token_ids=batch.token_ids[:tokens],
+        loss_mask=batch.loss_mask[:tokens],
+        rollout_log_probs=batch.rollout_log_probs[:tokens],
+        weight_versions=batch.weight_versions[:tokens],
+        routed_experts=batch.routed_experts[:tokens],
+        routing_valid=batch.routing_valid[:tokens],
+    )
+
+
+def test_a_rejected_answer_shifts_no_baseline_and_counts_in_the_normaliser(moe):
+    loss = {
+        "advantages": "dr_grpo",
+        "aggregate": "constant",
+        "importance": {"level": "off"},
+        "reject": {"token_below": 0.1},
+        "uncorrected": True,
+    }
+    rewards, config = np.array([1, 0, 9]), trainer_config(moe, loss=loss)
+    with started(config) as worker:
+        batch = near(worker, random_batch(layers=2, lengths=(13, 7, 30), group_size=3, rewards=rewards))
+        certain = batch.rollout_log_probs.copy()
+        certain[20:] = np.where(batch.loss_mask[20:], -0.001, 0)  # the third: ratios of about 1/96
+        batch = msgspec.structs.replace(batch, rollout_log_probs=certain)
+        with trial(worker, config):
+            metrics, actual = worker.train_on(batch, 1).metrics, gradients(worker)
+        with trial(worker, config):
+            worker.train_on(with_first(batch, 2), 1)
+            alone = gradients(worker)
+        with trial(worker, config):
+            left = worker.train_on(msgspec.structs.replace(batch, group_index=np.array([0, 1, 1])), 1).metrics
+    assert metrics["importance_rejected_fraction"] == pytest.approx(27 / 41)
+    assert metrics["groups_without_baseline"] == 0
+    assert left["groups_without_baseline"] == 2  # a group of one, and one of which one is left
+    assert left["loss"] == left["grad_norm"] == 0
+    assert any(gradient.abs().max() > 1e-4 for gradient in alone.values())
+    for name, gradient in alone.items():
+        torch.testing.assert_close(actual[name], gradient * 2 / 3, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("aggregate", ["sequence_mean", "constant", "token_mean"])
+def test_the_conversations_of_an_attempt_share_its_vote(moe, aggregate):
+    """One attempt of three conversations beside a failure: the loss by hand."""
+    loss = {
+        "advantages": "rloo",
+        "aggregate": aggregate,
+        "importance": {"level": "off"},
+        "uncorrected": True,
+    }
+    config = trainer_config(moe, loss=loss)
+    config["rollout"] |= {"max_new_tokens": 40}
+    rewards, lengths = np.array([1, 1, 1, 0]), (13, 7, 30, 19)
+    with started(config) as worker:
+        batch = random_batch(layers=2, lengths=lengths, group_size=4, rewards=rewards)
+        batch = msgspec.structs.replace(batch, trajectory_ids=("a", "a.1", "a.1.1", "b"))
+        with trial(worker, config):
+            found = worker.train_on(batch, 1).metrics["loss"]
+    trained = np.array(lengths) - 3
+    advantages = np.array([1, 1, 1, -1])  # the ratios of one update are 1
+    by_attempt = np.array([trained[:3].sum()] * 3 + [trained[3]])
+    weights_by_hand = {
+        "sequence_mean": 1 / (2 * by_attempt),
+        "constant": np.full(4, 1 / (2 * 40)),
+        "token_mean": np.full(4, 1 / trained.sum()),
+    }[aggregate]
+    assert found == pytest.approx(-(advantages * trained * weights_by_hand).sum(), abs=1e-5)
+
+
 def test_a_penalty_holds_the_policy_near_its_reference(moe):
     moved = {}
     for coefficient in (0.0, 50.0):

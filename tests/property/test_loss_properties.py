@@ -23,9 +23,7 @@ from trainer.losses.sequences import Sequences
 )
 def test_the_loss_does_not_depend_on_how_a_batch_is_cut(lengths, objective, aggregate, seed, data):
     current, old, advantages, weights, sequences = tokens(*lengths, seed=seed)
-    counts = torch.from_numpy(
-        token_weights(aggregate, sequences.index.numpy(), sequences.lengths.numpy(), 10)
-    )
+    counts = torch.from_numpy(token_weights(aggregate, sequences.index.numpy(), 10))
     config = LossConfig(objective=objective, clip_low=0.1, clip_high=0.1)
 
     def part(chosen: list[int]) -> torch.Tensor:
@@ -46,30 +44,60 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_cut(lengths, objective, aggr
 
 
 @given(
-    rewards=st.lists(st.floats(-9, 9, width=16), min_size=1, max_size=12),
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12),
+    attempts=st.lists(
+        st.lists(st.tuples(st.floats(-9, 9, width=16), st.booleans()), min_size=1, max_size=3),
+        min_size=1,
+        max_size=9,
+    ),
+    sizes=st.lists(st.integers(1, 4), min_size=9, max_size=9),
     estimator=st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"]),
 )
-def test_advantages_match_plain_loops(rewards, sizes, estimator):
-    groups = np.repeat(np.arange(len(sizes)) * 7, sizes)[: len(rewards)].astype(np.int32)
-    rewards = rewards[: len(groups)]
-    members = {g: [r for r, other in zip(rewards, groups, strict=True) if other == g] for g in set(groups)}
-    centred = [r - statistics.fmean(members[g]) for r, g in zip(rewards, groups, strict=True)]
+def test_advantages_match_plain_loops_over_attempts(attempts, sizes, estimator):
+    """Attempts of one to three conversations with a reward each, some of which do not count."""
+    group_of = np.repeat(np.arange(len(sizes)) * 7, sizes)[: len(attempts)].tolist()
+    alone = estimator != "reinforce++"
+    votes = {a: [r for r, counted in each if counted] for a, each in enumerate(attempts)}
+    votes = {a: each for a, each in votes.items() if each}
+    voters = {g: [a for a in votes if group_of[a] == g] for g in set(group_of)}
+    if alone:
+        voters = {g: each if len(each) > 1 else [] for g, each in voters.items()}
+        votes = {a: each for a, each in votes.items() if voters[group_of[a]]}
+
+    def mean(chosen, value=lambda a, r: r):
+        """Returns the mean over attempts, each of which shares its vote among its conversations."""
+        return statistics.fmean(statistics.fmean(value(a, r) for r in votes[a]) for a in chosen)
+
+    def deviation(chosen, value=lambda a, r: r):
+        centre = mean(chosen, value)
+        return mean(chosen, lambda a, r: (value(a, r) - centre) ** 2) ** 0.5
+
+    def centred(a, r):
+        return r - mean(voters[group_of[a]])
+
     expected = []
-    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
-        mine = members[group]
-        match estimator:
-            case "grpo":
-                value = centred[i] / (statistics.pstdev(mine) + 1e-6)
-            case "dr_grpo":
-                value = centred[i]
-            case "rloo":
-                others = (sum(mine) - reward) / (len(mine) - 1) if len(mine) > 1 else reward
-                value = reward - others
-            case "reinforce++":
-                value = (reward - statistics.fmean(rewards)) / (statistics.pstdev(rewards) + 1e-6)
-            case _:
-                value = (centred[i] - statistics.fmean(centred)) / (statistics.pstdev(centred) + 1e-6)
-        expected.append(value)
-    actual = estimate_advantages(estimator, np.array(rewards, np.float32), groups)
+    for a, conversations in enumerate(attempts):
+        for reward, counted in conversations:
+            if not counted or a not in votes:
+                expected.append(0.0)
+                continue
+            mine = voters[group_of[a]]
+            match estimator:
+                case "grpo":
+                    value = centred(a, reward) / (deviation(mine) + 1e-6)
+                case "dr_grpo":
+                    value = centred(a, reward)
+                case "rloo":
+                    value = reward - mean([other for other in mine if other != a])
+                case "reinforce++":
+                    value = (reward - mean(votes)) / (deviation(votes) + 1e-6)
+                case _:
+                    value = (centred(a, reward) - mean(votes, centred)) / (deviation(votes, centred) + 1e-6)
+            expected.append(value)
+    actual = estimate_advantages(
+        estimator,
+        np.array([r for each in attempts for r, _ in each], np.float32),
+        np.repeat(group_of, [len(each) for each in attempts]).astype(np.int32),
+        np.repeat(np.arange(len(attempts)), [len(each) for each in attempts]).astype(np.int32),
+        np.array([counted for each in attempts for _, counted in each]),
+    )
     np.testing.assert_allclose(actual, expected, atol=2e-3, rtol=1e-3)

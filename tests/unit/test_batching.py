@@ -45,6 +45,14 @@ def test_each_token_lies_at_its_place() -> None:
         assert batch.routing_valid[begin:end].tolist() == [True] * (end - begin - 1) + [False]
 
 
+def test_a_batch_knows_the_attempt_of_each_conversation(tmp_path: Path) -> None:
+    rewards = {"a": 1.0, "a.1": 0.0, "b": 0.25, "a.1.2": 0.5}
+    group = group_of(*(make_trajectory(name, reward=reward) for name, reward in rewards.items()))
+    taken = taken_batch(tmp_path, [group], 6, facts=FACTS)
+    assert taken.attempt_rewards == (0.5, 0.25)
+    assert read_trajectories(taken).attempt_index.tolist() == [0, 0, 1, 0]
+
+
 def test_versions_are_per_token_when_a_trajectory_was_interrupted() -> None:
     trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5)))
     batch = assemble_batch([group_of(trajectory)], 6, "batch", FACTS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from async_rl.config import ImportanceConfig, RejectConfig
-from trainer.losses.corrections import importance_correction
+from trainer.losses.corrections import importance_correction, rejected_answers
 from trainer.losses.kl import kl_estimate
 from trainer.losses.sequences import Sequences
 
@@ -17,8 +17,13 @@ SEQUENCES = Sequences(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 2]))
 E, NO = math.e, RejectConfig()
 
 
+def rejected(reject: RejectConfig) -> torch.Tensor:
+    """Returns 1 for each token of a rejected answer."""
+    return rejected_answers(reject, OLD.detach(), ROLLOUT, SEQUENCES)[SEQUENCES.index].float()
+
+
 def weights(importance: ImportanceConfig, reject: RejectConfig = NO) -> list[float]:
-    correction = importance_correction(importance, reject, OLD, ROLLOUT, SEQUENCES)
+    correction = importance_correction(importance, OLD, ROLLOUT, rejected(reject), SEQUENCES)
     assert not correction.weights.requires_grad
     torch.testing.assert_close(correction.ratios, torch.tensor([1, E**2, 1 / E, E, E]))
     return correction.weights.tolist()
@@ -56,9 +61,8 @@ def test_a_whole_answer_is_left_out_when_it_is_too_far_off(reject, kept):
 
 
 def test_what_was_bounded_and_rejected_is_told():
-    correction = importance_correction(
-        ImportanceConfig(high=2.0), RejectConfig(geometric_high=2.0), OLD, ROLLOUT, SEQUENCES
-    )
+    left_out = rejected(RejectConfig(geometric_high=2.0))
+    correction = importance_correction(ImportanceConfig(high=2.0), OLD, ROLLOUT, left_out, SEQUENCES)
     assert correction.bounded.tolist() == [0, 1, 0, 1, 1]
     assert correction.rejected.tolist() == [0, 0, 0, 1, 1]
 
@@ -67,7 +71,8 @@ def test_a_product_over_thousands_of_tokens_stays_finite():
     n = 4000
     sequences = Sequences(torch.zeros(n, dtype=torch.int64), torch.tensor([n]))
     importance = ImportanceConfig(level="sequence", high=2.0)
-    found = importance_correction(importance, NO, torch.zeros(n), torch.full((n,), -1.0), sequences).weights
+    old, rollout = torch.zeros(n), torch.full((n,), -1.0)
+    found = importance_correction(importance, old, rollout, torch.zeros(n), sequences).weights
     assert found.tolist() == [2.0] * n
 
 

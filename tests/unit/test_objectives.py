@@ -59,7 +59,7 @@ def test_gspo_is_the_sources_objective_when_averaged_by_answers():
     (gradient,) = torch.autograd.grad(expected, current)
 
     result = gspo(current, old, advantages, torch.ones(14), low, high, sequences)
-    weights = token_weights("sequence_mean", sequences.index.numpy(), sequences.lengths.numpy(), 99)
+    weights = token_weights("sequence_mean", sequences.index.numpy(), 99)
     loss = (result.loss * torch.from_numpy(weights)).sum()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, current)[0], gradient)
@@ -97,10 +97,10 @@ def test_an_objective_is_the_policy_gradient_when_nothing_has_changed_yet(object
     ],
 )
 def test_tokens_count_as_the_aggregate_says_when_answers_differ_in_length(aggregate, expected):
-    index, lengths = np.array([0, 0, 0, 0, 2]), np.array([4, 0, 1])
-    np.testing.assert_allclose(token_weights(aggregate, index, lengths, 10), expected, rtol=1e-6)
+    attempts = np.array([0, 0, 0, 0, 2])  # nothing of attempt 1 is trained
+    np.testing.assert_allclose(token_weights(aggregate, attempts, 10), expected, rtol=1e-6)
 
 
 def test_an_unknown_aggregate_is_refused():
     with pytest.raises(ValueError, match="expected token_mean"):
-        token_weights("mean", np.zeros(1, np.int64), np.ones(1, np.int64), 1)
+        token_weights("mean", np.zeros(1, np.int64), 1)

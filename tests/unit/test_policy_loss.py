@@ -6,11 +6,12 @@ import msgspec
 import pytest
 import torch
 
-from async_rl.config import ImportanceConfig, KLConfig, LossConfig, RejectConfig
+from async_rl.config import ImportanceConfig, KLConfig, LossConfig
+from trainer.losses.corrections import rejected_answers
 from trainer.losses.policy_loss import SUMS, TrainedTokens, policy_sums
 from trainer.losses.sequences import Sequences
 
-# Two answers, of two tokens and of one, whose ratio of 1/8 rejects it; PPO's ratios are 1, 2 and 1.
+# Two answers, of two tokens and of one, which is rejected; PPO's ratios are 1, 2 and 1.
 ROLLOUT = torch.tensor([0.2, 0.5, 0.8]).log()
 PROXIMAL = torch.tensor([0.4, 0.2, 0.1]).log()
 CURRENT = torch.tensor([0.4, 0.4, 0.1]).log()
@@ -28,14 +29,21 @@ LOG2 = math.log(2)
 def test_the_loss_is_its_parts_as_often_as_tokens_count(where, of_kl):
     config = LossConfig(
         importance=ImportanceConfig(high=1.5),
-        reject=RejectConfig(token_below=0.2),
         kl=KLConfig(coefficient=0.5, estimator="k2", where=where),
         entropy_bonus=0.1,
         clip_high=0.25,
     )
     log_probs = CURRENT.clone().requires_grad_()
     sequences = Sequences(torch.tensor([0, 0, 1]), torch.tensor([2, 1]))
-    tokens = TrainedTokens(PROXIMAL, ROLLOUT, ADVANTAGES, COUNTS, sequences, REFERENCE)
+    tokens = TrainedTokens(
+        old_log_probs=PROXIMAL,
+        rollout_log_probs=ROLLOUT,
+        advantages=ADVANTAGES,
+        rejected=torch.tensor([0.0, 0.0, 1.0]),
+        weights=COUNTS,
+        sequences=sequences,
+        reference_log_probs=REFERENCE,
+    )
     loss, sums = policy_sums(config, log_probs, ENTROPY, tokens)
     # Weights 2, truncated to 1.5, and 0.4; PPO's gains 1 and 1.25, clipped; the third token adds nothing.
     first = -1.5 * 1.0 + 0.5 * of_kl[0] - 0.1 * 0.5
@@ -91,12 +99,20 @@ def test_the_loss_changes_with_each_setting(change):
     current = proximal + torch.tensor([2.0, 0.5, 3.0, 1.0]).log()
     advantages, counts = torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.ones(4)
     sequences = Sequences(torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2]))
-    tokens = TrainedTokens(proximal, rollout, advantages, counts, sequences, current - 0.7)
-    losses = [
-        policy_sums(msgspec.convert(settings, LossConfig), current, ENTROPY.new_ones(4), tokens)[0].item()
-        for settings in (
-            {"kl": {"coefficient": 0.5}},
-            change | {"kl": {"coefficient": 0.5} | change.get("kl", {})},
+    losses = []
+    for settings in (
+        {"kl": {"coefficient": 0.5}},
+        change | {"kl": {"coefficient": 0.5} | change.get("kl", {})},
+    ):
+        config = msgspec.convert(settings, LossConfig)
+        tokens = TrainedTokens(
+            old_log_probs=proximal,
+            rollout_log_probs=rollout,
+            advantages=advantages,
+            rejected=rejected_answers(config.reject, proximal, rollout, sequences)[sequences.index].float(),
+            weights=counts,
+            sequences=sequences,
+            reference_log_probs=current - 0.7,
         )
-    ]
+        losses.append(policy_sums(config, current, ENTROPY.new_ones(4), tokens)[0].item())
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)

@@ -1,12 +1,16 @@
-"""Advantages: how much better than its baseline a trajectory was, one number for all of its tokens.
+"""Advantages: how much better than its baseline a conversation was, one number for all of its tokens.
 
 | estimator | baseline | scale |
 |---|---|---|
 | `grpo` | the group's mean | the group's standard deviation |
 | `dr_grpo` | the group's mean | none |
-| `rloo` | the mean of the siblings | none |
+| `rloo` | the mean of the other attempts | none |
 | `reinforce++` | the batch's mean | the batch's standard deviation |
 | `reinforce++_baseline` | the group's mean | the batch's standard deviation |
+
+Papers compare attempts at a task. An attempt may have several conversations, which are not independent
+samples: together they have one vote in every mean and deviation, shared equally. An attempt of one conversation
+is the case of the papers.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from async_rl.errors import DataError
-from async_rl.types import Float32Array, Int32Array, Int64Array
+from async_rl.types import BoolArray, Float32Array, Int32Array, Int64Array
 
 EPSILON = 1e-6
 """Prevents a division by zero when all rewards are equal; negligible for rewards of any usual scale."""
@@ -24,19 +28,29 @@ EPSILON = 1e-6
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"]
 
 
-def estimate_advantages(estimator: Estimator, rewards: Float32Array, group_index: Int32Array) -> Float32Array:
+def estimate_advantages(
+    estimator: Estimator,
+    rewards: Float32Array,
+    group_index: Int32Array,
+    attempt_index: Int32Array,
+    counted: BoolArray | None = None,
+) -> Float32Array:
     """Returns the advantages of a batch's trajectories.
 
-    Standard deviations are those of the population, and a batch's mean and deviation count every trajectory
+    Standard deviations are those of the population, and a batch's mean and deviation count every attempt
     once. In contrast, verl and TRL divide the squares of a group by G - 1, and verl whitens a batch token by
     token.
 
-    All estimators but `reinforce++` return zeros for a group whose rewards are equal, and for a group of one.
+    All estimators but `reinforce++` return zeros for a group whose rewards are equal, and for a group that
+    has fewer than two attempts with a vote.
 
     Args:
         estimator: One of the rows of the module's table.
         rewards: `[N]`.
-        group_index: `[N]`, equal for siblings.
+        group_index: `[N]`, equal for the trajectories of a group.
+        attempt_index: `[N]`, equal for the conversations of an attempt.
+        counted: `[N]`, whether a trajectory counts for baselines and scales; the others have the advantage 0.
+            None counts all.
 
     Returns:
         `[N] float32`.
@@ -52,26 +66,48 @@ def estimate_advantages(estimator: Estimator, rewards: Float32Array, group_index
         raise DataError(
             f"the reward of trajectory {where} of the batch is {rewards[where]}, expected a finite number"
         )
+    if counted is None:
+        counted = np.ones(len(rewards), np.bool_)
+    if estimator != "reinforce++":  # whose baseline needs no sibling
+        counted = counted & ~lacks_baseline(group_index, attempt_index, counted)
     values = rewards.astype(np.float64)
-    _, group, size = np.unique(group_index, return_inverse=True, return_counts=True)
-    centred = values - (np.bincount(group, values) / size)[group]
+    _, attempt = np.unique(attempt_index, return_inverse=True)
+    _, group = np.unique(group_index, return_inverse=True)
+    share = counted / np.maximum(np.bincount(attempt, counted), 1)[attempt]  # of its attempt's vote
+    attempts = np.maximum(np.bincount(group, share), 1)  # that vote, by group
+    centred = values - (np.bincount(group, share * values) / attempts)[group]
     match estimator:
         case "grpo":
-            advantages = centred / (np.sqrt(np.bincount(group, centred**2) / size)[group] + EPSILON)
+            deviation = np.sqrt(np.bincount(group, share * centred**2) / attempts)
+            advantages = centred / (deviation[group] + EPSILON)
         case "dr_grpo":
             advantages = centred
         case "rloo":
-            # reward - (sum of the others) / (G - 1) is the centred reward times G / (G - 1).
-            siblings = size[group]
-            advantages = centred * siblings / np.maximum(siblings - 1, 1)
+            # The mean of the other attempts is the group's mean without the attempt's own vote.
+            own = np.bincount(attempt, share * centred)[attempt]
+            advantages = centred + own / np.maximum(attempts - 1, 1)[group]
         case "reinforce++":
-            advantages = _whitened(values)
+            advantages = _whitened(values, share)
         case "reinforce++_baseline":
-            advantages = _whitened(centred)
+            advantages = _whitened(centred, share)
         case _:
             known = ", ".join(get_args(Estimator))
             raise ValueError(f"the estimator is {estimator!r}; expected one of {known}")
-    return advantages.astype(np.float32)
+    return np.where(counted, advantages, 0).astype(np.float32)
+
+
+def lacks_baseline(group_index: Int32Array, attempt_index: Int32Array, counted: BoolArray) -> BoolArray:
+    """Returns which trajectories have no other attempt of their group to be compared with, `[N]`.
+
+    Args:
+        group_index: `[N]`, equal for the trajectories of a group.
+        attempt_index: `[N]`, equal for the conversations of an attempt.
+        counted: `[N]`, whether a trajectory counts.
+    """
+    pairs = np.unique(np.stack([group_index, attempt_index])[:, counted], axis=1)
+    groups, voting = np.unique(pairs[0], return_counts=True)
+    lacks: BoolArray = ~np.isin(group_index, groups[voting > 1])
+    return lacks
 
 
 def longest_answers(weight_versions: Int32Array, offsets: Int64Array) -> Int64Array:
@@ -116,6 +152,8 @@ def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32A
     return np.clip((longest - buffer - lengths) / buffer, -1.0, 0.0).astype(np.float32)
 
 
-def _whitened(values: np.ndarray) -> np.ndarray:
-    """Returns the values centred and scaled over the batch."""
-    return (values - values.mean()) / (values.std() + EPSILON)
+def _whitened(values: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Returns the values, `[N]`, centred and scaled over the attempts of the batch, which they share in."""
+    attempts = max(share.sum(), 1.0)
+    centred = values - (share * values).sum() / attempts
+    return centred / (np.sqrt((share * centred**2).sum() / attempts) + EPSILON)

@@ -2,7 +2,8 @@
 
 The ratio `exp(old - rollout)` compares the proximal policy with the behaviour policy: per token, per answer
 (`sequence`: the product of its tokens' ratios) or by the geometric mean over an answer. A ratio out of bounds
-is truncated, or its tokens are masked. Answers whose ratios are too far from 1 can be rejected as a whole.
+is truncated, or its tokens are masked. Answers whose ratios are too far from 1 can be rejected as a whole, once
+per batch (`rejected_answers`): they also have no vote in their group's baseline.
 """
 
 from __future__ import annotations
@@ -33,24 +34,23 @@ class Correction(NamedTuple):
 
 def importance_correction(
     importance: ImportanceConfig,
-    reject: RejectConfig,
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
+    rejected: torch.Tensor,
     sequences: Sequences,
 ) -> Correction:
     """Returns the importance weights of the proximal over the behaviour policy.
 
     Args:
         importance: Level, bounds, and the treatment of ratios beyond them.
-        reject: The conditions under which a whole answer is rejected.
         old_log_probs: `[n]` float32, the trainer's log-probs at the start of the update.
         rollout_log_probs: `[n]` float32, the engine's log-probs.
+        rejected: `[n]` float32, 1 for tokens of rejected answers.
         sequences: The trajectories that the tokens belong to.
 
     Source: token, truncated: arXiv 2505.24298 (AReaL), section 5.2, and IMPALA, arXiv 1802.01561, section
     4.1; token, masked on both sides: IcePop, arXiv 2510.18855, section 3; sequence and geometric levels,
-    truncated or masked, and the rejection of answers by them: Liu, Li et al., "When Speed Kills Stability"
-    (2025).
+    truncated or masked: Liu, Li et al., "When Speed Kills Stability" (2025).
     """
     log_ratios = (old_log_probs - rollout_log_probs).detach()
     ratios = log_ratios.clamp(-_MOST, _MOST).exp()
@@ -64,8 +64,31 @@ def importance_correction(
             over = sequences.sums if importance.level == "sequence" else sequences.means
             answers = over(log_ratios).clamp(-_MOST, _MOST).exp()
             weights, bounded = (part[sequences.index] for part in _bounded(importance, answers))
-    rejected = _rejected(reject, log_ratios, sequences)
     return Correction(weights * (1 - rejected), ratios, bounded, rejected)
+
+
+def rejected_answers(
+    reject: RejectConfig, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, sequences: Sequences
+) -> torch.Tensor:
+    """Returns which answers are rejected, `[N]` bool.
+
+    Args:
+        reject: The conditions under which a whole answer is rejected.
+        old_log_probs: `[n]` float32, the trainer's log-probs at the start of the update.
+        rollout_log_probs: `[n]` float32, the engine's log-probs.
+        sequences: The N answers that the tokens belong to.
+
+    Source: Liu, Li et al., "When Speed Kills Stability" (2025).
+    """
+    log_ratios = old_log_probs - rollout_log_probs
+    out = torch.zeros(len(sequences.lengths), dtype=torch.bool, device=log_ratios.device)
+    if reject.geometric_low is not None or reject.geometric_high is not None:
+        means = sequences.means(log_ratios).exp()
+        low, high = reject.geometric_low or 0.0, reject.geometric_high or float("inf")
+        out |= (means < low) | (means > high)
+    if reject.token_below is not None:
+        out |= sequences.sums((log_ratios.exp() < reject.token_below).float()) > 0
+    return out
 
 
 def _bounded(importance: ImportanceConfig, ratios: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,15 +97,3 @@ def _bounded(importance: ImportanceConfig, ratios: torch.Tensor) -> tuple[torch.
     if importance.beyond == "truncate":
         return ratios.clamp(low, high), outside.to(ratios.dtype)
     return torch.where(outside, torch.zeros_like(ratios), ratios), outside.to(ratios.dtype)
-
-
-def _rejected(reject: RejectConfig, log_ratios: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Returns 1 for tokens of rejected answers and 0 for the others, `[n]`."""
-    out = torch.zeros(len(sequences.lengths), dtype=torch.bool, device=log_ratios.device)
-    if reject.geometric_low is not None or reject.geometric_high is not None:
-        means = sequences.means(log_ratios).exp()
-        low, high = reject.geometric_low or 0.0, reject.geometric_high or float("inf")
-        out |= (means < low) | (means > high)
-    if reject.token_below is not None:
-        out |= sequences.sums((log_ratios.exp() < reject.token_below).float()) > 0
-    return out[sequences.index].to(log_ratios.dtype)

@@ -138,15 +138,17 @@ def _clipped(
     return Objective(-weights * gain, clipped.to(ratio.dtype).detach())
 
 
-def token_weights(aggregate: str, trajectory: Int64Array, lengths: Int64Array, longest: int) -> Float32Array:
+def token_weights(aggregate: str, attempt: Int64Array, longest: int) -> Float32Array:
     """Returns the weight of each trained token; the weighted sum over a batch is its loss.
 
+    An attempt is what papers call an answer; the tokens of all its conversations belong to it.
+
     Args:
-        aggregate: `token_mean` weights all tokens of the batch equally; `sequence_mean` weights all answers
-            equally, and tokens equally within an answer; `constant` divides by the longest possible answer,
-            so that the weight of a token does not depend on its answer's length or on the batch's.
-        trajectory: `[n]`, the trajectory of each token.
-        lengths: `[N]`, trained tokens of each trajectory; trajectories without any do not count.
+        aggregate: `token_mean` weights all tokens of the batch equally; `sequence_mean` weights all attempts
+            equally, and tokens equally within an attempt; `constant` divides by the number of attempts and
+            the longest possible answer, so that the weight of a token does not depend on its attempt's
+            length or on the batch's.
+        attempt: `[n]`, the attempt of each trained token; attempts without any do not count.
         longest: The number of tokens of the longest possible answer.
 
     Returns:
@@ -155,14 +157,14 @@ def token_weights(aggregate: str, trajectory: Int64Array, lengths: Int64Array, l
     Source: `token_mean`: arXiv 2503.14476 (DAPO), section 3.3; `sequence_mean`: arXiv 2402.03300 (GRPO),
     equation 3; `constant`: arXiv 2503.20783 (Dr. GRPO), appendix A.
     """
-    answers = max(int(np.count_nonzero(lengths)), 1)
+    _, index, lengths = np.unique(attempt, return_inverse=True, return_counts=True)
     match aggregate:
         case "token_mean":
-            weights = np.full(len(trajectory), 1 / max(int(lengths.sum()), 1))
+            weights = np.full(len(attempt), 1 / max(len(attempt), 1))
         case "sequence_mean":
-            weights = 1 / (answers * lengths[trajectory])
+            weights = 1 / (len(lengths) * lengths[index])
         case "constant":
-            weights = np.full(len(trajectory), 1 / (answers * longest))
+            weights = np.full(len(attempt), 1 / max(len(lengths) * longest, 1))
         case _:
             raise ValueError(f"aggregate is {aggregate!r}; expected token_mean, sequence_mean or constant")
     return weights.astype(np.float32)

@@ -35,6 +35,8 @@ class TrainedTokens(NamedTuple):
     rollout_log_probs: torch.Tensor
     """Log-probs of the behaviour policy, which sampled the tokens."""
     advantages: torch.Tensor
+    rejected: torch.Tensor
+    """1 for tokens of answers that are left out, else 0."""
     weights: torch.Tensor
     """The weight of each token, times the update's number of trained tokens: 1 for a mean over tokens."""
     sequences: Sequences
@@ -60,7 +62,7 @@ def policy_sums(
     Source: k1: John Schulman, "Approximating KL Divergence" (2020).
     """
     correction = importance_correction(
-        config.importance, config.reject, tokens.old_log_probs, tokens.rollout_log_probs, tokens.sequences
+        config.importance, tokens.old_log_probs, tokens.rollout_log_probs, tokens.rejected, tokens.sequences
     )
     policy = policy_objective(
         config, log_probs, tokens.old_log_probs, tokens.advantages, correction.weights, tokens.sequences
