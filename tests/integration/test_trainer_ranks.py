@@ -116,8 +116,8 @@ OVER_ANSWERS = {
 }
 """A loss that needs sums over whole answers and log-probs of all ranks."""
 
-BY_ENTROPY = {"entropy_bonus": 1.0}
-"""A single trajectory has no sibling to be better than."""
+BY_ENTROPY = {"advantages": "reinforce++", "entropy_bonus": 1.0}
+"""A single trajectory has no sibling to be better than, and is trained only without one to compare with."""
 
 EXPERTS, TOP_K = 12, 4
 MOE_LAYERS = [2, 3, 4]

@@ -9,8 +9,8 @@
 | `reinforce++_baseline` | the group's mean | the batch's standard deviation |
 
 Papers compare attempts at a task. An attempt may have several conversations, which are not independent
-samples: together they have one vote in every mean and deviation, shared equally. An attempt of one conversation
-is the case of the papers.
+samples: together they have one vote in every mean and deviation, shared equally. An attempt of one
+conversation is the case of the papers.
 """
 
 from __future__ import annotations

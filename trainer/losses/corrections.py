@@ -2,8 +2,8 @@
 
 The ratio `exp(old - rollout)` compares the proximal policy with the behaviour policy: per token, per answer
 (`sequence`: the product of its tokens' ratios) or by the geometric mean over an answer. A ratio out of bounds
-is truncated, or its tokens are masked. Answers whose ratios are too far from 1 can be rejected as a whole, once
-per batch (`rejected_answers`): they also have no vote in their group's baseline.
+is truncated, or its tokens are masked. Answers whose ratios are too far from 1 can be rejected as a whole,
+once per batch (`rejected_answers`): they also have no vote in their group's baseline.
 """
 
 from __future__ import annotations
