@@ -1,10 +1,10 @@
 """The core types: one immutable type for each stage of a trajectory.
 
 ```
-Task ──session──► Segment… ──outcome──► Trajectory ──siblings──► Group
-                                            │ encoded once, as a frame in its node's spool
+Task ──session──► Segment… ──outcome──► Trajectory
+                                            │ encoded once, where it was made, as a frame of its node's spool
                                             ▼
-                           StoredTrajectory ──B groups──► TakenBatch ──a rank's share──► TrainBatch
+   StoredTrajectory ──siblings──► Group ──B groups──► TakenBatch ──a rank's share──► TrainBatch
 ```
 
 Derived values (masks, versions per token, staleness) are computed, never stored a second time. Only the maker
@@ -351,12 +351,15 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     num_turns: int = 0
     num_interruptions: int = 0
     num_resumes: int = 0
+    reward_parts: dict[str, float] = {}
+    duration_s: float = 0.0
+    """How long its attempt took, seconds."""
 
     @classmethod
     def of(
-        cls, trajectory: Trajectory, *, path: str, nbytes: int, checksum: int, node: str = ""
+        cls, trajectory: Trajectory, *, path: str = "", nbytes: int = 0, checksum: int = 0, node: str = ""
     ) -> StoredTrajectory:
-        """Return the reference to a trajectory whose frame is at a path."""
+        """Return the reference to a trajectory whose frame is at a path; without one, only its summary."""
         outcome = trajectory.outcome
         return cls(
             trajectory_id=trajectory.trajectory_id,
@@ -383,7 +386,13 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
             num_turns=outcome.num_turns,
             num_interruptions=outcome.num_interruptions,
             num_resumes=outcome.num_resumes,
+            reward_parts=outcome.reward_parts,
+            duration_s=outcome.finished_s - outcome.started_s,
         )
+
+    def with_reward(self, parts: dict[str, float]) -> StoredTrajectory:
+        """Return the reference with a reward that was not known when the attempt ended."""
+        return msgspec.structs.replace(self, reward=parts["reward"], reward_parts=parts)
 
     def capped(self, newest: int) -> StoredTrajectory:
         """Return the reference after `cap_versions`; itself where there is nothing to lower."""
@@ -470,7 +479,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     group_id: str
     task_id: str
-    trajectories: tuple[Trajectory | StoredTrajectory, ...]
+    trajectories: tuple[StoredTrajectory, ...]
 
     @property
     def oldest_weight_version(self) -> int | None:

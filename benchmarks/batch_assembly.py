@@ -71,7 +71,7 @@ def padded_and_unpadded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
 def stored_batch(spool: Spool, groups: list[Group]) -> tuple[list[StoredGroup], TakenBatch]:
     """Stores groups; returns them and the batch that they make."""
     stored = [
-        StoredGroup(group_id=group.group_id, trajectories=spool.put_group(group.trajectories))
+        StoredGroup(group_id=group.group_id, trajectories=spool.store_tree(group.trajectories))
         for group in groups
     ]
     batch = PACKER.pack_groups(0, stored).batch
@@ -92,7 +92,7 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
 
     def put() -> float:
         begin = time.process_time()
-        written = [spool.put_group(group.trajectories) for group in groups]
+        written = [spool.store_tree(group.trajectories) for group in groups]
         seconds = time.process_time() - begin
         for group in written:
             spool.discard(group)

@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,6 +37,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.rollout.attempt import Attempt
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
@@ -108,7 +110,7 @@ def make_engines(config: Config) -> list[SimulatedEngine]:
     return [SimulatedEngine(f"engine-{i}", config.engine, seed=i, facts=FACTS) for i in range(4)]
 
 
-def work(workers: int, port: int, key: bytes) -> None:
+def work(workers: int, folder: Path, port: int, key: bytes) -> None:
     """The process of a worker."""
 
     async def run() -> None:
@@ -122,6 +124,7 @@ def work(workers: int, port: int, key: bytes) -> None:
             new_id=lambda: f"{next(ids):032x}",
             metrics=Metrics(),
             clock=time.monotonic,
+            frames=SpoolFolder(folder),
         )
         await worker.run(await connect_link("127.0.0.1", port, key))
 
@@ -130,11 +133,11 @@ def work(workers: int, port: int, key: bytes) -> None:
 
 
 @asynccontextmanager
-async def open_worker(workers: int) -> AsyncIterator[Link]:
+async def open_worker(workers: int, folder: Path) -> AsyncIterator[Link]:
     """Start a worker, which ends with the block."""
     async with listen("127.0.0.1") as listener:
         spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=work, args=(workers, listener.port, listener.key))
+        process = spawn.Process(target=work, args=(workers, folder, listener.port, listener.key))
         process.start()
 
         async def watch() -> None:
@@ -169,8 +172,9 @@ RunTrajectories = Callable[[float, int], Awaitable[Cost]]
 
 
 @asynccontextmanager
-async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
-    """Start engines and a rollout backend with this many workers."""
+async def rollouts(workers: int, folder: Path) -> AsyncIterator[RunTrajectories]:
+    """Start engines and a rollout backend with this many workers, and a spool in a folder."""
+    spool = Spool(folder / str(workers), None)
     config, metrics, ids = config_of(workers), Metrics(), count()
     pool = EnginePool(metrics, time.monotonic)
     for engine in make_engines(config):
@@ -189,14 +193,22 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
         new_id=lambda: f"{next(ids):032x}",
     )
     backend: RolloutBackend = (
-        WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics, pool, time.monotonic)
+        WorkerBackend(
+            config.rollout,
+            lambda name, folder: open_worker(workers, folder),
+            metrics,
+            pool,
+            time.monotonic,
+            spool,
+        )
         if workers
-        else LocalBackend(config, context)
+        else LocalBackend(config, context, spool)
     )
 
     async def run_attempts(task: Task, number: int) -> None:
         for _ in range(number):
-            await backend.run_attempt(Attempt(task, f"{next(ids):032x}", "g", 1, started_s=0.0))
+            attempt = Attempt(task, f"{next(ids):032x}", "g", 1, started_s=0.0)
+            spool.discard((await backend.run_attempt(attempt)).trajectories)
 
     async def cost(compute_s: float, trajectories: int) -> Cost:
         messages = [{"role": "user", "content": PROMPT}]
@@ -205,6 +217,7 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
         async with Nursery() as slots:
             for slot in range(CONCURRENT):
                 slots.start_task(f"slot {slot}", run_attempts(task, trajectories // CONCURRENT))
+        await asyncio.to_thread(spool.delete_discarded)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         turns = trajectories * TURNS
         return Cost(cpu_us=1e6 * cpu_s / turns, turns_per_s=turns / wall_s)
@@ -216,7 +229,8 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
 async def compare(rounds: int, trajectories: int) -> list[dict[str, Any]]:
     """Alternate between no, one and two workers, after a round to warm up."""
     async with AsyncExitStack() as stack:
-        settings = [await stack.enter_async_context(rollouts(workers)) for workers in range(3)]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        settings = [await stack.enter_async_context(rollouts(workers, folder)) for workers in range(3)]
         for run_trajectories in settings:
             await run_trajectories(0.0, CONCURRENT)
         rows = []

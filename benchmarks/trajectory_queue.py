@@ -180,7 +180,7 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
 
         def ours(group: Group = group) -> float:
             begin = time.perf_counter()
-            stored = spool.put_group(group.trajectories)
+            stored = spool.store_tree(group.trajectories)
             connection.send(("frames", stored))
             connection.recv()
             seconds = time.perf_counter() - begin

@@ -33,7 +33,7 @@ from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardErro
 from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue.archive import Observer
+from async_rl.queue.archive import Archive
 from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.attempt import (
     ATTEMPT_ERRORS,
@@ -49,7 +49,7 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import acting, progressed, waiting
-from async_rl.types import Completion, Task, Trajectory
+from async_rl.types import Completion, StoredTrajectory, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -127,14 +127,14 @@ class Evaluator:
         return EnginePool(Metrics(), self._inputs.clock, max_prefill_tokens=limit)
 
     async def evaluate_sets(
-        self, pool: EnginePool, weight_version: int, observer: Observer | None = None
+        self, pool: EnginePool, weight_version: int, archive: Archive | None = None
     ) -> EvaluationRecord:
         """Get all answers once, and score them.
 
         Args:
             pool: Engines that serve the version. To take one away, quarantine it in this pool.
             weight_version: The pinned version: an answer with a token of another one is dropped and counted.
-            observer: Notified of each answer.
+            archive: Keeps the answers.
 
         Raises:
             EngineError: No engine is left, or the evaluation exceeds `evaluation.timeout_s`.
@@ -143,7 +143,7 @@ class Evaluator:
         evaluation, clock = self._inputs.config.evaluation, self._inputs.clock
         began_s, metrics = clock(), Metrics()
         engines = tuple(engine.engine_id for engine in pool.engines())
-        run = _EvaluationRun(self._inputs, pool, weight_version, metrics, observer or Observer())
+        run = _EvaluationRun(self._inputs, pool, weight_version, metrics, archive)
         limit_s = evaluation.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -176,14 +176,14 @@ class _EvaluationRun:
         pool: EnginePool,
         weight_version: int,
         metrics: Metrics,
-        observer: Observer,
+        archive: Archive | None,
     ) -> None:
         config = inputs.config
         self._inputs = inputs
         self._pool = pool
         self._weight_version = weight_version
         self._metrics = metrics
-        self._observer = observer
+        self._archive = archive
         self._loops = AgentLoops(inputs.rollout, metrics)
         self._rewards = Rewards(config, decode=inputs.chat.decode, metrics=metrics, clock=inputs.clock)
         self._capacity = asyncio.Semaphore(config.evaluation.max_concurrent)
@@ -270,13 +270,15 @@ class _EvaluationRun:
                     results = await score_tree(group.task, session.tree, self._rewards)
                     tree = await finish_trajectories(results)
             except ATTEMPT_ERRORS as error:
-                self._observer.failed(session.failed_trajectory(error), attempt, error)
+                if self._archive is not None:
+                    kept = await self._keep(session.failed_trajectory(error), attempt)
+                    self._archive.failed(kept, attempt, error)
                 log.info("an answer to task %s, attempt %d: %s", group.task.task_id, attempt, error)
                 if attempt == limit or isinstance(error, PromptTooLong):
                     self.dropped[type(error).__name__] += 1
                     return
             else:
-                self._count_answer(group, tree[0], tree[0].outcome.reward_parts)
+                await self._count_answer(group, tree[0], tree[0].outcome.reward_parts)
                 return
 
     async def _score_group(self, group: _AnswerGroup) -> None:
@@ -288,11 +290,20 @@ class _EvaluationRun:
                 self.dropped[type(parts).__name__] += 1
                 continue
             outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
-            self._count_answer(group, replace(trajectory, outcome=outcome), parts)
+            await self._count_answer(group, replace(trajectory, outcome=outcome), parts)
 
-    def _count_answer(self, group: _AnswerGroup, trajectory: Trajectory, parts: dict[str, float]) -> None:
+    async def _keep(self, trajectory: Trajectory, attempt: int) -> StoredTrajectory:
+        """Keep the tokens of an answer for inspection, and return its summary."""
+        assert self._archive is not None, "answers are kept"
+        await asyncio.to_thread(self._archive.inspected.keep, trajectory, attempt)
+        return StoredTrajectory.of(trajectory)
+
+    async def _count_answer(
+        self, group: _AnswerGroup, trajectory: Trajectory, parts: dict[str, float]
+    ) -> None:
         """Count an answer if all its tokens are of the pinned version."""
-        self._observer.ended(trajectory, 1)
+        if self._archive is not None:
+            self._archive.ended(await self._keep(trajectory, 1), 1)
         if {segment.weight_version for segment in trajectory.sampled} != {self._weight_version}:
             self.dropped[MIXED_VERSION] += 1
             return

@@ -44,7 +44,7 @@ from async_rl.observability.evaluation_record import (
     evaluation_record_log,
 )
 from async_rl.queue import archive
-from async_rl.queue.archive import Archive, Observer
+from async_rl.queue.archive import Archive
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
@@ -223,14 +223,14 @@ class EvaluationService:
         except ExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            if isinstance(answers, Archive):
+            if answers is not None:
                 await asyncio.to_thread(answers.close)
 
-    def _open_archive(self, version: int) -> Observer:
+    def _open_archive(self, version: int) -> Archive | None:
         """Return the archive of the answers; remove the oldest evaluations."""
         folder, keep = self._run_dir / FOLDER, self._config.keep_answers
         if not keep:
-            return Observer()
+            return None
         mine = folder / f"version_{version:08d}"
         mine.mkdir(parents=True, exist_ok=True)
         for old in sorted(folder.glob("version_*"))[:-keep]:

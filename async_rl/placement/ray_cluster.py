@@ -238,7 +238,7 @@ class RayCluster(Cluster):
         actor = self._engine_actors.get(engine_id)
         return None if actor is None else RayFolder(actor)
 
-    def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
+    def rollout_worker(self, name: str, folder: Path) -> AbstractAsyncContextManager[Link]:
         """Start a rollout worker, and yield the driver's end of its link.
 
         Raises:
@@ -249,7 +249,7 @@ class RayCluster(Cluster):
                 f"rollout.num_workers is {self._config.rollout.num_workers}, and engine.kind is simulated: "
                 "workers call engines over HTTP; set rollout.num_workers=0 or engine.kind=sglang"
             )
-        return rollout_worker(self._config, name, self._setup, self._logs / f"{name}.log")
+        return rollout_worker(self._config, name, folder, self._setup, self._logs / f"{name}.log")
 
     async def close(self, *, at_once: bool = False) -> None:
         """End all servers and ranks.

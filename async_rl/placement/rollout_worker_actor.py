@@ -28,6 +28,9 @@ from async_rl.observability.metrics import Metrics
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, NodeActor, node_address
 from async_rl.placement.ray_trainer import cause_of, last_line
+from async_rl.queue import archive
+from async_rl.queue.archive import InspectedTrajectories
+from async_rl.queue.spool import SpoolFolder
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
@@ -51,8 +54,11 @@ class RolloutWorkerActor(NodeActor):
         raise_descriptor_limit()  # a Ray cluster of others may have started us with the usual 1024
         os.environ["OMP_NUM_THREADS"] = "1"
 
-    def run_worker(self, config: dict[str, Any], host: str, port: int, key: bytes) -> None:
-        """Run the worker for the driver at an address until the link is lost; in the main thread."""
+    def run_worker(self, config: dict[str, Any], folder: str, host: str, port: int, key: bytes) -> None:
+        """Run the worker for the driver at an address until the link is lost; in the main thread.
+
+        Frames of finished trajectories go into `folder`.
+        """
         handler = logging.StreamHandler()
         handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.basicConfig(handlers=[handler], level=logging.INFO)
@@ -60,12 +66,16 @@ class RolloutWorkerActor(NodeActor):
         parsed = parse_config(config)
         write_reports(Path(parsed.run.dir) / parsed.run.name)
         mark_all_children()
-        asyncio.run(_run_worker(parsed, host, port, key))
+        asyncio.run(_run_worker(parsed, Path(folder), host, port, key))
 
 
 @asynccontextmanager
-async def rollout_worker(config: Config, name: str, setup: ActorSetup, log_path: Path) -> AsyncIterator[Link]:
+async def rollout_worker(
+    config: Config, name: str, folder: Path, setup: ActorSetup, log_path: Path
+) -> AsyncIterator[Link]:
     """Start a rollout worker, yield the link to it, and end it with the block, whatever its state.
+
+    It writes frames into `folder`.
 
     Raises:
         EnvironmentNotReady: The worker does not start.
@@ -82,7 +92,8 @@ async def rollout_worker(config: Config, name: str, setup: ActorSetup, log_path:
             async with asyncio.timeout(limit_s), listen(node_address()) as listener:
                 process = await actor.join_run.remote(setup, str(log_path))
                 address = node_address(), listener.port, listener.key
-                running = actor.run_worker.remote(to_builtins(config_per_worker(config)), *address)
+                given = to_builtins(config_per_worker(config))
+                running = actor.run_worker.remote(given, str(folder), *address)
                 link = await _accept_link(listener, running)
         except (RayError, TimeoutError) as error:
             why = last_line(error) if isinstance(error, RayError) else "it took too long"
@@ -132,7 +143,7 @@ async def _accept_link(listener: LinkListener, running: Awaitable[None]) -> Link
     return link
 
 
-async def _run_worker(config: Config, host: str, port: int, key: bytes) -> None:
+async def _run_worker(config: Config, folder: Path, host: str, port: int, key: bytes) -> None:
     metrics = Metrics()
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
     facts = load_facts(config.model.path)
@@ -149,9 +160,16 @@ async def _run_worker(config: Config, host: str, port: int, key: bytes) -> None:
         new_id=lambda: uuid7().hex,
         metrics=metrics,
         clock=time.monotonic,
+        frames=SpoolFolder(folder),
+        inspected=_inspected(config),
     )
     with LoopWatchdog(metrics, config.doctor.blocked_s):
         try:
             await worker.run(await connect_link(host, port, key))
         finally:
             worker.write_and_close()
+
+
+def _inspected(config: Config) -> InspectedTrajectories | None:
+    run_dir = Path(config.run.dir) / config.run.name
+    return InspectedTrajectories.of_archive(run_dir / archive.FILE) if config.run.keep_trajectories else None

@@ -1,21 +1,23 @@
-"""An archive of the newest finished trajectories of a run, in SQLite, for people to inspect.
+"""An archive of the newest finished trajectories of a run, for people to inspect.
 
 ```
- manager  ended, failed ──┐                        ┌─► one row per trajectory: columns for tables, and a frame
- queue    queued, trained,├─► notes in memory ─────┤
-          dropped        ─┘   (once a second, in   └─► one row per event: what became of it, and when
+ who ran the attempt ─► trajectories/: its tokens, a file each
+ manager  ended, failed ──┐                       ┌─► trajectories.sqlite: one row per trajectory, for tables
+ queue    queued, trained,├─► notes in memory ────┤
+          dropped        ─┘   (once a second, in  └─► one row per event: what became of it, and when
                                a thread)
 ```
 
-The run never reads it and never waits for it: a note takes microseconds, and where the file cannot be
-written, the notes are discarded and the run continues. It holds a fixed number of trajectories; the oldest
-are deleted first. Frames contain no routing rows, which would be most of their bytes (the numbers of rows are
-kept), so a trajectory takes about 8 bytes per token. A kill loses the last second. Readers (`async-rl
-inspect`) may read at any time.
+The run never reads it and never waits for it: a note takes microseconds, and what cannot be written is left
+out. It holds a fixed number of trajectories; the oldest are deleted first. Files contain no routing rows,
+which would be most of their bytes (the numbers of rows are kept), so a trajectory takes about 8 bytes per
+token. The process that ran the attempt writes them, so that the driver moves no tokens. A kill loses the last
+second. Readers (`async-rl inspect`) may read at any time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 import threading
@@ -28,15 +30,15 @@ from typing import Any, Final, Literal
 import msgspec
 
 from async_rl import codec
-from async_rl.errors import ConfigError, CorruptFrame
-from async_rl.types import NEVER_COMPUTED, Trajectory, VersionSpan
+from async_rl.errors import ConfigError
+from async_rl.types import NEVER_COMPUTED, StoredTrajectory, Trajectory, VersionSpan
 
 log = logging.getLogger(__name__)
 
 FILE: Final = "trajectories.sqlite"
 """The name in the run's folder."""
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 
 _MAX_LOG_BYTES: Final = 16 << 20
 """The limit of the write-ahead log, after a large write."""
@@ -55,6 +57,7 @@ CREATE TABLE trajectories (
     reason TEXT,                     -- why it was dropped, or the error
     step INTEGER,                    -- that trained it
     reward REAL,
+    reward_parts TEXT NOT NULL,      -- JSON
     stop_reason TEXT NOT NULL,
     turns INTEGER NOT NULL,
     tokens INTEGER NOT NULL,
@@ -62,8 +65,7 @@ CREATE TABLE trajectories (
     interruptions INTEGER NOT NULL,
     oldest_version INTEGER,
     newest_version INTEGER,
-    duration_s REAL NOT NULL,
-    frame BLOB NOT NULL
+    duration_s REAL NOT NULL
 );
 CREATE TABLE events (
     trajectory_id TEXT NOT NULL,
@@ -86,11 +88,17 @@ class RoutingCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArchivedTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A trajectory of the archive: the frame of a row."""
+    """A trajectory of the archive: the content of its file."""
 
     trajectory: Trajectory
     """The trajectory without its trace."""
     routing: RoutingCounts | None
+
+    def with_reward(self, reward: float | None, parts: dict[str, float]) -> ArchivedTrajectory:
+        """Return it with the reward, which groups that are scored by one call get after the file."""
+        replace, trajectory = msgspec.structs.replace, self.trajectory
+        outcome = replace(trajectory.outcome, reward=reward, reward_parts=parts)
+        return replace(self, trajectory=replace(trajectory, outcome=outcome))
 
 
 class ArchiveRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,10 +133,10 @@ class ArchiveEvent(msgspec.Struct, frozen=True, kw_only=True):
 class Observer:
     """Receives the changes of trajectories' states at once, on the event loop. This one ignores them."""
 
-    def ended(self, trajectory: Trajectory, attempt: int) -> None:
+    def ended(self, trajectory: StoredTrajectory, attempt: int) -> None:
         """Called when a trajectory has its outcome and reward; its group may not have ended."""
 
-    def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
+    def failed(self, trajectory: StoredTrajectory, attempt: int, error: Exception) -> None:
         """Called when an attempt raised. The trajectory is as far as it came; it may be retried."""
 
     def queued(self, trajectory_ids: Iterable[str]) -> None:
@@ -151,12 +159,66 @@ def without_routing(trajectory: Trajectory) -> ArchivedTrajectory:
     return ArchivedTrajectory(trajectory=msgspec.structs.replace(trajectory, trace=None), routing=counts)
 
 
+class InspectedTrajectories:
+    """The files of an archive: finished trajectories without their routing rows. From any thread or process.
+
+    Example:
+        >>> inspected = InspectedTrajectories.of_archive(run_dir / FILE)
+        >>> inspected.keep(trajectory, attempt=1)
+        >>> inspected.read_file(trajectory.trajectory_id, attempt=1).trajectory.token_ids
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Keep files in a folder, which is created when it is missing."""
+        self._folder = folder
+        with contextlib.suppress(OSError):  # each write reports what is wrong
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @classmethod
+    def of_archive(cls, path: Path) -> InspectedTrajectories:
+        """Return the files that belong to an archive's database."""
+        return cls(path.with_suffix(""))
+
+    def keep(self, trajectory: Trajectory, attempt: int) -> None:
+        """Write the file of an attempt; a failure is logged."""
+        try:
+            codec.write_frame(self._path(trajectory.trajectory_id, attempt), without_routing(trajectory))
+        except (OSError, TypeError) as error:
+            log.warning("trajectory %s is not kept for inspection: %s", trajectory.trajectory_id, error)
+
+    def read_file(self, trajectory_id: str, attempt: int) -> ArchivedTrajectory:
+        """Return what was kept of an attempt.
+
+        Raises:
+            CorruptFrame: It is damaged.
+            FileNotFoundError: There is no such file.
+        """
+        return codec.read_frame(self._path(trajectory_id, attempt), ArchivedTrajectory)
+
+    def delete(self, trajectory_id: str, attempt: int) -> None:
+        """Delete the file of an attempt."""
+        with contextlib.suppress(OSError):
+            self._path(trajectory_id, attempt).unlink()
+
+    def delete_others(self, attempts: Iterable[tuple[str, int]]) -> None:
+        """Delete all files but those of some attempts."""
+        kept = {self._path(*each) for each in attempts}
+        with contextlib.suppress(OSError):
+            for path in self._folder.iterdir():
+                if path not in kept:
+                    path.unlink(missing_ok=True)
+
+    def _path(self, trajectory_id: str, attempt: int) -> Path:
+        return self._folder / f"{trajectory_id}-{attempt}"
+
+
 class Archive(Observer):
     """Writes the archive of a run. All methods but `write_notes` are for the event loop's thread.
 
     Example:
         >>> archive = Archive(run_dir / archive.FILE, keep=1000)
-        >>> archive.ended(trajectory, attempt=1)
+        >>> archive.inspected.keep(trajectory, attempt=1)
+        >>> archive.ended(stored, attempt=1)
         >>> archive.write_notes()
     """
 
@@ -169,6 +231,8 @@ class Archive(Observer):
             clock: Returns seconds since 1970.
         """
         self._path = path
+        self.inspected = InspectedTrajectories.of_archive(path)
+        """The files of its trajectories."""
         self._keep = keep
         self._clock = clock
         # The next write would delete older notes anyway.
@@ -184,13 +248,13 @@ class Archive(Observer):
         """Mark what was trained after a step as dropped: the run continues from its checkpoint."""
         self._note("rollback", step)
 
-    def ended(self, trajectory: Trajectory, attempt: int) -> None:
+    def ended(self, trajectory: StoredTrajectory, attempt: int) -> None:
         """Implements `Observer.ended`."""
-        self._note("put", without_routing(trajectory), attempt, "ended", None)
+        self._note("put", trajectory, attempt, "ended", None)
 
-    def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
+    def failed(self, trajectory: StoredTrajectory, attempt: int, error: Exception) -> None:
         """Implements `Observer.failed`."""
-        self._note("put", without_routing(trajectory), attempt, "failed", f"{type(error).__name__}: {error}")
+        self._note("put", trajectory, attempt, "failed", f"{type(error).__name__}: {error}")
 
     def queued(self, trajectory_ids: Iterable[str]) -> None:
         """Implements `Observer.queued`."""
@@ -214,11 +278,14 @@ class Archive(Observer):
                 while self._notes:
                     kind, (unix_s, *values) = self._notes.popleft()
                     getattr(self, f"_write_{kind}")(self._database, unix_s, *values)
-                self._database.execute(
-                    "DELETE FROM trajectories WHERE number <= (SELECT max(number) FROM trajectories) - ?",
+                deleted = self._database.execute(
+                    "DELETE FROM trajectories WHERE number <= (SELECT max(number) FROM trajectories) - ? "
+                    "RETURNING trajectory_id, attempt",
                     (self._keep,),
-                )
+                ).fetchall()
                 self._database.execute("COMMIT")
+                for name, attempt in deleted:
+                    self.inspected.delete(name, attempt)
             except sqlite3.Error as error:
                 log.warning("some trajectories are not archived: %s: %s", self._path, error)
                 if self._database.in_transaction:
@@ -246,6 +313,8 @@ class Archive(Observer):
                 "DROP TABLE IF EXISTS trajectories; DROP TABLE IF EXISTS events;"
                 f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
             )
+        kept = database.execute("SELECT trajectory_id, attempt FROM trajectories")
+        self.inspected.delete_others(kept.fetchall())
         return database
 
     def _note(self, kind: str, *values: Any) -> None:
@@ -256,17 +325,19 @@ class Archive(Observer):
         self,
         database: sqlite3.Connection,
         unix_s: float,
-        item: ArchivedTrajectory,
+        trajectory: StoredTrajectory,
         attempt: int,
         status: str,
         why: Any,
     ) -> None:
-        trajectory, outcome = item.trajectory, item.trajectory.outcome
         name = trajectory.trajectory_id
         ((number,),) = database.execute("SELECT coalesce(max(number), 0) + 1 FROM trajectories")
         # Not REPLACE: an earlier attempt's events stay.
         database.execute("UPDATE trajectories SET trajectory_id = '' WHERE trajectory_id = ?", (name,))
-        database.execute("DELETE FROM trajectories WHERE trajectory_id = ''")
+        replaced = database.execute("DELETE FROM trajectories WHERE trajectory_id = '' RETURNING attempt")
+        for (earlier,) in replaced.fetchall():
+            if earlier != attempt:
+                self.inspected.delete(name, earlier)
         database.execute(
             f"INSERT INTO trajectories VALUES ({', '.join('?' * 18)})",
             (
@@ -278,20 +349,19 @@ class Archive(Observer):
                 status,
                 why,
                 None,
-                outcome.reward,
-                outcome.stop_reason,
-                outcome.num_turns,
+                trajectory.reward,
+                msgspec.json.encode(trajectory.reward_parts).decode(),
+                trajectory.stop_reason,
+                trajectory.num_turns,
                 trajectory.num_tokens,
                 trajectory.num_sampled_tokens,
-                outcome.num_interruptions,
+                trajectory.num_interruptions,
                 trajectory.oldest_weight_version,
                 trajectory.newest_weight_version,
-                outcome.finished_s - outcome.started_s,
-                b"".join(codec.encode(item)),
+                trajectory.duration_s,
             ),
         )
-        begun_s = unix_s - (outcome.finished_s - outcome.started_s)
-        _write_event(database, name, begun_s, f"attempt {attempt} begins")
+        _write_event(database, name, unix_s - trajectory.duration_s, f"attempt {attempt} begins")
         _write_event(database, name, unix_s, f"attempt {attempt} failed: {why}" if why else "ended")
 
     def _write_settle(
@@ -349,6 +419,7 @@ class ArchiveReader:
                 "begun"
             )
         try:
+            self._inspected = InspectedTrajectories.of_archive(path)
             self._database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
             ((version,),) = self._database.execute("PRAGMA user_version").fetchall()
         except sqlite3.Error as error:
@@ -389,19 +460,24 @@ class ArchiveReader:
             CorruptFrame: When it is damaged.
         """
         found = self._database.execute(
-            "SELECT frame FROM trajectories WHERE trajectory_id = ?", (trajectory_id,)
+            "SELECT attempt, reward, reward_parts FROM trajectories WHERE trajectory_id = ?", (trajectory_id,)
         ).fetchone()
         if found is None:
             raise ConfigError(
                 f"trajectory {trajectory_id} is no longer in the archive: newer ones have replaced it"
             )
+        attempt, reward, parts = found
         try:
-            item = codec.decode(found[0], ArchivedTrajectory)
-        except CorruptFrame as error:
-            raise CorruptFrame(f"trajectory {trajectory_id}: {error}") from error
+            item = self._inspected.read_file(trajectory_id, attempt)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"trajectory {trajectory_id} has no tokens in the archive: the process that ran it could not "
+                "write them, or newer ones have replaced it"
+            ) from error
         events = self._database.execute(
             "SELECT unix_s, what FROM events WHERE trajectory_id = ? ORDER BY rowid", (trajectory_id,)
         )
+        item = item.with_reward(reward, msgspec.json.decode(parts))
         return item, [ArchiveEvent(unix_s=unix_s, what=what) for unix_s, what in events]
 
     def close(self) -> None:

@@ -1,93 +1,78 @@
-"""Stores trajectories that have ended before their group, so that a restart does not repeat them.
+"""Records trajectories that have ended before their group, so that a restart does not repeat them.
 
 ```
- add_tree ─► pending ─ store_pending (in a thread) ─► frames ─► ledger, with its next flush
-               │                                        │
-               └── discard: settled ────────────────────┴─► deleted (by the next flush of the ledger)
+ add_tree ─► held ─► ledger, with its next flush
+              │        │
+              └────────┴── discard: settled ─► deleted (by the next flush of the ledger)
 ```
+
+Their frames were written where their attempts ran.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
-from itertools import groupby
+from collections.abc import Iterable
 
-from async_rl.errors import CorruptFrame, SpoolFull
+from async_rl.errors import CorruptFrame
 from async_rl.queue.frames import verify_frame
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.spool import Spool
-from async_rl.runtime.threads import run_uncancellable
-from async_rl.types import Group, StoredTrajectory, Trajectory, root_of
+from async_rl.types import StoredTrajectory, root_of
 
 log = logging.getLogger(__name__)
 
 
 class FinishedTrajectories:
-    """Stores the finished trajectories of groups in flight and records them in the ledger.
+    """Holds the finished trajectories of groups in flight and records them in the ledger.
 
     All methods are for the event loop's thread.
     """
 
-    def __init__(self, ledger: Ledger, spool: Spool, executor: Executor) -> None:
-        """Start with nothing pending.
+    def __init__(self, ledger: Ledger, spool: Spool) -> None:
+        """Start with nothing held.
 
         Args:
             ledger: Records which trajectories have ended, and their frames.
             spool: Holds the frames.
-            executor: Runs the writes of `store_pending`.
         """
         self._ledger = ledger
         self._spool = spool
-        self._executor = executor
-        self._pending: dict[str, Trajectory] = {}  # branches right after their trunk
+        self._unscored: dict[str, StoredTrajectory] = {}
 
-    def add_tree(self, *tree: Trajectory) -> None:
-        """Add a trajectory that has ended before its group, with its branches.
+    def add_tree(self, *tree: StoredTrajectory, scored: bool = True) -> None:
+        """Add a trajectory that has ended before its group, with its branches; the next flush records them.
+
+        Args:
+            tree: The trajectory and its branches.
+            scored: Whether they have their rewards. Otherwise they are not recorded: after a restart their
+                attempt runs again from the journal, because the whole group is scored by one call.
 
         Raises:
             InvariantError: When one is not in flight.
         """
         for trajectory in tree:
-            self._ledger.group_of(trajectory.trajectory_id)
-        self._pending |= {trajectory.trajectory_id: trajectory for trajectory in tree}
+            if scored:
+                self._ledger.finish_trajectory(trajectory)
+            else:
+                self._ledger.group_of(trajectory.trajectory_id)
+                self._unscored[trajectory.trajectory_id] = trajectory
 
-    async def store_pending(self) -> list[str]:
-        """Store the trajectories added since the last call whose groups have not ended, in a thread.
+    def forget_unscored(self, trajectory_ids: Iterable[str]) -> None:
+        """Forget trajectories whose group is queued."""
+        for name in trajectory_ids:
+            self._unscored.pop(name, None)
 
-        The ledger has them after its next flush.
-
-        Returns:
-            Those that were stored now. Without space they are not: the journal has their tokens.
-        """
-        pending = list(self._pending.values())
-        if not pending:
-            return []
-        stored, cancelled = await run_uncancellable(self._executor, lambda: self._store(pending))
-        recorded = self._record_stored(stored)
-        if cancelled is not None:
-            raise cancelled
-        return recorded
-
-    def store_pending_now(self) -> list[str]:
-        """Do the same in the calling thread, when no other thread works any more."""
-        return self._record_stored(self._store(list(self._pending.values())))
-
-    def members_of(self, group: Group) -> list[Trajectory | StoredTrajectory]:
-        """Return a group that has ended with references in place of the trajectories that have a frame.
-
-        None of them is pending any more. A frame that a thread is writing at this moment is discarded.
-        """
-        stored = self._ledger.group(group.group_id).stored
-        for trajectory in group.trajectories:
-            self._pending.pop(trajectory.trajectory_id, None)
-        return [stored.get(member.trajectory_id, member) for member in group.trajectories]
+    def discard_unscored(self) -> None:
+        """Discard all trajectories that are not recorded, when nothing will score them any more."""
+        self._spool.discard(self._unscored.values())
+        self._unscored.clear()
 
     def discard(self, trajectory_ids: Iterable[str], stored: Iterable[StoredTrajectory]) -> None:
         """Forget settled trajectories; the next flush of the ledger deletes their frames."""
         for name in trajectory_ids:
-            self._pending.pop(name, None)
+            if (unscored := self._unscored.pop(name, None)) is not None:
+                self._spool.discard([unscored])
         self._spool.discard(stored)
 
     def recover_trajectories(self, group: GroupRecord, version: int) -> dict[str, StoredTrajectory]:
@@ -119,27 +104,3 @@ class FinishedTrajectories:
             if capped is not stored:
                 self._ledger.finish_trajectory(capped)
         return finished
-
-    def _store(self, trajectories: Sequence[Trajectory]) -> list[StoredTrajectory]:
-        """Write trajectories until there is no space, each together with its branches."""
-        stored: list[StoredTrajectory] = []
-        for _, tree in groupby(trajectories, key=lambda trajectory: root_of(trajectory.trajectory_id)):
-            complete = len(stored)
-            try:
-                for trajectory in tree:
-                    stored.append(self._spool.write_trajectory(trajectory))
-            except SpoolFull as error:
-                log.info("trajectory %s stays in the journal only: %s", trajectory.trajectory_id, error)
-                self._spool.discard(stored[complete:])
-                del stored[complete:]
-                break
-        return stored
-
-    def _record_stored(self, stored: Sequence[StoredTrajectory]) -> list[str]:
-        """Record stored trajectories in the ledger, except those that were settled meanwhile."""
-        current = [entry for entry in stored if entry.trajectory_id in self._pending]
-        self._spool.discard([entry for entry in stored if entry.trajectory_id not in self._pending])
-        for entry in current:
-            del self._pending[entry.trajectory_id]
-            self._ledger.finish_trajectory(entry)
-        return [entry.trajectory_id for entry in current]

@@ -1,23 +1,28 @@
-"""Finished trajectories as frames in a folder of their node: one file each, written once.
+"""Finished trajectories as frames of their node, one file each, written once by the process that made them.
 
 ```
- write_trajectory ─► early frame ──┐                    ┌─► (trained, dropped) discard ─► delete_discarded
-                                   ├─► put_group ─► used
- trajectories without a frame ─────┘
+ spool/                                            the driver's Spool counts and deletes
+   000001-driver/             SpoolFolder          ┌─► (trained, dropped) discard ─► delete_discarded
+   000002-rollout-worker-0/   SpoolFolder ─ hold ──┤
+   000003-rollout-worker-1/   SpoolFolder          └─► put_group ─► used
 ```
 
-A trajectory is encoded once. Readers map its file; a file that is deleted stays readable where it is mapped.
-The ledger says which files count: a frame that it does not name is deleted by the next start.
+Each process writes into a folder of its own, which no later process gets. Readers map a frame; a file that is
+deleted stays readable where it is mapped. The ledger says which frames count: one that it does not name is
+deleted by the next start, or when the process that wrote it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Final, Protocol
 
 import msgspec
 
@@ -27,77 +32,161 @@ from async_rl.queue.frames import encode_trajectory
 from async_rl.runtime.shortages import is_shortage
 from async_rl.types import StoredTrajectory, Trajectory
 
+log = logging.getLogger(__name__)
+
 SMALLEST_GROUP = 64 << 10
 """The space for a group while nothing larger is known."""
 
+FOLDER: Final = "spool"
+"""The name in the run's folder."""
 
-class Spool:
-    """The frames of one folder, written by one process. All methods may be called from any thread.
 
-    Frames of groups that have not ended are *early*: together they have a quarter of `max_bytes` beside it,
-    because groups that have ended must not wait for them.
+class FrameStore(Protocol):
+    """Where an attempt that has ended leaves its trajectories. All methods may be called from any thread."""
+
+    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
+        """Write the frames of a trajectory and its branches, or none of them.
+
+        Raises:
+            SpoolFull: When there is no space, or no descriptor for a file. The caller can go on: the journal
+                has the tokens.
+        """
+        ...
+
+    def discard(self, stored: Iterable[StoredTrajectory]) -> None:
+        """Let frames be deleted that are not needed any more."""
+        ...
+
+
+class SpoolFolder(FrameStore):
+    """The folder into which one process writes frames.
+
+    Example:
+        >>> folder = SpoolFolder(Path("spool/000001-driver"))
+        >>> stored = folder.store_tree([trajectory, branch])
+        >>> read_columns(stored[1])["token_ids"]
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Open a folder that exists, and that no other process writes into."""
+        self.directory = directory
+        self._numbers = count()
+
+    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
+        """Implements `FrameStore.store_tree`."""
+        stored: list[StoredTrajectory] = []
+        try:
+            for trajectory in tree:
+                stored.append(self._write(trajectory))  # noqa: PERF401  # those before a failure are deleted
+        except BaseException:
+            self.discard(stored)
+            raise
+        return tuple(stored)
+
+    def discard(self, stored: Iterable[StoredTrajectory]) -> None:
+        """Delete frames."""
+        _delete(entry.path for entry in stored)
+
+    def _write(self, trajectory: Trajectory) -> StoredTrajectory:
+        """Write a file that appears when it is complete. Path objects would take longer than the write."""
+        frame = encode_trajectory(trajectory)
+        path = f"{self.directory}/{trajectory.trajectory_id}-{next(self._numbers)}"
+        part = f"{path}.part"
+        try:
+            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(file, frame)
+            finally:
+                os.close(file)
+            os.rename(part, path)
+        except OSError as error:
+            _delete([path, part])
+            if not is_shortage(error):
+                raise
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause = "the disk is full; free some and start the run again" if full else error.strerror
+            raise SpoolFull(f"{self.directory} cannot take {frame.nbytes} bytes: {cause}") from error
+        return StoredTrajectory.of(trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum)
+
+
+class Spool(FrameStore):
+    """All frames of a run on the driver's node: what they take, and when they are deleted.
+
+    It is used by one process, whose own frames are in a folder of it as those of others are. Frames are held
+    from the end of their attempt on; those of groups that have ended are *used*, and limited by `max_bytes`.
 
     Example:
         >>> spool = Spool(Path("spool"), max_bytes=8 << 30)
-        >>> early = spool.write_trajectory(first)
-        >>> stored = spool.put_group([early, second])
-        >>> read_columns(stored[1])["token_ids"]
+        >>> stored = spool.store_tree([trajectory])
+        >>> spool.put_group(stored)
         >>> spool.discard(stored)
     """
 
     def __init__(self, directory: Path, max_bytes: int | None) -> None:
-        """Open a folder. Its files stay until `recover_frames`.
+        """Open the spool of a run. Its frames stay until `recover_frames`.
 
         Args:
             directory: The folder, created when it is missing.
             max_bytes: The limit for the frames of groups that have ended; None for no limit but the disk's.
         """
-        self.directory = directory
+        self.directory = directory = directory.absolute()  # references are read by other processes
         self.max_bytes = max_bytes
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = threading.Lock()
         self._early: dict[str, int] = {}  # bytes by path
         self._used: dict[str, int] = {}
-        self._early_bytes = self._used_bytes = 0
+        self._used_bytes = 0
         self._discarded: list[str] = []
         self._deleting = threading.Lock()
+        self._ended_folders: set[str] = set()
+        numbers = (path.name.partition("-")[0] for path in directory.iterdir())
+        self._numbers = count(max((int(number) for number in numbers if number.isdecimal()), default=0) + 1)
+        # Made before others are removed: no number occurs twice, even if an earlier process still runs.
+        self._own = SpoolFolder(self.new_folder("driver"))
 
     @property
     def used_bytes(self) -> int:
         """The bytes of the frames of groups that have ended."""
         return self._used_bytes
 
-    @property
-    def has_discarded(self) -> bool:
-        """Whether `delete_discarded` has files to delete."""
-        return bool(self._discarded)
-
-    def write_trajectory(self, trajectory: Trajectory) -> StoredTrajectory:
-        """Write the frame of a trajectory whose group has not ended.
+    def new_folder(self, name: str) -> Path:
+        """Make the folder of a process, which no other process has had.
 
         Raises:
-            SpoolFull: When there is no space, or no descriptor for the file. The caller can go on: the
-                journal has the tokens.
+            SpoolFull: When there is no space, or no descriptor for it.
         """
-        frame = encode_trajectory(trajectory)
+        while True:
+            with self._lock:
+                path = self.directory / f"{next(self._numbers):06d}-{name}"
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                if not is_shortage(error):
+                    raise
+                raise SpoolFull(f"{path} cannot be made: {error.strerror}") from error
+            return path
+
+    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
+        """Implements `FrameStore.store_tree`: this process writes and holds the frames."""
+        stored = self._own.store_tree(tree)
+        self.hold(stored)
+        return stored
+
+    def hold(self, stored: Iterable[StoredTrajectory]) -> None:
+        """Keep frames that another process has written."""
         with self._lock:
-            if self.max_bytes is not None and self._early_bytes + frame.nbytes > self.max_bytes // 4:
-                raise SpoolFull(
-                    f"{self.directory} holds {self._early_bytes} bytes of unfinished groups, another "
-                    f"{frame.nbytes} exceed a quarter of queue.max_bytes = {self.max_bytes}"
-                )
-            path = self._add_early(trajectory.trajectory_id, frame.nbytes)
-        return self._write(trajectory, frame, path)
+            for entry in stored:
+                self._early[entry.path] = entry.nbytes
 
-    def put_group(self, members: Sequence[Trajectory | StoredTrajectory]) -> tuple[StoredTrajectory, ...]:
-        """Keep the frames of a group that has ended, and write those that are missing.
+    def put_group(self, stored: Sequence[StoredTrajectory]) -> None:
+        """Count the frames of a group that has ended as used.
 
         Raises:
-            SpoolFull: When they do not fit, below `max_bytes` or on the disk; then none was written.
+            SpoolFull: When they exceed `max_bytes`; then nothing has changed.
         """
-        frames = {m.trajectory_id: encode_trajectory(m) for m in members if isinstance(m, Trajectory)}
-        nbytes = sum(m.nbytes if isinstance(m, StoredTrajectory) else 0 for m in members)
-        nbytes += sum(frame.nbytes for frame in frames.values())
+        nbytes = sum(entry.nbytes for entry in stored)
         with self._lock:
             if self.max_bytes is not None and self._used_bytes + nbytes > self.max_bytes:
                 raise SpoolFull(
@@ -105,28 +194,10 @@ class Spool:
                     f"queue.max_bytes = {self.max_bytes}; raise it, or lower trainer.groups_per_batch or "
                     "max_staleness"
                 )
-            self._used_bytes += nbytes  # reserved until all are written
-        stored: list[StoredTrajectory] = []
-        written: list[StoredTrajectory] = []
-        try:
-            for member in members:
-                if isinstance(member, Trajectory):
-                    frame = frames[member.trajectory_id]
-                    with self._lock:
-                        path = self._add_early(member.trajectory_id, frame.nbytes)
-                    member = self._write(member, frame, path)
-                    written.append(member)
-                stored.append(member)
-        except BaseException:
-            self._delete(entry.path for entry in written)
-            with self._lock:
-                self._used_bytes -= nbytes
-            raise
-        with self._lock:
-            self._used_bytes -= nbytes
             for entry in stored:
-                self._make_used(entry.path)
-        return tuple(stored)
+                self._early.pop(entry.path, None)
+                self._used[entry.path] = entry.nbytes
+            self._used_bytes += nbytes
 
     def discard(self, stored: Iterable[StoredTrajectory]) -> None:
         """Let frames be deleted by the next `delete_discarded`; their bytes count as free from now on."""
@@ -135,86 +206,79 @@ class Spool:
                 if self._remove(entry.path):
                     self._discarded.append(entry.path)
 
+    def refuse(self, stored: Iterable[StoredTrajectory]) -> None:
+        """Let frames that another process has written be deleted, unless they are held."""
+        with self._lock:
+            self._discarded += [
+                e.path for e in stored if e.path not in self._early and e.path not in self._used
+            ]
+
     def delete_discarded(self, before: Callable[[], None] = lambda: None) -> None:
         """Call `before`, then delete what was discarded when it began; nothing if it raises."""
         with self._deleting:
             discarded = tuple(self._discarded)
             before()
-            for path in discarded:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+            _delete(discarded)
             with self._lock:
                 del self._discarded[: len(discarded)]
+                ended = self._ended_folders.intersection(map(os.path.dirname, discarded))
+            for folder in ended:
+                self._remove_folder(folder)
+
+    def end_folder(self, folder: Path) -> None:
+        """Delete the frames in the folder of a process that has ended, except those that are held."""
+        with self._deleting:
+            try:
+                files = [entry.path for entry in os.scandir(folder)]
+            except OSError as error:
+                log.warning("%s is left to the next start: %s", folder, error)
+                return
+            with self._lock:
+                known = {*self._early, *self._used, *self._discarded}
+                self._ended_folders.add(str(folder))
+            _delete(path for path in files if path not in known)
+            self._remove_folder(str(folder))
 
     def relocated(self, stored: StoredTrajectory) -> StoredTrajectory:
-        """Return the reference to the same file in this folder."""
-        path = f"{self.directory}/{os.path.basename(stored.path)}"
+        """Return the reference to the same file in this folder: the run's folder may have been moved."""
+        folder, name = os.path.split(stored.path)
+        path = f"{self.directory}/{os.path.basename(folder)}/{name}"
         return msgspec.structs.replace(stored, path=path)
 
     def recover_frames(self, early: Collection[StoredTrajectory], used: Collection[StoredTrajectory]) -> None:
-        """Keep the frames of an earlier process that its ledger names, and delete all other files."""
+        """Keep the frames of earlier processes that the ledger names, and delete all other files."""
+        self.hold(early)
         with self._lock:
-            for entry in early:
-                self._early[entry.path] = entry.nbytes
-                self._early_bytes += entry.nbytes
             for entry in used:
                 self._used[entry.path] = entry.nbytes
                 self._used_bytes += entry.nbytes
-            for path in self.directory.iterdir():
-                if str(path) not in self._early and str(path) not in self._used:
-                    path.unlink()
-
-    def _write(self, trajectory: Trajectory, frame: Frame, path: str) -> StoredTrajectory:
-        """Write a file that appears when it is complete. Path objects would take longer than the write."""
-        part = f"{path}.part"
-        try:
-            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                for piece in frame.buffers():
-                    rest = memoryview(piece)
-                    while rest:
-                        rest = rest[os.write(file, rest) :]
-            finally:
-                os.close(file)
-            os.rename(part, path)
-        except OSError as error:
-            self._delete([path, part])
-            if not is_shortage(error):
-                raise
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            cause = "the disk is full; free some and start the run again" if full else error.strerror
-            raise SpoolFull(f"{self.directory} cannot take {frame.nbytes} bytes: {cause}") from error
-        return StoredTrajectory.of(trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum)
-
-    def _delete(self, paths: Iterable[str]) -> None:
-        for path in paths:
-            with self._lock:
-                self._remove(path)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-
-    def _add_early(self, trajectory_id: str, nbytes: int) -> str:
-        """Return a path that no other frame has, and count its bytes."""
-        path, number = f"{self.directory}/{trajectory_id}", 0
-        while path in self._early or path in self._used or path in self._discarded:
-            number += 1
-            path = f"{self.directory}/{trajectory_id}~{number}"
-        self._early[path] = nbytes
-        self._early_bytes += nbytes
-        return path
-
-    def _make_used(self, path: str) -> None:
-        nbytes = self._early.pop(path, 0)
-        self._early_bytes -= nbytes
-        self._used[path] = nbytes
-        self._used_bytes += nbytes
+        for folder in self.directory.iterdir():
+            if not folder.is_dir():
+                folder.unlink()
+            elif folder != self._own.directory:
+                self.end_folder(folder)
 
     def _remove(self, path: str) -> bool:
         """Stop counting a frame; return whether it was counted."""
-        if path in self._early:
-            self._early_bytes -= self._early.pop(path)
-            return True
         if path in self._used:
             self._used_bytes -= self._used.pop(path)
             return True
-        return False
+        return self._early.pop(path, None) is not None
+
+    def _remove_folder(self, folder: str) -> None:
+        with contextlib.suppress(OSError):  # it has frames still
+            os.rmdir(folder)
+            self._ended_folders.discard(folder)
+
+
+def _write_all(file: int, frame: Frame) -> None:
+    for piece in frame.buffers():
+        rest = memoryview(piece)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+
+
+def _delete(paths: Iterable[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

@@ -21,8 +21,8 @@ The queue holds references with summaries; the data is in the spool. Its parts:
 - `delivery` makes batches with `packing` and settles them;
 - `restored_groups` adds the groups of an earlier process.
 
-All methods are for the event loop's thread; writing and checking frames runs in two threads of the queue. A
-cancelled `put_group` or `next_batch` has either happened completely or not at all.
+All methods are for the event loop's thread; checking frames and writing the ledger runs in two threads of
+the queue. A cancelled `put_group` or `next_batch` has either happened completely or not at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import msgspec
 
@@ -53,7 +52,7 @@ from async_rl.queue.restored_groups import GroupRestorer
 from async_rl.queue.spool import Spool
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.staleness import Backlog, StalenessPolicy
-from async_rl.types import Group, StoredTrajectory, TakenBatch, Trajectory
+from async_rl.types import Group, TakenBatch
 
 
 class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,8 +135,8 @@ class TrajectoryQueue:
         self._changes = ChangeSignal()
         self._backlog = Backlog(groups_per_batch, max_staleness, staleness_policy)
         self._admission = Admission(self._backlog, spool, version)
-        self.finished = FinishedTrajectories(ledger, spool, self._threads)
-        """Stores trajectories that have ended before their groups."""
+        self.finished = FinishedTrajectories(ledger, spool)
+        """Records trajectories that have ended before their groups."""
         self._groups = OutstandingGroups(
             ledger,
             spool,
@@ -251,7 +250,7 @@ class TrajectoryQueue:
         self._groups.add_branches(root_id, branch_ids)
 
     async def put_group(self, group: Group) -> None:
-        """Store a finished group. Trajectories that failed were dropped before.
+        """Queue a finished group, whose frames are held. Trajectories that failed were dropped before.
 
         Cancelled, the group is in flight still or queued already.
 
@@ -260,34 +259,34 @@ class TrajectoryQueue:
             SpoolFull: When there is no space, and no step will free any.
         """
         with self._groups.being_written(group.group_id):
-            stored, cancelled = await self._store_group(group)
-            self._groups.queue_group(group.group_id, stored)
-            if cancelled is None:
-                _, cancelled = await run_uncancellable(self._threads, self.flush_ledger)
+            trajectory_ids = {trajectory.trajectory_id for trajectory in group.trajectories}
+            while True:
+                in_flight = self._ledger.group(group.group_id).in_flight
+                if trajectory_ids != in_flight:
+                    raise InvariantError(
+                        f"group {group.group_id} is put with {sorted(trajectory_ids)}, in flight are "
+                        f"{sorted(in_flight)}"
+                    )
+                try:
+                    self._spool.put_group(group.trajectories)
+                    break
+                except SpoolFull as error:
+                    await self.wait_for_space(error)
+            self.finished.forget_unscored(trajectory_ids)
+            self._groups.queue_group(group.group_id, group.trajectories)
+            _, cancelled = await run_uncancellable(self._threads, self.flush_ledger)
             if cancelled is not None:
                 raise cancelled
 
-    async def _store_group(self, group: Group) -> tuple[tuple[StoredTrajectory, ...], BaseException | None]:
-        trajectory_ids = {trajectory.trajectory_id for trajectory in group.trajectories}
-        while True:
-            in_flight = self._ledger.group(group.group_id).in_flight
-            if trajectory_ids != in_flight:
-                raise InvariantError(
-                    f"group {group.group_id} is put with {sorted(trajectory_ids)}, in flight are "
-                    f"{sorted(in_flight)}"
-                )
-            put = partial(self._put_frames, self.finished.members_of(group))
-            try:
-                return await run_uncancellable(self._threads, put)
-            except SpoolFull:
-                if not (self._delivery.in_progress or self._backlog.select_batch(self._admission.next)):
-                    raise
-                await self._changes.wait_for_change("capacity", self._admission.why_full)
+    async def wait_for_space(self, shortage: SpoolFull) -> None:
+        """Wait until a step has freed space.
 
-    def _put_frames(self, members: Sequence[Trajectory | StoredTrajectory]) -> tuple[StoredTrajectory, ...]:
-        if self._spool.has_discarded:
-            self.flush_ledger()
-        return self._spool.put_group(members)
+        Raises:
+            SpoolFull: The shortage, when no step will free any.
+        """
+        if not (self._delivery.in_progress or self._backlog.select_batch(self._admission.next)):
+            raise SpoolFull(str(shortage)) from None  # it has been waited out
+        await self._changes.wait_for_change("capacity", self._admission.why_full)
 
     # -- drops --------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from async_rl.errors import (
     EngineError,
     InvariantError,
     RolloutError,
+    SpoolFull,
     WorkerLost,
 )
 from async_rl.queue.journal import Journal, JournalEntry
@@ -37,7 +38,7 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery, contained, first_error
 from async_rl.runtime.user_processes import attempt_scope
 from async_rl.runtime.waits import waiting
-from async_rl.types import Completion, Outcome, Segment, StopReason, Task, Trajectory
+from async_rl.types import Completion, Outcome, Segment, StopReason, StoredTrajectory, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,9 @@ _NOTHING: Final[Mapping[str, TrajectoryProgress]] = MappingProxyType({})
 def attempt_boundary() -> Iterator[None]:
     """Turn every error of an attempt into one of `ATTEMPT_ERRORS`.
 
-    What users' code, the policy and the machine cause belongs to the attempt. An `InvariantError` and a
-    failed assertion are bugs of this program and end the run.
+    What users' code, the policy and the machine cause belongs to the attempt. A full spool does not: the
+    attempt goes on when there is space. An `InvariantError` and a failed assertion are bugs of this program
+    and end the run.
 
     Example:
         >>> with attempt_boundary():
@@ -70,7 +72,7 @@ def attempt_boundary() -> Iterator[None]:
     """
     try:
         yield
-    except (*ATTEMPT_ERRORS, InvariantError, AssertionError):
+    except (*ATTEMPT_ERRORS, SpoolFull, InvariantError, AssertionError):
         raise
     except Exception as error:
         raise RolloutError(f"the attempt raised {type(error).__name__}: {error}") from error
@@ -98,7 +100,7 @@ class UnscoredCompletion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What an attempt that succeeded has made."""
 
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[StoredTrajectory, ...]
     """The sibling and its branches that sampled something."""
     unscored: tuple[UnscoredCompletion, ...] = ()
     """Those whose reward comes later, from one call for the whole group."""
@@ -143,8 +145,8 @@ class Attempt:
         self.on_start = on_start
         self.progress: dict[str, TrajectoryProgress] = dict(known)
         """How far the trajectory and its branches are, by id."""
-        self.failed: Callable[[Exception], Trajectory] = self._describe_failure
-        """Returns what a failed attempt has sampled, for display."""
+        self.failed: Callable[[Exception], StoredTrajectory] = self._describe_failure
+        """Returns a summary of what a failed attempt has sampled, for display."""
 
     @property
     def num_turns(self) -> int:
@@ -158,19 +160,17 @@ class Attempt:
         own = self.progress.get(self.trajectory_id)
         return 0 if own is None else own.num_tokens
 
-    def _describe_failure(self, error: Exception) -> Trajectory:
-        return Trajectory(
-            trajectory_id=self.trajectory_id,
-            group_id=self.group_id,
-            task_id=self.task.task_id,
-            segments=(),
-            trace=None,
-            outcome=Outcome(
-                stop_reason="error",
-                error=f"{type(error).__name__}: {error}",
-                num_turns=self.num_turns,
-                started_s=self.started_s,
-            ),
+    def _describe_failure(self, error: Exception) -> StoredTrajectory:
+        outcome = Outcome(stop_reason="error", num_turns=self.num_turns)
+        return StoredTrajectory.of(
+            Trajectory(
+                trajectory_id=self.trajectory_id,
+                group_id=self.group_id,
+                task_id=self.task.task_id,
+                segments=(),
+                trace=None,
+                outcome=outcome,
+            )
         )
 
 

@@ -25,7 +25,7 @@ from async_rl.config import RolloutConfig
 from async_rl.errors import AsyncRLError
 from async_rl.queue.progress import TrajectoryProgress
 from async_rl.staleness import StalenessPolicy
-from async_rl.types import Completion, StoredTrajectory, Task, Trajectory, root_of
+from async_rl.types import Completion, StoredTrajectory, Task, root_of
 
 FailurePolicy = Literal["train_rest", "drop", "retry"]
 
@@ -200,8 +200,8 @@ class GroupInFlight:
         self._straggled_s = straggled_s
         self._straggling_since_s: float | None = None
         self._progress: dict[str, Mapping[str, TrajectoryProgress]] = {}  # of siblings, with their branches
-        self.finished: dict[str, Trajectory | StoredTrajectory] = {}
-        """Finished trajectories: siblings and their branches; references to those of an earlier process."""
+        self.finished: dict[str, StoredTrajectory] = {}
+        """Finished trajectories: siblings and their branches."""
         self.unscored: dict[str, UnscoredTrajectory] = {}
         """Finished trajectories without a reward."""
         self.dropped: dict[str, str] = {}
@@ -229,7 +229,7 @@ class GroupInFlight:
         return sum(name in self.finished for name in self.trajectory_ids)
 
     @property
-    def trajectories(self) -> tuple[Trajectory | StoredTrajectory, ...]:
+    def trajectories(self) -> tuple[StoredTrajectory, ...]:
         """Finished trajectories: siblings in their order, each before its branches."""
         place = {name: index for index, name in enumerate(self.trajectory_ids)}
         ordered = sorted(self.finished, key=lambda name: (place[root_of(name)], name))
@@ -244,7 +244,7 @@ class GroupInFlight:
         """
         self._progress[trajectory_id] = progress
 
-    def end_sibling(self, trajectory_id: str, result: Sequence[Trajectory] | str) -> None:
+    def end_sibling(self, trajectory_id: str, result: Sequence[StoredTrajectory] | str) -> None:
         """Record that a sibling finished, with its trajectories, or failed, with a reason."""
         if isinstance(result, str):
             self.dropped[trajectory_id] = result
@@ -254,12 +254,9 @@ class GroupInFlight:
             self.enough_finished.set()
             self.all_ended.set()
 
-    def set_reward(self, trajectory_id: str, parts: dict[str, float]) -> Trajectory:
-        """Set the reward of a finished trajectory, and return the new trajectory."""
-        replace, trajectory = msgspec.structs.replace, self.finished[trajectory_id]
-        assert isinstance(trajectory, Trajectory), "trajectories are stored after they are scored"
-        outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
-        self.finished[trajectory_id] = trajectory = replace(trajectory, outcome=outcome)
+    def set_reward(self, trajectory_id: str, parts: dict[str, float]) -> StoredTrajectory:
+        """Set the reward of a finished trajectory, and return its new reference."""
+        self.finished[trajectory_id] = trajectory = self.finished[trajectory_id].with_reward(parts)
         del self.unscored[trajectory_id]
         return trajectory
 

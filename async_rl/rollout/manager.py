@@ -25,7 +25,7 @@ from typing import Final
 from async_rl.config import Config
 from async_rl.data.feeder import Feeder
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, WorkerLost
+from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull, WorkerLost
 from async_rl.queue.archive import Observer
 from async_rl.queue.journal_folders import JournalClaim, JournalFolders
 from async_rl.queue.outstanding import RestoredGroup
@@ -48,7 +48,7 @@ from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import acting, progressed, waiting
-from async_rl.types import Group, Trajectory, root_of
+from async_rl.types import Group, StoredTrajectory, root_of
 
 log = logging.getLogger(__name__)
 
@@ -238,10 +238,12 @@ class RolloutManager:
             work.end_sibling(trajectory_id, tree)
             self._limit_stragglers(work)
             if not isinstance(tree, str):
-                branches = (trajectory.trajectory_id for trajectory in tree)
-                self._queue.add_branches(trajectory_id, [name for name in branches if name != trajectory_id])
-                if not (work.all_ended.is_set() or work.unscored):
-                    self._queue.finished.add_tree(*tree)
+                names = [trajectory.trajectory_id for trajectory in tree]
+                self._queue.add_branches(trajectory_id, [name for name in names if name != trajectory_id])
+                scored = work.unscored.keys().isdisjoint(names)
+                self._queue.finished.add_tree(*tree, scored=scored)
+                if scored and self._journals is not None:
+                    self._journals.release_trajectories(names)  # the ledger is written first
 
         async with waiting("trajectories"), Nursery() as siblings:
             work.stop = siblings.cancel_tasks
@@ -286,7 +288,9 @@ class RolloutManager:
 
     # -- trajectories ----------------------------------------------------------------------------------
 
-    async def _run_trajectory(self, trajectory_id: str, work: GroupInFlight) -> Sequence[Trajectory] | str:
+    async def _run_trajectory(
+        self, trajectory_id: str, work: GroupInFlight
+    ) -> Sequence[StoredTrajectory] | str:
         """Run up to `rollout.max_attempts` attempts.
 
         Returns:
@@ -321,10 +325,11 @@ class RolloutManager:
 
     async def _run_attempt(
         self, trajectory_id: str, number: int, work: GroupInFlight
-    ) -> Sequence[Trajectory]:
-        """Run an attempt; if its worker ends, go on in another one from what its journal has."""
+    ) -> Sequence[StoredTrajectory]:
+        """Run an attempt; if its worker ends or has no space, go on from what the journal has."""
         known = self._journalled.pop(trajectory_id, {})
-        for losses_left in reversed(range(_MAX_LOST_WORKERS)):
+        losses_left = _MAX_LOST_WORKERS - 1
+        while True:
             attempt = self._new_attempt(trajectory_id, number, work, known)
             work.begin_attempt(trajectory_id, attempt.progress)
             self.running[trajectory_id] = attempt
@@ -336,7 +341,12 @@ class RolloutManager:
                     self._observer.failed(attempt.failed(error), number, error)
                     raise
                 log.warning("trajectory %s goes on in another worker: %s", trajectory_id, error)
+                losses_left -= 1
                 known = {name: ProgressReport.of(each) for name, each in attempt.progress.items()}
+                continue
+            except SpoolFull as error:
+                known = {name: ProgressReport.of(each) for name, each in attempt.progress.items()}
+                await self._queue.wait_for_space(error)
                 continue
             finally:
                 del self.running[trajectory_id]
@@ -346,7 +356,6 @@ class RolloutManager:
                     completion=each.completion, attempt=number, reward_source=each.reward_source
                 )
             return end.trajectories
-        raise AssertionError("the last loss is raised")
 
     def _new_attempt(
         self, trajectory_id: str, number: int, work: GroupInFlight, known: Mapping[str, TrajectoryProgress]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Protocol
 
 from async_rl.engine_protocol import Engine
@@ -61,7 +62,7 @@ class Cluster(Protocol):
         """Return the folder of weights on the host of an engine; None for an external server."""
         ...
 
-    def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
+    def rollout_worker(self, name: str, folder: Path) -> AbstractAsyncContextManager[Link]:
         """Start a rollout worker and yield the driver's end of its link; it ends with the block.
 
         Raises:

@@ -372,9 +372,13 @@ class Orchestrator:
                 self._metrics,
                 self.pool,
                 self._clock,
+                recovered.spool,
                 recovered.journals,
             )
-        backend = LocalBackend(config, context)
+        archive = recovered.archive
+        backend = LocalBackend(
+            config, context, recovered.spool, None if archive is None else archive.inspected
+        )
         backend.journal = recovered.journal
         return backend
 

@@ -28,7 +28,7 @@ from async_rl.data.feeder import Feeder, TaskRetries
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AsyncRLError
 from async_rl.observability.metrics import Metrics
-from async_rl.queue import archive
+from async_rl.queue import archive, spool
 from async_rl.queue.archive import Archive
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_folders import JournalFolders
@@ -113,9 +113,11 @@ class RecoveredState:
             retry_after=config.trainer.groups_per_batch,
             metrics=metrics,
         )
+        self.spool = Spool(run_dir / spool.FOLDER, config.queue.max_bytes)
+        """The frames of finished trajectories."""
         self.queue = TrajectoryQueue(
             ledger,
-            Spool(run_dir / "spool", config.queue.max_bytes),
+            self.spool,
             groups_per_batch=config.trainer.groups_per_batch,
             max_staleness=config.rollout.max_staleness,
             staleness_policy=config.rollout.staleness_policy,
@@ -171,23 +173,12 @@ class RecoveredState:
         assert self.journal is not None, "it is the owner that releases"
         self.journal.remove_entries(root_ids)
 
-    async def _store_finished(self) -> None:
-        """Store trajectories that have ended before their groups; the journals drop them then.
-
-        This waits for the queue's threads, behind groups and batches of any size. The journal does not.
-        """
-        assert self.journals is not None, "this service runs only with a journal"
-        assert self._every_s is not None, "this service runs only with a journal"
-        while True:
-            await asyncio.sleep(self._every_s)
-            self.journals.release_trajectories(await self.queue.finished.store_pending())
-
     @property
     def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """The loops that must run as services of the incarnation."""
         loops: dict[str, Callable[[], Awaitable[None]]] = {}
         if self.journal is not None:
-            loops |= {"journal": self._write_journal, "finished trajectories": self._store_finished}
+            loops["journal"] = self._write_journal
         if self.archive is not None:
             loops["archive"] = observer(self._write_archive)
         return loops
@@ -204,11 +195,11 @@ class RecoveredState:
         """Write all trajectories in flight up to the last token, however the incarnation ends."""
         if self.archive is not None:
             self.archive.close()
+        self.queue.finished.discard_unscored()
         if self.journal is None:
             return
         try:
             assert self.journals is not None, "there is one with the driver's journal"
-            self.journals.release_trajectories(self.queue.finished.store_pending_now())
             self.queue.record_straggling()
             self.queue.flush_ledger()
             self.journals.notify_owners(self.journals.take_released())

@@ -114,6 +114,12 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "kill_worker": FaultRow("worker", "a rollout worker is killed", only="workers"),
     "mute_worker": FaultRow("worker", "a rollout worker falls silent", only="workers"),
     "cut_off_worker": FaultRow("worker", "a rollout worker is cut off from the driver", only="workers"),
+    "kill_after_frame": FaultRow(
+        "worker", "a rollout worker is killed between a frame and its report", 0.4, only="workers"
+    ),
+    "worker_disk_full": FaultRow(
+        "worker", "rollout workers find no space for frames for up to 100 s", 0.3, only="workers"
+    ),
     "raise": FaultRow("user", "the agent loop raises"),
     "hang_loop": FaultRow("user", "the agent loop hangs"),
     "silent": FaultRow("user", "the agent loop returns without a turn"),

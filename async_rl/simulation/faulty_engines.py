@@ -13,6 +13,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn, cast, get_args
 
@@ -581,7 +582,12 @@ class SimulatedCluster:
     def inject(self, injection: Injection) -> None:
         """Let something go wrong with an engine or the trainer."""
         kind = injection.kind
-        if FAULTS[kind].family == "worker":
+        if kind == "kill_after_frame":
+            self._workers.on_kill_after_frame = partial(self._checker.met, kind)
+        elif kind == "worker_disk_full":
+            self._workers.on_full_disk = partial(self._checker.met, kind)
+            asyncio.get_running_loop().call_later(100 * injection.amount, self._free_disk)
+        elif FAULTS[kind].family == "worker":
             workers = self._workers
             ends = {
                 "kill_worker": workers.kill,
@@ -652,9 +658,12 @@ class SimulatedCluster:
         finally:
             self._died = None
 
-    def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
+    def _free_disk(self) -> None:
+        self._workers.on_full_disk = None
+
+    def rollout_worker(self, name: str, folder: Path) -> AbstractAsyncContextManager[Link]:
         """Implements `Cluster.rollout_worker`."""
-        return self._workers.open(name)
+        return self._workers.open(name, folder)
 
     def local_folder(self, engine_id: str) -> SimulatedFolder:
         """See `Cluster.local_folder`. It is lost when the engine is restarted."""

@@ -450,7 +450,7 @@ class _PlannedCluster:
 
     def local_folder(self, engine_id: str) -> None: ...
 
-    def rollout_worker(self, name: str) -> NoReturn:
+    def rollout_worker(self, name: str, folder: Path) -> NoReturn:
         raise AssertionError(f"{name}: a plan is of a run whose agent loops are in the driver")
 
 

@@ -280,7 +280,7 @@ class Simulation:
             hangs = any(task.metadata["trouble"] == "hang_loop" for task in self._scenario.tasks)
             allowed = self._config.doctor.action != "report" and (hangs or bool(met & ENGINE_FAULTS))
         elif "disk" in str(cause):
-            allowed = "disk_full" in met
+            allowed = bool(met & {"disk_full", "worker_disk_full"})
         elif isinstance(cause, SpoolFull):
             allowed = "queue.max_bytes" in str(cause)
         else:
@@ -442,7 +442,7 @@ class Simulation:
 
     def _corrupt_frame(self, amount: float) -> None:
         """Flip a bit of a frame of the queue."""
-        frames = sorted(path for path in (self._run_dir / "spool").iterdir() if path.suffix != ".part")
+        frames = sorted(path for path in (self._run_dir / "spool").glob("*/*") if path.suffix != ".part")
         if not frames:
             return
         self._checker.met("corrupt_frame")

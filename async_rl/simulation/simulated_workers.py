@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 from collections import deque
@@ -15,12 +16,15 @@ from typing import Final, Self, cast
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
-from async_rl.errors import WorkerLost
+from async_rl.errors import SpoolFull, WorkerLost
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal_file import journal_files
+from async_rl.queue.spool import SpoolFolder
 from async_rl.rollout.workers.messages import Link, Message, decode, encode
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.runtime.supervision import Nursery
+from async_rl.types import StoredTrajectory, Trajectory
 
 
 class MemoryLink(Link):
@@ -116,6 +120,23 @@ class DistantEngine:
                 yield event
 
 
+class FaultySpoolFolder(SpoolFolder):
+    """The spool folder of a worker, whose disk may be full, or which may be killed once a frame is there."""
+
+    def __init__(self, directory: Path, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call functions around each write."""
+        super().__init__(directory)
+        self._before = before
+        self._after = after
+
+    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
+        """Implements `FrameStore.store_tree`."""
+        self._before()
+        stored = super().store_tree(tree)
+        self._after()
+        return stored
+
+
 CUT_OFF_S: Final = 25.0
 """How long a worker that is cut off from the driver goes on: longer than its leases are valid."""
 
@@ -129,7 +150,7 @@ class SimulatedWorkers:
 
     Example:
         >>> workers = SimulatedWorkers(config, chat, engines, facts, delay_s=lambda: 0.001)
-        >>> async with WorkerBackend(config.rollout, workers.open, metrics, pool, clock): ...
+        >>> async with WorkerBackend(config.rollout, workers.open, metrics, pool, clock, spool): ...
         >>> workers.kill(0)
     """
 
@@ -142,8 +163,10 @@ class SimulatedWorkers:
         *,
         delay_s: Callable[[], float],
         start_s: float = 0.0,
+        inspected: InspectedTrajectories | None = None,
     ) -> None:
         """Start nothing yet; a start takes `start_s`."""
+        self._inspected = inspected
         self._engines = {engine.engine_id: engine for engine in engines}
         self._facts = facts
         self._config = config
@@ -156,9 +179,15 @@ class SimulatedWorkers:
         self._torn = random.Random(f"torn journals {config.run.seed}")
         self.metrics: list[Metrics] = []
         """All workers that ever existed."""
+        self.on_full_disk: Callable[[], None] | None = None
+        """Called when a worker finds no space for a frame; None while there is space."""
+        self.on_store: Callable[[], None] = lambda: None
+        """Called when a worker has stored a frame."""
+        self.on_kill_after_frame: Callable[[], None] | None = None
+        """Called when the next worker that stores a frame is killed; None when none is to be."""
 
     @asynccontextmanager
-    async def open(self, name: str) -> AsyncIterator[Link]:
+    async def open(self, name: str, folder: Path) -> AsyncIterator[Link]:
         """Implements `OpenWorker` of the worker backend."""
         await asyncio.sleep(self._start_s)
         ours, theirs = MemoryLink.pair(self._delay_s)
@@ -175,6 +204,8 @@ class SimulatedWorkers:
             new_id=lambda: f"{prefix}{next(numbers):024x}",
             metrics=self.metrics[-1],
             clock=clock,
+            frames=FaultySpoolFolder(folder, self._refuse_if_full, lambda: self._kill_if_due(name)),
+            inspected=self._inspected,
         )
         self.ends[name], self._running[name] = theirs, worker
         async with Nursery() as process:
@@ -189,18 +220,33 @@ class SimulatedWorkers:
                 ours.peer_has_ended = not theirs.is_cut_off
                 del self.ends[name], self._running[name]
 
+    def _refuse_if_full(self) -> None:
+        if self.on_full_disk is not None:
+            note, self.on_full_disk = self.on_full_disk, lambda: None
+            note()
+            raise SpoolFull("the disk is full") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _kill_if_due(self, name: str) -> None:
+        self.on_store()
+        if self.on_kill_after_frame is not None and name in self.ends:
+            self.on_kill_after_frame()
+            self.on_kill_after_frame = None
+            self._kill(name)
+
     def kill(self, index: int) -> bool:
         """End a worker as SIGKILL does: it says nothing more, and its link is lost; whether there was one."""
         names = sorted(self.ends)
         if not names:
             return False
-        name = names[index % len(names)]
+        self._kill(names[index % len(names)])
+        return True
+
+    def _kill(self, name: str) -> None:
         worker = self._running[name]
         worker.close()  # it writes nothing more
         if worker.journal_folder is not None and self._torn.random() < 0.5:
             _tear(worker.journal_folder, self._torn.randrange(1, _MAX_TORN_BYTES))
         self.ends[name].lose("the worker was killed")
-        return True
 
     def cut_off(self, index: int) -> bool:
         """Let a worker and the driver hear nothing of each other, while both go on; whether there was one."""

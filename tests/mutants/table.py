@@ -23,6 +23,7 @@ SIGNALS: Final = "tests/unit/test_signals.py"
 AGENT_LOOPS: Final = "tests/unit/test_agent_loops.py"
 CLOCK: Final = "tests/unit/test_serving_clock.py"
 LEASES: Final = "tests/unit/test_remote_leases.py"
+SPOOL: Final = "tests/unit/test_spool.py"
 WORKERS: Final = "tests/unit/test_rollout_workers.py"
 TRAIN: Final = "tests/unit/test_train.py"
 LOOP: Final = "tests/simulation/test_loop.py"
@@ -453,12 +454,45 @@ MUTANTS: Final = (
         ("tests/unit/test_journal.py",),
     ),
     Mutant(
-        "early-frame-is-written-again",
-        "A trajectory that ended before its group is encoded again with its group.",
-        "async_rl/queue/finished_trajectories.py",
-        "return [stored.get(member.trajectory_id, member) for member in group.trajectories]",
-        "return list(group.trajectories)",
-        (QUEUE,),
+        "frame-of-an-unwanted-attempt-stays",
+        "The frames of an attempt that is no longer wanted stay in the folder of its worker.",
+        "async_rl/rollout/workers/worker_backend.py",
+        "                    self._spool.refuse(end.trajectories)",
+        "                    pass",
+        (WORKERS,),
+    ),
+    Mutant(
+        "reference-to-any-file-is-accepted",
+        "A worker names a frame outside its folder, which would be deleted when it is settled.",
+        "async_rl/rollout/workers/worker_backend.py",
+        "if any(os.path.dirname(each.path) != worker.frame_folder for each in end.trajectories):",
+        "if False:",
+        (WORKERS,),
+    ),
+    Mutant(
+        "held-frame-deleted-with-its-worker",
+        "The end of a worker deletes the frames that the driver holds.",
+        "async_rl/queue/spool.py",
+        "_delete(path for path in files if path not in known)",
+        "_delete(files)",
+        (SPOOL,),
+    ),
+    Mutant(
+        "spool-folder-given-twice",
+        "A worker gets the folder of one that an earlier driver started and that may still run.",
+        "async_rl/queue/spool.py",
+        "            elif folder != self._own.directory:\n                self.end_folder(folder)\n",
+        "            else:\n                self.end_folder(folder)\n",
+        (SPOOL,),
+    ),
+    Mutant(
+        "full-spool-loses-the-attempt",
+        "An attempt that found no space for its trajectories begins again without its tokens.",
+        "async_rl/rollout/manager.py",
+        "                known = {name: ProgressReport.of(each) for name, each in attempt.progress.items()}\n"
+        "                await self._queue.wait_for_space(error)\n",
+        "                self._journals = None\n                await self._queue.wait_for_space(error)\n",
+        ("tests/simulation/test_full_spool.py",),
     ),
     Mutant(
         "straggler-limit-is-not-restored",
@@ -1559,11 +1593,8 @@ MUTANTS: Final = (
         "dropped-frame-deleted-before-the-drop-is-written",
         "A frame is deleted before the ledger has its trajectory as dropped: a restart finds it missing.",
         "async_rl/queue/spool.py",
-        "            before()\n            for path in discarded:\n"
-        "                with contextlib.suppress(FileNotFoundError):\n                    os.unlink(path)\n",
-        "            for path in discarded:\n"
-        "                with contextlib.suppress(FileNotFoundError):\n                    os.unlink(path)\n"
-        "            before()\n",
+        "            before()\n            _delete(discarded)\n",
+        "            _delete(discarded)\n            before()\n",
         (f"{QUEUE}::test_a_dropped_group_keeps_its_frames_while_the_drop_cannot_be_written",),
     ),
     Mutant(

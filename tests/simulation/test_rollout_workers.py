@@ -45,9 +45,11 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
 
     monkeypatch.setattr(Journal, "claim_trajectories", note)
     faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker", "die_in_call")
-    scenario = with_two_workers(branching(small_run(5, faults, death="kill")))
+    scenario = with_two_workers(branching(small_run(3, faults, death="kill")))
     queue = replace(scenario.config.queue, journal_s=0.02)  # branches live for less than a tick
-    scenario = replace(scenario, config=replace(scenario.config, queue=queue))
+    injections = (replace(each, step=300 * index) for index, each in enumerate(scenario.injections, 1))
+    config = replace(scenario.config, queue=queue)
+    scenario = replace(scenario, config=config, injections=tuple(injections))  # while sessions sample
     outcome = simulate(0, tmp_path, scenario=scenario)
     assert outcome.violations == ()
     assert outcome.incarnations[-1] == "finished"

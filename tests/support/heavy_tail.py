@@ -178,9 +178,10 @@ class World:
         )
         self.ended: list[int] = []
         """Tokens of all answers that ended."""
+        spool = Spool(folder / "spool", None)
         self.queue = _RecordingQueue(
             self.ledger,
-            Spool(folder / "spool", None),
+            spool,
             groups_per_batch=groups_per_batch,
             max_staleness=max_staleness,
             staleness_policy=self.config.rollout.staleness_policy,
@@ -205,7 +206,7 @@ class World:
             interrupt=self.config.weights.interrupt,
             new_id=(f"{seed:04d}-{step:04d}-{n:010d}" for n in count()).__next__,
         )
-        self._backend = LocalBackend(self.config, context)
+        self._backend = LocalBackend(self.config, context, spool)
         self.manager = RolloutManager(
             self.config,
             context,

@@ -16,7 +16,6 @@ from async_rl.queue.batching import read_trajectories
 from async_rl.queue.packing import check_model
 from async_rl.queue.spool import Spool
 from async_rl.types import (
-    Group,
     StoredRouting,
     StoredTrajectory,
     TakenBatch,
@@ -24,16 +23,18 @@ from async_rl.types import (
     TrainBatch,
     Trajectory,
 )
+from tests.support.trajectories import MadeGroup
 
 
 def store_trajectory(folder: Path, trajectory: Trajectory) -> StoredTrajectory:
     """Write a trajectory into a folder."""
-    return Spool(folder, None).write_trajectory(trajectory)
+    (stored,) = Spool(folder, None).store_tree([trajectory])
+    return stored
 
 
 def taken_batch(
     folder: Path,
-    groups: Sequence[Group],
+    groups: Sequence[MadeGroup],
     version: int,
     batch_id: str = "batch",
     facts: EngineFacts | None = None,
@@ -41,7 +42,7 @@ def taken_batch(
 ) -> TakenBatch:
     """Store groups in a folder and make a batch of them."""
     spool = Spool(folder, None)
-    stored = [spool.put_group(group.trajectories) for group in groups]
+    stored = [spool.store_tree(group.trajectories) for group in groups]
     for trajectory in (each for group in stored for each in group):
         if facts is not None:
             check_model(trajectory, facts)
@@ -127,7 +128,7 @@ def store_batch(folder: Path, batch: TrainBatch) -> TakenBatch:
 
 
 def assemble_batch(
-    groups: Sequence[Group],
+    groups: Sequence[MadeGroup],
     version: int,
     batch_id: str,
     facts: EngineFacts | None = None,

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from async_rl.engine_protocol import EngineFacts
+from async_rl.queue.archive import Archive
+from async_rl.queue.spool import SpoolFolder
 from async_rl.routing import check, fit, make_trace
-from async_rl.types import Context, Group, Outcome, RoutingTrace, Sampled, Segment, Trajectory
+from async_rl.types import (
+    Context,
+    Group,
+    Outcome,
+    RoutingTrace,
+    Sampled,
+    Segment,
+    StoredTrajectory,
+    Trajectory,
+)
 
 FACTS = EngineFacts(
     num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2, vocab_size=512, context_length=512
@@ -59,9 +72,28 @@ def make_trajectory(
     )
 
 
-def make_group(group_id: str, size: int = 2, version: int = 0, tokens: int = 4, **others: bool) -> Group:
+class MadeGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A finished group before its trajectories are stored."""
+
+    group_id: str
+    task_id: str
+    trajectories: tuple[Trajectory | StoredTrajectory, ...]
+
+    def stored_in(self, spool: Path) -> Group:
+        """Store the trajectories as some process of the run does, in a folder of the spool."""
+        folder = spool / "000000-test"
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = SpoolFolder(folder)
+        stored = [
+            each if isinstance(each, StoredTrajectory) else writer.store_tree([each])[0]
+            for each in self.trajectories
+        ]
+        return Group(group_id=self.group_id, task_id=self.task_id, trajectories=tuple(stored))
+
+
+def make_group(group_id: str, size: int = 2, version: int = 0, tokens: int = 4, **others: bool) -> MadeGroup:
     """Siblings named `<group>-0`, `<group>-1`, …; the i-th samples i tokens more than the first."""
-    return Group(
+    return MadeGroup(
         group_id=group_id,
         task_id="task",
         trajectories=tuple(
@@ -75,3 +107,15 @@ def verify(trace: RoutingTrace, token_ids: np.ndarray, moe_layers: Sequence[int]
     """Check a finished trajectory's trace as a session does, and that no row is missing."""
     check(trace, len(token_ids), moe_layers)
     fit(trace, token_ids)
+
+
+def archive_trajectory(archive: Archive, trajectory: Trajectory, attempt: int = 1) -> None:
+    """Keep and report a trajectory that ended, as the backend and the manager do."""
+    archive.inspected.keep(trajectory, attempt)
+    archive.ended(StoredTrajectory.of(trajectory), attempt)
+
+
+def archive_failure(archive: Archive, trajectory: Trajectory, error: Exception, attempt: int = 1) -> None:
+    """Keep and report an attempt that failed."""
+    archive.inspected.keep(trajectory, attempt)
+    archive.failed(StoredTrajectory.of(trajectory), attempt, error)

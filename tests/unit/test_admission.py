@@ -40,7 +40,7 @@ def test_it_closes_when_what_is_in_flight_may_need_the_capacity(tmp_path: Path) 
     for name in "abc":
         backlog.add_group(name, 3)
     assert admission.is_open
-    spool.put_group(make_group("x").trajectories)
+    spool.put_group(spool.store_tree(make_group("x").trajectories))
     assert not admission.is_open
     assert admission.holds_in_flight
     assert admission.why_closed() == f"the spool holds {spool.used_bytes} of {4 * GUESS} bytes"
@@ -51,7 +51,7 @@ def test_it_closes_when_what_is_in_flight_may_need_the_capacity(tmp_path: Path) 
 def test_groups_of_the_next_batch_are_let_in_whatever_they_need(tmp_path: Path) -> None:
     admission, backlog, spool = admission_of(tmp_path, 2)
     admission.record_size(int(np.iinfo(np.int32).max))
-    spool.put_group(make_group("x").trajectories)
+    spool.put_group(spool.store_tree(make_group("x").trajectories))
     assert admission.is_open
     backlog.add_group("a", 3)
     assert admission.is_open

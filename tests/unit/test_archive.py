@@ -17,8 +17,9 @@ from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.run.recovery import RecoveredState
 from async_rl.simulation.simulate import simulate
+from async_rl.types import StoredTrajectory
 from tests.support.small_run import small_run
-from tests.support.trajectories import FACTS, make_group, make_trajectory
+from tests.support.trajectories import FACTS, archive_failure, archive_trajectory, make_group, make_trajectory
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def ids(reader: ArchiveReader, where: str = "1") -> list[str]:
 def test_tokens_come_back_and_routing_rows_are_counted_when_a_trajectory_is_kept(path: Path) -> None:
     trajectory = make_trajectory("a", sampled=[(3, 1), (4, 2)])
     archive = Archive(path, keep=10, clock=lambda: 100.0)
-    archive.ended(trajectory, attempt=1)
+    archive_trajectory(archive, trajectory)
     archive.close()
     item, events = ArchiveReader(path).read_trajectory("a")
     assert np.array_equal(item.trajectory.token_ids, trajectory.token_ids)
@@ -49,7 +50,7 @@ def test_tokens_come_back_and_routing_rows_are_counted_when_a_trajectory_is_kept
 def test_only_the_newest_are_kept_with_their_events(path: Path) -> None:
     archive = Archive(path, keep=3)
     for name in "abcde":
-        archive.ended(make_trajectory(name), attempt=1)
+        archive_trajectory(archive, make_trajectory(name))
         archive.write_notes()
     archive.close()
     assert ids(ArchiveReader(path)) == ["e", "d", "c"]
@@ -61,8 +62,8 @@ def test_only_the_newest_are_kept_with_their_events(path: Path) -> None:
 def test_the_error_and_both_attempts_are_told_when_a_trajectory_is_tried_again(path: Path) -> None:
     archive = Archive(path, keep=3)
     unfinished = make_trajectory("a", reward=None, routing=False)
-    archive.failed(unfinished, 1, AgentLoopError("agent loop x raised KeyError: 'y'"))
-    archive.failed(unfinished, 2, AgentLoopError("again"))
+    for attempt, text in ((1, "agent loop x raised KeyError: 'y'"), (2, "again")):
+        archive_failure(archive, unfinished, AgentLoopError(text), attempt)
     archive.dropped(["a", "never seen"], "agent_loop_error")
     archive.close()
     (row,) = ArchiveReader(path).find_rows()
@@ -81,7 +82,7 @@ def test_what_was_trained_after_the_checkpoint_counts_as_dropped_when_a_run_goes
 ) -> None:
     archive = Archive(path, keep=9)
     for name, step in (("a", 1), ("b", 2), ("c", 3)):
-        archive.ended(make_trajectory(name), attempt=1)
+        archive_trajectory(archive, make_trajectory(name))
         archive.trained([name], step)
     archive.close()
     archive = Archive(path, keep=9)
@@ -90,6 +91,38 @@ def test_what_was_trained_after_the_checkpoint_counts_as_dropped_when_a_run_goes
     reader = ArchiveReader(path)
     assert ids(reader, "status = 'trained'") == ["a"]
     assert ids(reader, "status = 'dropped' AND reason = 'restart' AND step IS NULL") == ["c", "b"]
+
+
+def test_only_the_files_of_kept_attempts_are_there(path: Path) -> None:
+    archive = Archive(path, keep=2)
+    archive_failure(archive, make_trajectory("a", reward=None), AgentLoopError("once"))
+    for name in "abc":
+        archive_trajectory(archive, make_trajectory(name), 2)
+    archive.inspected.keep(make_trajectory("of a worker that died"), 1)
+    archive.write_notes()
+    archive.close()
+    folder = path.with_suffix("")
+    assert sorted(file.name for file in folder.iterdir()) == ["b-2", "c-2", "of a worker that died-1"]
+    Archive(path, keep=2).close()
+    assert sorted(file.name for file in folder.iterdir()) == ["b-2", "c-2"]
+
+
+def test_a_reward_that_came_after_the_file_is_shown(path: Path) -> None:
+    archive = Archive(path, keep=2)
+    trajectory = make_trajectory("a", reward=None)
+    archive.inspected.keep(trajectory, 1)
+    archive.ended(StoredTrajectory.of(trajectory).with_reward({"reward": 0.25, "style": 1.0}), 1)
+    archive.close()
+    item, _ = ArchiveReader(path).read_trajectory("a")
+    assert (item.trajectory.reward, item.trajectory.outcome.reward_parts["style"]) == (0.25, 1.0)
+
+
+def test_one_sentence_says_so_when_the_tokens_could_not_be_written(path: Path) -> None:
+    archive = Archive(path, keep=2)
+    archive.ended(StoredTrajectory.of(make_trajectory("a")), 1)
+    archive.close()
+    with pytest.raises(ConfigError, match="no tokens in the archive"):
+        ArchiveReader(path).read_trajectory("a")
 
 
 async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) -> None:
@@ -105,10 +138,9 @@ async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) 
     for name, members in (("g", ["a", "b"]), ("h", ["c", "d"])):
         queue.dispatch_group(name, "task", 0, members, 0)
         for member in members:
-            archive.ended(make_trajectory(member, name), attempt=1)
-    await queue.put_group(
-        replace(make_group("g"), trajectories=(make_trajectory("a", "g"), make_trajectory("b", "g")))
-    )
+            archive_trajectory(archive, make_trajectory(member, name))
+    group = replace(make_group("g"), trajectories=(make_trajectory("a", "g"), make_trajectory("b", "g")))
+    await queue.put_group(group.stored_in(tmp_path / "spool"))
     archive.write_notes()
     reader = ArchiveReader(path)
     assert ids(reader, "status = 'queued'") == ["b", "a"]
@@ -126,7 +158,7 @@ def test_a_reader_sees_what_is_written_while_the_run_goes_on(path: Path) -> None
     archive = Archive(path, keep=3)
     reader = ArchiveReader(path)
     assert reader.count_trajectories() == 0
-    archive.ended(make_trajectory("a"), attempt=1)
+    archive_trajectory(archive, make_trajectory("a"))
     assert reader.count_trajectories() == 0
     archive.write_notes()
     assert reader.count_trajectories() == 1
@@ -139,14 +171,14 @@ def test_the_run_goes_on_when_the_archive_cannot_be_written(
     archive = Archive(path, keep=3)
     other = sqlite3.connect(path, timeout=0)
     other.execute("DROP TABLE events")
-    archive.ended(make_trajectory("a"), attempt=1)
+    archive_trajectory(archive, make_trajectory("a"))
     archive.write_notes()
     assert "some trajectories are not archived" in caplog.text
-    archive.ended(make_trajectory("b"), attempt=1)
+    archive_trajectory(archive, make_trajectory("b"))
     archive.close()
     other.close()
     nowhere = Archive(path.parent / "missing" / "x.sqlite", keep=3)
-    nowhere.ended(make_trajectory("a"), attempt=1)
+    archive_trajectory(nowhere, make_trajectory("a"))
     nowhere.close()
 
 
@@ -163,7 +195,7 @@ def test_the_archive_is_rolled_back_to_the_checkpoint_of_a_restart(path: Path, t
     config = replace(scenario.config, run=replace(scenario.config.run, keep_trajectories=9))
     archive = Archive(path, keep=9)
     for name, step in (("a", 1), ("b", 2)):
-        archive.ended(make_trajectory(name), attempt=1)
+        archive_trajectory(archive, make_trajectory(name))
         archive.trained([name], step)
     archive.close()
     recovered = RecoveredState(config, tmp_path, scenario.tasks, FACTS, 1, Metrics(), lambda: 0.0)

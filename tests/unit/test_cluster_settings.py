@@ -182,7 +182,7 @@ def test_a_step_of_ranks_ends_with_an_error_after_its_limit(
 
 
 async def start_worker(config: Any, folder: Path) -> None:
-    async with rollout_worker_actor.rollout_worker(config, "worker 0", SETUP, folder / "log"):
+    async with rollout_worker_actor.rollout_worker(config, "worker 0", folder, SETUP, folder / "log"):
         pass
 
 

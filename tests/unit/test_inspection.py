@@ -23,7 +23,7 @@ from async_rl.queue.archive import Archive, without_routing
 from async_rl.queue.ledger import Ledger
 from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory, TurnRecord
 from tests.support.run_config import write_run
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import archive_failure, archive_trajectory, make_trajectory
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
 
@@ -193,12 +193,12 @@ def run_dir(tmp_path: Path, trajectory: Trajectory, calculator: Path) -> Path:
     config = load_config(write_run(tmp_path), [f"model.path={calculator / 'model'}"])
     (folder / "config.yaml").write_text(resolved_yaml(config))
     archive = Archive(folder / "trajectories.sqlite", keep=10)
-    archive.ended(trajectory, 1)
+    archive_trajectory(archive, trajectory)
     archive.trained([trajectory.trajectory_id], 5)
-    archive.ended(make_trajectory("0198bbbb1", sampled=[(30, 1)], reward=0.0), 1)
+    archive_trajectory(archive, make_trajectory("0198bbbb1", sampled=[(30, 1)], reward=0.0))
     archive.dropped(["0198bbbb1"], "too_stale")
-    archive.failed(
-        make_trajectory("0198bbbb2", reward=None), 1, AgentLoopError("agent loop x raised KeyError")
+    archive_failure(
+        archive, make_trajectory("0198bbbb2", reward=None), AgentLoopError("agent loop x raised KeyError")
     )
     archive.close()
     ledger = Ledger(folder / "ledger.sqlite")

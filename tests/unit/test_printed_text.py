@@ -29,7 +29,7 @@ from async_rl.queue.archive import Archive
 from async_rl.run.folder import logging_to
 from async_rl.runtime.printable import print_exception, print_text, printable
 from tests.support.run_config import write_run
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import archive_failure, archive_trajectory, make_trajectory
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "[/x]\x1b]52;c;cm0gLXJm\x07\x1b[2J\x9b31m\x7f\r\x08\u202egnp.exe\u2066\u2028[bold]:warning:\x00"
@@ -82,10 +82,10 @@ def run_dir(tmp_path: Path, calculator: Path) -> Path:
         replace(each, engine_id=HOSTILE) if hasattr(each, "engine_id") else each for each in hostile.segments
     ]
     outcome = replace(hostile.outcome, reward_parts={HOSTILE: 1.0})
-    archive.ended(replace(hostile, segments=tuple(segments), outcome=outcome), 1)
+    archive_trajectory(archive, replace(hostile, segments=tuple(segments), outcome=outcome))
     archive.dropped(["0198aaaa"], HOSTILE)
-    archive.failed(
-        replace(make_trajectory("0198bbbb", reward=None), task_id="[/x]"), 1, AgentLoopError(HOSTILE)
+    archive_failure(
+        archive, replace(make_trajectory("0198bbbb", reward=None), task_id="[/x]"), AgentLoopError(HOSTILE)
     )
     archive.close()
     return folder

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -18,8 +18,10 @@ from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
-from async_rl.types import Group, StoredTrajectory, Trajectory
-from tests.support.trajectories import FACTS, make_group, make_trajectory
+from async_rl.types import StoredTrajectory, Trajectory
+from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory
+
+SPOOLS: WeakKeyDictionary[TrajectoryQueue, Spool] = WeakKeyDictionary()
 
 
 def open_queue(
@@ -28,13 +30,20 @@ def open_queue(
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.rollback(step)
     most = settings.pop("max_bytes", None)
+    spool = Spool(folder / "spool", most)
     queue = TrajectoryQueue(
         ledger,
-        Spool(folder / "spool", most),
+        spool,
         **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
     )
+    SPOOLS[queue] = spool
     queue.restore_groups(dict(journalled))
     return queue
+
+
+def files(folder: Path) -> list[str]:
+    """The trajectories whose frames are in the spool of a folder."""
+    return sorted(path.name.rpartition("-")[0] for path in (folder / "spool").glob("*/*"))
 
 
 def dispatch(queue: TrajectoryQueue, *names: str, version: int = 0) -> None:
@@ -42,9 +51,15 @@ def dispatch(queue: TrajectoryQueue, *names: str, version: int = 0) -> None:
         queue.dispatch_group(name, "task", len(queue.view().in_flight), [f"{name}-0", f"{name}-1"], version)
 
 
-async def keep(queue: TrajectoryQueue, trajectory: Trajectory) -> None:
-    queue.finished.add_tree(trajectory)
-    assert await queue.finished.store_pending() == [trajectory.trajectory_id]
+def end(queue: TrajectoryQueue, trajectory: Trajectory, *, scored: bool = True) -> StoredTrajectory:
+    """Store a trajectory whose attempt has ended before its group."""
+    (stored,) = SPOOLS[queue].store_tree([trajectory])
+    queue.finished.add_tree(stored, scored=scored)
+    return stored
+
+
+async def put(queue: TrajectoryQueue, group: MadeGroup) -> None:
+    await queue.put_group(group.stored_in(SPOOLS[queue].directory))
 
 
 def journalled(name: str, *versions: int) -> tuple[str, ProgressReport]:
@@ -63,14 +78,14 @@ async def test_a_batch_waits_for_a_group_that_is_due_by_what_the_journal_has_of_
     queue = open_queue(tmp_path, 1, *([journalled("left-1", *versions)] if versions else []))
     dispatch(queue, "a", "b", version=1)
     for name in "ab":
-        await queue.put_group(make_group(name, version=1))
+        await put(queue, make_group(name, version=1))
     async with Nursery() as nursery:
         taking = nursery.start_task("take", queue.next_batch(1))
         for _ in range(20):
             await asyncio.sleep(0.001)
         assert taking.done() is not waits
         if waits:
-            await queue.put_group(make_group("left", version=0))
+            await put(queue, make_group("left", version=0))
     batch = taking.result()
     assert batch is not None
     assert ("left" in batch.group_ids) is waits
@@ -83,7 +98,7 @@ async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_gr
     first = open_queue(tmp_path, 0)
     dispatch(first, "g")
     ended, other = make_group("g").trajectories
-    await keep(first, ended)
+    end(first, ended)
     first.start_attempt("g-1", 2)
     first.close()
     queue = open_queue(tmp_path, 0)
@@ -97,79 +112,60 @@ async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_gr
     assert np.array_equal(columns["token_ids"], ended.token_ids)
     assert ended.trace is not None
     assert np.array_equal(columns["routed_experts"], ended.trace.rows)
-    await queue.put_group(Group(group_id="g", task_id="task", trajectories=(again, other)))
+    await put(queue, MadeGroup(group_id="g", task_id="task", trajectories=(again, other)))
     queue.close()
-    assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == ["g-0", "g-1"]
+    assert files(tmp_path) == ["g-0", "g-1"]
 
 
 async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tmp_path: Path) -> None:
     first = open_queue(tmp_path, 0)
     dispatch(first, "g", "h")
-    await keep(first, make_group("g").trajectories[0])
-    await keep(first, make_group("h").trajectories[1])
+    damaged = end(first, make_group("g").trajectories[0])
+    lost = end(first, make_group("h").trajectories[1])
     first.close()
-    kept = tmp_path / "spool"
-    data = bytearray((kept / "g-0").read_bytes())
+    data = bytearray(Path(damaged.path).read_bytes())
     data[-1] ^= 1
-    (kept / "g-0").write_bytes(data)
-    (kept / "h-1").unlink()
-    (kept / "orphan").write_bytes(b"")
+    Path(damaged.path).write_bytes(data)
+    Path(lost.path).unlink()
+    Path(lost.path).with_name("orphan-1").write_bytes(b"")
     queue = open_queue(tmp_path, 0)
     assert [dict(left.finished) for left in queue.restored_groups] == [{}, {}]
-    assert list(kept.iterdir()) == []
+    assert files(tmp_path) == []
     queue.close()
 
 
 async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, 0)
     dispatch(queue, "g")
-    ended = make_group("g").trajectories[0]
-    await keep(queue, ended)
+    ended = end(queue, make_group("g").trajectories[0])
+    end(queue, make_group("g").trajectories[1], scored=False)
     queue.drop_group("g", "error")
     with pytest.raises(InvariantError):
         queue.finished.add_tree(ended)
-    assert await queue.finished.store_pending() == []
     queue.flush_ledger()
-    assert list((tmp_path / "spool").iterdir()) == []
+    assert files(tmp_path) == []
     queue.close()
 
 
-@pytest.mark.parametrize("how", ["put", "drop"])
-async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    queue = open_queue(tmp_path, 0)
-    dispatch(queue, "g")
-    group = make_group("g")
-    queue.finished.add_tree(group.trajectories[0])
-    put, begun, go = Spool.write_trajectory, threading.Event(), threading.Event()
-
-    def put_slowly(self: Spool, trajectory: Trajectory) -> StoredTrajectory:
-        begun.set()
-        go.wait(10)
-        return put(self, trajectory)
-
-    monkeypatch.setattr(Spool, "write_trajectory", put_slowly)
-    async with Nursery() as nursery:
-        keeping = nursery.start_task("keep", queue.finished.store_pending())
-        await asyncio.to_thread(begun.wait, 10)
-        if how == "put":
-            await queue.put_group(group)
-        else:
-            queue.drop_group("g", "error")
-        go.set()
-    assert keeping.result() == []
-    queue.close()
-    left = sorted(path.name for path in (tmp_path / "spool").iterdir())
-    assert left == (["g-0", "g-1"] if how == "put" else [])
+async def test_a_trajectory_without_its_reward_is_left_to_the_journal_by_a_restart(tmp_path: Path) -> None:
+    first = open_queue(tmp_path, 0)
+    dispatch(first, "g")
+    end(first, make_group("g").trajectories[0], scored=False)
+    first.flush_ledger()
+    assert files(tmp_path) == ["g-0"]
+    second = open_queue(tmp_path, 0)
+    (left,) = second.restored_groups
+    assert left.finished == {}
+    assert files(tmp_path) == []
+    second.close()
 
 
 async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(tmp_path: Path) -> None:
     first = open_queue(tmp_path, 4, max_staleness=3)
     dispatch(first, "queued", "left", version=4)
     parts = [make_trajectory(f"queued-{i}", "queued", sampled=((2, 3), (3, 6))) for i in range(2)]
-    await first.put_group(Group(group_id="queued", task_id="task", trajectories=tuple(parts)))
-    await keep(first, make_trajectory("left-0", "left", sampled=((3, 6),)))
+    await put(first, MadeGroup(group_id="queued", task_id="task", trajectories=tuple(parts)))
+    end(first, make_trajectory("left-0", "left", sampled=((3, 6),)))
     first.close()
     queue = open_queue(tmp_path, 4, max_staleness=3)
     (left,) = queue.restored_groups
@@ -177,12 +173,13 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
     queue.close()
     third = open_queue(tmp_path, 5, max_staleness=3)  # a later checkpoint, but 4 was gone back to
     (left,) = third.restored_groups
-    await third.put_group(
-        Group(
+    await put(
+        third,
+        MadeGroup(
             group_id="left",
             task_id="task",
             trajectories=(left.finished["left-0"], make_trajectory("left-1", "left", sampled=((2, 5),))),
-        )
+        ),
     )
     batch = await third.next_batch(5)
     assert batch is not None
@@ -201,14 +198,14 @@ async def test_the_youngest_groups_are_dropped_when_the_spool_cannot_hold_all_th
     first = open_queue(tmp_path, 3, **settings)
     dispatch(first, *"abcdef", version=3)
     for name in "ab":
-        await first.put_group(make_group(name, version=3))
+        await put(first, make_group(name, version=3))
     first.close()
     queue = open_queue(tmp_path, 3, journalled("d-0", 2), journalled("c-0", 1), **settings)
     assert {left.group_id for left in queue.restored_groups} == {"c", "d"}
     counts = queue.statistics()
     assert (counts.in_flight, counts.queued, counts.dropped) == (4, 4, {"restart": 4})
     for name in "cd":
-        await queue.put_group(make_group(name, version=3))
+        await put(queue, make_group(name, version=3))
     queue.close()
 
 

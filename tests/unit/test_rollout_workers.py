@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import struct
+import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -32,15 +33,19 @@ from async_rl.errors import (
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue import journal as journal_module
+from async_rl.queue.archive import InspectedTrajectories
+from async_rl.queue.frames import read_columns, verify_frame
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
-from async_rl.rollout.attempt import Attempt
+from async_rl.queue.spool import Spool
+from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers import messages
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import (
+    AttemptEnded,
     CancelRequest,
     DropCall,
     Failure,
@@ -57,8 +62,9 @@ from async_rl.runtime.supervision import first_error
 from async_rl.simulation import simulated_workers
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
-from async_rl.types import Completion, Task, Trajectory
+from async_rl.types import Completion, StoredTrajectory, Task, Trajectory
 from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
+from tests.support.trajectories import make_trajectory
 
 HERE = __name__
 TASK = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])
@@ -188,8 +194,16 @@ class WorkerBench:
         self.bench = Bench(simulated(self.policy, decode_step_s=0.01, prefill_tokens_per_s=1e9))
         self.metrics = self.bench.metrics
         chat = cast(ChatFormat, PlainChat())
+        self._folder = tempfile.TemporaryDirectory()
+        self.spool = Spool(Path(self._folder.name) / "spool", None)
+        self.inspected = InspectedTrajectories(Path(self._folder.name) / "trajectories")
         self.processes = SimulatedWorkers(
-            self.config, chat, self.bench.engines, FACTS, delay_s=lambda: delay_s
+            self.config,
+            chat,
+            self.bench.engines,
+            FACTS,
+            delay_s=lambda: delay_s,
+            inspected=self.inspected,
         )
         self.clock = asyncio.get_running_loop().time
         self.folders = None if journals is None else JournalFolders(journals, 1, {})
@@ -199,6 +213,7 @@ class WorkerBench:
             self.metrics,
             self.bench.pool,
             self.clock,
+            self.spool,
             self.folders,
         )
         self._stack = AsyncExitStack()
@@ -208,7 +223,24 @@ class WorkerBench:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._stack.aclose()
+        try:
+            await self._stack.aclose()
+        finally:
+            self._folder.cleanup()
+
+    def local_backend(self) -> LocalBackend:
+        """The backend that runs loops in this process."""
+        return LocalBackend(self.config, self.context, self.spool, self.inspected)
+
+    async def trajectories(
+        self, of: Attempt | None = None, backend: RolloutBackend | None = None
+    ) -> tuple[Trajectory, ...]:
+        """Run an attempt, and return what it makes."""
+        end = await (backend or self.backend).run_attempt(of or attempt())
+        kept = [self.inspected.read_file(each.trajectory_id, 1) for each in end.trajectories]
+        for stored in end.trajectories:
+            verify_frame(stored)
+        return tuple(each.trajectory for each in kept)
 
     def attempt(self, known: Mapping[str, TrajectoryProgress] | None = None) -> Attempt:
         """An attempt that is journalled, and that goes on if something is known of it."""
@@ -237,11 +269,6 @@ def attempt(name: str = "0" * 32) -> Attempt:
     return Attempt(TASK, name, "g", 1, started_s=0.0)
 
 
-async def trajectories(backend: RolloutBackend, of: Attempt | None = None) -> tuple[Trajectory, ...]:
-    """Run an attempt, and return what it makes."""
-    return (await backend.run_attempt(of or attempt())).trajectories
-
-
 def timeless(trajectory: Trajectory) -> tuple[Any, ...]:
     """Return everything of a trajectory that does not depend on timing."""
     outcome = trajectory.outcome
@@ -254,10 +281,9 @@ def timeless(trajectory: Trajectory) -> tuple[Any, ...]:
 @in_virtual_time
 async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
     async with WorkerBench("Everything") as workers:
-        there = await trajectories(workers.backend)
-    workers = WorkerBench("Everything")
-    async with LocalBackend(workers.config, workers.context) as here:
-        local = await trajectories(here)
+        there = await workers.trajectories()
+    async with WorkerBench("Everything") as workers, workers.local_backend() as here:
+        local = await workers.trajectories(backend=here)
     assert [timeless(trajectory) for trajectory in there] == [timeless(trajectory) for trajectory in local]
     assert [len(t.trajectory_id.split(".")) for t in there] == [1, 2, 3, 2]
     assert there[0].turns[0].metadata["length"] == 4
@@ -267,7 +293,7 @@ async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
 @in_virtual_time
 async def test_tokens_are_kept_when_a_loop_leaves_its_turn() -> None:
     async with WorkerBench("CancelsItsTurn") as workers:
-        (trajectory,) = await trajectories(workers.backend)
+        (trajectory,) = await workers.trajectories()
     cut, whole = trajectory.sampled
     assert 0 < len(cut.token_ids) < 10
     assert len(whole.token_ids) == 3
@@ -289,13 +315,13 @@ async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker(si
         else:
             loop.call_later(0.02, hold)  # the next call waits
         loop.call_later(1000.0, workers.bench.pool.serve_engine, engine.engine_id, 0)
-        assert len(await trajectories(workers.backend)) == 4
+        assert len(await workers.trajectories()) == 4
     assert loop.time() > 1000.0
 
 
 async def _undisturbed() -> list[int]:
     async with WorkerBench() as workers:
-        (trajectory,) = await trajectories(workers.backend)
+        (trajectory,) = await workers.trajectories()
     return trajectory.token_ids.tolist()
 
 
@@ -324,7 +350,7 @@ async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
         (known,) = first.progress.values()
         assert (known.oldest_version, known.newest_version) == (0, 0)
         assert 250 * 4 // 5 - 90 < known.num_sampled_tokens <= 250  # reported when it has grown by a quarter
-        (trajectory,) = await trajectories(workers.backend, workers.attempt(first.progress))
+        (trajectory,) = await workers.trajectories(workers.attempt(first.progress))
         restarts = workers.bench.counted("rollout_worker_restarts_total")
         await asyncio.sleep(1.0)  # the counters of workers arrive with a heartbeat
         resumed = workers.bench.counted("resumed_tokens_total")
@@ -352,7 +378,7 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(simulated_workers, "encode", encode)
     async with WorkerBench(journals=tmp_path, max_context_tokens=2048, max_new_tokens=1900) as workers:
         workers.policy.stop_at = frozenset({1500})
-        await trajectories(workers.backend, workers.attempt())
+        await workers.trajectories(workers.attempt())
     assert len(sizes) > 50
     assert median(sizes) < 400
     lengths = [report.num_sampled_tokens for report in reports]
@@ -364,8 +390,12 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_the_run_ends_with_one_error_when_the_disk_is_full_under_the_journal_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write = os.write
+
     def refuse(file: int, data: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        if str(tmp_path) in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
 
     monkeypatch.setattr(os, "write", refuse)
     begin_s = asyncio.get_running_loop().time()
@@ -491,7 +521,7 @@ async def test_a_loop_fails_or_ends_in_the_driver_as_in_its_worker(
 ) -> None:
     async with WorkerBench(loop) as workers:
         if kind is None:
-            (trajectory,) = await trajectories(workers.backend)
+            (trajectory,) = await workers.trajectories()
             assert trajectory.outcome.stop_reason == "length"
         else:
             with pytest.raises(kind, match=words):
@@ -523,14 +553,74 @@ async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
         end = await workers.backend.run_attempt(attempt())
         (trajectory,), (unscored,) = end.trajectories, end.unscored
         assert unscored.trajectory_id == unscored.reward_source == trajectory.trajectory_id
-        assert unscored.completion.token_ids.tolist() == trajectory.token_ids.tolist()
+        token_ids = read_columns(trajectory)["token_ids"]
+        assert unscored.completion.token_ids.tolist() == token_ids.tolist()
         async with asyncio.TaskGroup() as tasks:
             scoring = tasks.create_task(workers.backend.score_group(TASK, [unscored.completion] * 2))
             await asyncio.sleep(0)  # it has asked a worker
             (busy,) = (w.name for w in workers.backend.workers.values() if w.inboxes)
             workers.processes.ends[busy].lose("it was killed")
-        expected = float(trajectory.token_ids.sum() % 89)
+        expected = float(token_ids.sum() % 89)
         assert await scoring == [{"reward": expected}] * 2
+
+
+def frames_in(spool: Spool) -> list[Path]:
+    """All files of a spool."""
+    return list(spool.directory.glob("*/*"))
+
+
+@in_virtual_time
+async def test_frames_outlive_their_worker_and_those_that_it_never_reported_do_not() -> None:
+    async with WorkerBench() as workers:
+        kept = (await workers.backend.run_attempt(attempt())).trajectories
+        workers.processes.on_kill_after_frame = lambda: None
+        await _lost(workers.backend.run_attempt(attempt(name="1" * 32)))
+        assert len(frames_in(workers.spool)) == 2
+        await asyncio.sleep(1.0)  # its process has ended
+        assert [str(path) for path in frames_in(workers.spool)] == [kept[0].path]
+        again = (await workers.backend.run_attempt(attempt(name="1" * 32))).trajectories
+        assert Path(again[0].path).parent != Path(kept[0].path).parent
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
+@in_virtual_time
+async def test_no_frame_is_left_of_an_attempt_that_is_not_wanted_any_more(late_s: float) -> None:
+    """A straggler is dropped when its answer is under way, or has just arrived."""
+    async with WorkerBench(delay_s=late_s / 2) as workers:
+        stored = asyncio.Event()
+        workers.processes.on_store = stored.set
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(workers.backend.run_attempt(attempt()))
+            await stored.wait()
+            if not late_s:
+                (worker,) = workers.backend.workers.values()
+                (inbox,) = worker.inboxes.values()
+                while inbox.message is None:  # noqa: ASYNC110  # to the callback
+                    await asyncio.sleep(0)
+            playing.cancel()
+        assert playing.cancelled()
+        await asyncio.sleep(1.0)
+        assert len(frames_in(workers.spool)) == 1
+        workers.spool.delete_discarded()
+        assert frames_in(workers.spool) == []
+
+
+@in_virtual_time
+async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_path: Path) -> None:
+    async with WorkerBench() as workers:
+        frame = tmp_path / "ledger.sqlite"
+        frame.write_bytes(b"")
+        await asyncio.sleep(0.1)
+        end = AttemptEnd(trajectories=(StoredTrajectory.of(make_trajectory("t"), path=str(frame)),))
+        (link,) = workers.processes.ends.values()
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))
+            await asyncio.sleep(0.01)
+            (worker,) = workers.backend.workers.values()
+            link.post(AttemptEnded(request_id=next(iter(worker.inboxes)), end=end))
+            assert "not in its folder" in str(await playing)
+        workers.spool.delete_discarded()
+        assert frame.exists()
 
 
 def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:

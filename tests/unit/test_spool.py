@@ -17,17 +17,18 @@ import pytest
 
 from async_rl.errors import AsyncRLError, CorruptFrame, SpoolFull
 from async_rl.queue.frames import encode_trajectory, read_columns, verify_frame
-from async_rl.queue.spool import Spool
+from async_rl.queue.spool import Spool, SpoolFolder
+from tests.support.stored_batches import store_trajectory
 from tests.support.trajectories import make_group, make_trajectory
 
 
 def names(spool: Spool) -> list[str]:
-    return sorted(path.name for path in spool.directory.iterdir())
+    return sorted(path.name.rpartition("-")[0] for path in spool.directory.glob("*/*"))
 
 
 def test_a_frame_has_the_columns_of_its_trajectory(tmp_path: Path) -> None:
     trajectory = make_trajectory("t", sampled=((4, 0), (3, 1)))
-    stored = Spool(tmp_path, None).write_trajectory(trajectory)
+    stored = store_trajectory(tmp_path, trajectory)
     assert Path(stored.path).stat().st_size == stored.nbytes
     columns = read_columns(stored)
     assert np.array_equal(columns["token_ids"], trajectory.token_ids)
@@ -38,47 +39,47 @@ def test_a_frame_has_the_columns_of_its_trajectory(tmp_path: Path) -> None:
     verify_frame(stored)
 
 
-def test_frames_of_unfinished_groups_have_a_quarter_beside_the_bound(tmp_path: Path) -> None:
+def test_only_groups_that_have_ended_count_against_the_bound(tmp_path: Path) -> None:
     one, two, three = make_group("g", size=3, tokens=2000).trajectories
-    nbytes = encode_trajectory(two).nbytes
-    spool = Spool(tmp_path, max_bytes=5 * nbytes)
-    early = spool.write_trajectory(one)
-    with pytest.raises(SpoolFull, match="bytes of unfinished groups, another"):
-        spool.write_trajectory(two)
+    spool = Spool(tmp_path, max_bytes=5 * encode_trajectory(three).nbytes)
+    (early,) = spool.store_tree([one])
     assert (spool.used_bytes, names(spool)) == (0, ["g-0"])
-    stored = spool.put_group([early, two, three])
-    assert stored[0] is early
+    stored = (early, *spool.store_tree([two, three]))
+    spool.put_group(stored)
     assert spool.used_bytes == sum(entry.nbytes for entry in stored)
-    spool.write_trajectory(make_trajectory("other"))  # the quarter is free again
+    others = spool.store_tree(make_group("h", size=3, tokens=2000).trajectories)
     with pytest.raises(SpoolFull, match=r"exceed queue\.max_bytes"):
-        spool.put_group(make_group("h", size=3, tokens=2000).trajectories)
-    assert names(spool) == ["g-0", "g-1", "g-2", "other"]
+        spool.put_group(others)
+    assert spool.used_bytes == sum(entry.nbytes for entry in stored)
+    spool.discard(stored)
+    spool.put_group(others)
 
 
-def test_a_group_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = Spool(tmp_path, max_bytes=1 << 20)
     written = os.write
 
     def fill_up(file: int, data: Any) -> int:
-        if "g-1.part" in os.readlink(f"/proc/self/fd/{file}"):
+        if "g-1-" in os.readlink(f"/proc/self/fd/{file}"):
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(file, data)
 
-    early = spool.write_trajectory(make_trajectory("g-2"))
+    spool.store_tree([make_trajectory("g-2")])
     monkeypatch.setattr(os, "write", fill_up)
     with pytest.raises(SpoolFull, match="the disk is full; free some"):
-        spool.put_group([*make_group("g").trajectories, early])
-    assert (spool.used_bytes, names(spool)) == (0, ["g-2"])
+        spool.store_tree(make_group("g").trajectories)
+    assert names(spool) == ["g-2"]
     monkeypatch.undo()
-    assert len(spool.put_group([*make_group("g").trajectories, early])) == 3
+    assert len(spool.store_tree(make_group("g").trajectories)) == 2
 
 
 def test_a_file_is_deleted_when_what_must_come_before_is_done(tmp_path: Path) -> None:
     spool = Spool(tmp_path, None)
-    one, other = spool.put_group(make_group("g").trajectories)
+    one, other = spool.store_tree(make_group("g").trajectories)
+    spool.put_group([one, other])
     mapped = read_columns(one)["token_ids"]
     spool.discard([one])
-    assert (spool.used_bytes, spool.has_discarded) == (other.nbytes, True)
+    assert spool.used_bytes == other.nbytes
 
     def fail() -> None:
         raise AsyncRLError("the ledger cannot be written")
@@ -91,15 +92,15 @@ def test_a_file_is_deleted_when_what_must_come_before_is_done(tmp_path: Path) ->
         verify_frame(one)
     assert mapped[0] >= 0  # what a reader has mapped stays
     spool.discard([one])  # the second time is nothing
-    assert (spool.used_bytes, spool.has_discarded) == (other.nbytes, False)
+    assert spool.used_bytes == other.nbytes
 
 
 def test_a_new_frame_never_has_the_name_of_one_that_will_be_deleted(tmp_path: Path) -> None:
     spool = Spool(tmp_path, None)
-    first = spool.write_trajectory(make_trajectory("t"))
+    (first,) = spool.store_tree([make_trajectory("t")])
     spool.discard([first])
-    again = spool.write_trajectory(make_trajectory("t"))
-    third = spool.write_trajectory(make_trajectory("t"))
+    (again,) = spool.store_tree([make_trajectory("t")])
+    (third,) = spool.store_tree([make_trajectory("t")])
     assert len({first.path, again.path, third.path}) == 3
     spool.delete_discarded()
     verify_frame(again)
@@ -108,9 +109,11 @@ def test_a_new_frame_never_has_the_name_of_one_that_will_be_deleted(tmp_path: Pa
 
 def test_only_the_frames_that_the_ledger_names_survive_a_restart(tmp_path: Path) -> None:
     first = Spool(tmp_path, None)
-    early, orphan = (first.write_trajectory(make_trajectory(name)) for name in ("early", "orphan"))
-    used = first.put_group(make_group("g").trajectories)
+    worker = SpoolFolder(first.new_folder("rollout-worker-0"))
+    early, orphan = worker.store_tree([make_trajectory("early"), make_trajectory("orphan")])
+    used = first.store_tree(make_group("g").trajectories)
     (tmp_path / "half.part").write_bytes(b"half")
+    Path(f"{early.path}.part").write_bytes(b"half")
     again = Spool(tmp_path, None)
     again.recover_frames([early], used)
     assert names(again) == ["early", "g-0", "g-1"]
@@ -119,9 +122,40 @@ def test_only_the_frames_that_the_ledger_names_survive_a_restart(tmp_path: Path)
         verify_frame(orphan)
 
 
+def test_no_folder_is_given_twice(tmp_path: Path) -> None:
+    """A process of an earlier driver may still run, and write into the folder that it was given."""
+    first = Spool(tmp_path, None)
+    late = SpoolFolder(first.new_folder("rollout-worker-0"))
+    again = Spool(tmp_path, None)
+    again.recover_frames([], [])
+    third = Spool(tmp_path, None)
+    third.recover_frames([], [])
+    folders = [spool.new_folder("rollout-worker-0") for spool in (again, third)]
+    assert late.directory not in folders
+    with pytest.raises(FileNotFoundError):
+        late.store_tree([make_trajectory("t")])
+
+
+def test_frames_that_were_never_reported_are_deleted_when_their_process_has_ended(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, None)
+    worker = SpoolFolder(spool.new_folder("rollout-worker-0"))
+    early, _, used, discarded, refused = worker.store_tree([make_trajectory(name) for name in "abcde"])
+    spool.hold([early, used, discarded])
+    spool.put_group([used])
+    spool.discard([discarded])
+    spool.refuse([refused, used])  # a second answer with a frame that is held changes nothing
+    spool.end_folder(worker.directory)
+    assert names(spool) == ["a", "c", "d", "e"]
+    spool.delete_discarded()
+    assert names(spool) == ["a", "c"]
+    spool.discard([early, used])
+    spool.delete_discarded()
+    assert not worker.directory.exists()
+
+
 @pytest.mark.parametrize("place", [lambda size: 3, lambda size: 60, lambda size: size - 1])
 def test_a_flipped_bit_is_found(tmp_path: Path, place: Callable[[int], int]) -> None:
-    stored = Spool(tmp_path, None).write_trajectory(make_trajectory("t"))
+    stored = store_trajectory(tmp_path, make_trajectory("t"))
     data = bytearray(Path(stored.path).read_bytes())
     data[place(len(data))] ^= 1
     Path(stored.path).write_bytes(data)
@@ -131,7 +165,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: Callable[[int], int]) -> 
 
 
 def test_another_process_reads_a_frame_by_its_reference(tmp_path: Path) -> None:
-    stored = Spool(tmp_path, None).write_trajectory(make_trajectory("t"))
+    stored = store_trajectory(tmp_path, make_trajectory("t"))
     program = f"""
 import msgspec
 from async_rl.queue.frames import read_columns
@@ -150,7 +184,7 @@ def test_frames_stay_apart_when_threads_write_and_discard_at_once(tmp_path: Path
     def work(number: int) -> None:
         for i in range(20):
             trajectory = make_trajectory(f"{number}", sampled=((100 + i, 0),))
-            stored = spool.write_trajectory(trajectory)
+            (stored,) = spool.store_tree([trajectory])
             if not np.array_equal(read_columns(stored)["token_ids"], trajectory.token_ids):
                 failures.append(f"{number}: {i}")
             spool.discard([stored])

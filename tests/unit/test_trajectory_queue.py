@@ -15,21 +15,20 @@ import numpy as np
 import pytest
 
 from async_rl import codec
-from async_rl.codec import Frame
 from async_rl.errors import AsyncRLError, CorruptFrame, DataError, InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue import delivery, packing, spool
+from async_rl.queue import delivery, packing
 from async_rl.queue.batching import read_trajectories
-from async_rl.queue.frames import encode_trajectory, verify_frame
+from async_rl.queue.frames import verify_frame
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import Waits, acting
 from async_rl.staleness import Backlog
-from async_rl.types import Group, StoredTrajectory, TakenBatch, Trajectory
+from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.loop_blockers import loop_blockers
-from tests.support.trajectories import FACTS, make_group, make_trajectory
+from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory
 
 
 class Run:
@@ -57,7 +56,11 @@ class Run:
     async def ready(self, *names: str, version: int = 0, **others: int) -> None:
         for name in names:
             self.dispatch(name, version=version)
-            await self.queue.put_group(make_group(name, version=version, **others))
+            await self.put(make_group(name, version=version, **others))
+
+    async def put(self, group: MadeGroup) -> None:
+        """Store the trajectories of a group and put it."""
+        await self.queue.put_group(await asyncio.to_thread(group.stored_in, self.spool.directory))
 
     async def take(self, version: int = 0) -> TakenBatch:
         batch = await self.queue.next_batch(version)
@@ -71,7 +74,7 @@ class Run:
     @property
     def files(self) -> list[str]:
         """The files in the spool."""
-        return sorted(path.name for path in self.spool.directory.iterdir())
+        return sorted(path.name.rpartition("-")[0] for path in self.spool.directory.glob("*/*"))
 
     def again(self, step: int = 0) -> Run:
         return Run(self.folder, step, **self.settings)
@@ -147,7 +150,7 @@ async def test_a_group_goes_through_the_whole_queue(run: Run) -> None:
     counts = run.queue.statistics()
     assert (counts.trained, counts.queued, counts.in_flight, counts.dropped) == (4, 2, 0, {})
     assert (counts.groups_ready, run.files) == (1, ["c-0", "c-1"])
-    assert counts.bytes == sum((run.spool.directory / name).stat().st_size for name in run.files)
+    assert counts.bytes == sum(path.stat().st_size for path in run.spool.directory.glob("*/*"))
     with pytest.raises(CorruptFrame, match="does not exist"):
         read_trajectories(batch)
 
@@ -214,7 +217,7 @@ async def test_groups_are_admitted_by_a_guess_while_no_size_is_known(tmp_path: P
         run.dispatch(names[-1])
     assert len(names) == 4
     for name in names:
-        await run.queue.put_group(make_group(name))
+        await run.put(make_group(name))
     assert 0 < run.spool.used_bytes < 256 << 10
     run.queue.close()
 
@@ -224,7 +227,7 @@ async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> No
     await run.ready("a", "b", tokens=6000)
     run.dispatch("c")
     async with named_waits() as waited, Nursery() as nursery:
-        put = nursery.start_task("put", run.queue.put_group(make_group("c", tokens=6000)))
+        put = nursery.start_task("put", run.put(make_group("c", tokens=6000)))
         batch = await run.take()
         await until(lambda: "capacity" in waited())
         assert waited()["capacity"] == f"a step must free some of {run.spool.used_bytes} bytes in the spool"
@@ -240,7 +243,7 @@ async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(tmp_p
     await run.ready("a", tokens=6000)
     run.dispatch("b")
     with pytest.raises(SpoolFull, match="raise it"):
-        await run.queue.put_group(make_group("b", tokens=6000))
+        await run.put(make_group("b", tokens=6000))
     assert run.queue.statistics().in_flight == 2
     run.queue.close()
 
@@ -253,7 +256,7 @@ async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Pat
     run.dispatch("d")
     with pytest.raises(SpoolFull, match="raise it"):
         async with asyncio.timeout(5):
-            await run.queue.put_group(make_group("d", tokens=6000))
+            await run.put(make_group("d", tokens=6000))
     run.queue.close()
 
 
@@ -272,7 +275,7 @@ async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Pa
             "1 of 1 groups in flight must go before the 2 ready ones, or they would grow older than 1"
         )
         assert run.queue.view().due == ("old",)
-        await run.queue.put_group(make_group("old", version=0))
+        await run.put(make_group("old", version=0))
         batch = await taking
     assert batch is not None
     assert batch.group_ids == ("old", "c")
@@ -446,7 +449,7 @@ async def mixed(run: Run, name: str, *ages: tuple[tuple[int, int], ...]) -> None
     run.queue.dispatch_group(name, "task", run.next, ids, 0)
     run.next += 1
     trajectories = tuple(make_trajectory(i, name, sampled=spans) for i, spans in zip(ids, ages, strict=True))
-    await run.queue.put_group(Group(group_id=name, task_id="task", trajectories=trajectories))
+    await run.put(MadeGroup(group_id=name, task_id="task", trajectories=trajectories))
 
 
 async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_masked(tmp_path: Path) -> None:
@@ -487,7 +490,7 @@ async def test_branches_are_no_siblings_when_masking_leaves_one_attempt(tmp_path
     run.queue.add_branches("a-0", ["a-0.1"])
     ages = {"a-0": ((4, 3),), "a-0.1": ((5, 3),), "a-1": ((4, 0),)}
     tree = tuple(make_trajectory(name, "a", sampled=spans) for name, spans in ages.items())
-    await run.queue.put_group(Group(group_id="a", task_id="task", trajectories=tree))
+    await run.put(MadeGroup(group_id="a", task_id="task", trajectories=tree))
     await mixed(run, "b", ((4, 3),), ((5, 3),))
     batch = await run.take(3)
     assert batch.group_ids == ("b",)
@@ -543,7 +546,7 @@ async def test_lengths_that_an_earlier_process_saw_end_are_counted_with_what_is_
 async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_trained(run: Run) -> None:
     run.queue.advance_version(3)
     run.dispatch("a", version=3)
-    await run.queue.put_group(make_group("a", version=1))
+    await run.put(make_group("a", version=1))
     await run.ready("b", "c", version=3)
     batch = await run.take(3)
     assert batch.group_ids == ("b", "c")
@@ -553,7 +556,7 @@ async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_tra
 async def test_a_group_is_trained_without_those_that_failed(run: Run) -> None:
     run.dispatch("a", size=3)
     run.queue.drop_trajectories(["a-2"], "error")
-    await run.queue.put_group(make_group("a", size=2))
+    await run.put(make_group("a", size=2))
     await run.ready("b")
     batch = await run.take()
     assert len(batch.trajectory_ids) == 4
@@ -564,12 +567,12 @@ async def test_a_group_is_trained_without_those_that_failed(run: Run) -> None:
 async def test_what_does_not_fit_the_ledger_is_refused_when_put(run: Run) -> None:
     run.dispatch("a", size=3)
     with pytest.raises(InvariantError, match="put with"):
-        await run.queue.put_group(make_group("a", size=2))
+        await run.put(make_group("a", size=2))
     with pytest.raises(InvariantError, match="not outstanding"):
-        await run.queue.put_group(make_group("unknown"))
-    await run.queue.put_group(make_group("a", size=3))
+        await run.put(make_group("unknown"))
+    await run.put(make_group("a", size=3))
     with pytest.raises(InvariantError):
-        await run.queue.put_group(make_group("a", size=3))
+        await run.put(make_group("a", size=3))
     with pytest.raises(InvariantError, match="queued groups"):
         run.queue.drop_trajectories(["a-0"], "error")
     assert run.queue.statistics().queued == 3
@@ -592,7 +595,7 @@ async def test_a_dropped_group_is_deleted_in_a_thread_and_its_space_is_free_at_o
         blockers.start()
         run.queue.drop_group("c", "error")
         assert run.spool.used_bytes == used - sum(
-            (run.spool.directory / name).stat().st_size for name in ("c-0", "c-1")
+            path.stat().st_size for path in run.spool.directory.glob("*/c-*")
         )
         crashed = [group.group_id for group in Ledger(run.folder / "ledger.sqlite").outstanding()]
         assert "c" in crashed
@@ -619,26 +622,6 @@ async def test_a_dropped_group_keeps_its_frames_while_the_drop_cannot_be_written
     run.queue.flush_ledger()
     with pytest.raises(CorruptFrame):
         verify_frame(stored)
-
-
-async def test_a_trajectory_that_ended_early_is_encoded_once(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[str] = []
-
-    def count(trajectory: Trajectory) -> Frame:
-        encoded.append(trajectory.trajectory_id)
-        return encode_trajectory(trajectory)
-
-    monkeypatch.setattr(spool, "encode_trajectory", count)
-    run.dispatch("a")
-    group = make_group("a")
-    run.queue.finished.add_tree(group.trajectories[1])
-    assert await run.queue.finished.store_pending() == ["a-1"]
-    await run.queue.put_group(group)
-    assert encoded == ["a-1", "a-0"]
-    await run.ready("b")
-    assert (await run.take()).trajectory_ids == ("a-0", "a-1", "b-0", "b-1")
 
 
 async def test_no_frame_is_decoded_to_make_a_batch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,7 +666,7 @@ async def test_a_group_is_dropped_with_the_reason_when_its_routing_is_of_other_l
         for t in stale.trajectories
     )
     run.dispatch("a")
-    await run.queue.put_group(msgspec.structs.replace(stale, trajectories=trajectories))
+    await run.put(msgspec.structs.replace(stale, trajectories=trajectories))
     await run.ready("b", "c")
     batch = await run.take()
     assert batch.group_ids == ("b", "c")
@@ -696,8 +679,7 @@ async def test_a_group_is_dropped_with_the_reason_when_its_routing_is_of_other_l
 async def test_a_trajectory_that_sampled_nothing_has_no_age(run: Run) -> None:
     run.dispatch("a", size=1)
     empty = make_trajectory("a-0", "a", sampled=((0, 0),))
-    group = make_group("a", size=1)
-    await run.queue.put_group(type(group)(group_id="a", task_id="task", trajectories=(empty,)))
+    await run.put(MadeGroup(group_id="a", task_id="task", trajectories=(empty,)))
     await run.ready("b")
     assert (await run.take(1)).staleness == (0, 1, 1)
 
@@ -712,7 +694,7 @@ async def test_no_call_waits_any_more_when_the_queue_is_stopped(run: Run) -> Non
         assert waited().keys() == {"admission", "batch"}
         run.queue.stop()
     assert (admitted.result(), taken.result()) == (False, None)
-    await run.queue.put_group(make_group("a"))  # what is in flight is kept
+    await run.put(make_group("a"))  # what is in flight is kept
     assert run.queue.statistics().groups_ready == 1
 
 
@@ -731,13 +713,13 @@ async def test_the_last_batches_are_handed_out_when_the_data_has_ended(run: Run)
     assert run.queue.statistics().queued == 2
 
 
-async def test_a_group_is_queued_whole_when_put_is_cancelled_while_it_writes(
+async def test_a_group_is_queued_whole_when_put_is_cancelled_while_the_ledger_is_written(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.dispatch("a")
-    async with held(monkeypatch, run.spool, "put_group") as go:
+    async with held(monkeypatch, run.ledger, "flush") as go:
         async with Nursery() as nursery:
-            putting = nursery.start_task("put", run.queue.put_group(make_group("a")))
+            putting = nursery.start_task("put", run.put(make_group("a")))
             await settled()
             putting.cancel()
             await settled()
@@ -749,23 +731,18 @@ async def test_a_group_is_queued_whole_when_put_is_cancelled_while_it_writes(
     assert (counts.in_flight, counts.queued, counts.groups_ready) == (0, 2, 1)
 
 
-async def test_a_group_is_in_flight_whole_when_put_is_cancelled_and_fails(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+async def test_a_group_is_in_flight_whole_when_put_is_cancelled_while_it_waits_for_space(
+    tmp_path: Path,
 ) -> None:
-    run.dispatch("a")
-
-    def full(_: object) -> None:
-        raise SpoolFull("full")
-
-    monkeypatch.setattr(run.spool, "put_group", full)
-    async with held(monkeypatch, run.spool, "put_group") as go:
-        async with Nursery() as nursery:
-            putting = nursery.start_task("put", run.queue.put_group(make_group("a")))
-            await settled()
-            putting.cancel()
-            go()
-    assert putting.cancelled()
+    run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
+    await run.ready("a", "b", tokens=6000)
+    run.dispatch("c")
+    async with Nursery() as nursery:
+        putting = nursery.start_task("put", run.put(make_group("c", tokens=6000)))
+        await settled()
+        putting.cancel()
     assert run.queue.statistics().groups_in_flight == 1
+    run.queue.close()
 
 
 async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
@@ -817,7 +794,7 @@ async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path
     refs = {name: first.frame_of(name) for name in "abc"}
     damage(refs["a"])
     Path(refs["b"].path).unlink()
-    first.spool.put_group(make_group("orphan").trajectories)
+    make_group("orphan").stored_in(first.spool.directory)
 
     second = first.again()
     assert second.position.pending == (0, 1)

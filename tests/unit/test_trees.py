@@ -8,17 +8,17 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config import parse_config
-from async_rl.errors import InvariantError, SpoolFull
+from async_rl.errors import InvariantError
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import GroupInFlight
-from async_rl.types import Context, Group, Sampled, Segment, StoredTrajectory, Task, Trajectory
+from async_rl.types import Context, Sampled, Segment, StoredTrajectory, Task, Trajectory
 from tests.support.journals import continue_journals
 from tests.support.stored_batches import assemble_batch
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import MadeGroup, make_trajectory
 
 
 def open_queue(folder: Path, metrics: Metrics | None = None) -> TrajectoryQueue:
@@ -41,16 +41,23 @@ def tree(root: str, *branches: str) -> list[Trajectory]:
     ]
 
 
+def group_of(*trajectories: Trajectory) -> MadeGroup:
+    return MadeGroup(group_id="g", task_id="t", trajectories=trajectories)
+
+
+def stored_in(folder: Path, *trajectories: Trajectory) -> tuple[StoredTrajectory, ...]:
+    return group_of(*trajectories).stored_in(folder / "spool").trajectories
+
+
 def test_what_a_branch_inherits_is_read_with_its_numbers_and_neither_trained_nor_counted_as_old() -> None:
     trunk, branch = tree("a", "a.1")
-    batch = assemble_batch([Group(group_id="g", task_id="t", trajectories=(trunk, branch))], 1, "b")
+    batch = assemble_batch([group_of(trunk, branch)], 1, "b")
     part = slice(*batch.offsets[1:3])
     assert batch.loss_mask[part].tolist() == [False] * 7 + [True] * 3
     assert batch.weight_versions[part].tolist() == [-1] * 3 + [0] * 4 + [1] * 3
     assert (batch.rollout_log_probs[part][3:] < 0).all()
     assert (trunk.oldest_weight_version, branch.oldest_weight_version) == (0, 1)
     assert branch.num_sampled_tokens == 3
-    assert [s.weight_version for s in branch.capped(0).segments if isinstance(s, Sampled)] == [0, 0]
 
 
 async def test_branches_are_members_of_the_group_from_the_end_of_their_trunk_on(tmp_path: Path) -> None:
@@ -65,8 +72,8 @@ async def test_branches_are_members_of_the_group_from_the_end_of_their_trunk_on(
     assert queue.statistics().dropped == {"reward_error": 2}
     leaves = tree("a", "a.1", "a.1.1")
     with pytest.raises(InvariantError, match="in flight are"):
-        await queue.put_group(Group(group_id="g", task_id="t", trajectories=tuple(leaves[:2])))
-    await queue.put_group(Group(group_id="g", task_id="t", trajectories=tuple(leaves)))
+        await queue.put_group(group_of(*leaves[:2]).stored_in(tmp_path / "spool"))
+    await queue.put_group(group_of(*leaves).stored_in(tmp_path / "spool"))
     batch = await queue.next_batch(1)
     assert batch is not None
     await queue.settle_batch(batch, 2)
@@ -74,23 +81,13 @@ async def test_branches_are_members_of_the_group_from_the_end_of_their_trunk_on(
     queue.close()
 
 
-async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(tmp_path: Path) -> None:
     first = open_queue(tmp_path)
     first.dispatch_group("g", "t", 0, ["a", "b", "c"], 0)
     for root in "ab":
         first.add_branches(root, [f"{root}.1"])
-        first.finished.add_tree(*tree(root, f"{root}.1"))
-    put = Spool.write_trajectory
-
-    def full(self: Spool, trajectory: Trajectory) -> StoredTrajectory:
-        if trajectory.trajectory_id == "b.1":
-            raise SpoolFull("full")
-        return put(self, trajectory)
-
-    monkeypatch.setattr(Spool, "write_trajectory", full)
-    assert await first.finished.store_pending() == ["a", "a.1"]
+    _, branch = stored_in(tmp_path, *tree("a", "a.1"))
+    first.finished.add_tree(*stored_in(tmp_path, *tree("a", "a.1")))
     first.close()
     second = open_queue(tmp_path)
     (left,) = second.restored_groups
@@ -101,7 +98,7 @@ async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(
     assert second.statistics().dropped == {"restart": 1}
     assert second.statistics().in_flight == 5
     second.close()
-    (tmp_path / "spool" / "a.1").write_bytes(b"")
+    Path(branch.path).write_bytes(b"")
     third = open_queue(tmp_path)
     assert not third.restored_groups[0].finished
     third.close()
@@ -149,9 +146,9 @@ def test_a_group_is_as_old_as_its_oldest_branch_that_a_restart_has_not_come_to_y
     # Sampled anew, it has nothing of its own yet.
     progress["a.1"] = JournalEntry("a.1", inherited=young.segments)
     assert group.oldest_version() == 5
-    group.end_sibling("a", tree("a", "a.1"))
+    group.end_sibling("a", [StoredTrajectory.of(each) for each in tree("a", "a.1")])
     assert (group.num_finished_siblings, group.running) == (1, ["b"])
-    group.end_sibling("b", tree("b"))
+    group.end_sibling("b", [StoredTrajectory.of(each) for each in tree("b")])
     assert [t.trajectory_id for t in group.trajectories] == ["a", "a.1", "b"]
     assert group.sampled_lengths() == {"a": 6, "a.1": 3, "b": 6}
 

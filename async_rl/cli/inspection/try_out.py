@@ -41,7 +41,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
-from async_rl.queue.archive import ArchiveEvent, Observer, without_routing
+from async_rl.queue.archive import ArchivedTrajectory, ArchiveEvent, InspectedTrajectories, Observer
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -51,7 +51,7 @@ from async_rl.rollout.session.context import SessionContext
 from async_rl.run.preflight import check_config
 from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import first_error, services
-from async_rl.types import Task, Trajectory
+from async_rl.types import StoredTrajectory, Task
 
 OpenEngines = Callable[[Config, Path], AbstractAsyncContextManager[list[Engine]]]
 """Opens engines; gets the config and a folder for their logs."""
@@ -109,11 +109,9 @@ def rollout(
     decode = decoder(load_chat_format(config.model.path), special=special)
     views: list[TrajectoryView] = []
 
-    def ended(trajectory: Trajectory) -> None:
+    def ended(trajectory: ArchivedTrajectory) -> None:
         now = ArchiveEvent(unix_s=time.time(), what="ended")
-        views.append(
-            view_trajectory(without_routing(trajectory), decode, history=[] if not as_json else [now])
-        )
+        views.append(view_trajectory(trajectory, decode, history=[] if not as_json else [now]))
         if as_json:
             print_text(msgspec.json.encode(views[-1]).decode(), flush=True)
         else:
@@ -160,7 +158,7 @@ def choose_tasks(config: Config, number: int, task_id: str | None) -> list[Task]
 async def try_out(
     config: Config,
     tasks: Sequence[Task],
-    ended: Callable[[Trajectory], None],
+    ended: Callable[[ArchivedTrajectory], None],
     folder: Path,
     open_engines: OpenEngines,
 ) -> None:
@@ -174,9 +172,11 @@ async def try_out(
         open_engines: Opens the engines.
     """
     clock, metrics, facts = time.monotonic, Metrics(), load_facts(config.model.path)
+    spool = Spool(folder / "spool", config.queue.max_bytes)
+    inspected = InspectedTrajectories(folder / "trajectories")
     queue = TrajectoryQueue(
         Ledger(folder / "ledger.sqlite"),
-        Spool(folder / "spool", config.queue.max_bytes),
+        spool,
         groups_per_batch=len(tasks) + 1,  # so that admission stays open until the tasks are exhausted
         max_staleness=0,
         facts=facts if config.routing.from_engine else None,
@@ -202,8 +202,8 @@ async def try_out(
         feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
         pool=pool,
         queue=queue,
-        backend=LocalBackend(config, context),
-        observer=_TrajectoryReporter(ended),
+        backend=LocalBackend(config, context, spool, inspected),
+        observer=_TrajectoryReporter(inspected, ended),
     )
 
     async def watch() -> None:
@@ -242,19 +242,22 @@ def check_served_model(config: Config, engine_id: str, serves: str) -> None:
 class _TrajectoryReporter(Observer):
     """Reports every trajectory once, and failed ones with the traceback of the user's code."""
 
-    def __init__(self, ended: Callable[[Trajectory], None]) -> None:
+    def __init__(self, inspected: InspectedTrajectories, ended: Callable[[ArchivedTrajectory], None]) -> None:
+        self._inspected = inspected
         self._ended = ended
 
-    def ended(self, trajectory: Trajectory, attempt: int) -> None:
+    def ended(self, trajectory: StoredTrajectory, attempt: int) -> None:
         """Implement `Observer.ended`."""
-        self._ended(trajectory)
+        kept = self._inspected.read_file(trajectory.trajectory_id, attempt)
+        self._ended(kept.with_reward(trajectory.reward, trajectory.reward_parts))
 
-    def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
+    def failed(self, trajectory: StoredTrajectory, attempt: int, error: Exception) -> None:
         """Implement `Observer.failed`."""
-        cause = error.__cause__
-        told = f"{trajectory.outcome.error}{_traceback(cause) if cause is not None else ''}"
-        outcome = msgspec.structs.replace(trajectory.outcome, error=told)
-        self._ended(msgspec.structs.replace(trajectory, outcome=outcome))
+        kept = self._inspected.read_file(trajectory.trajectory_id, attempt)
+        cause, replace = error.__cause__, msgspec.structs.replace
+        told = f"{kept.trajectory.outcome.error}{_traceback(cause) if cause is not None else ''}"
+        outcome = replace(kept.trajectory.outcome, error=told)
+        self._ended(replace(kept, trajectory=replace(kept.trajectory, outcome=outcome)))
 
 
 def _traceback(cause: BaseException) -> str:

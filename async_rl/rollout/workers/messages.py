@@ -6,7 +6,7 @@ Messages of a link arrive whole and in order, or the link is lost.
  driver                                    worker
  OpenJournal ────────────────────────────► attempts are journalled from now on
  StartAttempt ───────────────────────────► the loop starts, with what is left of an earlier run of it
-         ◄──── AttemptEnded | AttemptFailed  its trajectories
+         ◄──── AttemptEnded | AttemptFailed  references to its trajectories
  CancelRequest ──────────────────────────► the driver no longer wants the attempt, or the group's rewards
  EntriesReleased ────────────────────────► the journal need not have these trajectories any longer
  ScoreGroup ─────────────────────────────► the reward function of a group runs
@@ -42,7 +42,7 @@ from async_rl.queue.journal_folders import JournalClaim
 from async_rl.queue.progress import ProgressReport
 from async_rl.rollout.attempt import AttemptEnd
 from async_rl.runtime.shortages import shortage_number
-from async_rl.types import Completion, Task, Trajectory
+from async_rl.types import Completion, StoredTrajectory, Task
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -218,8 +218,8 @@ class AttemptFailed(Message, frozen=True, kw_only=True, eq=False):
 
     request_id: int
     failure: Failure
-    trajectory: Trajectory
-    """What it has sampled, for display."""
+    trajectory: StoredTrajectory
+    """A summary of what it has sampled, for display."""
 
 
 class GroupScored(Message, frozen=True, kw_only=True, eq=False):

@@ -25,8 +25,10 @@ from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AsyncRLError, RewardError, SpoolFull, WorkerLost
 from async_rl.observability.diagnosis import phrase
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal import Journal
 from async_rl.queue.progress import ProgressReport
+from async_rl.queue.spool import FrameStore
 from async_rl.rollout.attempt import Attempt
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.session.context import SessionContext
@@ -80,7 +82,7 @@ class RolloutWorker:
 
     Example:
         >>> worker = RolloutWorker(config, chat=chat, facts=facts, connect=connect, new_id=new_id,
-        ...                        metrics=Metrics(), clock=time.monotonic)
+        ...                        metrics=Metrics(), clock=time.monotonic, frames=SpoolFolder(folder))
         >>> await worker.run(link)  # until it is lost
     """
 
@@ -94,6 +96,8 @@ class RolloutWorker:
         new_id: Callable[[], str],
         metrics: Metrics,
         clock: Callable[[], float],
+        frames: FrameStore,
+        inspected: InspectedTrajectories | None = None,
     ) -> None:
         """Load the agent loop and the rewards that the config names.
 
@@ -105,6 +109,8 @@ class RolloutWorker:
             new_id: Returns a unique id for each engine request.
             metrics: Counted here, and added to the driver's.
             clock: Monotonic seconds.
+            frames: Stores finished trajectories.
+            inspected: Keeps a copy of each for inspection.
 
         Raises:
             ConfigError: One of them cannot be loaded.
@@ -127,7 +133,7 @@ class RolloutWorker:
             new_id=new_id,
         )
         self._metrics = metrics
-        self._backend = LocalBackend(config, context)
+        self._backend = LocalBackend(config, context, frames, inspected)
         self._attempts: dict[int, Attempt] = {}
         self._reported: dict[int, dict[str, ProgressReport]] = {}
         """What the driver knows of attempts, by request and trajectory."""

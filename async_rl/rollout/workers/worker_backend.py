@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, cast
 
@@ -27,6 +30,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, RewardUnavailable, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_folders import JournalFolders
+from async_rl.queue.spool import Spool
 from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.workers.messages import (
@@ -56,13 +60,15 @@ from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.rollout.workers.remote_progress import apply_report, remote_progress
 from async_rl.rollout.workers.worker import LEASE_S
 from async_rl.runtime.supervision import Nursery, first_error, services
+from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
 from async_rl.types import Completion, Task, root_of
 
 log = logging.getLogger(__name__)
 
-OpenWorker = Callable[[str], AbstractAsyncContextManager[Link]]
-"""Starts the worker of a name; the worker ends with the block, whatever its state."""
+OpenWorker = Callable[[str, Path], AbstractAsyncContextManager[Link]]
+"""Starts the worker of a name, which writes its frames into a folder; it ends with the block, whatever its
+state."""
 
 _TICKS: Final = 8
 """Silence is counted in this many ticks of the driver, so that a driver that stalled itself does not take its
@@ -87,14 +93,22 @@ class _Inbox:
     def __init__(self) -> None:
         self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
-    def put_message(self, message: Message | WorkerLost) -> None:
-        """Set the answer, or the error in its place; a second one is ignored."""
+    def put_message(self, message: Message | WorkerLost) -> bool:
+        """Set the answer, or the error in its place; return False when it is no longer awaited."""
         if self._answer.done():
-            return
+            return False
         if isinstance(message, WorkerLost):
             self._answer.set_exception(message)
         else:
             self._answer.set_result(message)
+        return True
+
+    @property
+    def message(self) -> Message | None:
+        """The answer, if there is one."""
+        answer = self._answer
+        arrived = answer.done() and not answer.cancelled() and answer.exception() is None
+        return answer.result() if arrived else None
 
     async def answer(self) -> Message:
         """Wait for the answer.
@@ -112,6 +126,7 @@ class WorkerHandle:
         self,
         name: str,
         link: Link,
+        frame_folder: Path,
         leases: Callable[[WorkerHandle], RelayedLeases],
         folders: JournalFolders | None,
     ) -> None:
@@ -120,6 +135,8 @@ class WorkerHandle:
         """The folder of its journal."""
         self.journal_bytes = 0
         self.link = link
+        self.frame_folder = str(frame_folder)
+        """The folder of its frames."""
         self.post = link.post
         self.close = link.close
         self.receive = link.receive
@@ -159,7 +176,8 @@ class WorkerBackend(RolloutBackend):
     """Runs attempts in the rollout workers of a run.
 
     Example:
-        >>> async with WorkerBackend(config.rollout, cluster.rollout_worker, metrics, pool, clock) as backend:
+        >>> backend = WorkerBackend(config.rollout, cluster.rollout_worker, metrics, pool, clock, spool)
+        >>> async with backend:
         ...     end = await backend.run_attempt(attempt)
     """
 
@@ -170,6 +188,7 @@ class WorkerBackend(RolloutBackend):
         metrics: Metrics,
         pool: EnginePool,
         clock: Callable[[], float],
+        spool: Spool,
         folders: JournalFolders | None = None,
     ) -> None:
         """Prepare to start `rollout.num_workers` workers.
@@ -180,9 +199,11 @@ class WorkerBackend(RolloutBackend):
             metrics: To which those of the workers are added.
             pool: The engines that workers call, whose serving clock they follow.
             clock: Monotonic seconds.
+            spool: Has a folder for each worker, and holds the frames that they write.
             folders: The journals of the run; without, workers keep none.
         """
         self._config = config
+        self._spool = spool
         self._folders = folders
         self._open_worker = open_worker
         self._metrics = metrics
@@ -240,6 +261,7 @@ class WorkerBackend(RolloutBackend):
                 claim=attempt.claim,
             )
         )
+        answer: Message | None = None
         if worker.folder is not None:
             attempt.on_start(worker.folder)
         try:
@@ -262,6 +284,8 @@ class WorkerBackend(RolloutBackend):
         finally:
             del worker.inboxes[request_id], worker.attempts[request_id], worker.by_trajectory[name]
             worker.post(CancelRequest(request_id=request_id))
+            if answer is None and isinstance(unheard := inbox.message, AttemptEnded):
+                self._spool.discard(unheard.end.trajectories)
         worker.has_completed_attempt = True
         if isinstance(answer, AttemptFailed):
             failed = answer.trajectory
@@ -313,11 +337,14 @@ class WorkerBackend(RolloutBackend):
         while True:
             worker: WorkerHandle | None = None
             cause = ""
+            folder, cancelled = await run_uncancellable(None, partial(self._spool.new_folder, name))
             try:
+                if cancelled is not None:
+                    raise cancelled
                 async with AsyncExitStack() as stack:
                     with waiting("rollout worker", name):
-                        link = await stack.enter_async_context(self._open_worker(name))
-                    worker = WorkerHandle(name, link, self._new_leases, self._folders)
+                        link = await stack.enter_async_context(self._open_worker(name, folder))
+                    worker = WorkerHandle(name, link, folder, self._new_leases, self._folders)
                     cause = await self._receive_messages(worker)
                     # Its process ends with the block. Until that is known its leases expire.
                     self._keepers.start_task(f"leases of {name}", worker.leases.expire())
@@ -333,6 +360,10 @@ class WorkerBackend(RolloutBackend):
                     worker.leases.close()
                 if worker is not None and worker.folder is not None and self._folders is not None:
                     self._folders.end_owner(worker.folder)
+                if worker is None or worker.link.peer_has_ended:
+                    _, cancelled = await run_uncancellable(None, partial(self._spool.end_folder, folder))
+                    if cancelled is not None:
+                        raise cancelled
             if worker is not None:
                 failed_starts = 0
                 idle_incarnations = 0 if worker.has_completed_attempt else idle_incarnations + 1
@@ -388,7 +419,14 @@ class WorkerBackend(RolloutBackend):
                 add_increments(message.increments, self._metrics)
                 self._apply_progress(worker, message)
                 worker.leases.renew(message.number, message.calls)
-            case AttemptEnded() | AttemptFailed() | GroupScored():
+            case AttemptEnded(request_id=request_id, end=end):
+                if any(os.path.dirname(each.path) != worker.frame_folder for each in end.trajectories):
+                    raise WorkerLost("it sent references to frames that are not in its folder")
+                if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
+                    self._spool.hold(end.trajectories)
+                else:  # the attempt is not wanted any more
+                    self._spool.refuse(end.trajectories)
+            case AttemptFailed() | GroupScored():
                 if (inbox := worker.inboxes.get(message.request_id)) is not None:
                     inbox.put_message(message)
             case WorkerFailed():

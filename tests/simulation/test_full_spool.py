@@ -1,0 +1,67 @@
+"""Runs whose rollout workers find no space for the frames of finished trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from async_rl.errors import SpoolFull
+from async_rl.queue.journal import Journal
+from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.simulation.scenario import Injection, Scenario
+from async_rl.simulation.simulate import SeedOutcome, simulate
+from tests.support.small_run import small_run
+
+
+def scenario_with(*, workers: int, full_s: float) -> Scenario:
+    """A run whose workers have no space from its 300th callback on."""
+    scenario = small_run(1)
+    rollout = replace(scenario.config.rollout, num_workers=workers)
+    full = Injection(step=300, kind="worker_disk_full", engine=0, amount=full_s / 100)
+    return replace(scenario, config=replace(scenario.config, rollout=rollout), injections=(full,))
+
+
+def checked(outcome: SeedOutcome) -> SeedOutcome:
+    assert outcome.violations == ()
+    assert outcome.faults["worker_disk_full"] > 0
+    assert outcome.incarnations[-1] == "finished"
+    return outcome
+
+
+def test_a_short_shortage_in_a_worker_costs_only_time(tmp_path: Path) -> None:
+    outcome = checked(simulate(1, tmp_path, scenario=scenario_with(workers=2, full_s=30.0)))
+    assert outcome.incarnations == ("finished",)
+
+
+def test_the_run_ends_with_the_cause_when_no_step_will_free_space(tmp_path: Path) -> None:
+    outcome = checked(simulate(1, tmp_path, scenario=scenario_with(workers=1, full_s=90.0)))
+    assert outcome.incarnations[0] == "failed: SpoolFull: the disk is full"
+
+
+def test_an_attempt_goes_on_from_its_tokens_when_a_step_has_freed_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[SpoolFull] = []
+    left: list[int] = []
+
+    async def wait_for_space(self: TrajectoryQueue, shortage: SpoolFull) -> None:
+        waits.append(shortage)
+        await asyncio.sleep(60.0)
+
+    claim = Journal.claim_trajectories
+
+    def note(journal: Journal, states: Mapping[str, JournalledTrajectory], owner_epoch: int) -> None:
+        left.append(sum(state.num_sampled_tokens for state in states.values()))
+        claim(journal, states, owner_epoch)
+
+    monkeypatch.setattr(TrajectoryQueue, "wait_for_space", wait_for_space)
+    monkeypatch.setattr(Journal, "claim_trajectories", note)
+    outcome = checked(simulate(1, tmp_path, scenario=scenario_with(workers=2, full_s=90.0)))
+    assert outcome.incarnations == ("finished",)
+    assert waits
+    assert sum(tokens > 0 for tokens in left) == len(waits)
