@@ -210,12 +210,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True,
         """Its reward, or None before it has one."""
         return self.outcome.reward
 
-    def capped(self, newest: int) -> Trajectory:
-        """Return the trajectory after `cap_versions`; itself where there is nothing to lower."""
-        if all(not isinstance(s, Sampled) or s.weight_version <= newest for s in self.segments):
-            return self
-        return msgspec.structs.replace(self, segments=cap_versions(self.segments, newest))
-
     @property
     def num_tokens(self) -> int:
         """T, context and sampled together."""

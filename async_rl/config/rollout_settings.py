@@ -340,3 +340,8 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 0.5
+
+    @property
+    def max_attempts_per_worker(self) -> int:
+        """How many attempts a rollout worker runs at most: its share while one of the others is missing."""
+        return -(-self.max_concurrent_trajectories // max(1, self.num_workers - 1))

@@ -58,8 +58,8 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
     }
     worker = {
         "the program itself": _BASE,
-        "calls to engines": -(-calls // max(1, workers)) if connected else 0,
-        "agents": per_trajectory * -(-trajectories // max(1, workers)),
+        "calls to engines": rollout.max_attempts_per_worker * (1 + rollout.max_branches) if connected else 0,
+        "agents": per_trajectory * rollout.max_attempts_per_worker,
     }
     return DescriptorNeeds(driver, worker if workers else {})
 

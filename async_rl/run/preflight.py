@@ -27,6 +27,7 @@ from async_rl.observability.trackers.choice import choose as choose_trackers
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.run.descriptor_needs import check_descriptors
+from async_rl.run.memory_needs import describe_memory
 from async_rl.runtime.loading import extend_import_path
 
 
@@ -85,6 +86,7 @@ def check_config(config: Config) -> list[str]:
         *(f"reward: {name}, of {count} tasks" for name, count in scored.items()),
         *(f"{name}: {bound}" for name, bound in derived_bounds(config).items()),
         descriptors,
+        describe_memory(config, facts),
     ]
 
 

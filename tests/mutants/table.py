@@ -470,6 +470,14 @@ MUTANTS: Final = (
         (WORKERS,),
     ),
     Mutant(
+        "worker-takes-over-all-attempts",
+        "A worker runs more attempts than its memory was planned for.",
+        "async_rl/rollout/workers/worker_backend.py",
+        "if max_attempts is None or len(w.attempts) < max_attempts]",
+        "]",
+        (WORKERS,),
+    ),
+    Mutant(
         "held-frame-deleted-with-its-worker",
         "The end of a worker deletes the frames that the driver holds.",
         "async_rl/queue/spool.py",

@@ -623,6 +623,20 @@ async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_pat
         assert frame.exists()
 
 
+@in_virtual_time
+async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> None:
+    async with WorkerBench(num_workers=3, max_concurrent_trajectories=6) as workers:
+        await asyncio.sleep(0.1)
+        workers.bench.pool.hold_engine("engine-0")
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(12):
+                tasks.create_task(workers.backend.run_attempt(attempt(name=f"{number:032x}")))
+            await asyncio.sleep(1.0)
+            assert [len(worker.attempts) for worker in workers.backend.workers.values()] == [3, 3, 3]
+            workers.bench.pool.serve_engine("engine-0", 0)
+        assert len(frames_in(workers.spool)) == 12
+
+
 def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:
     theirs, ours = Metrics(), Metrics()
     increments = IncrementCollector(theirs)

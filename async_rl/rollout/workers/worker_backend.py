@@ -214,7 +214,7 @@ class WorkerBackend(RolloutBackend):
         """The workers that are alive, by name."""
         self._leases: list[RelayedLeases] = []
         """Those of all workers that may still run."""
-        self._worker_joined = asyncio.Event()
+        self._worker_free = asyncio.Event()
         self._request_ids = count(1)
         self._keepers = Nursery()
 
@@ -246,7 +246,7 @@ class WorkerBackend(RolloutBackend):
 
     async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
-        worker = await self._choose_worker()
+        worker = await self._choose_worker(self._config.max_attempts_per_worker)
         request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
         worker.inboxes[request_id] = inbox
         worker.attempts[request_id] = worker.by_trajectory[name] = attempt
@@ -283,6 +283,7 @@ class WorkerBackend(RolloutBackend):
             ) from error
         finally:
             del worker.inboxes[request_id], worker.attempts[request_id], worker.by_trajectory[name]
+            self._worker_free.set()
             worker.post(CancelRequest(request_id=request_id))
             if answer is None and isinstance(unheard := inbox.message, AttemptEnded):
                 self._spool.discard(unheard.end.trajectories)
@@ -321,13 +322,19 @@ class WorkerBackend(RolloutBackend):
             return [cast(RewardError, s.failure.error) if s.failure else s.parts for s in answer.scores]
         raise AssertionError("the last try raises or returns")
 
-    async def _choose_worker(self) -> WorkerHandle:
-        """Wait until a worker is alive, and return the one with the fewest requests."""
-        while not self.workers:
-            self._worker_joined.clear()
+    async def _choose_worker(self, max_attempts: int | None = None) -> WorkerHandle:
+        """Wait until a worker is alive and has fewer attempts; return the one with the fewest requests.
+
+        While a worker is missing, the others take over its attempts up to this limit, which bounds their
+        memory.
+        """
+        while True:
+            workers = self.workers.values()
+            if free := [w for w in workers if max_attempts is None or len(w.attempts) < max_attempts]:
+                return min(free, key=lambda worker: len(worker.inboxes))
+            self._worker_free.clear()
             with waiting("rollout worker"):
-                await self._worker_joined.wait()
-        return min(self.workers.values(), key=lambda worker: len(worker.inboxes))
+                await self._worker_free.wait()
 
     # -- workers -------------------------------------------------------------------------------------------
 
@@ -392,7 +399,7 @@ class WorkerBackend(RolloutBackend):
         if worker.folder is not None:
             worker.post(OpenJournal(folder=str(worker.folder)))
         worker.post(ServingChanged(paused=self._serving_clock.is_paused))
-        self._worker_joined.set()
+        self._worker_free.set()
         cause = f"{worker.name} is ended with the run"
         try:
             async with services(watch=lambda: self._watch_silence(worker)):
