@@ -56,7 +56,7 @@ def _role(process: psutil.Process, name: str) -> str:
     for prefix, role in (
         ("ray::RankActor", "trainer rank"),
         ("ray::EngineActo", "engine actor"),
-        ("ray::RolloutWor", "rollout worker"),
+        ("ray::RolloutWorkerActor.run_worker", "rollout worker"),  # not one that starts
         ("sglang::", "engine"),
     ):
         if name.startswith(prefix):

@@ -250,7 +250,7 @@ class Chaos:
             self._signal(blow, start_again=start_again)
 
     def _pick_victim(self, blow: Blow) -> psutil.Process | None:
-        victims = self.processes.look().get(blow.victim, [])
+        victims = [each for each in self.processes.look().get(blow.victim, []) if not _is_stopped(each)]
         if not victims:
             self._note(f"no {blow.victim} to strike: it is being started")
             return None
@@ -303,6 +303,7 @@ class Chaos:
             "resumed tokens",
             must=False,
         )
+        self._wait(2.0)  # not all of its attempts continue at once
         num_resumed = max(0, self._counted("resumed_tokens_total") - before)
         self._note(f"its journal had {num_left} tokens, {num_resumed} tokens were continued")
         evidence = {"tokens in journals": num_left, "tokens continued": num_resumed}
@@ -528,6 +529,14 @@ class Chaos:
         for role in self.processes.look().values():
             for process in role:
                 process.kill()
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    """Whether an earlier signal has stopped a process, which the run has yet to end."""
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _journal_of(process: psutil.Process) -> Path | None:

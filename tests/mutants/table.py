@@ -419,6 +419,14 @@ MUTANTS: Final = (
         ("tests/unit/test_journal_folders.py",),
     ),
     Mutant(
+        "worker-journal-grows-for-ever",
+        "Workers keep in their journals what was trained long ago.",
+        "async_rl/rollout/workers/worker.py",
+        "                    journal.remove_entries(message.trajectory_ids)\n",
+        "                    pass\n",
+        ("tests/unit/test_rollout_workers.py",),
+    ),
+    Mutant(
         "journal-is-older-than-its-group",
         "A group is trained later than its oldest token allows: a journal had an older one than was known.",
         "async_rl/queue/journal_folders.py",

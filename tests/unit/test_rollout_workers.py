@@ -35,6 +35,7 @@ from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue import journal as journal_module
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frames import read_columns, verify_frame
+from async_rl.queue.journal_file import read_journal
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.queue.spool import Spool
@@ -412,6 +413,27 @@ async def test_the_run_ends_with_one_error_when_the_disk_is_full_under_the_journ
     assert "000001-rollout-worker-0-" in str(error)
     assert "the disk is full" in str(error)
     assert asyncio.get_running_loop().time() - begin_s > 30.0, "it waits for space first"
+
+
+@in_virtual_time
+async def test_a_worker_keeps_a_finished_attempt_until_the_ledger_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_COMPACT_BYTES", 0)
+    monkeypatch.setattr(journal_module, "_GROWTH", 0)  # every write compacts
+    async with WorkerBench(journals=tmp_path / "journal") as workers:
+        await workers.backend.run_attempt(workers.attempt())
+        await asyncio.sleep(5.0)
+        (folder,) = (tmp_path / "journal").iterdir()
+        (left,) = read_journal(folder)[0].values()
+        assert left.num_sampled_tokens > 0
+        assert workers.folders is not None
+        workers.folders.release_trajectories([left.trajectory_id])
+        await asyncio.sleep(5.0)
+        assert read_journal(folder)[0], "the ledger was not written yet"
+        workers.folders.notify_owners(workers.folders.take_released())
+        await asyncio.sleep(5.0)
+        assert read_journal(folder)[0] == {}
 
 
 @in_virtual_time
