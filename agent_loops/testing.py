@@ -61,6 +61,7 @@ class ScriptedSession:
         """A template that teaches the format of Hermes."""
         self.stops: list[Sequence[str]] = []
         self.notes: list[dict[str, Any]] = []
+        self.turn_rewards: list[float] = []
         self.last_turn: Turn | None = None
         self.branches: list[ScriptedSession] = []
         """Other conversations of the attempt, in the order in which they began."""
@@ -132,6 +133,10 @@ class ScriptedSession:
     def annotate(self, **values: Any) -> None:
         """Implements `Session.annotate`."""
         self.notes.append(values)
+
+    def reward_turn(self, reward: float) -> None:
+        """Implements `Session.reward_turn`."""
+        self.turn_rewards.append(reward)
 
     def branch(self) -> ScriptedSession:
         """Implements `Session.branch`."""

@@ -14,7 +14,7 @@ else of the project.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -148,6 +148,29 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The seconds spent in engine calls, including their queues, since the last restart of the driver."""
     metadata: dict[str, Any] = {}
     """What the agent loop noted about it with `Session.annotate`, as JSON."""
+    reward: float = 0.0
+    """The sum of what the agent loop gave it with `Session.reward_turn`."""
+
+
+class TurnReward(msgspec.Struct, frozen=True, kw_only=True):
+    """The reward of one turn, which the reward of its trajectory includes."""
+
+    end: int
+    """The position in the trajectory after the turn's last token."""
+    reward: float
+
+
+def turn_rewards_of(records: Iterable[TurnRecord]) -> tuple[TurnReward, ...]:
+    """Return the rewards of the turns that have one."""
+    return tuple(TurnReward(end=each.end, reward=each.reward) for each in records if each.reward)
+
+
+def with_turn_rewards(parts: dict[str, float], turn_rewards: Sequence[TurnReward]) -> dict[str, float]:
+    """Return the parts of a trajectory's reward with those of its turns, if it has a reward and they do."""
+    if not parts or not turn_rewards:
+        return parts
+    total = sum(each.reward for each in turn_rewards)
+    return parts | {"turn_rewards": total, "reward": parts["reward"] + total}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +232,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True,
     def reward(self) -> float | None:
         """Its reward, or None before it has one."""
         return self.outcome.reward
+
+    @property
+    def turn_rewards(self) -> tuple[TurnReward, ...]:
+        """The rewards of its own turns that have one."""
+        inherited = self.num_inherited_tokens
+        return turn_rewards_of(turn for turn in self.turns if turn.start >= inherited)
 
     @property
     def num_tokens(self) -> int:
@@ -348,6 +377,8 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     reward_parts: dict[str, float] = {}
     duration_s: float = 0.0
     """How long its attempt took, seconds."""
+    turn_rewards: tuple[TurnReward, ...] = ()
+    """Of its own turns that have one."""
 
     @classmethod
     def of(
@@ -382,10 +413,12 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
             num_resumes=outcome.num_resumes,
             reward_parts=outcome.reward_parts,
             duration_s=outcome.finished_s - outcome.started_s,
+            turn_rewards=trajectory.turn_rewards,
         )
 
     def with_reward(self, parts: dict[str, float]) -> StoredTrajectory:
         """Return the reference with a reward that was not known when the attempt ended."""
+        parts = with_turn_rewards(parts, self.turn_rewards)
         return msgspec.structs.replace(self, reward=parts["reward"], reward_parts=parts)
 
     def capped(self, newest: int) -> StoredTrajectory:
@@ -628,6 +661,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     undone: np.ndarray | None = (
         None  # [S] bool, sampled by weights that a restart has undone; None: no token is
     )
+    turn_reward_positions: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.int64))
+    """`[R] int64`, the index of the last token of each turn that has a reward of its own."""
+    turn_reward_values: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
+    """`[R] float32`, these rewards, which `rewards` includes."""
 
     @property
     def attempt_index(self) -> Int32Array:

@@ -40,7 +40,6 @@ from trainer.collectives import raise_on_all_ranks
 from trainer.losses.advantages import (
     estimate_advantages,
     lacks_baseline,
-    longest_answers,
     overlong_penalty,
 )
 from trainer.losses.corrections import rejected_answers
@@ -48,6 +47,7 @@ from trainer.losses.kl import kl_estimate
 from trainer.losses.objectives import token_weights
 from trainer.losses.policy_loss import SUMS, TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
+from trainer.losses.turns import find_turns, has_trained_tokens, longest_turns, turn_returns
 from trainer.megatron.model import LossFunction, MegatronModel, MicroBatchInputs
 from trainer.megatron.offload import TrainerOffload, memory_saver
 from trainer.megatron.packing import (
@@ -57,6 +57,7 @@ from trainer.megatron.packing import (
     make_targets,
     pack_micro_batch,
     plan_micro_batches,
+    shift_left,
     split_updates,
 )
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
@@ -263,10 +264,9 @@ class TrainerWorker:
         alone = np.zeros_like(rejected)
         if trainer.loss.advantages != "reinforce++":
             alone = lacks_baseline(batch.group_index, batch.attempt_index, ~rejected)
-        advantages = self._advantages(batch, wanted, old, reference, ~rejected)
         goal = UpdateInputs(
             targets=wanted,
-            advantages=advantages[wanted.trajectory],
+            advantages=self._token_advantages(batch, wanted, old, reference, ~rejected),
             attempt=batch.attempt_index.astype(np.int64)[wanted.trajectory],
             left_out=(rejected | alone).astype(np.float32)[wanted.trajectory],
             old_log_probs=old,
@@ -371,7 +371,7 @@ class TrainerWorker:
         rejected: BoolArray = rejected_answers(reject, policy, rollout, sequences).numpy()
         return rejected
 
-    def _advantages(
+    def _token_advantages(
         self,
         batch: TrainBatch,
         wanted: Targets,
@@ -379,15 +379,13 @@ class TrainerWorker:
         reference: Float32Array | None,
         counted: BoolArray,
     ) -> Float32Array:
-        """Returns the advantage of each trajectory, `[N]`, from the rewards with the config's penalties."""
+        """Returns the advantage of each token, `[S]`, from the rewards with the config's penalties."""
         config = self.config
         loss = config.trainer.loss
         rewards = batch.rewards
+        turns = find_turns(batch.weight_versions, batch.offsets)
         if loss.overlong_buffer_tokens is not None:
-            lengths, longest = (
-                longest_answers(batch.weight_versions, batch.offsets),
-                config.rollout.max_new_tokens,
-            )
+            lengths, longest = longest_turns(turns, batch.num_trajectories), config.rollout.max_new_tokens
             rewards = rewards + overlong_penalty(lengths, longest, loss.overlong_buffer_tokens)
         if reference is not None and loss.kl.where == "reward":
             policy = wanted.rollout_log_probs if old is None else self._sum_over_ranks(old)
@@ -400,7 +398,17 @@ class TrainerWorker:
                 wanted.trajectory[wanted.mask], distances[wanted.mask], minlength=batch.num_trajectories
             )
             rewards = (rewards - loss.kl.coefficient * away).astype(np.float32)
-        return estimate_advantages(loss.advantages, rewards, batch.group_index, batch.attempt_index, counted)
+        groups, attempts = batch.group_index, batch.attempt_index
+        if loss.turn_discount is None:
+            return estimate_advantages(loss.advantages, rewards, groups, attempts, counted)[wanted.trajectory]
+        positions, values = batch.turn_reward_positions, batch.turn_reward_values
+        returns = turn_returns(turns, rewards, positions, values, loss.turn_discount)
+        of, trained = turns.trajectory, has_trained_tokens(turns, batch.loss_mask)
+        found = estimate_advantages(loss.advantages, returns, groups[of], attempts[of], counted[of] & trained)
+        advantages = np.zeros(batch.num_tokens, np.float32)
+        for start, end, advantage in zip(turns.start, turns.end, found, strict=True):
+            advantages[start:end] = advantage
+        return shift_left(advantages, batch.offsets[1:] - 1)
 
     def place_micro_batches(
         self, batch: TrainBatch, wanted: Targets, trajectories: Sequence[int]

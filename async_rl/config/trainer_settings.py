@@ -119,6 +119,16 @@ class LossConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = "grpo"
+    turn_discount: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(
+            description=(
+                "Each turn has a return of its own: its reward (`Session.reward_turn`) and those of later "
+                "turns, each discounted by this; the reward of the conversation is of its last turn. null "
+                "gives all turns of a conversation the sum."
+            ),
+        ),
+    ] = None
     overlong_buffer_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(

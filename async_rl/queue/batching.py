@@ -34,6 +34,11 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         shape = (tokens, len(taken.moe_layers), taken.top_k)
         rows = np.zeros(shape, routing.id_dtype(taken.num_experts))
         valid = np.zeros(tokens, np.bool_)
+    rewarded = [
+        (offset, each)
+        for offset, trajectory in zip(offsets[:-1].tolist(), trajectories, strict=True)
+        for each in trajectory.turn_rewards
+    ]
     has_undone = any(span.undone for trajectory in trajectories for span in trajectory.spans)
     batch = TrainBatch(
         batch_id=taken.batch_id,
@@ -51,6 +56,8 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         num_experts=taken.num_experts,
         moe_layers=taken.moe_layers,
         undone=np.concatenate([trajectory.undone for trajectory in trajectories]) if has_undone else None,
+        turn_reward_positions=np.array([offset + each.end - 1 for offset, each in rewarded], np.int64),
+        turn_reward_values=np.array([each.reward for _, each in rewarded], np.float32),
     )
     for index in range(len(trajectories)) if indices is None else indices:
         columns = frames.read_columns(trajectories[index])

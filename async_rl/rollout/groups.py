@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal
 
@@ -64,12 +64,16 @@ class GroupDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide_group(
-    rewards: Mapping[str, float], dropped: Mapping[str, str], policy: GroupPolicy, *, may_retry: bool = False
+    rewards: Mapping[str, Hashable],
+    dropped: Mapping[str, str],
+    policy: GroupPolicy,
+    *,
+    may_retry: bool = False,
 ) -> GroupDecision:
     """Decide whether a group is trained, dropped, or dropped and retried.
 
     Args:
-        rewards: The rewards of the finished siblings and of their branches, by trajectory.
+        rewards: What the advantages of finished siblings and their branches depend on, by trajectory.
         dropped: The reasons of the other siblings.
         policy: The rules; `min_size` counts siblings, because branches of one attempt are alike.
         may_retry: Whether the task has retries left.
@@ -86,7 +90,7 @@ def decide_group(
     return GroupDecision(train=True)
 
 
-def has_signal(rewards: Sequence[float]) -> bool:
+def has_signal(rewards: Sequence[Hashable]) -> bool:
     """Return whether the siblings' rewards differ; if not, all advantages and thus all gradients are zero.
 
     Source: dynamic sampling of DAPO, arXiv 2503.14476, section 3.2: prompts with all or no answers correct

@@ -111,6 +111,7 @@ class RolloutManager:
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
         self._policy = GroupPolicy.of(config.rollout)
+        self._rewards_turns = config.trainer.loss.turn_discount is not None
         self._untrained = UntrainedGroups(config.rollout.max_filtered_groups)
         self._num_groups = 0
         self.drained = asyncio.Event()
@@ -272,7 +273,11 @@ class RolloutManager:
     async def _settle_group(self, work: GroupInFlight) -> None:
         """Hand the group to the queue or drop it, according to its siblings and the policy."""
         retries = self._feeder.retries
-        rewards = {name: t.reward for name, t in work.finished.items() if t.reward is not None}
+        rewards = {
+            name: (t.reward, t.num_turns, t.turn_rewards) if self._rewards_turns else t.reward
+            for name, t in work.finished.items()
+            if t.reward is not None
+        }
         may_retry = retries.may_retry(work.position)
         decision = decide_group(rewards, work.dropped, self._policy, may_retry=may_retry)
         self._untrained.record_group(decision, work.dropped, self._last_error)

@@ -186,6 +186,41 @@ def test_the_conversations_of_an_attempt_share_its_vote(moe, aggregate):
     assert found == pytest.approx(-(advantages * trained * weights_by_hand).sum(), abs=1e-5)
 
 
+@pytest.mark.parametrize("inherited", [False, True])
+def test_turns_have_returns_of_their_own_when_they_are_discounted(moe, inherited):
+    """Two attempts of two turns each, of 4 and 3 and of 2 and 5 tokens; the loss by hand."""
+    loss = {
+        "advantages": "rloo",
+        "turn_discount": 0.5,
+        "aggregate": "constant",
+        "importance": {"level": "off"},
+        "uncorrected": True,
+    }
+    config = trainer_config(moe, loss=loss)
+    config["rollout"] |= {"max_new_tokens": 10}
+    mask = np.array([[0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1]], bool)
+    trained = mask.copy()
+    if inherited:  # a turn that another trajectory trains, of the same return as the attempt's other turns
+        trained[1, 3:5] = False
+    with started(config) as worker:
+        batch = random_batch(layers=2, lengths=(12, 12), rewards=np.array([3, 0]))
+        batch = msgspec.structs.replace(
+            batch,
+            loss_mask=trained.ravel(),
+            weight_versions=np.where(mask, 4, -1).astype(np.int32).ravel(),
+            rollout_log_probs=np.where(mask, -4.0, 0).astype(np.float32).ravel(),
+            turn_reward_positions=np.array([6, 16]),  # of either attempt's first turn: 1 of 3, 4 of 0
+            turn_reward_values=np.array([1, 4], np.float32),
+        )
+        with trial(worker, config):
+            found = worker.train_on(batch, 1).metrics["loss"]
+    # Returns 1 + 2/2 and 2, and 4 - 4/2 and -4: the attempts' votes are 2 and -1, each other's baseline.
+    by_hand = -(4 * 3 + 3 * 3 + 2 * 0 - 5 * 6) / (2 * 10)
+    if inherited:  # the second attempt's vote is -4
+        by_hand = -(4 * 6 + 3 * 6 - 5 * 6) / (2 * 10)
+    assert found == pytest.approx(by_hand, abs=1e-5)
+
+
 def test_a_penalty_holds_the_policy_near_its_reference(moe):
     moved = {}
     for coefficient in (0.0, 50.0):

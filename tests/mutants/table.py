@@ -1102,6 +1102,22 @@ MUTANTS: Final = (
         ("tests/unit/test_advantages.py",),
     ),
     Mutant(
+        "later-turns-are-not-discounted",
+        "A turn has the sum of all later rewards, whatever the discount.",
+        "trainer/losses/turns.py",
+        "discount * returns[turn + 1]",
+        "returns[turn + 1]",
+        ("tests/unit/test_turns.py",),
+    ),
+    Mutant(
+        "untrained-turns-vote",
+        "Turns that another trajectory trains, or none, shift the baseline of the others.",
+        "trainer/worker.py",
+        "counted[of] & trained",
+        "counted[of]",
+        ("tests/integration/test_trainer_updates.py",),
+    ),
+    Mutant(
         "conversations-vote",
         "Each conversation of an attempt has a vote of its own.",
         "trainer/losses/advantages.py",
@@ -1113,8 +1129,8 @@ MUTANTS: Final = (
         "rejected-answers-vote",
         "Answers that are left out of the loss shift the baseline of the others.",
         "trainer/worker.py",
-        "advantages = self._advantages(batch, wanted, old, reference, ~rejected)",
-        "advantages = self._advantages(batch, wanted, old, reference, np.ones_like(rejected))",
+        "self._token_advantages(batch, wanted, old, reference, ~rejected)",
+        "self._token_advantages(batch, wanted, old, reference, np.ones_like(rejected))",
         ("tests/integration/test_trainer_updates.py",),
     ),
     Mutant(

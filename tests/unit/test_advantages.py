@@ -7,7 +7,6 @@ from async_rl.errors import DataError
 from trainer.losses.advantages import (
     estimate_advantages,
     lacks_baseline,
-    longest_answers,
     overlong_penalty,
 )
 
@@ -105,10 +104,3 @@ def test_an_unknown_estimator_is_refused():
 def test_an_answer_loses_more_the_nearer_it_comes_to_the_longest():
     lengths = np.array([0, 80, 90, 100, 130])
     np.testing.assert_allclose(overlong_penalty(lengths, 100, 20), [0, 0, -0.5, -1, -1])
-
-
-def test_the_longest_answer_counts_when_a_trajectory_has_several():
-    """Turns of 2 and 4 tokens, by two versions; nothing sampled; one token; a turn up to either end."""
-    versions = [[-1, 5, 5, -1, 4, 4, 5, 5, -1], [-1, -1], [3], [7, 7, -1, 7]]
-    offsets = np.cumsum([0, *map(len, versions)])
-    assert longest_answers(np.concatenate(versions), offsets).tolist() == [4, 0, 1, 2]

@@ -15,7 +15,7 @@ from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import verify_frame
 from async_rl.queue.packing import Packer, StoredGroup, check_model
 from async_rl.routing import fit, truncate
-from async_rl.types import Group, StoredTrajectory, Trajectory
+from async_rl.types import Group, StoredTrajectory, Trajectory, TurnRecord
 from tests.support.stored_batches import assemble_batch, store_trajectory, taken_batch
 from tests.support.trajectories import FACTS, make_group, make_rows, make_trajectory
 
@@ -51,6 +51,20 @@ def test_a_batch_knows_the_attempt_of_each_conversation(tmp_path: Path) -> None:
     taken = taken_batch(tmp_path, [group], 6, facts=FACTS)
     assert taken.attempt_rewards == (0.5, 0.25)
     assert read_trajectories(taken).attempt_index.tolist() == [0, 0, 1, 0]
+
+
+def test_rewards_of_turns_are_at_the_last_token_of_their_turn(tmp_path: Path) -> None:
+    plain = make_trajectory("a", prompt=3, sampled=((4, 0),))
+    turns = (
+        TurnRecord(start=2, end=4, finish_reason="stop", reward=0.5),
+        TurnRecord(start=4, end=7, finish_reason="stop"),
+        TurnRecord(start=7, end=8, finish_reason="stop", reward=-1.0),
+    )
+    rewarded = make_trajectory("b", prompt=2, sampled=((2, 0), (3, 0), (1, 0)))
+    rewarded = msgspec.structs.replace(rewarded, turns=turns)
+    batch = read_trajectories(taken_batch(tmp_path, [group_of(plain, rewarded)], 1, facts=FACTS))
+    assert batch.turn_reward_positions.tolist() == [7 + 3, 7 + 7]
+    assert batch.turn_reward_values.tolist() == [0.5, -1.0]
 
 
 def test_versions_are_per_token_when_a_trajectory_was_interrupted() -> None:

@@ -11,7 +11,7 @@ from async_rl.errors import PromptTooLong
 from async_rl.rollout.session.api import Turn
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery
-from async_rl.types import Sampled
+from async_rl.types import Sampled, StoredTrajectory, TurnReward
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
 
 
@@ -73,6 +73,32 @@ async def test_a_branch_has_the_turns_of_its_whole_conversation_and_notes_of_its
     assert [turn.metadata for turn in branch.turns] == [{"plan": "both"}, {"score": 1.5, "path": [1]}]
     assert [(turn.start, turn.end) for turn in branch.turns] == [(PROMPT, 12), (15, 16)]
     assert (branch.outcome.num_turns, branch.outcome.num_tool_errors) == (2, 1)
+
+
+async def test_rewards_of_turns_belong_to_the_conversation_that_sampled_them() -> None:
+    bench, _ = make()
+    with pytest.raises(RuntimeError, match="before a turn"):
+        bench.session.reward_turn(1.0)
+    await bench.session.generate()
+    bench.session.reward_turn(1)
+    bench.session.reward_turn(0.5)
+    async with bench.session.branch() as other:
+        with pytest.raises(RuntimeError, match="of this session"):
+            other.reward_turn(1.0)
+        other.add_messages([{"role": "user", "content": "?"}])
+        await other.generate()
+        other.reward_turn(-2.0)
+    for wrong in (float("nan"), "1", None, True):
+        with pytest.raises(ValueError, match="expected a finite number"):
+            bench.session.reward_turn(wrong)  # type: ignore[arg-type]
+    ends = await ends_of(bench)
+    root, branch = ends[""], ends[".1"]
+    assert (root.reward, branch.reward) == (2.5, -1.0)
+    assert root.turn_rewards == (TurnReward(end=12, reward=1.5),)
+    assert branch.turn_rewards == (TurnReward(end=branch.turns[-1].end, reward=-2.0),)
+    unscored = StoredTrajectory.of(branch)
+    scored = unscored.with_reward({"reward": 3.0, "correct": 1.0})
+    assert (scored.reward, scored.reward_parts["turn_rewards"]) == (1.0, -2.0)
 
 
 async def test_no_trajectory_comes_of_a_branch_that_samples_nothing_or_raises() -> None:

@@ -17,7 +17,7 @@ from async_rl.rollout.groups import (
     has_signal,
 )
 from async_rl.staleness import StalenessPolicy
-from async_rl.types import Task, VersionSpan
+from async_rl.types import Task, TurnReward, VersionSpan
 from tests.support.trajectories import make_trajectory
 
 REST = GroupPolicy(failed_siblings="train_rest", min_size=2)
@@ -73,6 +73,12 @@ def test_a_group_of_one_attempt_is_too_small_when_it_has_branches() -> None:
 
 def test_a_group_has_signal_when_two_rewards_differ() -> None:
     assert [has_signal(r) for r in ([], [1.0], [0.0, 0.0], [0.0, 0.0, 1e-9])] == [False, False, False, True]
+
+
+def test_a_group_has_signal_when_equal_sums_came_by_other_turns() -> None:
+    early, late = (1.0, 2, (TurnReward(end=5, reward=1.0),)), (1.0, 2, (TurnReward(end=9, reward=1.0),))
+    assert has_signal([early, late])
+    assert not has_signal([early, (1.0, 2, (TurnReward(end=5, reward=1.0),))])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@
 | `reinforce++_baseline` | the group's mean | the batch's standard deviation |
 
 Papers compare attempts at a task. An attempt may have several conversations, which are not independent
-samples: together they have one vote in every mean and deviation, shared equally. An attempt of one
-conversation is the case of the papers.
+samples: together they have one vote in every mean and deviation, shared equally. So have its turns, where
+each has a return of its own (`trainer.losses.turns`). An attempt of one conversation is the papers' case.
 """
 
 from __future__ import annotations
@@ -108,28 +108,6 @@ def lacks_baseline(group_index: Int32Array, attempt_index: Int32Array, counted: 
     groups, voting = np.unique(pairs[0], return_counts=True)
     lacks: BoolArray = ~np.isin(group_index, groups[voting > 1])
     return lacks
-
-
-def longest_answers(weight_versions: Int32Array, offsets: Int64Array) -> Int64Array:
-    """Returns the length in tokens of each trajectory's longest answer, a run of sampled tokens.
-
-    Masked tokens count as well: a token that is too stale, or that a sibling branch trains, was still
-    generated.
-
-    Args:
-        weight_versions: `[S]`, -1 for tokens that were not sampled.
-        offsets: `[N + 1]`, the bounds of the trajectories; none is empty.
-
-    Returns:
-        `[N] int64`.
-    """
-    sampled = weight_versions >= 0
-    begins = sampled & ~np.roll(sampled, 1)
-    begins[offsets[:-1]] = True  # also where nothing is sampled: a run of no tokens
-    starts = np.flatnonzero(begins)
-    answers = np.add.reduceat(sampled.astype(np.int64), starts)
-    longest: Int64Array = np.maximum.reduceat(answers, np.searchsorted(starts, offsets[:-1]))
-    return longest
 
 
 def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32Array:

@@ -175,6 +175,14 @@ class Session(Protocol):
         """Add metadata to the newest turn, for display: JSON, at most 4096 bytes for each turn."""
         ...
 
+    def reward_turn(self, reward: float) -> None:
+        """Add to the reward of the newest turn; the trajectory's reward includes it.
+
+        With `trainer.loss.turn_discount`, a turn is trained by its own reward and the discounted rewards of
+        later turns.
+        """
+        ...
+
     def branch(self) -> Session:
         """Open another trajectory that begins with everything up to here and ends with its block.
 

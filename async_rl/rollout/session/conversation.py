@@ -368,6 +368,22 @@ class Conversation(Generic[Writer]):
         plain = msgspec.json.decode(data)  # a copy, which the loop cannot change later
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], metadata=plain)
 
+    def reward_turn(self, reward: float) -> None:
+        """Add to the reward of the newest turn.
+
+        Raises:
+            ValueError: The reward is not a finite number.
+        """
+        self._check_call("reward_turn")
+        if len(self._turns) == self._num_inherited_turns:
+            raise RuntimeError(
+                "session.reward_turn was called before a turn of this session: call session.generate first"
+            )
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(f"session.reward_turn got {reward!r:.100}, expected a finite number")
+        turn = self._turns[-1]
+        self._turns[-1] = msgspec.structs.replace(turn, reward=turn.reward + float(reward))
+
     def branch(self) -> Self:
         """Implements `api.Session.branch`."""
         self._check_call("branch")

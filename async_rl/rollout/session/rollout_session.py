@@ -13,7 +13,15 @@ from typing import Self
 from async_rl.rollout.session.context import ConversationContext
 from async_rl.rollout.session.conversation import Conversation, SessionTree
 from async_rl.rollout.session.transcript import Transcript
-from async_rl.types import Outcome, RoutingTrace, StopReason, Task, Trajectory
+from async_rl.types import (
+    Outcome,
+    RoutingTrace,
+    StopReason,
+    Task,
+    Trajectory,
+    turn_rewards_of,
+    with_turn_rewards,
+)
 
 
 class RolloutSession(Conversation[Transcript]):
@@ -68,6 +76,8 @@ class RolloutSession(Conversation[Transcript]):
         error: str | None,
     ) -> Trajectory:
         tokens = self.writer.tokens
+        own_turns = self._turns[self._num_inherited_turns :]
+        reward_parts = with_turn_rewards(reward_parts, turn_rewards_of(own_turns))
         return Trajectory(
             trajectory_id=self.trajectory_id,
             group_id=self._group_id,
