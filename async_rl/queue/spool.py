@@ -5,11 +5,14 @@
    000001-driver/             SpoolFolder          ┌─► (trained, dropped) discard ─► delete_discarded
    000002-rollout-worker-0/   SpoolFolder ─ hold ──┤
    000003-rollout-worker-1/   SpoolFolder          └─► put_group ─► used
+     reusable/                files of settled trajectories, which the next frames overwrite
 ```
 
-Each process writes into a folder of its own, which no later process gets. Readers map a frame; a file that is
-deleted stays readable where it is mapped. The ledger says which frames count: one that it does not name is
-deleted by the next start, or when the process that wrote it has ended.
+Each process writes into a folder of its own, which no later process gets. Readers map a frame until its batch
+is settled: all ranks have answered then, and its file may be overwritten. The ledger says which frames count:
+one that it does not name is deleted by the next start, or when the process that wrote it has ended.
+
+A new file costs two to three times as much as one that is overwritten, because the kernel clears its pages.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import errno
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from pathlib import Path
@@ -39,6 +43,14 @@ SMALLEST_GROUP = 64 << 10
 
 FOLDER: Final = "spool"
 """The name in the run's folder."""
+
+SMALLEST_REUSED: Final = 256 << 10
+"""Files of fewer bytes are deleted: finding one again would take as long as making one."""
+
+MAX_REUSABLE_BYTES: Final = 256 << 20
+"""The limit for files that can be overwritten, per folder."""
+
+_REUSABLE: Final = "reusable"
 
 
 class FrameStore(Protocol):
@@ -70,7 +82,10 @@ class SpoolFolder(FrameStore):
     def __init__(self, directory: Path) -> None:
         """Open a folder that exists, and that no other process writes into."""
         self.directory = directory
+        self._reusable = f"{directory}/{_REUSABLE}"
         self._numbers = count()
+        self._lock = threading.Lock()
+        self._found: list[tuple[int, str]] = []  # reusable files, with their sizes
 
     def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
         """Implements `FrameStore.store_tree`."""
@@ -93,9 +108,11 @@ class SpoolFolder(FrameStore):
         path = f"{self.directory}/{trajectory.trajectory_id}-{next(self._numbers)}"
         part = f"{path}.part"
         try:
-            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._take_reusable(part, frame.nbytes)
+            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 _write_all(file, frame)
+                os.ftruncate(file, frame.nbytes)
             finally:
                 os.close(file)
             os.rename(part, path)
@@ -103,10 +120,25 @@ class SpoolFolder(FrameStore):
             _delete([path, part])
             if not is_shortage(error):
                 raise
+            with self._lock:
+                self._found.clear()
+                _delete(file.path for file in _files(self._reusable))
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             cause = "the disk is full; free some and start the run again" if full else error.strerror
             raise SpoolFull(f"{self.directory} cannot take {frame.nbytes} bytes: {cause}") from error
         return StoredTrajectory.of(trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum)
+
+    def _take_reusable(self, path: str, nbytes: int) -> None:
+        """Move the file of a settled trajectory of about this size to a path, if there is one."""
+        if nbytes < SMALLEST_REUSED:
+            return
+        with self._lock:
+            if not self._found:
+                self._found = [(file.stat().st_size, file.path) for file in _files(self._reusable)]
+            if self._found:
+                nearest = min(self._found, key=lambda file: abs(file[0] - nbytes))
+                self._found.remove(nearest)
+                os.rename(nearest[1], path)
 
 
 class Spool(FrameStore):
@@ -218,25 +250,32 @@ class Spool(FrameStore):
         with self._deleting:
             discarded = tuple(self._discarded)
             before()
-            _delete(discarded)
+            by_folder: defaultdict[str, list[str]] = defaultdict(list)
+            for path in discarded:
+                by_folder[os.path.dirname(path)].append(path)
+            for folder, paths in by_folder.items():
+                if folder in self._ended_folders:
+                    _delete(paths)
+                    self._remove_folder(folder)
+                else:
+                    _recycle(folder, paths)
             with self._lock:
                 del self._discarded[: len(discarded)]
-                ended = self._ended_folders.intersection(map(os.path.dirname, discarded))
-            for folder in ended:
-                self._remove_folder(folder)
 
     def end_folder(self, folder: Path) -> None:
         """Delete the frames in the folder of a process that has ended, except those that are held."""
         with self._deleting:
             try:
-                files = [entry.path for entry in os.scandir(folder)]
+                files = [*_files(str(folder)), *_files(f"{folder}/{_REUSABLE}")]
             except OSError as error:
                 log.warning("%s is left to the next start: %s", folder, error)
                 return
             with self._lock:
                 known = {*self._early, *self._used, *self._discarded}
                 self._ended_folders.add(str(folder))
-            _delete(path for path in files if path not in known)
+            _delete(file.path for file in files if file.path not in known)
+            with contextlib.suppress(OSError):
+                os.rmdir(f"{folder}/{_REUSABLE}")
             self._remove_folder(str(folder))
 
     def relocated(self, stored: StoredTrajectory) -> StoredTrajectory:
@@ -276,6 +315,36 @@ def _write_all(file: int, frame: Frame) -> None:
         rest = memoryview(piece)
         while rest:
             rest = rest[os.write(file, rest) :]
+
+
+def _files(folder: str) -> list[os.DirEntry[str]]:
+    """Return the files in a folder; none if it does not exist."""
+    try:
+        return [entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+
+
+def _recycle(folder: str, paths: Iterable[str]) -> None:
+    """Let the process of a folder overwrite files that are not needed any more; delete what is too much."""
+    reusable = f"{folder}/{_REUSABLE}"
+    left: list[str] = []
+    nbytes: int | None = None
+    for path in paths:
+        try:
+            size = os.stat(path).st_size
+            if size >= SMALLEST_REUSED:
+                if nbytes is None:
+                    os.makedirs(reusable, mode=0o700, exist_ok=True)
+                    nbytes = sum(file.stat().st_size for file in _files(reusable))
+                if nbytes + size <= MAX_REUSABLE_BYTES:
+                    os.rename(path, f"{reusable}/{os.path.basename(path)}")
+                    nbytes += size
+                    continue
+        except OSError as error:  # a file was taken meanwhile, or there is no space for the folder
+            log.info("%s is deleted, not used again: %s", path, error)
+        left.append(path)
+    _delete(left)
 
 
 def _delete(paths: Iterable[str]) -> None:

@@ -623,7 +623,8 @@ class InvariantChecker:
             owned = {_frame_of(stored) for (stored,) in named}
         finally:
             database.close()
-        frames = {f"{path.parent.name}/{path.name}" for path in (run_dir / "spool").glob("*/*")}
+        files = (path for path in (run_dir / "spool").glob("*/*") if path.is_file())
+        frames = {f"{path.parent.name}/{path.name}" for path in files}
         if "cut_off_worker" in self.met_faults:
             # The driver never learns that such a worker has ended: the next start deletes its frames.
             frames = {frame for frame in frames if "-rollout-worker-" not in frame}

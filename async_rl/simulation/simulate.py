@@ -442,7 +442,8 @@ class Simulation:
 
     def _corrupt_frame(self, amount: float) -> None:
         """Flip a bit of a frame of the queue."""
-        frames = sorted(path for path in (self._run_dir / "spool").glob("*/*") if path.suffix != ".part")
+        found = (path for path in (self._run_dir / "spool").glob("*/*") if path.is_file())
+        frames = sorted(path for path in found if path.suffix != ".part")
         if not frames:
             return
         self._checker.met("corrupt_frame")

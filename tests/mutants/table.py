@@ -486,11 +486,19 @@ MUTANTS: Final = (
         (WORKERS,),
     ),
     Mutant(
+        "overwritten-file-keeps-its-tail",
+        "A frame in the file of a longer one takes more space than its reference says.",
+        "async_rl/queue/spool.py",
+        "                os.ftruncate(file, frame.nbytes)\n",
+        "",
+        (SPOOL,),
+    ),
+    Mutant(
         "held-frame-deleted-with-its-worker",
         "The end of a worker deletes the frames that the driver holds.",
         "async_rl/queue/spool.py",
-        "_delete(path for path in files if path not in known)",
-        "_delete(files)",
+        "_delete(file.path for file in files if file.path not in known)",
+        "_delete(file.path for file in files)",
         (SPOOL,),
     ),
     Mutant(
@@ -1625,8 +1633,8 @@ MUTANTS: Final = (
         "dropped-frame-deleted-before-the-drop-is-written",
         "A frame is deleted before the ledger has its trajectory as dropped: a restart finds it missing.",
         "async_rl/queue/spool.py",
-        "            before()\n            _delete(discarded)\n",
-        "            _delete(discarded)\n            before()\n",
+        "            before()\n            by_folder:",
+        "            _delete(discarded)\n            before()\n            by_folder:",
         (f"{QUEUE}::test_a_dropped_group_keeps_its_frames_while_the_drop_cannot_be_written",),
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import SpoolFull
+from async_rl.queue import spool
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.simulation.__main__ import run_seed, run_worker_seed
 from async_rl.simulation.scenario import Injection, Scenario
 from async_rl.simulation.simulate import SeedOutcome, simulate
 from tests.support.small_run import small_run
@@ -65,3 +68,18 @@ def test_an_attempt_goes_on_from_its_tokens_when_a_step_has_freed_space(
     assert outcome.incarnations == ("finished",)
     assert waits
     assert sum(tokens > 0 for tokens in left) == len(waits)
+
+
+def test_nothing_is_trained_wrongly_when_files_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "SMALLEST_REUSED", 1)
+    taken: list[str] = []
+    rename = os.rename
+
+    def note(source: str, target: str) -> None:
+        rename(source, target)
+        taken.extend([target] * ("/reusable/" in str(source)))
+
+    monkeypatch.setattr(os, "rename", note)
+    outcomes = [run_seed(seed) for seed in range(4)] + [run_worker_seed(seed) for seed in (0, 2)]
+    assert [outcome.violations for outcome in outcomes if outcome.violations] == []
+    assert len(taken) > 50

@@ -379,13 +379,15 @@ def test_a_sibling_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
             "SELECT stored FROM trajectories WHERE state = 'in_flight' AND stored IS NOT NULL"
         )
     ended = msgspec.msgpack.decode(stored, type=StoredTrajectory)
-    kept = first.folder / "spool" / Path(ended.path).name
+    path = Path(ended.path)
+    kept = first.folder / "spool" / path.parent.name / path.name
     columns = read_columns(msgspec.structs.replace(ended, path=str(kept)))
-    text = SimulatedChat().decode(columns["token_ids"][first.journal[kept.name].turns[1].start :])
+    begin = first.journal[ended.trajectory_id].turns[1].start
+    text = SimulatedChat().decode(columns["token_ids"][begin:])
     assert Scores.texts[text] == 1
     second = world.live()
     assert Scores.texts[text] == 1  # it was not scored again
-    assert kept.name in second.trained
+    assert ended.trajectory_id in second.trained
     assert_settled_once(world)
 
 

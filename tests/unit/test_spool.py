@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 
 from async_rl.errors import AsyncRLError, CorruptFrame, SpoolFull
+from async_rl.queue import spool as spool_module
 from async_rl.queue.frames import encode_trajectory, read_columns, verify_frame
 from async_rl.queue.spool import Spool, SpoolFolder
 from tests.support.stored_batches import store_trajectory
@@ -23,7 +25,7 @@ from tests.support.trajectories import make_group, make_trajectory
 
 
 def names(spool: Spool) -> list[str]:
-    return sorted(path.name.rpartition("-")[0] for path in spool.directory.glob("*/*"))
+    return sorted(path.name.rpartition("-")[0] for path in spool.directory.glob("*/*-*"))
 
 
 def test_a_frame_has_the_columns_of_its_trajectory(tmp_path: Path) -> None:
@@ -153,6 +155,63 @@ def test_frames_that_were_never_reported_are_deleted_when_their_process_has_ende
     assert not worker.directory.exists()
 
 
+def reusable(folder: Path) -> list[int]:
+    """The sizes of the files that can be overwritten."""
+    return sorted(path.stat().st_size for path in folder.glob("*/reusable/*"))
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files of any size be used again."""
+    monkeypatch.setattr(spool_module, "SMALLEST_REUSED", 1)
+
+
+@pytest.mark.usefixtures("large")
+def test_the_file_of_a_settled_trajectory_is_overwritten_by_the_next_one(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, None)
+    worker = SpoolFolder(spool.new_folder("rollout-worker-0"))
+    short, long = worker.store_tree([make_trajectory("short"), make_trajectory("long", sampled=((4000, 0),))])
+    inode = os.stat(long.path).st_ino
+    spool.hold([short, long])
+    spool.discard([short, long])
+    assert reusable(tmp_path) == []  # the ledger may still name them
+    spool.delete_discarded()
+    assert reusable(tmp_path) == [short.nbytes, long.nbytes]
+    trajectory = make_trajectory("next", sampled=((3000, 0),))
+    (stored,) = worker.store_tree([trajectory])
+    assert os.stat(stored.path).st_ino == inode
+    assert os.stat(stored.path).st_size == stored.nbytes < long.nbytes
+    assert np.array_equal(read_columns(stored)["token_ids"], trajectory.token_ids)
+    assert reusable(tmp_path) == [short.nbytes]
+    spool.end_folder(worker.directory)
+    assert not worker.directory.exists()
+
+
+@pytest.mark.usefixtures("large")
+def test_reusable_files_are_bounded_and_yield_to_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path, None)
+    stored = spool.store_tree(make_group("g", size=4).trajectories)
+    monkeypatch.setattr(spool_module, "MAX_REUSABLE_BYTES", 2 * max(each.nbytes for each in stored))
+    spool.discard(stored)
+    spool.delete_discarded()
+    assert len(reusable(tmp_path)) == 2
+    monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(SpoolFull):
+        spool.store_tree([make_trajectory("t")])
+    assert reusable(tmp_path) == []
+    assert names(spool) == []
+
+
+def test_files_too_small_to_be_worth_it_are_deleted(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, None)
+    spool.discard(spool.store_tree([make_trajectory("t")]))
+    spool.delete_discarded()
+    assert reusable(tmp_path) == []
+    assert names(spool) == []
+
+
 @pytest.mark.parametrize("place", [lambda size: 3, lambda size: 60, lambda size: size - 1])
 def test_a_flipped_bit_is_found(tmp_path: Path, place: Callable[[int], int]) -> None:
     stored = store_trajectory(tmp_path, make_trajectory("t"))
@@ -177,6 +236,7 @@ print(int(read_columns(stored)["token_ids"].sum()))
     assert int(found.stdout) == make_trajectory("t").token_ids.sum()
 
 
+@pytest.mark.usefixtures("large")
 def test_frames_stay_apart_when_threads_write_and_discard_at_once(tmp_path: Path) -> None:
     spool = Spool(tmp_path, None)
     failures: list[str] = []
@@ -188,6 +248,10 @@ def test_frames_stay_apart_when_threads_write_and_discard_at_once(tmp_path: Path
             if not np.array_equal(read_columns(stored)["token_ids"], trajectory.token_ids):
                 failures.append(f"{number}: {i}")
             spool.discard([stored])
+            spool.delete_discarded()
+            (again,) = spool.store_tree([trajectory])
+            verify_frame(again)
+            spool.discard([again])
             spool.delete_discarded()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from async_rl.types import Group, Sampled, StoredTrajectory, Trajectory
+from async_rl.types import Group, Sampled, StoredTrajectory, Trajectory, cap_versions
 from tests.support.stored_batches import assemble_batch
 from tests.support.trajectories import FACTS, make_trajectory
+
+
+def capped(trajectory: Trajectory, newest: int) -> Trajectory:
+    return msgspec.structs.replace(trajectory, segments=cap_versions(trajectory.segments, newest))
 
 
 def stored(trajectory: Trajectory) -> StoredTrajectory:
@@ -51,7 +55,7 @@ def test_inherited_tokens_are_neither_sampled_nor_trained_by_the_branch() -> Non
 
 def test_a_restart_lowers_the_versions_that_it_has_undone_and_marks_their_tokens() -> None:
     trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5)))
-    lowered, expected = stored(trajectory).capped(4), trajectory.capped(4)
+    lowered, expected = stored(trajectory).capped(4), capped(trajectory, 4)
     assert np.array_equal(lowered.weight_versions, expected.weight_versions)
     undone = [isinstance(s, Sampled) and s.undone for s in expected.segments for _ in s.token_ids]
     assert lowered.undone.tolist() == undone == [False] * 4 + [True] * 3

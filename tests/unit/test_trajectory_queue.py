@@ -717,9 +717,10 @@ async def test_a_group_is_queued_whole_when_put_is_cancelled_while_the_ledger_is
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.dispatch("a")
+    group = make_group("a").stored_in(run.spool.directory)
     async with held(monkeypatch, run.ledger, "flush") as go:
         async with Nursery() as nursery:
-            putting = nursery.start_task("put", run.put(make_group("a")))
+            putting = nursery.start_task("put", run.queue.put_group(group))
             await settled()
             putting.cancel()
             await settled()
@@ -737,8 +738,9 @@ async def test_a_group_is_in_flight_whole_when_put_is_cancelled_while_it_waits_f
     run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
     await run.ready("a", "b", tokens=6000)
     run.dispatch("c")
+    group = make_group("c", tokens=6000).stored_in(run.spool.directory)
     async with Nursery() as nursery:
-        putting = nursery.start_task("put", run.put(make_group("c", tokens=6000)))
+        putting = nursery.start_task("put", run.queue.put_group(group))
         await settled()
         putting.cancel()
     assert run.queue.statistics().groups_in_flight == 1
