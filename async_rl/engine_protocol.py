@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
 
-from async_rl.types import Int32Array, RoutingTrace, VersionSpan
+from async_rl.types import Float32Array, Int32Array, RoutingTrace, VersionSpan
 
 InterruptMode = Literal["abort", "retract", "in_place"]
 
@@ -45,6 +46,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rows_if_aborted: bool = True
     """Whether the rows are needed also if the call is aborted. If not, no engine should send them: those of
     thousands of long calls, aborted together, are gigabytes."""
+    stream_interval: int | None = None
+    """Number of tokens after which an engine sends an event, beside the first token and the end. None lets
+    the client choose it by its load; 1 is for those who look at each token as it comes."""
 
 
 class RoutingPayload(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -63,11 +67,16 @@ class RoutingPayload(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The error that was found on arrival; `decode_routing` raises it."""
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Tokens that arrived together. `token_ids` and `log_probs` have equal length, at least one."""
 
-    token_ids: list[int]
-    log_probs: list[float]
+    token_ids: Int32Array  # [n]
+    log_probs: Float32Array  # [n], nats
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], log_probs: Sequence[float]) -> Chunk:
+        """Return a chunk of these tokens."""
+        return cls(token_ids=np.array(token_ids, np.int32), log_probs=np.array(log_probs, np.float32))
 
 
 class PayloadProgress(msgspec.Struct, frozen=True):
@@ -179,6 +188,10 @@ class Engine(Protocol):
 
     def remote_call(self) -> AbstractContextManager[None]:
         """Count a call that another process makes, until the block ends: `interrupt` waits for it."""
+        ...
+
+    def read_at_once(self) -> None:
+        """Read open streams as their events arrive: their calls are about to be interrupted."""
         ...
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:

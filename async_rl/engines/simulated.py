@@ -317,6 +317,9 @@ class SimulatedEngine:
         """Implements `Engine.remote_call`. Other processes cannot reach it."""
         return nullcontext()
 
+    def read_at_once(self) -> None:
+        """Implements `Engine.read_at_once`. There is no connection."""
+
     @property
     def num_cached_pages(self) -> int:
         """Pages in the prefix cache."""
@@ -415,8 +418,8 @@ class SimulatedEngine:
                         f"{call.request.request_id} after {call.num_sampled - 1} tokens"
                     )
             case "nan":
-                log_probs = [*chunk.log_probs[:-1], math.nan]
-                return (Chunk(token_ids=chunk.token_ids, log_probs=log_probs),)
+                log_probs = [*chunk.log_probs[:-1].tolist(), math.nan]
+                return (Chunk.of(chunk.token_ids.tolist(), log_probs),)
             case "repeat":
                 return (chunk,)
             case "lose":
@@ -437,17 +440,13 @@ class SimulatedEngine:
 
     def _sample_chunk(self, call: SimulatedCall) -> Chunk:
         """Draw the tokens of the next chunk, which ends with the call."""
-        chunk = self._sample(call)
-        for _ in range(1, self._chunk_tokens):
-            if call.is_over:
-                break
-            more = self._sample(call)
-            chunk.token_ids.extend(more.token_ids)
-            chunk.log_probs.extend(more.log_probs)
-        return chunk
+        sampled = [self._sample(call)]
+        while len(sampled) < self._chunk_tokens and not call.is_over:
+            sampled.append(self._sample(call))
+        return Chunk.of([token for token, _ in sampled], [log_prob for _, log_prob in sampled])
 
-    def _sample(self, call: SimulatedCall) -> Chunk:
-        """Draw the next token; the token before it is fed, which gives it a row."""
+    def _sample(self, call: SimulatedCall) -> tuple[int, float]:
+        """Draw the next token and its log-prob; the token before it is fed, which gives it a row."""
         call.row_versions += [self._version] * (len(call.tokens) - len(call.row_versions))
         request = call.request
         nonce = request.request_id if request.sampling.temperature > 0 else ""
@@ -458,7 +457,7 @@ class SimulatedEngine:
             token = request.sampling.stop_token_ids[0] if request.sampling.stop_token_ids else _EOS
         call.append_token(token)
         call.sampled_versions.append(self._version)
-        return Chunk(token_ids=[token], log_probs=[log_prob])
+        return token, log_prob
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
         """Implements `Engine.decode_routing`. `payload.data` is tokens, then versions, int32."""

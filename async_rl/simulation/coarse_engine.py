@@ -168,6 +168,9 @@ class CoarseEngine:
         """Implements `Engine.remote_call`. Simulated jobs make all calls in one process."""
         return nullcontext()
 
+    def read_at_once(self) -> None:
+        """Implements `Engine.read_at_once`. There is no connection."""
+
     def usage(self) -> Usage:
         """Where its time went, until now."""
         self._advance()
@@ -188,7 +191,7 @@ class CoarseEngine:
         finally:
             self._leave(call)
         if call.sampled:
-            yield Chunk(token_ids=[0] * call.sampled, log_probs=[0.0] * call.sampled)
+            yield Chunk.of([0] * call.sampled, [0.0] * call.sampled)
         yield Finish(reason=reason, version_spans=tuple(call.spans))
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:

@@ -391,11 +391,11 @@ class FaultyEngine(SimulatedEngine):
         self._sends_payloads.set()
         self._sends_since_s = asyncio.get_running_loop().time()
 
-    def _sample(self, call: SimulatedCall) -> Chunk:
+    def _sample(self, call: SimulatedCall) -> tuple[int, float]:
         digest = call.digest
-        chunk = super()._sample(call)
-        self._checker.says(digest, chunk.token_ids[0], self._version, chunk.log_probs[0])
-        return chunk
+        token, log_prob = super()._sample(call)
+        self._checker.says(digest, token, self._version, log_prob)
+        return token, log_prob
 
     def _next_fault(self, kinds: frozenset[str]) -> Fault | None:
         fault = super()._next_fault(kinds)

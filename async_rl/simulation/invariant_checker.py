@@ -273,8 +273,8 @@ class InvariantChecker:
             how = type(failure).__name__ if failure else finish.reason if finish else "was left"
             self._recoveries[name.split()[-1]].append(how)  # its task may be the end of the trajectory
             return
-        sampled = [token for chunk in chunks for token in chunk.token_ids]
-        log_probs = [value for chunk in chunks for value in chunk.log_probs]
+        sampled = [token for chunk in chunks for token in chunk.token_ids.tolist()]
+        log_probs = [value for chunk in chunks for value in chunk.log_probs.tolist()]
         fit = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), len(log_probs))
         if finish is None:  # it may have been left at a stop string, within a chunk
             kept = _until_stop(request, sampled[:fit])

@@ -105,7 +105,7 @@ class DistantEngine:
     def __init__(self, engine: Engine, delay_s: Callable[[], float]) -> None:
         """Call an engine over a network that takes `delay_s` for a request."""
         self.engine_id = engine.engine_id
-        self.decode_routing = engine.decode_routing
+        self.decode_routing, self.read_at_once = engine.decode_routing, engine.read_at_once
         self._engine = engine
         self._delay_s = delay_s
 

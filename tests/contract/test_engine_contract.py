@@ -249,8 +249,8 @@ async def test_nothing_comes_twice_when_a_call_goes_on_after_its_connection_was_
     async with aclosing(subject.engine.generate(request(PROMPT, LONG))) as stream:
         while len(seen) < 3:
             chunk = await anext(stream)
-            seen += chunk.token_ids
-            log_probs += chunk.log_probs
+            seen += chunk.token_ids.tolist()
+            log_probs += chunk.log_probs.tolist()
     assert seen == whole.token_ids[: len(seen)]
     rest = await call(subject.engine, [*PROMPT, *seen], budget - len(seen))
     assert [*seen, *rest.token_ids] == whole.token_ids

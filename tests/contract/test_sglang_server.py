@@ -9,13 +9,22 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
+from async_rl.engine_protocol import (
+    Chunk,
+    DiskUpdate,
+    DistributedUpdate,
+    Finish,
+    GenerateRequest,
+    GroupInvite,
+    TensorUpdate,
+)
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer, free_port
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
@@ -297,3 +306,39 @@ async def test_the_end_of_its_log_is_reported_when_a_server_does_not_start(tmp_p
     finally:
         await engine.close()
         await server.stop()
+
+
+async def stream_sizes(
+    engine: SGLangEngine, asked: GenerateRequest, interrupt_at: int
+) -> tuple[list[int], Finish]:
+    """Make a call; return the number of tokens of each event, and its finish."""
+    sizes: list[int] = []
+    interrupted: asyncio.Task[None] | None = None
+    async for event in engine.generate(asked):
+        if isinstance(event, Finish):
+            if interrupted is not None:
+                await interrupted
+            return sizes, event
+        if isinstance(event, Chunk):
+            sizes.append(len(event.token_ids))
+            if sum(sizes) >= interrupt_at and interrupted is None:
+                interrupted = asyncio.create_task(engine.interrupt("abort"))
+    raise AssertionError("a stream without a finish")
+
+
+async def test_an_event_has_as_many_tokens_as_asked_for_and_an_abort_delivers_the_rest(
+    engine: SGLangEngine,
+) -> None:
+    def asked(tokens: int) -> GenerateRequest:
+        return msgspec.structs.replace(request(PROMPT, tokens), stream_interval=8)
+
+    sizes, finish = await stream_sizes(engine, asked(20), interrupt_at=1000)
+    assert sum(sizes) == 20
+    assert finish.reason == "length"
+    assert sizes[0] in (1, 9, 17)  # the first token at once, unless the server joins events
+    assert len(sizes) <= 4
+    sizes, finish = await stream_sizes(engine, asked(200), interrupt_at=9)
+    await engine.resume_generation("abort")
+    assert finish.reason == "abort"
+    # `CallAccount` compares the number of tokens that have come with the server's own: nothing is lost.
+    assert sum(sizes) == finish.version_spans[-1].end < 200

@@ -108,7 +108,7 @@ class Fate:
             versions[count // 2 :] = [self.version] * (count - count // 2)
         tokens = [20 + (11 * len(request.input_ids) + 5 * i) % 400 for i in range(count)]
         if tokens:
-            yield Chunk(token_ids=tokens, log_probs=[-0.5] * count)
+            yield Chunk.of(tokens, [-0.5] * count)
         if step.end == "die":
             assert self.bench is not None
             loop = asyncio.get_running_loop()

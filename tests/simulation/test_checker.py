@@ -56,7 +56,7 @@ def test_what_follows_a_stop_string_in_a_chunk_is_not_kept(
     async def run() -> None:
         request = request_of([284], stop=("4 1",))
         checker.call_begins("engine-0", request, 0, 0)
-        chunk = Chunk(token_ids=sampled, log_probs=[-1.0] * len(sampled))
+        chunk = Chunk.of(sampled, [-1.0] * len(sampled))
         checker.call_ends(request, [chunk], None)
         checker.call_begins("engine-0", request_of(then), 0, 0)
 

@@ -34,7 +34,7 @@ class Prefilling:
         now = asyncio.get_running_loop().time()
         self.free_s = max(now, self.free_s) + len(request.input_ids) / RATE
         await asyncio.sleep(self.free_s - now)
-        yield Chunk(token_ids=[7], log_probs=[-1.0])
+        yield Chunk.of([7], [-1.0])
         await self.done.wait()
         yield Finish(reason="length", version_spans=())
 

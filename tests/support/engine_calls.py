@@ -58,8 +58,8 @@ class Call:
                     assert self.finish is None, "an event after the finish"
                     if isinstance(event, Chunk):
                         assert len(event.token_ids) == len(event.log_probs) > 0
-                        self.token_ids += event.token_ids
-                        self.log_probs += event.log_probs
+                        self.token_ids += event.token_ids.tolist()
+                        self.log_probs += event.log_probs.tolist()
                     elif isinstance(event, Finish):
                         self.finish = event
                     self._changed.notify_all()

@@ -58,7 +58,8 @@ def read_stream(data: bytes, read_bytes: int, max_step_s: float = math.inf) -> i
             for document, payload in reader.feed(data[begin : begin + read_bytes]):
                 if document == b"[DONE]":
                     continue
-                chunk, _ = call.read_event(document, payload)
+                call.read_event(document, payload)
+                chunk = call.take_chunk()
                 if chunk is not None:
                     tokens += len(chunk.token_ids)
                     assert all(0 <= token < FACTS.vocab_size for token in chunk.token_ids)

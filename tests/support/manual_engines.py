@@ -29,7 +29,7 @@ END = Finish(reason="length", version_spans=())
 
 def tokens(count: int) -> Chunk:
     """Return a chunk of this many tokens."""
-    return Chunk(token_ids=[7] * count, log_probs=[-1.0] * count)
+    return Chunk.of([7] * count, [-1.0] * count)
 
 
 async def settle() -> None:

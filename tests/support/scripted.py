@@ -42,7 +42,7 @@ def sampled(
     events: list[Chunk | Finish] = []
     if count:
         ids = list(range(first, first + count))
-        events.append(Chunk(token_ids=ids, log_probs=[-0.5] * count))
+        events.append(Chunk.of(ids, [-0.5] * count))
     spans = (VersionSpan(start=0, end=count, weight_version=version),) if count else ()
     payload = None
     if rows:

@@ -90,6 +90,23 @@ def request() -> GenerateRequest:
 
 
 @in_virtual_time
+async def test_streams_do_not_wait_for_their_turn_when_their_leases_are_revoked() -> None:
+    worker = Worker()
+    reads: list[str] = []
+    worker.engine.read_at_once = lambda: reads.append("at once")
+    worker.calls.renew(worker.clock())
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(worker.call())
+        await asyncio.sleep(0)
+        worker.grant(1)
+        await asyncio.sleep(0.5)
+        assert not reads
+        worker.calls.revoke(RevokeLeases(engine_id="engine-0", number=7))
+        assert reads == ["at once"]
+        calling.cancel()
+
+
+@in_virtual_time
 async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
     worker = Worker()
     worker.calls.renew(worker.clock())

@@ -148,7 +148,7 @@ async def test_missing_rows_are_marked_invalid_when_they_cannot_be_recovered():
 @pytest.mark.case(17)
 async def test_tokens_seen_are_kept_when_the_engine_dies_and_another_goes_on():
     def die(request):
-        return [Chunk(token_ids=[100, 101], log_probs=[-1.0, -2.0]), EngineError("connection lost")]
+        return [Chunk.of([100, 101], [-1.0, -2.0]), EngineError("connection lost")]
 
     first = ScriptedEngine("engine-0", [die])
     second = ScriptedEngine("engine-1", [lambda r: sampled(2, "stop", 0, prompt=PROMPT + 2, first=200)])
@@ -172,7 +172,7 @@ async def test_one_call_becomes_two_segments_when_the_engine_changed_weights_in_
         )
         finish = sampled(5, "stop", 1, prompt=PROMPT)[-1]
         return [
-            Chunk(token_ids=[1, 2, 3, 4, 5], log_probs=[-0.1] * 5),
+            Chunk.of([1, 2, 3, 4, 5], [-0.1] * 5),
             Finish(reason="stop", version_spans=spans, routing=finish.routing),
         ]
 
@@ -184,18 +184,19 @@ async def test_one_call_becomes_two_segments_when_the_engine_changed_weights_in_
     assert trajectory.outcome.num_interruptions == trajectory.outcome.num_resumes == 1
 
 
-async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_changed_in_between():
+@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
+async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_changed_in_between(interrupt):
     class Dying(ScriptedEngine):
         async def generate(self, request):
-            yield Chunk(token_ids=[100, 101], log_probs=[-1.0] * 2)
+            yield Chunk.of([100, 101], [-1.0] * 2)
             b.pool.hold_engine("engine-0")
             b.pool.serve_engine("engine-0", 1)
             # These may have been in transit before that.
-            yield Chunk(token_ids=[102, 103], log_probs=[-1.0] * 2)
+            yield Chunk.of([102, 103], [-1.0] * 2)
             raise EngineError("connection lost")
 
     second = ScriptedEngine("engine-1", [lambda r: sampled(1, "stop", 1, prompt=PROMPT + 4, first=200)])
-    b = make_bench(Dying("engine-0"), second, interrupt="retract")
+    b = make_bench(Dying("engine-0"), second, interrupt=interrupt)
     b.session.start([{"role": "user", "content": "hi"}])
     await b.session.generate()
     trajectory = await b.finish()
@@ -216,7 +217,7 @@ async def test_an_answer_is_refused_when_its_weights_are_older_than_its_lease():
 async def test_an_answer_is_refused_when_its_log_probs_are_not_finite():
     def not_finite(request):
         finish = sampled(2, "stop", 0, prompt=PROMPT)[-1]
-        return [Chunk(token_ids=[1, 2], log_probs=[-0.1, float("nan")]), finish]
+        return [Chunk.of([1, 2], [-0.1, float("nan")]), finish]
 
     b = bench([not_finite, lambda r: sampled(3, "stop", 0, prompt=PROMPT)])
     await b.session.generate()
@@ -238,7 +239,7 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
 
     class Hanging(ScriptedEngine):
         async def generate(self, request):
-            yield Chunk(token_ids=[100, 101, 102], log_probs=[-1.0] * 3)
+            yield Chunk.of([100, 101, 102], [-1.0] * 3)
             started.set()
             await asyncio.Future()
 

@@ -111,7 +111,7 @@ async def test_a_chunk_is_cut_and_its_call_is_left_when_a_stop_string_ends_in_it
     engine = Observed(
         scripts=[
             lambda r: sampled(3, "abort", 0, prompt=PROMPT),
-            lambda r: [Chunk(token_ids=[103, 104, 105], log_probs=[-0.1, -0.2, -0.3])],
+            lambda r: [Chunk.of([103, 104, 105], [-0.1, -0.2, -0.3])],
             lambda r: sampled(0, "length", 0, prompt=len(r.input_ids)),
         ]
     )

@@ -42,8 +42,14 @@ from async_rl.engine_protocol import (
     WeightUpdate,
 )
 from async_rl.engines.control_requests import wait_out
-from async_rl.engines.sglang.generate_call import CallAccount, encode_request, parse_version
+from async_rl.engines.sglang.generate_call import (
+    CallAccount,
+    choose_stream_interval,
+    encode_request,
+    parse_version,
+)
 from async_rl.engines.sglang.http_client import SGLangHttpClient
+from async_rl.engines.sglang.read_schedule import EventStream, ReadSchedule
 from async_rl.engines.sglang.routing_payload import (
     PIECE_BYTES,
     PayloadArrival,
@@ -60,6 +66,7 @@ from async_rl.errors import (
     EngineTimeout,
     EnvironmentNotReady,
     PromptTooLong,
+    RequestRefused,
     VersionMismatch,
     WeightSyncError,
 )
@@ -160,6 +167,7 @@ class SGLangEngine:
         """Bounds how many payloads are read at a time."""
         self._context_length = facts.context_length
         self._num_pieces = 0
+        self._bodies: set[EventStream] = set()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -192,21 +200,26 @@ class SGLangEngine:
         call = CallAccount(self._engine_id, request, self._facts.vocab_size)
         finish: Finish | None = None
         response: aiohttp.ClientResponse | None = None
+        body: EventStream | None = None
         reader = EventReader(
             lambda: RoutingText(self._wire, call.num_rows, call.max_rows), call.max_event_bytes
         )
         permit = AsyncExitStack()
         arrival: PayloadArrival | None = None
         try:
-            response = await self._http.post_generate(encode_request(request))
-            read = response.content.readany
-            while data := await (read() if arrival is None else arrival.read_piece(read)):
+            schedule = ReadSchedule.of_running_loop()
+            interval = choose_stream_interval(schedule.num_open)
+            response = await self._http.post_generate(encode_request(request, interval))
+            body = EventStream(response, schedule)
+            self._bodies.add(body)
+            while data := await (body.read() if arrival is None else arrival.read_piece(body.read)):
                 events = reader.feed(data)
                 aborted = arrival is None and call.ends_without_rows(reader.head)
                 if aborted and (head := reader.head) is not None:
                     events.append((head, None))  # the rest of it is rows that are not needed
                 elif reader.payload is not None:
                     if arrival is None:
+                        body.read_at_once()
                         yield PayloadProgress()
                         # Nothing more is read until this call may receive: the server is held back.
                         arrival = await permit.enter_async_context(self.payload_gate.permit())
@@ -220,14 +233,21 @@ class SGLangEngine:
                         await asyncio.to_thread(reader.payload.decode_pending)
                         yield PayloadProgress()
                 self._num_pieces += len(events)
-                for document, payload in events:
-                    if document == b"[DONE]":
-                        continue
-                    chunk, finish = call.read_event(document, payload)
-                    if chunk is not None:
-                        yield chunk
+                failure: EngineError | RequestRefused | None = None
+                try:
+                    for document, payload in events:
+                        if document != b"[DONE]":
+                            finish = call.read_event(document, payload)
+                except (EngineError, RequestRefused) as e:
+                    failure = e
+                if (chunk := call.take_chunk()) is not None:
+                    yield chunk  # also the tokens before an event that makes no sense
+                if failure is not None:
+                    raise failure
                 if aborted:
                     break
+                if finish is not None:
+                    body.read_at_once()  # to the end, which frees the connection
             if finish is None:
                 raise CallLost(f"{self._engine_id} ended the stream of {request.request_id} without a finish")
         except EventTooLong as e:
@@ -238,6 +258,9 @@ class SGLangEngine:
             await permit.aclose()
             self.num_short_chunks += call.cut_short
             self._end_call()
+            if body is not None:
+                self._bodies.remove(body)
+                body.close()
             if response is not None:
                 try:
                     if finish is None:
@@ -263,6 +286,11 @@ class SGLangEngine:
         self._running -= 1
         if not self._running:
             self._idle.set()
+
+    def read_at_once(self) -> None:
+        """Implements `Engine.read_at_once`."""
+        for body in self._bodies:
+            body.read_at_once()
 
     async def _abort_call(self, request_id: str) -> None:
         """Free the slot of a call whose stream was closed. SGLang also notices by itself, within seconds."""
@@ -333,6 +361,7 @@ class SGLangEngine:
             self._paused = True
             await self._http.send_command("pause_generation", {"mode": mode})
             return
+        self.read_at_once()
         silent_s, read, (delay_s, max_delay_s) = 0.0, self._num_pieces, ABORT_RESEND_S
         await self._http.send_command("abort_request", {"abort_all": True})
         while self._running:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Final, Literal
 
+import msgspec
 import numpy as np
 
 from async_rl.engine_protocol import (
@@ -266,6 +267,8 @@ class Transcript(TokenWriter):
                 tokens.num_resumes += 1
                 metrics.resumes_total.inc()
             request = self._request(lease, prompt, budget, sampling)
+            if listener is not None or seam is not None:
+                request = msgspec.structs.replace(request, stream_interval=1)  # each token is looked at
             began_s = clock()
             reason: FinishReason = "failover"
             refused = cut = False
@@ -273,14 +276,14 @@ class Transcript(TokenWriter):
                 async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
                         if isinstance(event, Chunk):
-                            end = None if seam is None else seam.find_end(event.token_ids)
+                            end = None if seam is None else seam.find_end(event.token_ids.tolist())
                             if end is not None:
                                 event = Chunk(
                                     token_ids=event.token_ids[:end], log_probs=event.log_probs[:end]
                                 )
                             call.add_chunk(event)
                             if listener is not None:
-                                listener.add_tokens(event.token_ids)
+                                listener.add_tokens(event.token_ids.tolist())
                             if end is not None:
                                 # Leaving the stream aborts the call, which would sample on.
                                 cut, reason = True, "stop"

@@ -184,6 +184,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         """Send nothing more to an engine under the leases granted so far, and confirm that."""
         if (slot := self._slots.pop(message.engine_id, None)) is not None:  # later leases get another one
             slot.state = EngineState.UPDATING
+            slot.engine.read_at_once()
         self._post(LeasesRevoked(number=message.number))
 
     def renew(self, sent_s: float) -> None:
