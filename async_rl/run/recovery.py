@@ -38,7 +38,7 @@ from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import observer
 from async_rl.runtime.waits import waiting
-from async_rl.types import Task
+from async_rl.types import Task, root_of
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,8 @@ class RecoveredState:
                 self.queue.drop_group(left.group_id, "restart")
         if self.journals is not None:
             kept = {name for left in self.queue.restored_groups for name in left.trajectory_ids}
-            self.journals.release_trajectories(self.journalled.keys() - kept)
+            roots = dict.fromkeys(map(root_of, self.journalled))
+            self.journals.release_trajectories(name for name in roots if name not in kept)
         position = ledger.data_position()
         self.feeder = Feeder(
             tasks,

@@ -8,7 +8,7 @@ import os
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Final, Self, cast
@@ -266,9 +266,10 @@ class SimulatedWorkers:
 
 
 def _tear(folder: Path, nbytes: int) -> None:
-    """Cut off the end of a journal, as when its process is killed in a write."""
-    for path in journal_files(folder):
-        os.truncate(path, max(0, path.stat().st_size - nbytes))
+    """Cut off the end of a journal, as when its process is killed in a write; without descriptors, do not."""
+    with suppress(OSError):
+        for path in journal_files(folder):
+            os.truncate(path, max(0, path.stat().st_size - nbytes))
 
 
 async def _run_process(worker: RolloutWorker, link: Link) -> None:

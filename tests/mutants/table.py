@@ -419,6 +419,14 @@ MUTANTS: Final = (
         ("tests/unit/test_journal_folders.py",),
     ),
     Mutant(
+        "restart-forgets-trajectories-with-branches",
+        "After a restart the journals drop what is in flight and has branched.",
+        "async_rl/run/recovery.py",
+        "roots = dict.fromkeys(map(root_of, self.journalled))",
+        "roots = dict.fromkeys(self.journalled)",
+        ("tests/unit/test_recovered_state.py",),
+    ),
+    Mutant(
         "worker-journal-grows-for-ever",
         "Workers keep in their journals what was trained long ago.",
         "async_rl/rollout/workers/worker.py",

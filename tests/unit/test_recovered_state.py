@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 
 from async_rl.config import apply_override, parse_config, to_builtins
+from async_rl.data.dataset import order_of
 from async_rl.data.feeder import TaskRetries
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.spool import Spool
+from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
 from async_rl.run.recovery import RecoveredState
 from async_rl.simulation.scenario import FACTS
 from tests.support.small_run import small_run
+from tests.support.trajectories import make_trajectory
 
 
 @pytest.fixture
@@ -60,3 +63,32 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 )
 def test_an_incarnation_is_bounded_as_the_config_says(bounds: dict[str, Any], key: str, bound: Any) -> None:
     assert bounds[key] == bound
+
+
+def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None:
+    """Also trajectories with branches, which the ledger does not know before they end."""
+    scenario = small_run(0)
+    task_id = scenario.tasks[0].task_id
+
+    def recover() -> RecoveredState:
+        return RecoveredState(scenario.config, tmp_path, scenario.tasks, FACTS, 0, Metrics(), lambda: 0.0)
+
+    first = recover()
+    order = order_of(scenario.tasks, scenario.config.run.seed, scenario.config.data.shuffle)
+    known = scenario.tasks[order.task_at(0)].task_id
+    in_flight = GroupInFlight("g0", scenario.tasks[0], 0, ["a"], "wait")
+    gone = GroupInFlight("g1", scenario.tasks[0], 1, ["b"], "wait")
+    first.queue.dispatch_group("g0", known, 0, ["a"], 0, in_flight)
+    first.queue.dispatch_group("g1", f"not {task_id}", 1, ["b"], 0, gone)
+    assert first.journal is not None
+    (segment,) = make_trajectory("a", sampled=[(3, 0)], routing=False).segments[-1:]
+    for name in ("a", "a.1", "b"):
+        first.journal.open_entry(name, owner_epoch=1).segments.append(segment)
+    first.write_and_close()
+    first.queue.close()
+    second = recover()
+    assert second.journalled.keys() == {"a", "a.1", "b"}
+    assert second.journals is not None
+    assert second.journals.take_released() == ["b"]  # the data has no such task now
+    second.write_and_close()
+    second.queue.close()

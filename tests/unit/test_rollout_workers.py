@@ -368,12 +368,14 @@ async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
 async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     reports: list[ProgressReport] = []
+    calls: list[int] = []
 
     def encode(message: Message) -> list[bytes | memoryview]:
         encoded = messages.encode(message)
         if isinstance(message, Heartbeat):
             sizes.append(sum(map(len, encoded)))
             reports.extend(each.report for each in message.progress)
+            calls.extend(each.received for each in message.calls)
         return encoded
 
     monkeypatch.setattr(simulated_workers, "encode", encode)
@@ -382,6 +384,7 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
         await workers.trajectories(workers.attempt())
     assert len(sizes) > 50
     assert median(sizes) < 400
+    assert 5 <= len(calls) <= 8, "a call of 15 s is reported every 2 s, for its engine's health"
     lengths = [report.num_sampled_tokens for report in reports]
     assert 5 < len(lengths) < 20, "a trajectory is reported when it has changed enough"
     assert all(now <= before * 5 // 4 + 100 for before, now in pairwise(lengths))

@@ -67,6 +67,8 @@ class RemoteLease(Lease):
     finish: CallFinish | None = None
     reported = 0
     """The number of received tokens that the driver knows of."""
+    reported_s = -math.inf
+    """When they were reported."""
     num_pieces = reported_pieces = 0
     """The number of pieces of its routing payload, and how many of them the driver knows of."""
 
@@ -97,6 +99,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         connect: ConnectEngine,
         *,
         lease_s: float,
+        report_s: float = 0.0,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -106,12 +109,14 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             post: Sends a message to the driver.
             connect: Makes the client of an engine.
             lease_s: How long leases are valid after a heartbeat.
+            report_s: How often the progress of a call is reported at most: it only tells that it goes on.
             metrics: Counts shortages of descriptors.
             clock: Monotonic seconds.
         """
         self._post = post
         self._connect = connect
         self._lease_s = lease_s
+        self._report_s = report_s
         self._metrics = metrics
         self._clock = clock
         self._leases: dict[int, RemoteLease] = {}
@@ -205,12 +210,16 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
     # -- reports -------------------------------------------------------------------------------------------
 
     def progress(self) -> tuple[CallProgress, ...]:
-        """Return how far calls are that have received something since the last report."""
+        """Return how far calls are that have received something since their last report."""
         changed = []
+        now = self._clock()
         for lease in self._leases.values():
+            if now < lease.reported_s + self._report_s:
+                continue
             pieces = lease.num_pieces - lease.reported_pieces
             if lease.received > lease.reported or pieces:
                 lease.reported, lease.reported_pieces = lease.received, lease.num_pieces
+                lease.reported_s = now
                 changed.append(
                     CallProgress(
                         lease_id=lease.lease_id,
@@ -223,7 +232,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
     def record_first_token(self, lease: Lease, waited_s: float) -> None:
         """Implements `LeaseListener.record_first_token`."""
         assert isinstance(lease, RemoteLease), "all leases of a worker are"
-        lease.reported = lease.received
+        lease.reported, lease.reported_s = lease.received, self._clock()
         self._post(CallStarted(lease_id=lease.lease_id, received=lease.received))
 
     def record_recomputed_tokens(self, tokens: int, cause: Recomputed) -> None:

@@ -69,6 +69,11 @@ LEASE_S: Final = 10.0
 """How long a worker may call engines after a heartbeat that the driver has answered. If a driver is blocked
 for longer, calls end with the tokens they have, and go on."""
 
+_REPORT_S: Final = 2.0
+_REPORTS_PER_STALL: Final = 8
+"""A call that receives tokens is reported so often, and so often in `engine.stall_s` at least: in time for
+the driver, which takes a silent engine out of service, and seldom, for there are hundreds of calls."""
+
 _MIN_REPORTED_WAIT_S: Final = 5.0
 """A heartbeat reports waits that have lasted at least this long."""
 
@@ -119,7 +124,14 @@ class RolloutWorker:
         self._clock = clock
         self._link: Link | None = None
         self._serving_clock = ServingClock(clock)  # follows the driver's
-        self._calls = RemoteCalls(self._post, connect, lease_s=LEASE_S, metrics=metrics, clock=clock)
+        self._calls = RemoteCalls(
+            self._post,
+            connect,
+            lease_s=LEASE_S,
+            report_s=min(_REPORT_S, config.engine.stall_s / _REPORTS_PER_STALL),
+            metrics=metrics,
+            clock=clock,
+        )
         context = SessionContext(
             chat=chat,
             rollout=config.rollout,
@@ -184,6 +196,8 @@ class RolloutWorker:
             case OpenJournal():
                 self._backend.journal = Journal(Path(message.folder), self._metrics)
             case EntriesReleased():
+                running = {attempt.trajectory_id for attempt in self._attempts.values()}
+                assert running.isdisjoint(message.trajectory_ids), "running attempts are journalled"
                 if (journal := self._backend.journal) is not None:
                     journal.remove_entries(message.trajectory_ids)
             case StartAttempt():
