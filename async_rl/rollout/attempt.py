@@ -237,16 +237,21 @@ async def run_agent_loop(
                     )
     except Exception as error:
         cause = first_error(error)  # the loop may have its own task group
-        if isinstance(error, TimeoutError) and scope.expired():
-            limit = f"ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or"
-            why = "was ended by the stall doctor:" if wait.cut else limit
-            raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits") from error
-        if session.has_exceeded(cause) and session.last_turn is not None:
-            pass  # keep what was sampled before the budget was used up
-        elif isinstance(cause, (*ATTEMPT_ERRORS, InvariantError)):
-            raise cause from cause.__cause__
-        else:
-            raise AgentLoopError(f"agent loop {name} raised {type(cause).__name__}: {cause}") from error
+        try:
+            if isinstance(error, TimeoutError) and scope.expired():
+                limit = (
+                    f"ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or"
+                )
+                why = "was ended by the stall doctor:" if wait.cut else limit
+                raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits") from error
+            if session.has_exceeded(cause) and session.last_turn is not None:
+                pass  # keep what was sampled before the budget was used up
+            elif isinstance(cause, (*ATTEMPT_ERRORS, InvariantError)):
+                raise cause from cause.__cause__
+            else:
+                raise AgentLoopError(f"agent loop {name} raised {type(cause).__name__}: {cause}") from error
+        finally:
+            del cause  # its traceback holds this frame, a cycle that would keep the session
     finally:
         num_open = await session.close()
     if num_open:

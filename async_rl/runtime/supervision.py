@@ -265,9 +265,12 @@ async def contained(
     finally:
         if not driven.dropped:
             work.close()  # it has ended, or never began
-    if task.cancelled():
-        raise RuntimeError("raised CancelledError, though nothing had cancelled it")
-    return task.result()
+    try:
+        if task.cancelled():
+            raise RuntimeError("raised CancelledError, though nothing had cancelled it")
+        return task.result()
+    finally:
+        del task  # its error holds this frame, a cycle that would keep the work
 
 
 async def _wait_through_cancellations(task: asyncio.Task[Any], limit_s: float | None) -> None:

@@ -1012,6 +1012,22 @@ MUTANTS: Final = (
         ("tests/unit/test_read_schedule.py",),
     ),
     Mutant(
+        "failed-session-in-a-cycle",
+        "Failed attempts keep their tokens and rows until a full garbage collection.",
+        "async_rl/rollout/attempt.py",
+        "            del cause  # its traceback holds this frame, a cycle that would keep the session\n",
+        "            pass\n",
+        ("tests/unit/test_agent_loops.py",),
+    ),
+    Mutant(
+        "failed-task-in-a-cycle",
+        "Failed attempts keep their tokens and rows until a full garbage collection.",
+        "async_rl/runtime/supervision.py",
+        "        del task  # its error holds this frame, a cycle that would keep the work\n",
+        "        pass\n",
+        ("tests/unit/test_agent_loops.py",),
+    ),
+    Mutant(
         "examples-import-agent-loops",
         "A dataset runs any code by naming it as an agent loop.",
         "async_rl/rollout/loops.py",

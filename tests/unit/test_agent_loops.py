@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +114,37 @@ async def test_loop_is_left_when_the_run_is_cancelled(noted: list[str]) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert noted == ["enter a", "leave a"]
+
+
+@pytest.mark.parametrize("error", [AgentLoopError, ValueError])
+async def test_a_session_is_freed_at_once_when_its_loop_has_failed(error: type[Exception]) -> None:
+    class Failing:
+        async def run(self, task: Task, session: Session) -> None:
+            raise error("the loop failed")
+
+    rollout = RolloutConfig(max_context_tokens=64, agent_loop=f"{__name__}:Failing")
+    globals()["Failing"] = Failing
+    context, task = replace(Bench().context, rollout=rollout), Task(task_id="t", messages=[])
+
+    async def attempt(loops: AgentLoops) -> weakref.ref[RolloutSession]:
+        entry = JournalEntry("0" * 32)
+        session = RolloutSession(context, task, Transcript(context, entry), group_id="g")
+        try:
+            await run_agent_loop(task, session, loops, rollout)
+        except AgentLoopError:
+            return weakref.ref(session)
+        raise AssertionError("the loop did not fail")
+
+    gc.collect()
+    gc.disable()  # a full collection is rare, and pauses the event loop
+    try:
+        async with AgentLoops(rollout) as loops:
+            session = await attempt(loops)
+            await asyncio.sleep(0)
+            assert session() is None
+    finally:
+        gc.enable()
+        del globals()["Failing"]
 
 
 @in_virtual_time
