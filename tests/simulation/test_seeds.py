@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from async_rl.simulation.__main__ import run_seed
+from async_rl.simulation.__main__ import run_seed, run_worker_seed
+from async_rl.simulation.simulate import SeedOutcome
 
 CHUNK = 25
 
@@ -28,16 +30,20 @@ def test_nothing_is_lost_stale_or_stuck_when_a_seed_decides_what_goes_wrong(star
     assert failed == {}, f"replay: make simulate SEED_START={min(failed)} SEEDS=1"
 
 
-def test_a_seed_replays_itself_when_another_process_runs_it() -> None:
+@pytest.mark.parametrize(("run", "seed"), [(run_seed, 14), (run_worker_seed, 249)])
+def test_a_seed_replays_itself_when_another_process_runs_it(
+    run: Callable[[int], SeedOutcome], seed: int
+) -> None:
     program = (
-        "from async_rl.simulation.__main__ import run_seed; o = run_seed(14); print(o.trace, o.decisions)"
+        f"from async_rl.simulation.__main__ import {run.__name__} as run; o = run({seed}); "
+        "print(o.trace, o.decisions)"
     )
     other = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONHASHSEED": "7"},
+        env={"PYTHONHASHSEED": "5"},  # sets have another order
     )
-    outcome = run_seed(14)
+    outcome = run(seed)
     assert other.stdout.split() == [outcome.trace, outcome.decisions]
