@@ -95,8 +95,9 @@ class InvariantChecker:
         self._decisions = hashlib.blake2b(digest_size=8)
         self._numbers: dict[str, dict[str | None, int]] = defaultdict(dict)
         """The names that decisions are about, by kind, each numbered by its first appearance."""
-        self._said: dict[tuple[int, int], list[tuple[int, float]]] = {}
-        """Versions and log-probs of the tokens that engines drew, by the digest of the text before."""
+        self._said: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}
+        """Versions and log-probs of the tokens that engines drew, by the digest of the text before. The
+        garbage collector does not visit tuples of numbers; it would visit lists."""
         self._heads: dict[str, dict[str, list[int]]] = defaultdict(dict)
         """The tokens that the next call of a trajectory must continue, by root and name."""
         self._unaccounted: Counter[str] = Counter()
@@ -225,12 +226,14 @@ class InvariantChecker:
         self.tokens_said += 1
         if self._digests:
             self.decided("sample", digest, token, version, log_prob)
-        self._said.setdefault((digest, token), []).append((version, float(np.float32(log_prob))))
+        key = digest, token
+        self._said[key] = (*self._said.get(key, ()), (version, float(np.float32(log_prob))))
 
     def _forget_tokens(self, below: int) -> None:
         """Forget the tokens that were sampled before a version: they are too old to be trained."""
         kept = (
-            (key, [said for said in all_said if said[0] >= below]) for key, all_said in self._said.items()
+            (key, tuple([said for said in all_said if said[0] >= below]))
+            for key, all_said in self._said.items()
         )
         # A new dict takes as much memory as its members, however many the old one once had.
         self._said = {key: said for key, said in kept if said}

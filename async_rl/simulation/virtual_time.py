@@ -11,10 +11,15 @@ import functools
 import selectors
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+_SELECT_EVERY: Final = 64
+"""Files are looked at once in so many turns of the loop: hardly anything here comes from a file, and a look
+takes 2 µs, 8% of a simulation."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -23,9 +28,11 @@ class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
+        self._num_turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
+        self._num_turns += 1
+        events = super().select(0) if timeout is None or self._num_turns % _SELECT_EVERY == 0 else []
         if not events:
             if timeout is None:
                 raise RuntimeError("deadlock: every task waits, and no timer will wake one")
