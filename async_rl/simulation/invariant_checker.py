@@ -126,8 +126,6 @@ class InvariantChecker:
         self._served_s = 0.0
         self._serving_since_s: float | None = None
         """When `_served_s` was counted last; None if no engine has served since."""
-        self._ends_s: dict[str, float] = {}
-        """`served_s` at which the present attempt of a trajectory reaches its limit."""
 
     def begin_incarnation(self, config: Config, now: Callable[[], float]) -> None:
         """Check a new incarnation of the driver, which may have another config; no engine serves yet.
@@ -310,29 +308,37 @@ class InvariantChecker:
         self._served_s = self.served_s
         self._serving_since_s = self.now() if serve else None
 
-    def attempt_begins(self, remaining_s: float) -> None:
-        """The agent loop of a trajectory starts from its prompt, with so much time."""
+    def attempt_begins(self, remaining_s: float) -> float:
+        """The agent loop of a trajectory starts from its prompt, with so much time.
+
+        Returns:
+            The `served_s` at which it reaches its limit.
+        """
         root = _task_name()
         self.note(f"{root} starts")
-        self._ends_s[root] = self.served_s + remaining_s
         self.decided("admit", *self._numbered("trajectory", root))
         # What an earlier incarnation journalled of a call that ran is as old as the call, however it ended
         # later.
         for name in self._heads.pop(root, ()):
             self._unaccounted[name] += 1
+        return self.served_s + remaining_s
 
     def worker_is_unaware(self, for_s: float) -> None:
         """A rollout worker goes on, and does not hear for so long that engines are held."""
         self._unaware_until_s = max(self._unaware_until_s, self.now() + for_s)
 
-    def attempt_cancelled(self, remaining_s: float) -> None:
-        """The agent loop of a trajectory is cancelled: not by its limit while engines were held."""
+    def attempt_cancelled(self, ends_s: float, remaining_s: float) -> None:
+        """The agent loop of a trajectory is cancelled: not by its limit while engines were held.
+
+        Args:
+            ends_s: What `attempt_begins` returned for this attempt; a worker that is cut off may still run
+                one that another worker has made again.
+            remaining_s: What it had left by its own clock.
+        """
         limit_s, root = self._config.rollout.trajectory_timeout_s, _task_name()
-        if root not in self._ends_s:
-            return  # it is settled, and its loop was late to hear of it
         if self.now() < self._unaware_until_s:
             return
-        early_s = self._ends_s[root] - self.served_s
+        early_s = ends_s - self.served_s
         slack_s = _LINK_SLACK_S if self._config.rollout.num_workers else _ROUNDING_S
         if remaining_s <= 0.0 and early_s > slack_s:
             served_s = limit_s - early_s
@@ -574,7 +580,6 @@ class InvariantChecker:
             self._heads.pop(f"trajectory {name}", None)
             self._unaccounted.pop(f"trajectory {name}", None)
             self._recoveries.pop(name, None)
-            self._ends_s.pop(f"trajectory {name}", None)
         self._names = names
         for step in [step for step in self._steps if step <= self._saved and step not in trained]:
             self._trained.update(self._steps.pop(step))

@@ -500,9 +500,9 @@ class Simulation:
 
     # -- what the run is given ----------------------------------------------------------------------------
 
-    def attempt_begins(self, remaining_s: float) -> None:
+    def attempt_begins(self, remaining_s: float) -> float:
         """The agent loop of a trajectory starts from its prompt, in the trajectory's task."""
-        self._checker.attempt_begins(remaining_s)
+        return self._checker.attempt_begins(remaining_s)
 
     def before_step(self) -> None:
         """Compare the ledger with what was seen, before each step and checkpoint of the trainer."""

@@ -450,15 +450,14 @@ class Soak(Simulation):
             "disk": growth.disk_bytes(self._run_dir),
         }
 
-    def attempt_begins(self, remaining_s: float) -> None:
+    def attempt_begins(self, remaining_s: float) -> float:
         """Count an attempt; plant the leak that the soak must find."""
-        super().attempt_begins(remaining_s)
-        if self._checker.deaf:
-            return
-        self.attempts += 1
-        if self._leak_bytes:
-            held = self._planted.setdefault(len(self._incarnations), [])
-            held.append(bytes(self._leak_bytes - sys.getsizeof(b"")))
+        if not self._checker.deaf:
+            self.attempts += 1
+            if self._leak_bytes:
+                held = self._planted.setdefault(len(self._incarnations), [])
+                held.append(bytes(self._leak_bytes - sys.getsizeof(b"")))
+        return super().attempt_begins(remaining_s)
 
     # -- what came of it ----------------------------------------------------------------------------------
 

@@ -22,12 +22,12 @@ from async_rl.runtime.threads import call_in_thread
 from async_rl.simulation.invariant_checker import reward_source
 from async_rl.types import Completion, Int32Array, StopReason, Task
 
-attempt_begins: ContextVar[Callable[[float], None]] = ContextVar("attempt_begins")
+attempt_begins: ContextVar[Callable[[float], float]] = ContextVar("attempt_begins")
 """Told when the loop of a trajectory starts from its prompt, with its session's remaining seconds, in the
-trajectory's task."""
+trajectory's task; returns the served seconds at which it reaches its limit."""
 
-attempt_cancelled: ContextVar[Callable[[float], None]] = ContextVar("attempt_cancelled")
-"""Told when that loop is cancelled, with its session's remaining seconds."""
+attempt_cancelled: ContextVar[Callable[[float, float], None]] = ContextVar("attempt_cancelled")
+"""Told when that loop is cancelled, with what the other returned and its session's remaining seconds."""
 
 count_fault: ContextVar[Callable[[str], None]] = ContextVar("count_fault", default=lambda kind: None)
 """Called with a fault of the user's code at the moment it takes effect."""
@@ -96,11 +96,11 @@ class TurnsLoop:
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Run the loop on a task."""
-        attempt_begins.get()(session.remaining_s)
+        ends_s = attempt_begins.get()(session.remaining_s)
         try:
             return await self._play(task, session)
         except asyncio.CancelledError:
-            attempt_cancelled.get()(session.remaining_s)
+            attempt_cancelled.get()(ends_s, session.remaining_s)
             raise
 
     async def _play(self, task: Task, session: Session) -> StopReason | None:

@@ -110,9 +110,29 @@ def test_only_a_rollout_worker_of_this_incarnation_may_learn_late_that_engines_a
         assert isinstance(loop, VirtualTimeLoop)
         checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
         checker.engines_serve(True)
-        checker.attempt_begins(60.0)
+        ends_s = checker.attempt_begins(60.0)
         loop.jump(59.0)
-        checker.attempt_cancelled(0.0)
+        checker.attempt_cancelled(ends_s, 0.0)
 
     run_virtual(run())
     assert bool(checker.violations) == too_early
+
+
+def test_the_limit_of_an_attempt_is_not_that_of_one_that_another_worker_makes_again() -> None:
+    """A worker that is cut off runs on until it hears of it: an attempt may have begun a second time."""
+    scenario = small_run(0)
+    checker = InvariantChecker(scenario, digests=False)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        checker.begin_incarnation(scenario.config, loop.time)
+        checker.engines_serve(True)
+        first = checker.attempt_begins(60.0)
+        loop.jump(40.0)
+        checker.attempt_begins(60.0)
+        loop.jump(20.0)
+        checker.attempt_cancelled(first, 0.0)
+
+    run_virtual(run())
+    assert checker.violations == []
