@@ -43,11 +43,17 @@ from trainer.losses.advantages import (
     overlong_penalty,
 )
 from trainer.losses.corrections import rejected_answers
-from trainer.losses.kl import kl_estimate
+from trainer.losses.kl import kl_estimate, sums_to_go
 from trainer.losses.objectives import token_weights
 from trainer.losses.policy_loss import SUMS, TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
-from trainer.losses.turns import find_turns, has_trained_tokens, longest_turns, turn_returns
+from trainer.losses.turns import (
+    find_turns,
+    has_trained_tokens,
+    longest_turns,
+    turn_of_tokens,
+    turn_returns,
+)
 from trainer.megatron.model import LossFunction, MegatronModel, MicroBatchInputs
 from trainer.megatron.offload import TrainerOffload, memory_saver
 from trainer.megatron.packing import (
@@ -387,28 +393,40 @@ class TrainerWorker:
         if loss.overlong_buffer_tokens is not None:
             lengths, longest = longest_turns(turns, batch.num_trajectories), config.rollout.max_new_tokens
             rewards = rewards + overlong_penalty(lengths, longest, loss.overlong_buffer_tokens)
+        charges = None
         if reference is not None and loss.kl.where == "reward":
-            policy = wanted.rollout_log_probs if old is None else self._sum_over_ranks(old)
-            distances = kl_estimate(
-                loss.kl.estimator,
-                torch.from_numpy(policy),
-                torch.from_numpy(self._sum_over_ranks(reference)),
-            ).numpy()
-            away = np.bincount(
-                wanted.trajectory[wanted.mask], distances[wanted.mask], minlength=batch.num_trajectories
+            charges = self._kl_charges(wanted, old, reference)
+            if loss.advantages != "reinforce++":
+                charged = np.bincount(wanted.trajectory, charges, minlength=batch.num_trajectories)
+                rewards, charges = (rewards - charged).astype(np.float32), None
+
+        # A token has the advantage of what is compared: its trajectory, its turn, or its own return.
+        unit, of, values, weights = wanted.trajectory, np.arange(batch.num_trajectories), rewards, counted
+        if loss.turn_discount is not None:
+            unit = shift_left(turn_of_tokens(turns, batch.num_tokens), batch.offsets[1:] - 1)
+            of = turns.trajectory
+            values = turn_returns(
+                turns, rewards, batch.turn_reward_positions, batch.turn_reward_values, loss.turn_discount
             )
-            rewards = (rewards - loss.kl.coefficient * away).astype(np.float32)
-        groups, attempts = batch.group_index, batch.attempt_index
-        if loss.turn_discount is None:
-            return estimate_advantages(loss.advantages, rewards, groups, attempts, counted)[wanted.trajectory]
-        positions, values = batch.turn_reward_positions, batch.turn_reward_values
-        returns = turn_returns(turns, rewards, positions, values, loss.turn_discount)
-        of, trained = turns.trajectory, has_trained_tokens(turns, batch.loss_mask)
-        found = estimate_advantages(loss.advantages, returns, groups[of], attempts[of], counted[of] & trained)
-        advantages = np.zeros(batch.num_tokens, np.float32)
-        for start, end, advantage in zip(turns.start, turns.end, found, strict=True):
-            advantages[start:end] = advantage
-        return shift_left(advantages, batch.offsets[1:] - 1)
+            weights = counted[of] & has_trained_tokens(turns, batch.loss_mask)
+        if charges is not None:
+            tokens = np.flatnonzero(wanted.mask)
+            units = unit[tokens]
+            of, values = of[units], values[units] - sums_to_go(charges, wanted.trajectory)[tokens]
+            weights = weights[units] / np.bincount(units)[units]
+            unit = np.full(batch.num_tokens, -1)
+            unit[tokens] = np.arange(len(tokens))
+        found = estimate_advantages(
+            loss.advantages, values, batch.group_index[of], batch.attempt_index[of], weights
+        )
+        return np.append(found, np.float32(0))[unit]
+
+    def _kl_charges(self, wanted: Targets, old: Float32Array | None, reference: Float32Array) -> np.ndarray:
+        """Returns the KL penalty of each trained token, `[S]` float64; 0 for others."""
+        kl = self.config.trainer.loss.kl
+        policy = torch.from_numpy(wanted.rollout_log_probs if old is None else self._sum_over_ranks(old))
+        distances = kl_estimate(kl.estimator, policy, torch.from_numpy(self._sum_over_ranks(reference)))
+        return np.where(wanted.mask, kl.coefficient * distances.numpy().astype(np.float64), 0.0)
 
     def place_micro_batches(
         self, batch: TrainBatch, wanted: Targets, trajectories: Sequence[int]

@@ -256,6 +256,13 @@ def check_loss(config: Config) -> None:
             "trainer.loss.kl: k1 as a term of the loss has a gradient of mean zero and restrains nothing: "
             "use k2 or k3, or where=reward"
         )
+    if loss.kl.coefficient and loss.kl.where == "reward" and loss.advantages == "grpo":
+        raise ValueError(
+            "trainer.loss.kl.where is reward, and trainer.loss.advantages is grpo, which divides by the "
+            "deviation of the group's rewards: where task rewards are equal the coefficient cancels, and "
+            "advantages are as large for 1e-4 as for 1. Use where=loss, or advantages=dr_grpo, rloo, "
+            "reinforce++ or reinforce++_baseline"
+        )
 
 
 def check_corrections(config: Config) -> None:

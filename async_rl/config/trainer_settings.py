@@ -100,7 +100,10 @@ class KLConfig(Strict, frozen=True, kw_only=True):
     where: Annotated[
         Literal["loss", "reward"],
         Meta(
-            description=("Added to the loss of each token, or subtracted from the reward of the trajectory.")
+            description=(
+                "Added to the loss of each token, or subtracted from the reward: of the trajectory, or under "
+                "`reinforce++` of each token, which is charged for itself and later ones. Not with `grpo`."
+            )
         ),
     ] = "loss"
 

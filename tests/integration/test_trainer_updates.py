@@ -49,7 +49,12 @@ LOSSES = {
     },
     "constant": {"aggregate": "constant", "entropy_bonus": 0.1, "reject": {"geometric_low": 0.5}, **SPREAD},
     "kl in loss": {"kl": {"coefficient": 0.5, "estimator": "k2"}, "overlong_buffer_tokens": 20},
-    "kl in reward": {"kl": {"coefficient": 0.5, "where": "reward"}, "dual_clip": 2.0},
+    "kl in reward": {
+        "kl": {"coefficient": 0.5, "where": "reward"},
+        "advantages": "dr_grpo",
+        "dual_clip": 2.0,
+    },
+    "kl to go": {"kl": {"coefficient": 0.5, "where": "reward"}, "advantages": "reinforce++"},
 }
 
 
@@ -79,6 +84,7 @@ def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
         moe, loss={"kl": in_the_reward, "advantages": "dr_grpo", "overlong_buffer_tokens": 20}
     )
     shaped["rollout"] |= {"max_new_tokens": 30}
+    to_go = trainer_config(moe, loss={"kl": in_the_reward, "advantages": "reinforce++"})
     with started(config) as worker:
         batch = random_batch(layers=2)
         batch = near(worker, msgspec.structs.replace(batch, routed_experts=native_rows(worker, batch)))
@@ -94,6 +100,8 @@ def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
         assert all(torch.equal(tensor, moved[name]) for name, tensor in weights(worker).items())
         with trial(worker, shaped):
             in_reward = worker.train_on(batch, 2).metrics
+        with trial(worker, to_go):
+            by_token = worker.train_on(batch, 2).metrics
         second = worker.train_on(batch, 2).metrics
     mask = batch.loss_mask[1:]
     difference = (policy - reference)[:-1][mask].astype(np.float64)
@@ -108,6 +116,16 @@ def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
     ratio = np.exp(policy[:-1][mask] - batch.rollout_log_probs[1:][mask])
     by_hand = -np.mean(np.minimum(ratio, 2.0) * advantages[trajectory])
     assert in_reward["loss"] == pytest.approx(by_hand, abs=1e-5)
+
+    # Under reinforce++ each token pays for itself and later ones; an attempt's tokens share its vote.
+    returns = batch.rewards[trajectory] - 0.5 * np.array(
+        [difference[i:][trajectory[i:] == own].sum() for i, own in enumerate(trajectory)]
+    )
+    share = 1 / np.bincount(trajectory)[trajectory] / 6
+    centred = returns - (share * returns).sum()
+    advantages = centred / np.sqrt((share * centred**2).sum())
+    by_hand = -np.mean(np.minimum(ratio, 2.0) * advantages)
+    assert by_token["loss"] == pytest.approx(by_hand, abs=1e-4)
 
 
 def with_first(batch, count):

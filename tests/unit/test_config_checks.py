@@ -45,6 +45,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trainer.loss.importance={low: 3, high: 2}", "above its high = 2.0: no ratio is between them"),
         ("trainer.loss.overlong_buffer_tokens=999999", "every answer would be penalised"),
         ("trainer.loss.kl={coefficient: 0.1, where: loss, estimator: k1}", "use k2 or k3, or where=reward"),
+        ("trainer.loss.kl={coefficient: 0.1, where: reward}", "where task rewards are equal the coefficient"),
     ],
     "check_corrections": [
         ("trainer.loss.importance.level=off", "nothing corrects for data of older weights"),

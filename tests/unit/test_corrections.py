@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from async_rl.config import ImportanceConfig, RejectConfig
 from trainer.losses.corrections import importance_correction, rejected_answers
-from trainer.losses.kl import kl_estimate
+from trainer.losses.kl import kl_estimate, sums_to_go
 from trainer.losses.sequences import Sequences
 
 # Two answers, of three tokens and of two; ratios 1, e², 1/e and e, e.
@@ -101,3 +102,8 @@ def test_kl_estimates_come_to_the_kl_when_many_tokens_are_drawn():
     for kind in ("k1", "k3"):
         estimate = kl_estimate(kind, policy.log()[drawn], reference.log()[drawn]).mean().item()
         assert estimate == pytest.approx(exact, abs=0.01), kind
+
+
+def test_a_token_pays_for_itself_and_later_ones_of_its_trajectory():
+    values, trajectory = np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([0, 0, 0, 2, 2])
+    np.testing.assert_allclose(sums_to_go(values, trajectory), [7, 6, 4, 24, 16])

@@ -33,9 +33,9 @@ def estimate_advantages(
     rewards: Float32Array,
     group_index: Int32Array,
     attempt_index: Int32Array,
-    counted: BoolArray | None = None,
+    weights: np.ndarray | None = None,
 ) -> Float32Array:
-    """Returns the advantages of a batch's trajectories.
+    """Returns the advantages of a batch's trajectories, or of its turns or tokens.
 
     Standard deviations are those of the population, and a batch's mean and deviation count every attempt
     once. In contrast, verl and TRL divide the squares of a group by G - 1, and verl whitens a batch token by
@@ -49,8 +49,8 @@ def estimate_advantages(
         rewards: `[N]`.
         group_index: `[N]`, equal for the trajectories of a group.
         attempt_index: `[N]`, equal for the conversations of an attempt.
-        counted: `[N]`, whether a trajectory counts for baselines and scales; the others have the advantage 0.
-            None counts all.
+        weights: `[N]`, the parts in their attempt's vote, relative to each other. What has no part has the
+            advantage 0. None: equal parts.
 
     Returns:
         `[N] float32`.
@@ -66,14 +66,16 @@ def estimate_advantages(
         raise DataError(
             f"the reward of trajectory {where} of the batch is {rewards[where]}, expected a finite number"
         )
-    if counted is None:
-        counted = np.ones(len(rewards), np.bool_)
+    weights = np.ones(len(rewards)) if weights is None else weights.astype(np.float64)
+    counted = weights > 0
     if estimator != "reinforce++":  # whose baseline needs no sibling
         counted = counted & ~lacks_baseline(group_index, attempt_index, counted)
     values = rewards.astype(np.float64)
     _, attempt = np.unique(attempt_index, return_inverse=True)
     _, group = np.unique(group_index, return_inverse=True)
-    share = counted / np.maximum(np.bincount(attempt, counted), 1)[attempt]  # of its attempt's vote
+    weights = weights * counted
+    votes = np.bincount(attempt, weights)[attempt]
+    share = np.divide(weights, votes, out=np.zeros_like(weights), where=counted)  # of its attempt's vote
     attempts = np.maximum(np.bincount(group, share), 1)  # that vote, by group
     centred = values - (np.bincount(group, share * values) / attempts)[group]
     match estimator:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
+
+from async_rl.types import Int64Array
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -32,3 +35,17 @@ def kl_estimate(kind: KlEstimator, log_probs: torch.Tensor, reference: torch.Ten
             return difference.square() / 2
         case "k3":
             return torch.expm1(-difference) + difference
+
+
+def sums_to_go(values: np.ndarray, trajectory: Int64Array) -> np.ndarray:
+    """Returns the sum of each token's value and those of later tokens of its trajectory, `[S]` float64.
+
+    Args:
+        values: `[S]`.
+        trajectory: `[S]`, the trajectory of each token, ascending.
+    """
+    before = np.cumsum(values, dtype=np.float64) - values
+    totals = np.bincount(trajectory, values)
+    starts = np.cumsum(totals) - totals
+    rest: np.ndarray = totals[trajectory] - (before - starts[trajectory])
+    return rest

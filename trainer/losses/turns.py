@@ -47,6 +47,15 @@ def find_turns(weight_versions: Int32Array, offsets: Int64Array) -> Turns:
     return Turns(np.searchsorted(offsets, start, side="right") - 1, start, end)
 
 
+def turn_of_tokens(turns: Turns, count: int) -> Int64Array:
+    """Returns the turn of each of `count` tokens, -1 where a token is of none."""
+    index = np.full(count, -1)
+    lengths = turns.end - turns.start
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    index[np.repeat(turns.start, lengths) + within] = np.repeat(np.arange(len(lengths)), lengths)
+    return index
+
+
 def longest_turns(turns: Turns, count: int) -> Int64Array:
     """Returns the length in tokens of each trajectory's longest turn, `[N] int64`; 0 where there is none."""
     longest = np.zeros(count, np.int64)
