@@ -23,9 +23,9 @@ from async_rl.codec import (
 )
 from async_rl.errors import AlignmentError, CorruptFrame
 from async_rl.routing import check, fit, hash_tokens, invalid_rows, make_trace, truncate
-from async_rl.types import Group, RoutingTrace, TrainBatch, VersionSpan
+from async_rl.types import RoutingTrace, TrainBatch, VersionSpan
 from tests.support.frames import seal, split
-from tests.support.trajectories import make_group, verify
+from tests.support.trajectories import MadeGroup, make_group, verify
 
 
 def frame_of(obj: object) -> bytes:
@@ -34,7 +34,7 @@ def frame_of(obj: object) -> bytes:
 
 def test_a_group_comes_back_equal_when_encoded_and_decoded() -> None:
     group = make_group("g", size=3)
-    back = decode(frame_of(group), Group)
+    back = decode(frame_of(group), MadeGroup)
     assert [t.trajectory_id for t in back.trajectories] == ["g-0", "g-1", "g-2"]
     for ours, theirs in zip(group.trajectories, back.trajectories, strict=True):
         assert theirs.outcome == ours.outcome
@@ -118,11 +118,11 @@ def test_encoding_is_refused_when_a_value_has_no_place_in_a_frame(value: object)
 def test_the_reason_is_named_when_a_frame_is_corrupt(change: object, reason: str) -> None:
     damaged = change(frame_of(make_group("g")))  # type: ignore[operator]
     with pytest.raises(CorruptFrame, match=reason):
-        decode(damaged, Group)
+        decode(damaged, MadeGroup)
 
 
 def test_a_frame_is_refused_when_it_holds_another_type() -> None:
-    with pytest.raises(CorruptFrame, match="holds a Group, expected a TrainBatch"):
+    with pytest.raises(CorruptFrame, match="holds a MadeGroup, expected a TrainBatch"):
         decode(frame_of(make_group("g")), TrainBatch)
 
 
@@ -228,15 +228,15 @@ def test_a_trace_of_other_layers_is_refused_with_the_reason() -> None:
 def test_a_frame_is_refused_when_its_header_is_no_text() -> None:
     header, payload = split(make_group("g"))
     with pytest.raises(CorruptFrame, match="no pair of a name and an object"):
-        decode(seal(header.replace(b"Group", b"Gro\xffp", 1), payload), Group)
+        decode(seal(header.replace(b"MadeGroup", b"MadeGro\xffp", 1), payload), MadeGroup)
     with pytest.raises(CorruptFrame, match="no pair of a name and an object"):
         inspect(seal(b"\x92\xa1\xff\xc0", b""))
-    with pytest.raises(CorruptFrame, match="no Group of this program"):
-        decode(seal(header.replace(b"task", b"tas\xff", 1), payload), Group)
+    with pytest.raises(CorruptFrame, match="no MadeGroup of this program"):
+        decode(seal(header.replace(b"task", b"tas\xff", 1), payload), MadeGroup)
 
 
 def test_a_frame_is_refused_when_its_header_is_nested_without_end() -> None:
-    for kind in (list, Group):
+    for kind in (list, MadeGroup):
         name = kind.__name__.encode()
         header = b"\x92" + bytes([0xA0 + len(name)]) + name + b"\x91" * 1_000_000 + b"\xc0"
         with pytest.raises(CorruptFrame):
@@ -254,7 +254,7 @@ def test_an_empty_array_is_refused_when_its_shape_cannot_be_counted(sides: tuple
 
 
 def test_siblings_of_a_stored_group_share_no_memory() -> None:
-    traces = [t.trace for t in decode(frame_of(make_group("g", size=3)), Group).trajectories]
+    traces = [t.trace for t in decode(frame_of(make_group("g", size=3)), MadeGroup).trajectories]
     for one, other in combinations(traces, 2):
         assert one is not None
         assert other is not None
