@@ -37,6 +37,7 @@ from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.runtime.descriptors import raise_descriptor_limit
 from async_rl.runtime.printable import PrintableFormatter
 from async_rl.runtime.processes import Process, die_with_parent
+from async_rl.runtime.short_collections import short_collections
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.user_processes import mark_all_children, write_reports
 
@@ -66,7 +67,8 @@ class RolloutWorkerActor(NodeActor):
         parsed = parse_config(config)
         write_reports(Path(parsed.run.dir) / parsed.run.name)
         mark_all_children()
-        asyncio.run(_run_worker(parsed, Path(folder), host, port, key))
+        with short_collections():
+            asyncio.run(_run_worker(parsed, Path(folder), host, port, key))
 
 
 @asynccontextmanager

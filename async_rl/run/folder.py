@@ -30,6 +30,7 @@ from async_rl.runtime.files import replace_file
 from async_rl.runtime.package_warnings import hide_package_warnings
 from async_rl.runtime.printable import PrintableFormatter, print_text
 from async_rl.runtime.processes import private_files
+from async_rl.runtime.short_collections import short_collections
 from async_rl.runtime.supervision import first_error, service_of, was_stopped_at_start
 from async_rl.runtime.threads import exit_despite_threads
 
@@ -74,7 +75,8 @@ def run_in_folder(
         signals: list[signal.Signals] = []
         with logging_to(log_file, config.run.log_level):
             try:
-                result = asyncio.run(_until_signal(job, path, on_stop, signals))
+                with short_collections():
+                    result = asyncio.run(_until_signal(job, path, on_stop, signals))
             except asyncio.CancelledError:
                 print_text(f"async-rl: aborted by {signals[0].name}{where}", file=sys.stderr)
                 return _exit_code(128 + signals[0])

@@ -1012,6 +1012,22 @@ MUTANTS: Final = (
         ("tests/unit/test_read_schedule.py",),
     ),
     Mutant(
+        "cycles-are-never-collected",
+        "Memory grows with each reference cycle that was exempt from collections.",
+        "async_rl/runtime/short_collections.py",
+        "            gc.unfreeze()\n            self._awaits_full = True",
+        "            self._awaits_full = False",
+        ("tests/unit/test_short_collections.py",),
+    ),
+    Mutant(
+        "full-collections-pause-the-driver",
+        "A full garbage collection pauses the event loop for 0.2 s with thousands of trajectories.",
+        "async_rl/run/folder.py",
+        "                with short_collections():\n",
+        "                if True:\n",
+        ("tests/unit/test_short_collections.py",),
+    ),
+    Mutant(
         "failed-session-in-a-cycle",
         "Failed attempts keep their tokens and rows until a full garbage collection.",
         "async_rl/rollout/attempt.py",

@@ -1,0 +1,86 @@
+"""Pauses of the garbage collector."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_rl.run.folder import run_in_folder
+from async_rl.runtime.short_collections import SurvivorFreezer, short_collections
+
+
+class Node:
+    other: Node
+
+
+def make_cycle() -> weakref.ref[Node]:
+    one, two = Node(), Node()
+    one.other, two.other = two, one
+    return weakref.ref(one)
+
+
+@pytest.fixture(autouse=True)
+def _thaw() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.collect()
+
+
+def test_a_full_collection_looks_at_no_object_that_has_survived_before() -> None:
+    with short_collections():
+        kept = [Node() for _ in range(1000)]
+        gc.collect(1)
+        assert gc.get_freeze_count() > 1000
+        assert not any(isinstance(o, Node) for o in gc.get_objects())
+        assert len(kept) == 1000
+    assert gc.get_freeze_count() == 0
+
+
+def test_young_cycles_are_collected() -> None:
+    with short_collections():
+        cycle = make_cycle()
+        gc.collect(1)
+        assert cycle() is None
+
+
+def test_old_cycles_are_collected_once_memory_has_doubled() -> None:
+    freezer = SurvivorFreezer(spare_blocks=-(10**9))  # memory has doubled at the first look
+    gc.callbacks.append(freezer.end_collection)
+    try:
+        one = Node()
+        one.other = Node()
+        cycle = weakref.ref(one)
+        gc.collect(1)
+        one.other.other = one  # garbage only now
+        del one
+        for _ in range(99):
+            gc.collect(1)
+        assert cycle() is not None  # it is exempt
+        gc.collect(1)
+        gc.collect()
+        assert cycle() is None
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.callbacks.remove(freezer.end_collection)
+
+
+def test_a_job_runs_with_short_collections(tmp_path: Path) -> None:
+    async def job(folder: Path, stop: asyncio.Event) -> int:
+        gc.collect(1)
+        return gc.get_freeze_count()
+
+    (tmp_path / "logs").mkdir()
+    counts: list[int] = []
+    config: Any = SimpleNamespace(run=SimpleNamespace(log_level="INFO"))
+    finish = lambda folder, count: counts.append(count) or 0  # noqa: E731
+    assert run_in_folder(nullcontext(tmp_path), config, job, finish=finish) == 0
+    assert counts[0] > 0
+    assert gc.get_freeze_count() == 0
