@@ -442,6 +442,13 @@ ROUTING: Final = (
         limits=((0.01, RED),),
     ),
     Panel(
+        "Discarded answers",
+        "Answers of engines that were implausible, in the window; should stay empty. `older_weights`: the "
+        "server was restarted under a call, or answered a request of an earlier epoch.",
+        (Query(increase("answers_discarded_total", "reason"), "{{reason}}"),),
+        unit="none",
+    ),
+    Panel(
         "Rejections",
         "Routing that does not match its tokens, in the window; should stay empty. The reasons are explained "
         "at Misalignment in async_rl/errors.py.",

@@ -23,6 +23,11 @@ from async_rl.errors import EngineError
 class CallLease(Protocol):
     """The right to make one call on one engine, as its session sees it."""
 
+    restart_count: int
+    """How often the engine had been restarted when the lease was given."""
+    epoch: int
+    """How often its calls had been interrupted by then: ids of requests contain both."""
+
     @property
     def engine(self) -> Engine:
         """The engine to call."""

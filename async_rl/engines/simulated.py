@@ -449,7 +449,8 @@ class SimulatedEngine:
         """Draw the next token and its log-prob; the token before it is fed, which gives it a row."""
         call.row_versions += [self._version] * (len(call.tokens) - len(call.row_versions))
         request = call.request
-        nonce = request.request_id if request.sampling.temperature > 0 else ""
+        # Without the engine's epoch: the same calls draw the same tokens, whatever happened to the engine.
+        nonce = request.request_id.rpartition("-")[2] if request.sampling.temperature > 0 else ""
         self._random.seed(zlib.crc32(f"{self._seed}/{self._version}/{nonce}".encode(), call.digest))
         log_prob = -3.0 * self._random.random()
         token = self._policy(call.tokens, self._random)

@@ -423,6 +423,15 @@ class PartialMetrics(Instruments):
 class RoutingMetrics(Instruments):
     """Routing replay."""
 
+    answers_discarded_total = counter(
+        "Answers of engines that were discarded: without a finish (`no_finish`), versions that do not cover "
+        "the tokens (`wrong_versions`), weights older than the lease (`older_weights`), log-probs that are "
+        "not finite (`not_finite`).",
+        "reason",
+        source="rollout.session.transcript, when a call has ended",
+        bad="Above 0: the engine gets a strike, and its log says more. `older_weights`: its server was "
+        "restarted under a call, or answers a request of an earlier epoch.",
+    )
     replay_rejected_total = counter(
         "Times routing was rejected because it does not fit, by reason.",
         "reason",

@@ -29,6 +29,7 @@ TROUBLE: dict[CallFault, bytes] = {
     "wrong_rows": b"async_rl_replay_rejected_total{",
     "hang": b"async_rl_engine_stalls_total{",
     "busy": b"async_rl_engine_busy_total{",
+    "nan": b"async_rl_answers_discarded_total{",
 }
 """Engine faults and the metrics that count them."""
 

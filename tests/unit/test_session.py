@@ -205,13 +205,19 @@ async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_chan
 
 
 async def test_an_answer_is_refused_when_its_weights_are_older_than_its_lease():
-    late = [lambda r: sampled(3, "stop", 1, prompt=PROMPT), lambda r: sampled(2, "stop", 2, prompt=PROMPT)]
-    b = bench(late)
+    ids = []
+
+    def answer(tokens, version):
+        return lambda r: ids.append(r.request_id) or sampled(tokens, "stop", version, prompt=PROMPT)
+
+    b = bench([answer(3, 1), answer(2, 2)])
     b.pool.hold_engine("engine-0")
     b.pool.serve_engine("engine-0", 2)
     await b.session.generate()
     trajectory = await b.finish()
     assert [(len(s.token_ids), s.weight_version) for s in trajectory.sampled] == [(2, 2)]
+    assert [request_id.partition("-")[0] for request_id in ids] == ["0.2", "0.2"]  # held and served
+    assert b.counted("answers_discarded_total", reason="older_weights") == 1
 
 
 async def test_an_answer_is_refused_when_its_log_probs_are_not_finite():

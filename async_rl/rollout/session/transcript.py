@@ -326,23 +326,26 @@ class Transcript(TokenWriter):
         """
         engine_id = lease.engine.engine_id
         if call.finish is None and not cut:
-            problem = f"engine {engine_id} ended a stream without a finish"
+            reason, problem = "no_finish", f"engine {engine_id} ended a stream without a finish"
         elif not check_partition(call.spans, len(call.token_ids)):
+            reason = "wrong_versions"
             problem = (
                 f"engine {engine_id} reports weight versions {call.spans} for "
                 f"{len(call.token_ids)} sampled tokens"
             )
         elif any(span.weight_version < call.since_version for span in call.spans):
             # Its group would be older than the driver knows. A restarted server has its first weights.
+            reason = "older_weights"
             problem = (
                 f"engine {engine_id} reports weight versions {call.spans} under a lease of version "
                 f"{call.since_version}"
             )
         elif not np.isfinite(call.log_probs).all():
-            problem = f"engine {engine_id} returned log-probs that are not finite"
+            reason, problem = "not_finite", f"engine {engine_id} returned log-probs that are not finite"
         else:
             return True
         call.clear()
+        self._context.metrics.answers_discarded_total.labels(reason).inc()
         lease.record_strike(EngineError(problem))
         return False
 
@@ -354,7 +357,7 @@ class Transcript(TokenWriter):
         if wanted:
             start = self._rows.next_start(token_ids, lease.engine.engine_id, lease.weight_version)
         return GenerateRequest(
-            request_id=self._context.new_id(),
+            request_id=f"{lease.restart_count}.{lease.epoch}-{self._context.new_id()}",
             input_ids=token_ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
