@@ -1617,6 +1617,22 @@ MUTANTS: Final = (
         (f"{LEASES}::test_nothing_is_sent_under_a_lease_that_was_revoked",),
     ),
     Mutant(
+        "repeated-grant-revives-a-lease",
+        "A lease that was revoked is valid again when its grant arrives twice.",
+        "async_rl/rollout/workers/remote_calls.py",
+        "if lease is None or lease.placed:",
+        "if lease is None:",
+        (f"{LEASES}::test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated",),
+    ),
+    Mutant(
+        "repeated-request-takes-a-lease",
+        "A request for a lease that arrives twice takes two, and one is never returned.",
+        "async_rl/rollout/workers/relayed_leases.py",
+        "if message.lease_id <= self._newest_id:",
+        "if message.lease_id < 0:",
+        (f"{LEASES}::test_a_repeated_message_takes_no_second_lease_and_returns_no_other",),
+    ),
+    Mutant(
         "lease-is-renewed-by-the-answer",
         "A worker counts the validity of its leases from the driver's answer, later than the driver does.",
         "async_rl/rollout/workers/remote_calls.py",

@@ -130,6 +130,23 @@ async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
 
 
 @in_virtual_time
+async def test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated() -> None:
+    worker = Worker()
+    worker.calls.renew(worker.clock())
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(worker.call(wait_s=0.5))
+        await asyncio.sleep(0)
+        worker.grant(1)
+        await asyncio.sleep(0.1)
+        worker.calls.revoke(RevokeLeases(engine_id="engine-0", number=7))
+        worker.grant(1)
+        lease = await calling
+    (end,) = worker.events
+    assert isinstance(end, Finish)
+    assert (end.reason, lease.interrupted) == ("abort", True)
+
+
+@in_virtual_time
 async def test_an_expired_lease_closes_its_stream_and_sends_nothing() -> None:
     worker = Worker()
     worker.calls.renew(worker.clock())
@@ -205,6 +222,24 @@ async def test_a_worker_holds_a_lease_of_the_pool_for_each_call() -> None:
         await asyncio.sleep(0.01)
         assert driver.num_calls == 0
         assert driver.leased == [("a", 3), ("a", None)]
+
+
+@in_virtual_time
+async def test_a_repeated_message_takes_no_second_lease_and_returns_no_other() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        wanted = LeaseWanted(lease_id=1, key="a", tokens=9, prompt=4)
+        driver.leases.handle_message(wanted)
+        await asyncio.sleep(0.01)
+        assert driver.num_calls == 1
+        for _ in range(2):
+            driver.leases.handle_message(LeaseEnded(lease_id=1, received=5))
+            await asyncio.sleep(0.01)
+        driver.leases.handle_message(wanted)  # late
+        await asyncio.sleep(0.01)
+        assert driver.num_calls == 0
+        assert sum(isinstance(message, LeaseGranted) for message in driver.posted) == 1
 
 
 @in_virtual_time

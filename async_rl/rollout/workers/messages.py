@@ -139,7 +139,7 @@ class LeaseWanted(Message, frozen=True, kw_only=True, eq=False):
     """Asks for the lease of an engine: see `EngineCalls.lease`."""
 
     lease_id: int
-    """Chosen by the worker, which has not used it before."""
+    """Chosen by the worker: greater than all before."""
     key: str
     tokens: int
     prompt: int

@@ -103,6 +103,7 @@ class RelayedLeases(LeaseHolder):
         self._clock = clock
         self._on_lease = on_lease
         self._leases: dict[int, _RelayedLease] = {}
+        self._newest_id = 0
         self._revocations: dict[int, asyncio.Future[None]] = {}
         self._numbers = count(1)
         self._renewed_s = -math.inf
@@ -115,6 +116,9 @@ class RelayedLeases(LeaseHolder):
         """Carry out a message that concerns engines."""
         match message:
             case LeaseWanted():
+                if message.lease_id <= self._newest_id:  # repeated
+                    return
+                self._newest_id = message.lease_id
                 relayed = self._leases[message.lease_id] = _RelayedLease(message.key)
                 # The task's name tells which trajectory's call it is.
                 relayed.task = self._nursery.start_task(

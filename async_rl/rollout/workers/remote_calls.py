@@ -162,9 +162,9 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
     # -- from the driver -----------------------------------------------------------------------------------
 
     def grant(self, message: LeaseGranted) -> None:
-        """Give a call its engine; a call that is not wanted any more has been returned already."""
+        """Give a call its engine, once; a call that is not wanted any more has been returned already."""
         lease = self._leases.get(message.lease_id)
-        if lease is None:
+        if lease is None or lease.placed:  # placed again, it would be valid after it was revoked
             return
         engine_id, slot = message.engine_id, self._slots.get(message.engine_id)
         address, client = self._clients.get(engine_id, (None, None))
