@@ -300,6 +300,8 @@ class SimulatedEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused = False
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self._dead = False
         self._deaths = 0
 
@@ -326,6 +328,13 @@ class SimulatedEngine:
         return len(self._prefix_cache)
 
     # -- generation ---------------------------------------------------------------------------------------
+
+    async def wait_until_resumed(self) -> None:
+        """Wait while generation is paused: a request that arrives meanwhile is not looked at before.
+
+        Source: `TokenizerManager.generate_request` of SGLang, which waits for `is_pause` to end.
+        """
+        await self._resumed.wait()
 
     async def generate(
         self, request: GenerateRequest
@@ -513,6 +522,7 @@ class SimulatedEngine:
             self._check_alive(deaths)
             return
         self._paused = True
+        self._resumed.clear()
         if mode == "retract":
             for call in reversed(self._running):
                 call.has_slot = False
@@ -526,6 +536,7 @@ class SimulatedEngine:
         """Implements `Engine.resume_generation`."""
         self._check_alive()
         self._paused = False
+        self._resumed.set()
         self._fill_slots()
         for call in self._calls:
             call.changed.set()
@@ -626,6 +637,7 @@ class SimulatedEngine:
         self._running.clear()
         self._queue.clear()
         self._idle.set()
+        self._resumed.set()
 
     def restart(self) -> None:
         """Behave as if the process were restarted: version 0, an empty cache."""

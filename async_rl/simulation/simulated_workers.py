@@ -16,6 +16,7 @@ from typing import Final, Self, cast
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
+from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import SpoolFull, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
@@ -102,7 +103,7 @@ class MemoryLink(Link):
 class DistantEngine:
     """A worker's client of an engine: a request arrives some time after it was sent."""
 
-    def __init__(self, engine: Engine, delay_s: Callable[[], float]) -> None:
+    def __init__(self, engine: SimulatedEngine, delay_s: Callable[[], float]) -> None:
         """Call an engine over a network that takes `delay_s` for a request."""
         self.engine_id = engine.engine_id
         self.decode_routing, self.read_at_once = engine.decode_routing, engine.read_at_once
@@ -114,8 +115,8 @@ class DistantEngine:
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`."""
         await asyncio.sleep(self._delay_s())
-        stream = cast(AsyncGenerator[Chunk | PayloadProgress | Finish, None], self._engine.generate(request))
-        async with aclosing(stream):
+        await self._engine.wait_until_resumed()
+        async with aclosing(self._engine.generate(request)) as stream:
             async for event in stream:
                 yield event
 
@@ -199,7 +200,7 @@ class SimulatedWorkers:
             chat=self._chat,
             facts=self._facts,
             connect=lambda engine_id, address: cast(
-                Engine, DistantEngine(self._engines[engine_id], self._delay_s)
+                Engine, DistantEngine(cast(SimulatedEngine, self._engines[engine_id]), self._delay_s)
             ),
             new_id=lambda: f"{prefix}{next(numbers):024x}",
             metrics=self.metrics[-1],

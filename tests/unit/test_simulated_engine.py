@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import AsyncGenerator
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from async_rl.config import SimulatedEngines
-from async_rl.engine_protocol import DiskUpdate
+from async_rl.engine_protocol import (
+    Chunk,
+    DiskUpdate,
+    Finish,
+    GenerateRequest,
+    InterruptMode,
+    PayloadProgress,
+)
 from async_rl.engines.simulated import Fault, SimulatedEngine, routing_rows
 from async_rl.errors import AlignmentError, EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
+from async_rl.simulation.simulated_workers import DistantEngine
 from async_rl.simulation.virtual_time import run_virtual
 from tests.support.engine_calls import Call, call, request
 
@@ -102,6 +112,33 @@ def test_rows_name_the_version_that_fed_them_when_an_update_does_not_flush() -> 
     assert np.array_equal(fresh.trace.rows, routing_rows(fed, versions, fresh.engine.facts))
     versions[:16] = 0  # one page of the prefix
     assert np.array_equal(mixed.trace.rows, routing_rows(fed, versions, mixed.engine.facts))
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_request_that_arrives_late_is_looked_at_when_generation_goes_on(mode: InterruptMode) -> None:
+    """A rollout worker sent it before it knew of the update; SGLang keeps it until then."""
+
+    async def main() -> tuple[list[float], Call]:
+        subject, began_s = engine(), list[float]()
+        loop = asyncio.get_running_loop()
+        generate = subject.generate
+
+        def seen(request: GenerateRequest) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
+            began_s.append(loop.time())
+            return generate(request)
+
+        distant = DistantEngine(subject, lambda: 0.5)
+        with mock.patch.object(subject, "generate", seen):
+            late = asyncio.create_task(call(distant, PROMPT, 3))
+            await subject.interrupt(mode)
+            await asyncio.sleep(1.0)
+            await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
+            await subject.resume_generation(mode)
+            return began_s, await late
+
+    began_s, late = run_virtual(main())
+    assert began_s == [pytest.approx(1.0)]
+    assert [span.weight_version for span in late.finish.version_spans] == [1]
 
 
 def test_everything_fails_until_a_restart_when_the_engine_dies() -> None:
