@@ -459,7 +459,7 @@ class SimulatedEngine:
         call.row_versions += [self._version] * (len(call.tokens) - len(call.row_versions))
         request = call.request
         # Without the engine's epoch: the same calls draw the same tokens, whatever happened to the engine.
-        nonce = request.request_id.rpartition("-")[2] if request.sampling.temperature > 0 else ""
+        nonce = request.request_id.partition("-")[0] if request.sampling.temperature > 0 else ""
         self._random.seed(zlib.crc32(f"{self._seed}/{self._version}/{nonce}".encode(), call.digest))
         log_prob = -3.0 * self._random.random()
         token = self._policy(call.tokens, self._random)

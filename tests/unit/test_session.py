@@ -216,7 +216,7 @@ async def test_an_answer_is_refused_when_its_weights_are_older_than_its_lease():
     await b.session.generate()
     trajectory = await b.finish()
     assert [(len(s.token_ids), s.weight_version) for s in trajectory.sampled] == [(2, 2)]
-    assert [request_id.partition("-")[0] for request_id in ids] == ["0.2", "0.2"]  # held and served
+    assert [request_id.partition("-")[2] for request_id in ids] == ["0.2", "0.2"]  # held and served
     assert b.counted("answers_discarded_total", reason="older_weights") == 1
 
 

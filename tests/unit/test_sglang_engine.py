@@ -305,7 +305,7 @@ async def test_a_request_is_refused_when_the_server_says_so(server: FakeSGLang) 
 async def test_an_id_is_refused_when_it_could_begin_another(server: FakeSGLang) -> None:
     short = msgspec.structs.replace(request(PROMPT, 8), request_id="1")
     async with server.client() as engine:
-        with pytest.raises(ValueError, match="'1' of 1 characters, expected 32"):
+        with pytest.raises(ValueError, match="'1' of 1 characters, expected at least 32"):
             await Call(engine, short).run()
     assert server.requests("generate") == []
 

@@ -77,7 +77,7 @@ ABORT_RESEND_S: Final = (0.02, 1.0)
 then less and less often, because each repetition goes through all requests of a busy server."""
 
 _ID_WIDTH: Final = 32
-"""Characters of every request id, so that none is a prefix of another."""
+"""Characters of every request id that no other begins with, so that none is a prefix of another."""
 
 _FLUSH_LIMIT_S: Final = 5.0
 """How long a refused flush is retried: calls that still run after an abort end within one decode step."""
@@ -301,10 +301,10 @@ class SGLangEngine:
             return  # the server has ended, or is too busy to answer
 
     def _check_request(self, request: GenerateRequest) -> None:
-        if len(request.request_id) != _ID_WIDTH:
+        if len(request.request_id) < _ID_WIDTH:
             raise ValueError(
-                f"request id {request.request_id!r} of {len(request.request_id)} characters, expected "
-                f"{_ID_WIDTH}: SGLang aborts all calls whose ids begin with the id it is given"
+                f"request id {request.request_id!r} of {len(request.request_id)} characters, expected at "
+                f"least {_ID_WIDTH}: SGLang aborts all calls whose ids begin with the id it is given"
             )
         prompt, total = len(request.input_ids), len(request.input_ids) + request.max_new_tokens
         if prompt < 1:

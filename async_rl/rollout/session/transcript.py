@@ -357,7 +357,7 @@ class Transcript(TokenWriter):
         if wanted:
             start = self._rows.next_start(token_ids, lease.engine.engine_id, lease.weight_version)
         return GenerateRequest(
-            request_id=f"{lease.restart_count}.{lease.epoch}-{self._context.new_id()}",
+            request_id=f"{self._context.new_id()}-{lease.restart_count}.{lease.epoch}",
             input_ids=token_ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
