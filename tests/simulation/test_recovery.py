@@ -161,7 +161,7 @@ class World:
             if loop.time() >= len(by_tick) * TICK_S:
                 by_tick.append(
                     {
-                        self.callers[call.request.request_id]: call.tokens[:num_tokens]
+                        self.callers[call.request.request_id.partition("-")[0]]: call.tokens[:num_tokens]
                         for call, num_tokens in lengths.items()
                         if num_tokens > len(call.request.input_ids)
                     }
