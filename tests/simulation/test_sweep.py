@@ -25,7 +25,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
         "Lease.generate",
         "Transcript._call_engine",
         "RolloutManager._settle_group",
-        "TrajectoryQueue._store_group",
+        "LocalBackend._store_tree",
         "TrajectoryQueue.next_batch",
         "Journal.write_in_thread",
         "TrainLoop.run",

@@ -10,7 +10,7 @@ import pytest
 
 from agent_loops.base import AgentLoop
 from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.types import Trajectory
+from async_rl.types import Trajectory, TurnReward
 from tests.support.sessions import Bench, simulated
 from tests.support.templates_of_models import chat_of
 from tests.support.writer import Answer, Writer
@@ -62,8 +62,8 @@ def turns_of(trajectory: Trajectory) -> list[str]:
     return [chat.decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
 
 
-def test_the_page_has_six_examples_and_no_more() -> None:
-    names = ["AskTwice", "Searching", "SecondThoughts", "BestOfSome", "Summarising", "InContainer"]
+def test_the_page_has_seven_examples_and_no_more() -> None:
+    names = ["AskTwice", "Searching", "SecondThoughts", "BestOfSome", "Steps", "Summarising", "InContainer"]
     assert list(LOOPS) == names
 
 
@@ -116,6 +116,13 @@ async def test_a_branch_goes_another_way_from_the_same_state() -> None:
 async def test_lines_are_played_side_by_side() -> None:
     _, lines = await play("BestOfSome", lambda text: "Four." if "In one word?" in text else "It is 4.")
     assert [turns_of(line) for line in lines] == [["It is 4.", "Four."]] * 3
+
+
+async def test_turns_have_rewards_of_their_own() -> None:
+    _, (trajectory,) = await play("Steps", lambda text: "So." if "Go on." in text else "It therefore is 4.")
+    assert turns_of(trajectory) == ["It therefore is 4.", "So.", "So."]
+    assert trajectory.turn_rewards == (TurnReward(end=trajectory.turns[0].end, reward=0.1),)
+    assert trajectory.reward == 1.1
 
 
 async def test_a_helper_has_a_conversation_of_its_own() -> None:
