@@ -170,7 +170,7 @@ EFFECTS: Final[dict[str, str]] = {
     "trainer.recompute": "tests/integration/test_trainer_replay.py::test_result_is_the_same_when_activations_are_recomputed",
     "trainer.overlap_grad_reduce": "tests/integration/test_trainer_settings.py::test_gradients_are_summed_during_the_backward_pass_when_the_config_says_so",
     "trainer.loss.advantages": "tests/integration/test_trainer_settings.py::test_gradients_change_with_the_loss[{'advantages': 'grpo'}]",
-    "trainer.loss.turn_discount": "tests/integration/test_trainer_updates.py::test_turns_have_returns_of_their_own_when_they_are_discounted",
+    "trainer.loss.turn_discount": "tests/integration/test_trainer_updates.py::test_turns_have_returns_of_their_own_when_they_are_discounted[False]",
     "trainer.loss.overlong_buffer_tokens": "tests/integration/test_trainer_settings.py::test_gradients_change_with_the_loss[{'overlong_buffer_tokens': 20}]",
     "trainer.loss.objective": "tests/unit/test_policy_loss.py::test_the_loss_changes_with_each_setting[{'objective': 'gspo'}]",
     "trainer.loss.clip_low": "tests/unit/test_policy_loss.py::test_the_loss_changes_with_each_setting[{'clip_low': 0.05}]",
