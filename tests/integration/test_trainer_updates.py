@@ -165,7 +165,7 @@ def test_a_rejected_answer_shifts_no_baseline_and_counts_in_the_normaliser(moe):
         with trial(worker, config):
             worker.train_on(with_first(batch, 2), 1)
             alone = gradients(worker)
-        with trial(worker, config):
+        with trial(worker, trainer_config(moe, loss=loss | {"entropy_bonus": 0.1})):
             left = worker.train_on(msgspec.structs.replace(batch, group_index=np.array([0, 1, 1])), 1).metrics
     assert metrics["importance_rejected_fraction"] == pytest.approx(27 / 41)
     assert metrics["groups_without_baseline"] == 0
