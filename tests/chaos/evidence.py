@@ -84,6 +84,8 @@ class LedgerWatch:
         self.current: set[str] = set()
         """Trajectories that had a row in the last read."""
         self.pending: set[int] = set()
+        self.unfinished: set[str] = set()
+        """Trajectories in flight whose attempt had not ended in the last read."""
 
     def look(self) -> None:
         """Reads all rows without a lock that could block the run."""
@@ -96,8 +98,12 @@ class LedgerWatch:
                     "FROM trajectories JOIN groups USING (group_id)"
                 ).fetchall()
                 pending = database.execute("SELECT position FROM pending").fetchall()
+                unfinished = database.execute(
+                    "SELECT trajectory_id FROM trajectories WHERE state = 'in_flight' AND stored IS NULL"
+                ).fetchall()
             except sqlite3.OperationalError:
                 return  # its tables do not exist yet
         self.rows |= {trajectory_id: Row(*columns) for trajectory_id, *columns in found}
         self.current = {trajectory_id for trajectory_id, *_ in found}
         self.pending = {position for (position,) in pending}
+        self.unfinished = {trajectory_id for (trajectory_id,) in unfinished}

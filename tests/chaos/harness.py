@@ -26,6 +26,7 @@ import psutil
 from async_rl.config import Config, parse_config
 from async_rl.engines.sglang.server import free_port
 from async_rl.queue.journal_file import read_journal
+from async_rl.types import root_of
 from tests.chaos.audit import Finding, audit
 from tests.chaos.diary import DIARY, Trained, read
 from tests.chaos.engine_faults import FAULTS, EngineFaults, Evidence, TooBusy
@@ -41,6 +42,8 @@ STUCK_S = 400.0
 makes a start slow."""
 MAX_ENDS = 5
 """A driver that has ended by itself is started again this often, so that a run finds more than one reason."""
+_FLUSHED_S = 1.5
+"""After this the ledger's file has what had happened before."""
 STRIKE_S = 45.0
 """A fault that waits for a payload, a call or a reward is given up after this time."""
 GONE_S = 20.0
@@ -293,10 +296,13 @@ class Chaos:
         before = self._counted("resumed_tokens_total")
         folder = _journal_of(victim)
         self._send_signal(blow, victim)
-        num_left = 0
+        left: dict[str, int] = {}
         with suppress(FileNotFoundError):  # it was compacted meanwhile
-            left = {} if folder is None else read_journal(folder)[0]
-            num_left = sum(state.num_sampled_tokens for state in left.values())
+            found = {} if folder is None else read_journal(folder)[0]
+            left = {name: state.num_sampled_tokens for name, state in found.items()}
+        self._wait(_FLUSHED_S)  # until the ledger knows which of its attempts had ended
+        self.ledger.look()
+        num_left = sum(tokens for name, tokens in left.items() if root_of(name) in self.ledger.unfinished)
         self._until(
             lambda: self._counted("resumed_tokens_total") > before,
             STRIKE_S,
