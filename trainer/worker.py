@@ -389,8 +389,8 @@ class TrainerWorker:
         config = self.config
         loss = config.trainer.loss
         rewards = batch.rewards
-        turns = find_turns(batch.weight_versions, batch.offsets)
         if loss.overlong_buffer_tokens is not None:
+            turns = find_turns(batch.weight_versions, batch.offsets)
             lengths, longest = longest_turns(turns, batch.num_trajectories), config.rollout.max_new_tokens
             rewards = rewards + overlong_penalty(lengths, longest, loss.overlong_buffer_tokens)
         charges = None
@@ -403,6 +403,7 @@ class TrainerWorker:
         # A token has the advantage of what is compared: its trajectory, its turn, or its own return.
         unit, of, values, weights = wanted.trajectory, np.arange(batch.num_trajectories), rewards, counted
         if loss.turn_discount is not None:
+            turns = find_turns(batch.weight_versions, batch.offsets)
             unit = shift_left(turn_of_tokens(turns, batch.num_tokens), batch.offsets[1:] - 1)
             of = turns.trajectory
             values = turn_returns(
