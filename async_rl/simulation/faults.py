@@ -120,6 +120,15 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "worker_disk_full": FaultRow(
         "worker", "rollout workers find no space for frames for up to 100 s", 0.3, only="workers"
     ),
+    "lose_message": FaultRow(
+        "worker", "a message between the driver and a rollout worker is lost", 0.3, only="workers"
+    ),
+    "repeat_message": FaultRow(
+        "worker", "messages between the driver and a rollout worker arrive twice", 0.3, only="workers"
+    ),
+    "reorder_messages": FaultRow(
+        "worker", "a message between the driver and a rollout worker overtakes another", 0.3, only="workers"
+    ),
     "raise": FaultRow("user", "the agent loop raises"),
     "hang_loop": FaultRow("user", "the agent loop hangs"),
     "silent": FaultRow("user", "the agent loop returns without a turn"),

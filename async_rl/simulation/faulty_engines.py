@@ -59,7 +59,7 @@ from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import FACTS, Injection, Scenario
 from async_rl.simulation.simulated_trainer import Broadcasts, SimulatedTrainer
-from async_rl.simulation.simulated_workers import CUT_OFF_S, SimulatedWorkers, exponential
+from async_rl.simulation.simulated_workers import CUT_OFF_S, LinkFault, SimulatedWorkers, exponential
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
@@ -587,6 +587,9 @@ class SimulatedCluster:
         elif kind == "worker_disk_full":
             self._workers.on_full_disk = partial(self._checker.met, kind)
             asyncio.get_running_loop().call_later(100 * injection.amount, self._free_disk)
+        elif kind in get_args(LinkFault):
+            fault, met = cast(LinkFault, kind), partial(self._checker.met, kind)
+            self._workers.disturb(fault, injection.engine, injection.amount, met)
         elif FAULTS[kind].family == "worker":
             workers = self._workers
             ends = {

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Final, Self, cast
+from typing import Final, Literal, NamedTuple, Self, cast
 
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
@@ -22,10 +22,20 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal_file import journal_files
 from async_rl.queue.spool import SpoolFolder
-from async_rl.rollout.workers.messages import Link, Message, decode, encode
+from async_rl.rollout.workers.messages import Link, Message, MessageNumbers, decode, encode
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import StoredTrajectory, Trajectory
+
+LinkFault = Literal["lose_message", "repeat_message", "reorder_messages"]
+"""What can happen to a message under way."""
+
+
+class _Frame(NamedTuple):
+    """A message under way."""
+
+    number: int
+    encoded: bytes
 
 
 class MemoryLink(Link):
@@ -41,13 +51,16 @@ class MemoryLink(Link):
     def __init__(self, delay_s: Callable[[], float]) -> None:
         """Make one end; see `pair`."""
         self._delay_s = delay_s
-        self._under_way: deque[bytes] = deque()
-        self._arrived: deque[Message] = deque()
+        self._numbers = MessageNumbers()
+        self._under_way: deque[_Frame | None] = deque()
+        self._arrived: deque[_Frame] = deque()
         self._news = asyncio.Event()
         self._last_s = 0.0
         self._other: MemoryLink | None = None
         self._lost = ""
         self.is_cut_off = False
+        self._faults: deque[tuple[LinkFault, Callable[[], None]]] = deque()
+        self._overtaken: _Frame | None = None
 
     @classmethod
     def pair(cls, delay_s: Callable[[], float]) -> tuple[Self, Self]:
@@ -62,30 +75,57 @@ class MemoryLink(Link):
         assert other is not None, "ends are made in pairs"
         if self._lost or other._lost:
             return
-        loop = asyncio.get_running_loop()
+        encoded = b"".join(encode(message))
+        frames = [_Frame(self._numbers.next_number(), encoded)]
+        if self._overtaken is not None:
+            frames.append(self._overtaken)
+            self._overtaken = None
+        elif self._faults:
+            fault, met = self._faults.popleft()
+            met()
+            if fault == "repeat_message":
+                frames *= 2
+            elif (frame := frames.pop()) and fault == "reorder_messages":
+                self._overtaken = frame
+        for frame in frames:
+            self._send(frame)
+
+    def inject(self, fault: LinkFault, met: Callable[[], None], *, by_peer: bool, times: int = 1) -> None:
+        """Let something happen to the next messages of this end, or of the other; each calls `met` then."""
+        end = self._other if by_peer else self
+        assert end is not None, "ends are made in pairs"
+        end._faults.extend([(fault, met)] * times)
+
+    def _send(self, frame: _Frame | None) -> None:
+        other, loop = self._other, asyncio.get_running_loop()
+        assert other is not None, "ends are made in pairs"
         self._last_s = max(self._last_s, loop.time() + self._delay_s())
-        other._under_way.append(b"".join(encode(message)))
+        other._under_way.append(frame)
         loop.call_at(self._last_s, other._arrive)
 
     async def receive(self) -> Message:
         """Implements `Link.receive`."""
-        while not self._arrived:
-            if self._lost:
-                raise WorkerLost(self._lost)
-            self._news.clear()
-            await self._news.wait()
-        return self._arrived.popleft()
+        while True:
+            while not self._arrived:
+                if self._lost:
+                    raise WorkerLost(self._lost)
+                self._news.clear()
+                await self._news.wait()
+            number, encoded = self._arrived.popleft()
+            if self._numbers.is_next(number):
+                return decode(encoded)
 
     def close(self) -> None:
-        """Implements `Link.close`."""
-        self.lose("the link was closed")
+        """Implements `Link.close`: what is under way from here arrives first."""
+        if not self._lost:
+            self._send(None)
+            self._lose("the link was closed")
 
     def lose(self, cause: str) -> None:
         """Both ends hear of it; what is under way is lost."""
         for end in (self,) if self.is_cut_off else (self, self._other):
-            if end is not None and not end._lost:
-                end._lost = cause
-                end._news.set()
+            if end is not None:
+                end._lose(cause)
 
     def cut_off(self) -> None:
         """Let nothing arrive any more at either end, which does not notice that."""
@@ -95,8 +135,17 @@ class MemoryLink(Link):
 
     def _arrive(self) -> None:
         """The oldest message, for timers of one moment have no order."""
-        if not (self._lost or self.is_cut_off):
-            self._arrived.append(decode(self._under_way.popleft()))
+        if self._lost or self.is_cut_off:
+            return
+        if (frame := self._under_way.popleft()) is None:
+            self._lose("its process has ended, or is no longer reachable")
+        else:
+            self._arrived.append(frame)
+            self._news.set()
+
+    def _lose(self, cause: str) -> None:
+        if not self._lost:
+            self._lost = cause
             self._news.set()
 
 
@@ -141,6 +190,9 @@ class FaultySpoolFolder(SpoolFolder):
 CUT_OFF_S: Final = 25.0
 """How long a worker that is cut off from the driver goes on: longer than its leases are valid."""
 
+
+_MAX_REPEATED: Final = 50
+"""How many messages in a row arrive twice at most."""
 
 _MAX_TORN_BYTES: Final = 1000
 """How much of its journal a killed worker may not have written: a few records."""
@@ -255,6 +307,16 @@ class SimulatedWorkers:
         if not names:
             return False
         self.ends[names[index % len(names)]].cut_off()
+        return True
+
+    def disturb(self, fault: LinkFault, index: int, amount: float, met: Callable[[], None]) -> bool:
+        """Let something happen to messages from a worker, or from the driver to it; whether there was one."""
+        names = sorted(self.ends)
+        if not names:
+            return False
+        times = 1 + int(_MAX_REPEATED * amount) if fault == "repeat_message" else 1
+        end = self.ends[names[index // 2 % len(names)]]
+        end.inject(fault, met, by_peer=index % 2 == 1, times=times)
         return True
 
     def mute(self, index: int) -> bool:

@@ -1675,6 +1675,28 @@ MUTANTS: Final = (
         ),
     ),
     Mutant(
+        "repeated-message-counts-twice",
+        "A message that arrives twice on a worker's link is carried out twice.",
+        "async_rl/rollout/workers/messages.py",
+        "            return False\n        if number > self._received + 1:",
+        "            return True\n        if number > self._received + 1:",
+        (
+            f"{WORKERS}::test_a_message_that_arrives_again_is_discarded",
+            f"{WORKERS}::test_nothing_happens_twice_when_all_messages_arrive_twice",
+        ),
+    ),
+    Mutant(
+        "missing-message-is-not-noticed",
+        "The driver waits for the answer to a message that was lost.",
+        "async_rl/rollout/workers/messages.py",
+        "        if number > self._received + 1:",
+        "        if number < 0:",
+        (
+            f"{WORKERS}::test_a_link_is_lost_when_a_message_is_missing_or_late",
+            f"{WORKERS}::test_an_engine_is_interrupted_when_the_message_that_revokes_its_leases_is_lost",
+        ),
+    ),
+    Mutant(
         "restart-does-not-wait-for-leases",
         "A late request under a lease of the old server reaches a restarted engine.",
         "async_rl/engines/repair.py",

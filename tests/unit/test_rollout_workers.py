@@ -8,9 +8,10 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Mapping
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -44,13 +45,15 @@ from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers import messages
-from async_rl.rollout.workers.link import connect_link, listen
+from async_rl.rollout.workers.link import StreamLink, connect_link, listen
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
     CancelRequest,
     DropCall,
     Failure,
     Heartbeat,
+    LeaseEnded,
+    LeaseGranted,
     Message,
     MetricIncrement,
     StartAttempt,
@@ -61,7 +64,7 @@ from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation import simulated_workers
-from async_rl.simulation.simulated_workers import SimulatedWorkers
+from async_rl.simulation.simulated_workers import LinkFault, MemoryLink, SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
 from async_rl.types import Completion, StoredTrajectory, Task, Trajectory
 from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
@@ -712,10 +715,15 @@ def test_limits_of_rewards_are_divided_among_workers() -> None:
 # -- links -----------------------------------------------------------------------------------------
 
 
-async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
+async def connected_links() -> tuple[StreamLink, StreamLink]:
+    """Both ends of a link over a socket."""
     async with listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
         worker = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
-        ours, theirs = await listener.accept_link(), await worker
+        return await listener.accept_link(), await worker
+
+
+async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
+    ours, theirs = await connected_links()
     task = Task(task_id="t", messages=TASK.messages, answer={"a": [1]})
     start = StartAttempt(request_id=1, task=task, trajectory_id="x", group_id="g", attempt=1)
     for message in (
@@ -747,18 +755,110 @@ async def test_a_connection_is_refused_without_the_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [struct.pack("<Q", 1 << 40), struct.pack("<Q", 64) + bytes(64), b"\x01"], ids=len
+    "data", [struct.pack("<QQ", 1 << 40, 1), struct.pack("<QQ", 64, 1) + bytes(64), b"\x01"], ids=len
 )
 async def test_a_link_is_lost_when_an_invalid_message_comes(data: bytes) -> None:
-    async with listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
-        worker = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
-        ours, theirs = await listener.accept_link(), await worker
+    ours, theirs = await connected_links()
     theirs.writer.write(data)
     theirs.writer.write_eof()
     with pytest.raises(WorkerLost):
         await ours.receive()
     ours.close()
     theirs.close()
+
+
+def numbered(number: int) -> bytes:
+    """A message as a link writes it, which says its number."""
+    frame = b"".join(messages.encode(CancelRequest(request_id=number)))
+    return struct.pack("<QQ", len(frame), number) + frame
+
+
+async def test_a_message_that_arrives_again_is_discarded() -> None:
+    ours, theirs = await connected_links()
+    for number in (1, 1, 2, 3, 1, 2, 4):
+        theirs.writer.write(numbered(number))
+    assert [(await ours.receive()).request_id for _ in range(4)] == [1, 2, 3, 4]  # type: ignore[attr-defined]
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("numbers", [(1, 3), (2, 1), (1, 2, 2**64 - 1)], ids=str)
+async def test_a_link_is_lost_when_a_message_is_missing_or_late(numbers: tuple[int, ...]) -> None:
+    ours, theirs = await connected_links()
+    for number in numbers:
+        theirs.writer.write(numbered(number))
+
+    async def receive_all() -> None:
+        for _ in numbers:
+            await ours.receive()
+
+    with pytest.raises(WorkerLost, match="messages are missing"):
+        await receive_all()
+    ours.close()
+    theirs.close()
+
+
+@in_virtual_time
+async def test_nothing_happens_twice_when_all_messages_arrive_twice() -> None:
+    async with WorkerBench("Everything") as workers:
+        await asyncio.sleep(0.1)
+        end = workers.processes.ends["rollout-worker-0"]
+        met: list[bool] = []
+        for by_peer in (False, True):
+            end.inject("repeat_message", partial(met.append, by_peer), by_peer=by_peer, times=10_000)
+        trajectories = await workers.trajectories()
+        await asyncio.sleep(5.0)
+        workers.spool.delete_discarded()
+        again = await workers.trajectories(attempt("1" * 32))
+        await asyncio.sleep(0.1)
+        assert [len(each.turns) for each in trajectories] == [len(each.turns) for each in again]
+        assert len(workers.processes.metrics) == 1  # the first incarnation
+        assert min(met.count(by_peer) for by_peer in (False, True)) > 20
+        assert workers.bench.pool.statistics.load_of("engine-0").calls == 0
+
+
+@pytest.mark.parametrize("fault", ["lose_message", "reorder_messages"])
+@pytest.mark.parametrize(
+    "kind", [AttemptEnded, LeaseGranted, LeaseEnded, StartAttempt], ids=lambda k: k.__name__
+)
+@in_virtual_time
+async def test_an_attempt_goes_on_elsewhere_when_a_message_of_it_is_lost(
+    fault: LinkFault, kind: type[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post, met = MemoryLink.post, list[str]()
+
+    def post_or_lose(link: MemoryLink, message: Message) -> None:
+        if isinstance(message, kind) and not met:
+            link.inject(fault, partial(met.append, fault), by_peer=False)
+        post(link, message)
+
+    monkeypatch.setattr(MemoryLink, "post", post_or_lose)
+    async with WorkerBench() as workers, asyncio.timeout(3.0):
+        with suppress(WorkerLost) if kind is LeaseEnded else pytest.raises(WorkerLost):
+            await workers.backend.run_attempt(attempt())
+        (trajectory,) = await workers.trajectories()
+        assert met
+    assert trajectory.token_ids.tolist() == await _undisturbed()
+
+
+@in_virtual_time
+async def test_an_engine_is_interrupted_when_the_message_that_revokes_its_leases_is_lost() -> None:
+    async with WorkerBench() as workers, asyncio.TaskGroup() as tasks:
+        await asyncio.sleep(1.0)
+        running = tasks.create_task(ignored(workers.backend.run_attempt(attempt())))
+        await asyncio.sleep(0.05)
+        pool, engine = workers.bench.pool, workers.bench.engines[0]
+        pool.hold_engine(engine.engine_id)
+        workers.processes.ends["rollout-worker-0"].inject("lose_message", lambda: None, by_peer=True)
+        async with asyncio.timeout(2.0):
+            await pool.interrupt_engine(engine, "abort")
+        pool.serve_engine(engine.engine_id, 0)
+        await running
+
+
+async def ignored(attempt: Awaitable[object]) -> None:
+    with suppress(WorkerLost):
+        await attempt
 
 
 @in_virtual_time

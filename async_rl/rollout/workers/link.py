@@ -2,11 +2,15 @@
 
 ```
  driver listens          worker connects
- 32 random bytes ──────►
-                 ◄────── HMAC of them by the key, 32 random bytes
- HMAC of those   ──────►
- length, frame   ◄─────► length, frame
+ 32 random bytes        ──────►
+                        ◄────── HMAC of them by the key, 32 random bytes
+ HMAC of those          ──────►
+ length, number, frame  ◄─────► length, number, frame
 ```
+
+TCP neither loses, repeats nor reorders bytes of a connection, and a link is one connection: it is never made
+again. The numbers check that, at 8 bytes per message. A mistake of ours, or a proxy between the hosts, ends
+the link as a lost connection does, and never leaves the driver waiting for an answer.
 
 The key is made for one incarnation of one worker. It travels with the request that starts the worker, never
 over the link. As with engines, messages are not encrypted: use a private network between hosts.
@@ -24,13 +28,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from async_rl.errors import EnvironmentNotReady, WorkerLost
-from async_rl.rollout.workers.messages import Link, Message, decode, encode
+from async_rl.rollout.workers.messages import Link, Message, MessageNumbers, decode, encode
 from async_rl.runtime.listeners import ConnectionLimit, RepeatFilter
 
 log = logging.getLogger(__name__)
 log.addFilter(RepeatFilter())
 
-_LENGTH: Final = struct.Struct("<Q")
+_HEADER: Final = struct.Struct("<QQ")
+"""The length of the frame that follows, and the number of the message."""
+
 _NONCE_BYTES: Final = 32
 _HANDSHAKE_S: Final = 10.0
 
@@ -53,6 +59,7 @@ class StreamLink(Link):
         """Wrap a connection whose ends have authenticated each other."""
         self.reader = reader
         self.writer = writer
+        self._numbers = MessageNumbers()
 
     def post(self, message: Message) -> None:
         """Implements `Link.post`."""
@@ -66,18 +73,21 @@ class StreamLink(Link):
             transport.abort()
             return
         frame = b"".join(encode(message))
-        self.writer.write(_LENGTH.pack(len(frame)))
+        self.writer.write(_HEADER.pack(len(frame), self._numbers.next_number()))
         self.writer.write(frame)
 
     async def receive(self) -> Message:
         """Implements `Link.receive`."""
         try:
-            (length,) = _LENGTH.unpack(await self.reader.readexactly(_LENGTH.size))
-            if length > _MAX_FRAME_BYTES:
-                raise WorkerLost(
-                    f"its link delivered a message of {length} bytes, expected at most {_MAX_FRAME_BYTES}"
-                )
-            return decode(await self.reader.readexactly(length))
+            while True:
+                length, number = _HEADER.unpack(await self.reader.readexactly(_HEADER.size))
+                if length > _MAX_FRAME_BYTES:
+                    raise WorkerLost(
+                        f"its link delivered a message of {length} bytes, expected at most {_MAX_FRAME_BYTES}"
+                    )
+                frame = await self.reader.readexactly(length)
+                if self._numbers.is_next(number):
+                    return decode(frame)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise WorkerLost("its process has ended, or is no longer reachable") from error
 

@@ -1,6 +1,6 @@
 """The messages between the driver and rollout workers, and the link that carries them.
 
-Messages of a link arrive whole and in order, or the link is lost.
+Messages of a link arrive whole, once and in order, or the link is lost: see `MessageNumbers`.
 
 ```
  driver                                    worker
@@ -29,7 +29,9 @@ Messages of a link arrive whole and in order, or the link is lost.
 
 from __future__ import annotations
 
+import logging
 import os
+from itertools import count
 from typing import Final, Literal, Protocol
 
 import msgspec
@@ -41,8 +43,12 @@ from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
 from async_rl.queue.journal_folders import JournalClaim
 from async_rl.queue.progress import ProgressReport
 from async_rl.rollout.attempt import AttemptEnd
+from async_rl.runtime.listeners import RepeatFilter
 from async_rl.runtime.shortages import shortage_number
 from async_rl.types import Completion, StoredTrajectory, Task
+
+log = logging.getLogger(__name__)
+log.addFilter(RepeatFilter())
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -333,6 +339,45 @@ def decode(frame: bytes | memoryview) -> Message:
         return codec.decode(frame, kind)
     except CorruptFrame as error:
         raise WorkerLost(f"the link of a rollout worker delivered a damaged message: {error}") from error
+
+
+class MessageNumbers:
+    """Numbers the messages that one end of a link sends, and checks the numbers of those that it receives.
+
+    Each message arrives once, in order: the answer to `RevokeLeases` covers the leases granted before it, and
+    an attempt ends once. A message that arrives again is discarded. Where one is missing, the link is lost,
+    because nothing else would end what waits for it.
+
+    Example:
+        >>> numbers = MessageNumbers()
+        >>> numbers.is_next(1), numbers.is_next(1), numbers.is_next(2)
+        (True, False, True)
+    """
+
+    def __init__(self) -> None:
+        """Start with number 1 in both directions."""
+        self._sent = count(1)
+        self._received = 0
+
+    def next_number(self) -> int:
+        """Return the number of the next message that this end sends."""
+        return next(self._sent)
+
+    def is_next(self, number: int) -> bool:
+        """Return whether a message that arrives is the next one; False if it has arrived before.
+
+        Raises:
+            WorkerLost: Messages before it are missing, or come later.
+        """
+        if number <= self._received:
+            log.warning("message %d of a rollout worker's link has arrived again; it is discarded", number)
+            return False
+        if number > self._received + 1:
+            raise WorkerLost(
+                f"its link delivered message {number}, expected {self._received + 1}: messages are missing"
+            )
+        self._received = number
+        return True
 
 
 class Link(Protocol):

@@ -311,13 +311,15 @@ class RolloutWorker:
         return None if self._backend.journal is None else self._backend.journal.directory
 
     def write_and_close(self) -> None:
-        """Write all trajectories up to the last token: the worker ends in good order."""
+        """Write all trajectories up to the last token, then close the link: the worker ends in good order."""
         if (journal := self._backend.journal) is not None:
             try:
                 journal.write_entries()
             except (AsyncRLError, OSError) as error:
                 log.warning("trajectories in flight could not be journalled to the last token: %s", error)
         self.close()
+        if self._link is not None:
+            self._link.close()
 
     def close(self) -> None:
         """Close the journal without writing."""
