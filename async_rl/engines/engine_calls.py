@@ -26,7 +26,7 @@ class CallLease(Protocol):
     restart_count: int
     """How often the engine had been restarted when the lease was given."""
     epoch: int
-    """How often its calls had been interrupted by then: ids of requests contain both."""
+    """How often it had begun to serve by then: ids of requests contain both."""
 
     @property
     def engine(self) -> Engine:

@@ -73,7 +73,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     restart_count: int
     """Number of restarts; each empties the prefix cache."""
     epoch: int
-    """Number of flushes of the prefix cache."""
+    """How often it has begun to serve: each interruption ends an epoch."""
 
 
 class EngineSlot:
@@ -95,6 +95,8 @@ class EngineSlot:
         """Whether it serves evaluations only."""
         self.restart_count = 0
         self.epoch = 0
+        self.num_flushes = 0
+        """Number of flushes of the prefix cache; an `in_place` update does not flush it."""
         self.prefilling: dict[Lease, None] = {}
         """Calls that have not received a token, in the order in which they were sent."""
         self.streaming: dict[Lease, None] = {}
@@ -203,7 +205,7 @@ class CachedPrefix(msgspec.Struct, frozen=True):
 
     engine_id: str
     restart_count: int
-    epoch: int
+    num_flushes: int
     tokens: int
 
 
@@ -274,7 +276,7 @@ class Lease:
         self.prefill_tokens = 0
         self.cause: Recomputed | None = None
         """Why the cached prefix must be prefilled again, None while it is usable."""
-        self.restart_count = self.epoch = -1
+        self.restart_count = self.epoch = self.num_flushes = -1
         """Counters of the engine when the call began."""
         self.number = -1
         self.received = 0
@@ -301,6 +303,7 @@ class Lease:
         """Assign the call to an engine."""
         self._slot, self.number, self.prefill_tokens, self.cause = slot, number, prefill_tokens, cause
         self.restart_count, self.epoch = slot.restart_count, slot.epoch
+        self.num_flushes = slot.num_flushes
         now = self.heard_s = self._clock()
         if not slot.num_calls:
             slot.progress_s = now  # an idle engine has nothing to send

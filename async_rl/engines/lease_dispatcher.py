@@ -190,7 +190,7 @@ class LeaseDispatcher:
                 or slot.state is EngineState.QUARANTINED
             ):
                 cause = "failover"
-            elif slot.epoch != prefix.epoch:
+            elif slot.num_flushes != prefix.num_flushes:
                 cause = "update"
             else:
                 held = min(prefix.tokens, lease.prompt)
@@ -229,7 +229,7 @@ class LeaseDispatcher:
     def _remember_prefix(self, lease: Lease, tokens: int) -> None:
         """Remember which engine has cached the trajectory's tokens. The last one sampled was never fed."""
         engine_id = lease.slot.engine.engine_id
-        prefix = CachedPrefix(engine_id, lease.restart_count, lease.epoch, max(0, tokens - 1))
+        prefix = CachedPrefix(engine_id, lease.restart_count, lease.num_flushes, max(0, tokens - 1))
         self._cached_prefixes[lease.key] = prefix
         self._cached_prefixes.move_to_end(lease.key)
         if len(self._cached_prefixes) > _MAX_CACHED_PREFIXES:

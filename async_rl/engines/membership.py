@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 REREAD_S: Final = 2.0
 """Between two reads. Two equal reads in a row count: a file may be half written when it is read."""
 
-_ABORT_LIMIT_S: Final = 10.0
-"""For aborting the last calls of a server that leaves: it may be gone already."""
+_ABORT_LIMIT_S: Final = 20.0
+"""For ending the last calls of a server that leaves, which may be gone already: longer than the leases of a
+worker that is silent are valid."""
 
 
 def read_urls(path: Path) -> tuple[str, ...]:

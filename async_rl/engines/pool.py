@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
@@ -138,8 +138,9 @@ class EnginePool(EngineCalls):
         slot = self._slots.get(engine_id)
         if slot is None or slot.state in (EngineState.QUARANTINED, EngineState.DRAINING):
             return False
+        slot.epoch += 1
         if not keeps_cache:
-            slot.epoch += 1
+            slot.num_flushes += 1
             slot.recompute_tokens = self._balancer.load_of(engine_id)
         slot.weight_version, slot.error, slot.newcomer = weight_version, None, False
         slot.progress_s = slot.decode_s = self._clock()
@@ -321,29 +322,38 @@ class EnginePool(EngineCalls):
                 slot.bounded_requests.discard(request)
 
     async def interrupt_engine(self, engine: Engine, mode: InterruptMode) -> None:
-        """Interrupt an engine that gets no more calls; afterwards no call runs under its weights.
+        """End an epoch of an engine that gets no more calls; afterwards no call runs under its weights.
 
         ```
-         hold, lend, drain ──► revoke ──► interrupt ──► the engine's confirmation
-         no more leases        no more    running calls end (abort), or pause (retract, in_place)
-                               requests under the leases given before
+         hold, lend, drain, quarantine ──► revoke ──► interrupt ──► the engine's confirmation
+         no more leases                    no more    running calls end (abort), or pause (retract, in_place)
+                                           requests   end_engine: its process ends
         ```
 
-        Every change of an engine goes through here: updates, device phases, loans, joins, departures.
+        Every change of an engine goes through here or, if it failed, through `end_engine`: updates, device
+        phases, loans, joins, departures, repairs. The next epoch begins with `serve_engine`.
 
         Raises:
             InvariantError: The engine still serves.
             EngineError: It does not end its calls.
         """
-        engine_id = engine.engine_id
+        await self._revoke_leases(engine.engine_id)
+        await engine.interrupt(mode)
+
+    async def end_engine(self, engine_id: str, end: Callable[[str], Awaitable[None]]) -> None:
+        """End an epoch of an engine that failed, and would confirm nothing: `end` ends its process.
+
+        Raises:
+            InvariantError: The engine still serves.
+        """
+        await self._revoke_leases(engine_id)
+        await end(engine_id)
+
+    async def _revoke_leases(self, engine_id: str) -> None:
+        """Wait until no other process sends requests to an engine under the leases it has now."""
         slot = self._slots.get(engine_id)
         if slot is not None and slot.state is EngineState.SERVING:
             raise InvariantError(f"engine {engine_id} is interrupted, and it still gets calls: hold it first")
-        await self.revoke_leases(engine_id)
-        await engine.interrupt(mode)
-
-    async def revoke_leases(self, engine_id: str) -> None:
-        """Wait until no other process sends requests to an engine under the leases it has now."""
         holders = [holder for holder in self.lease_holders if holder.holds_lease_of(engine_id)]
         if holders:
             with waiting("leases", engine_id):

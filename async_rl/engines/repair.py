@@ -160,9 +160,8 @@ class EngineRepair:
 
     async def _restart_engine(self, engine_id: str) -> None:
         try:
-            await self._pool.revoke_leases(engine_id)  # a late request would reach the new server
             with waiting("engine start", engine_id):
-                await self._restart(engine_id)
+                await self._pool.end_engine(engine_id, self._restart)
             if engine_id not in self._pool:
                 return
             self._pool.rejoin_engine(engine_id)

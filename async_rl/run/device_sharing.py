@@ -170,7 +170,7 @@ class SharedDevices:
                 return
         self._memory.pop(engine_id, None)
         with waiting("engine update", engine_id):
-            await self._end_engine(engine_id)
+            await self._pool.end_engine(engine_id, self._end_engine)
 
     # -- to the engines -----------------------------------------------------------------------------------
 

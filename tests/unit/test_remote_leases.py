@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.lease import EngineState, Lease
+from async_rl.engines.membership import EngineMembership
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
 from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError
@@ -27,6 +29,7 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.rollout.workers.remote_calls import RemoteCalls
+from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.sessions import Watched, simulated
@@ -322,6 +325,74 @@ async def test_a_failed_engine_is_restarted_when_its_leases_are_revoked() -> Non
         driver.leases.handle_message(LeaseEnded(lease_id=1))
         await asyncio.sleep(0.1)
         nursery.cancel_tasks()
+
+
+@in_virtual_time
+async def test_a_failed_engine_on_shared_devices_is_ended_when_its_leases_are_revoked() -> None:
+    ended: list[str] = []
+
+    async def end(engine_id: str) -> None:
+        ended.append(engine_id)
+
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        devices = SharedDevices(driver.pool, end, driver.metrics, driver.clock, timeout_s=60.0)
+        driver.pool.quarantine_engine("engine-0", EngineError("it is broken"))
+        clearing = nursery.start_task("clear", devices.clear_devices())
+        await asyncio.sleep(1.0)
+        assert ended == []
+        revoke = driver.posted[-1]
+        assert isinstance(revoke, RevokeLeases)
+        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
+        await asyncio.sleep(0.1)
+        assert ended == ["engine-0"]
+        assert clearing.done()
+        driver.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+@in_virtual_time
+async def test_an_engine_leaves_when_the_leases_of_a_silent_worker_have_expired(tmp_path: Path) -> None:
+    departed: list[float] = []
+
+    async def depart(engine_id: str) -> None:
+        departed.append(driver.clock())
+
+    path = tmp_path / "servers.txt"
+    path.write_text("http://a:1")
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        driver.pool.remove_engine("engine-0")  # it joins by the file
+        members = EngineMembership(path, driver.pool, lambda *of: driver.engine, depart, drain_s=1.0)
+        nursery.start_task("members", members.follow_file())
+        await asyncio.sleep(5.0)
+        driver.pool.serve_engine("engine-0", 3)
+        await driver.lease()
+        path.write_text("")
+        await asyncio.sleep(5.0)
+        driver.leases.renew(2, ())
+        renewed_s = driver.clock()  # as the time to drain is up
+        await asyncio.sleep(9.9)
+        assert not departed
+        await asyncio.sleep(10.0)
+        assert LEASE_S < departed[0] - renewed_s < LEASE_S + 1.0
+        nursery.cancel_tasks()
+
+
+@in_virtual_time
+@pytest.mark.parametrize("keeps_cache", [False, True])
+async def test_each_update_of_an_engine_begins_an_epoch(keeps_cache: bool) -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        async with driver.pool.lease("a", 9, prompt=4) as before:
+            driver.pool.hold_engine("engine-0")
+            await driver.pool.interrupt_engine(driver.engine, "abort")
+            driver.pool.serve_engine("engine-0", 4, keeps_cache=keeps_cache)
+            async with driver.pool.lease("b", 9, prompt=4) as after:
+                assert (before.epoch, after.epoch) == (1, 2)
+            (end,) = [event async for event in before.generate(request())]
+            assert isinstance(end, Finish)
+            assert end.reason == "abort"  # nothing was sent
 
 
 @pytest.mark.parametrize(
