@@ -24,7 +24,10 @@ MAX_SHORTAGE_S: Final = 60.0
 """A shortage that lasts longer is no peak: it needs the user."""
 
 _SHORTAGE_DELAY_S: Final = 0.2
-"""How long file work waits before it is repeated."""
+"""How long file work waits before it is repeated for the first time."""
+
+_MAX_SHORTAGE_DELAY_S: Final = 1.0
+"""The wait doubles up to this: thousands of trajectories may wait to be stored on one full disk."""
 
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})
 
@@ -61,7 +64,8 @@ async def wait_out_shortage(attempt: Callable[[], Awaitable[R]], *, delay_s: flo
 
     Args:
         attempt: Makes the attempt.
-        delay_s: How long to wait before it is made again.
+        delay_s: How long to wait before it is made again for the first time. The wait then doubles up to
+            a second.
 
     Raises:
         Exception: The shortage lasts, or the attempt fails for another reason.
@@ -76,6 +80,7 @@ async def wait_out_shortage(attempt: Callable[[], Awaitable[R]], *, delay_s: flo
         with waiting("disk"):
             await asyncio.sleep(delay_s)
         waited_s += delay_s
+        delay_s = max(delay_s, min(2 * delay_s, _MAX_SHORTAGE_DELAY_S))
 
 
 async def wait_for_files(folder: Path) -> None:

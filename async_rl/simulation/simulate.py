@@ -56,8 +56,6 @@ from async_rl.simulation.users import SimulatedChat, attempt_begins, attempt_can
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
 
 _DOWNTIME_S: Final = 1.0
-_SCRAPE_EVERY: Final = 64
-"""Callbacks between two comparisons of the counters with the ledger."""
 
 Ended = Literal[
     "finished",
@@ -129,6 +127,8 @@ class Simulation:
     """Callbacks of the loop, so that an incarnation that loops without time passing is noticed."""
     look_every = 8
     """Steps between two looks at what is in memory."""
+    scrape_every = 64
+    """Callbacks between two comparisons of the counters with the ledger."""
 
     def __init__(
         self,
@@ -357,7 +357,7 @@ class Simulation:
             raise _Halt
         self._checker.engines_serve(self._orchestrator.pool.has_engine(EngineState.SERVING))
         self._checker.turn(task.number if task is not None else 0)
-        if self._incarnation_steps % _SCRAPE_EVERY == 0:
+        if self._incarnation_steps % self.scrape_every == 0:
             self._check_counters()
         if self._after_turn is not None and task is not None and not self._incarnations:
             self._after_turn(self._incarnation_steps, task)

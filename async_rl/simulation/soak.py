@@ -256,7 +256,7 @@ class Soak(Simulation):
     """
 
     max_incarnations = 100_000
-    look_every = 512
+    look_every = scrape_every = 512
 
     def __init__(
         self,

@@ -1,14 +1,16 @@
-"""Which errors say that this process had no descriptor for a file, or its disk no space."""
+"""Which errors say that this process had no descriptor for a file or its disk no space, and waiting for one."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import sqlite3
 
 import pytest
 
 from async_rl.errors import AgentLoopError
-from async_rl.runtime.shortages import is_shortage
+from async_rl.runtime.shortages import MAX_SHORTAGE_S, is_shortage, wait_out_shortage
+from async_rl.simulation.virtual_time import run_virtual
 
 
 def caused_by(cause: BaseException) -> AgentLoopError:
@@ -39,3 +41,21 @@ def test_an_error_that_is_raised_from_its_own_group_is_no_endless_chain() -> Non
     error = ValueError("no")
     error.__cause__ = ExceptionGroup("one", [error])
     assert not is_shortage(error)
+
+
+def test_what_waits_for_space_looks_for_it_about_once_per_second() -> None:
+    """Thousands of trajectories may wait to be stored on one full disk."""
+    attempts: list[float] = []
+
+    async def store() -> None:
+        attempts.append(asyncio.get_running_loop().time())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="No space"):
+            await wait_out_shortage(store)
+
+    run_virtual(main())
+    assert attempts[1] - attempts[0] < 0.5
+    assert attempts[-1] - attempts[0] >= MAX_SHORTAGE_S
+    assert len(attempts) < 1.1 * MAX_SHORTAGE_S
