@@ -1,4 +1,4 @@
-"""Which errors say that this process had no descriptor for a file or its disk no space, and waiting for one."""
+"""Which errors say that this process lacked a descriptor or space on its disk, and waiting for one."""
 
 from __future__ import annotations
 
