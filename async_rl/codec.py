@@ -51,7 +51,7 @@ _DTYPES = tuple(
 """The index in this tuple is the code of the type in a frame: append only."""
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _DESCRIBED = tuple(struct.Struct(f"<BQ{ndim}Q") for ndim in range(9))  # dtype, offset, shape
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The errors that msgspec raises for an unreadable header."""
 _MAX_SIDES = 1 << 62
 """The limit for the bytes of an array when sides of length 0 count as 1."""
@@ -177,8 +177,8 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
     if kind != expected.__name__:
         raise CorruptFrame(f"frame holds a {kind}, expected a {expected.__name__}")
     try:
-        return msgspec.msgpack.decode(body, type=expected, dec_hook=_pass_array, ext_hook=array)
-    except _UNREADABLE as error:
+        return msgspec.msgpack.decode(body, type=expected, dec_hook=pass_array, ext_hook=array)
+    except UNREADABLE as error:
         raise CorruptFrame(f"header is no {expected.__name__} of this program: {error}") from error
 
 
@@ -279,11 +279,11 @@ def _open(header: memoryview) -> tuple[str, msgspec.Raw]:
     """Return the name of the type in a frame, and the object, not decoded yet."""
     try:
         return _header.decode(header)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise CorruptFrame(f"header is no pair of a name and an object: {error}") from error
 
 
-def _pass_array(expected: type, value: Any) -> Any:
+def pass_array(expected: type, value: Any) -> Any:
     """Accept arrays where arrays are declared; `decode` has created them from their extension."""
     if not isinstance(value, expected):
         raise TypeError(f"expected {expected.__name__}, found {value.__class__.__name__}")

@@ -75,7 +75,7 @@ class MemoryLink(Link):
         assert other is not None, "ends are made in pairs"
         if self._lost or other._lost:
             return
-        encoded = b"".join(encode(message))
+        encoded = encode(message)  # a message that cannot be encoded has no number
         frames = [_Frame(self._numbers.next_number(), encoded)]
         if self._overtaken is not None:
             frames.append(self._overtaken)

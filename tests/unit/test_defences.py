@@ -81,7 +81,7 @@ def test_no_mutation_of_a_message_makes_anything_but_the_documented_error() -> N
     rng = random.Random(1)
     task = Task(task_id="t", messages=({"role": "user", "content": "2 + 2"},), answer={"a": [1]})
     valid = [
-        b"".join(messages.encode(message))
+        messages.encode(message)
         for message in (
             messages.StartAttempt(request_id=1, task=task, trajectory_id="x", group_id="g", attempt=1),
             messages.DropCall(lease_id=1, why="é" * 100),

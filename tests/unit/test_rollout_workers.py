@@ -373,10 +373,10 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     reports: list[ProgressReport] = []
     calls: list[int] = []
 
-    def encode(message: Message) -> list[bytes | memoryview]:
+    def encode(message: Message) -> bytes:
         encoded = messages.encode(message)
         if isinstance(message, Heartbeat):
-            sizes.append(sum(map(len, encoded)))
+            sizes.append(len(encoded))
             reports.extend(each.report for each in message.progress)
             calls.extend(each.received for each in message.calls)
         return encoded
@@ -769,8 +769,20 @@ async def test_a_link_is_lost_when_an_invalid_message_comes(data: bytes) -> None
 
 def numbered(number: int) -> bytes:
     """A message as a link writes it, which says its number."""
-    frame = b"".join(messages.encode(CancelRequest(request_id=number)))
+    frame = messages.encode(CancelRequest(request_id=number))
     return struct.pack("<QQ", len(frame), number) + frame
+
+
+async def test_what_was_posted_before_a_link_was_closed_arrives() -> None:
+    ours, theirs = await connected_links()
+    theirs.post(CancelRequest(request_id=1))
+    theirs.post(CancelRequest(request_id=2))
+    theirs.close()
+    received = [await ours.receive() for _ in range(2)]
+    assert [each.request_id for each in received if isinstance(each, CancelRequest)] == [1, 2]
+    with pytest.raises(WorkerLost):
+        await ours.receive()
+    ours.close()
 
 
 async def test_a_message_that_arrives_again_is_discarded() -> None:

@@ -60,21 +60,25 @@ class StreamLink(Link):
         self.reader = reader
         self.writer = writer
         self._numbers = MessageNumbers()
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
 
     def post(self, message: Message) -> None:
         """Implements `Link.post`."""
         transport = self.writer.transport
         if transport.is_closing():
             return
-        if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+        if transport.get_write_buffer_size() + self._unsent_bytes > _MAX_UNSENT_BYTES:
             log.error(
                 "a rollout worker's link is closed: it has more than %d unread bytes", _MAX_UNSENT_BYTES
             )
             transport.abort()
             return
-        frame = b"".join(encode(message))
-        self.writer.write(_HEADER.pack(len(frame), self._numbers.next_number()))
-        self.writer.write(frame)
+        frame = encode(message)
+        if not self._unsent:  # one system call for all messages of a turn of the event loop
+            asyncio.get_running_loop().call_soon(self._send)
+        self._unsent += (_HEADER.pack(len(frame), self._numbers.next_number()), frame)
+        self._unsent_bytes += len(frame)
 
     async def receive(self) -> Message:
         """Implements `Link.receive`."""
@@ -93,7 +97,14 @@ class StreamLink(Link):
 
     def close(self) -> None:
         """Implements `Link.close`."""
+        self._send()
         self.writer.close()
+
+    def _send(self) -> None:
+        if self._unsent and not self.writer.transport.is_closing():
+            self.writer.write(b"".join(self._unsent))
+        self._unsent.clear()
+        self._unsent_bytes = 0
 
 
 class LinkListener:

@@ -31,10 +31,15 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
+from functools import reduce
 from itertools import count
-from typing import Final, Literal, Protocol
+from operator import or_
+from typing import Any, Final, Literal, Protocol
 
+import google_crc32c
 import msgspec
+import numpy as np
 
 from async_rl import codec
 from async_rl import errors as errors_of
@@ -51,7 +56,7 @@ log = logging.getLogger(__name__)
 log.addFilter(RepeatFilter())
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True):
     """Base class of everything that goes over a link."""
 
 
@@ -318,27 +323,55 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return error
 
 
-_KINDS: Final[dict[str, type[Message]]] = {kind.__name__: kind for kind in Message.__subclasses__()}
+_CHECKSUM: Final = struct.Struct("<I")
+"""The crc32c of the msgpack that follows."""
+
+_ARRAY: Final = 1
+"""The code of the msgpack extension that is an array, as a frame of `async_rl.codec`."""
 
 
-def encode(message: Message) -> list[bytes | memoryview]:
-    """Encode a message as one frame, in pieces, with `async_rl.codec`."""
-    return codec.encode(message)
+def _pack_array(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return msgspec.msgpack.Ext(_ARRAY, b"".join(codec.encode(value)))
 
 
-def decode(frame: bytes | memoryview) -> Message:
-    """Decode a frame.
+def _unpack_array(code: int, packed: memoryview) -> Any:
+    if code != _ARRAY:
+        raise CorruptFrame(f"it holds an unknown extension, {code}")
+    return codec.decode(packed, np.ndarray)
+
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_pack_array)
+_decoder: Final = msgspec.msgpack.Decoder(
+    reduce(or_, Message.__subclasses__()), dec_hook=codec.pass_array, ext_hook=_unpack_array
+)
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message: a checksum, then msgpack.
 
     Raises:
-        WorkerLost: The frame is not a message of this program.
+        TypeError: The message contains something else than msgpack types, numpy scalars and arrays.
     """
+    packed = _encoder.encode(message)
+    return _CHECKSUM.pack(google_crc32c.value(packed)) + packed
+
+
+def decode(encoded: bytes) -> Message:
+    """Decode a message.
+
+    Raises:
+        WorkerLost: It is damaged, or no message of this program.
+    """
+    checksum, packed = encoded[: _CHECKSUM.size], encoded[_CHECKSUM.size :]
+    if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != google_crc32c.value(packed):
+        raise WorkerLost("the link of a rollout worker delivered a damaged message")
     try:
-        kind = _KINDS.get(codec.inspect(frame, verify=False).kind)
-        if kind is None:
-            raise WorkerLost("the link of a rollout worker delivered a frame that is not a message")
-        return codec.decode(frame, kind)
-    except CorruptFrame as error:
-        raise WorkerLost(f"the link of a rollout worker delivered a damaged message: {error}") from error
+        message: Message = _decoder.decode(packed)
+    except (CorruptFrame, *codec.UNREADABLE) as error:
+        raise WorkerLost(f"the link of a rollout worker delivered an invalid message: {error}") from error
+    return message
 
 
 class MessageNumbers:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
@@ -201,20 +201,32 @@ class RolloutWorker:
                 if (journal := self._backend.journal) is not None:
                     journal.remove_entries(message.trajectory_ids)
             case StartAttempt():
-                self._tasks[message.request_id] = attempts.start_task(
-                    f"trajectory {message.trajectory_id}", self._run_attempt(message)
+                self._start_task(
+                    attempts, message, f"trajectory {message.trajectory_id}", self._run_attempt(message)
                 )
             case ServingChanged():
                 self._serving_clock.set_paused(message.paused)
             case ScoreGroup():
-                scoring = self._score_group(message)
-                self._tasks[message.request_id] = attempts.start_task(f"reward {message.request_id}", scoring)
+                self._start_task(
+                    attempts, message, f"reward {message.request_id}", self._score_group(message)
+                )
             case CancelRequest():
-                self._attempts.pop(message.request_id, None)
-                self._reported.pop(message.request_id, None)
-                self._tasks.pop(message.request_id).cancel()
+                if (task := self._tasks.get(message.request_id)) is not None:  # it has not ended meanwhile
+                    self._forget_request(message.request_id)
+                    task.cancel()
             case _:
                 raise WorkerLost(f"the driver sent {type(message).__name__}, which only workers send")
+
+    def _start_task(
+        self, nursery: Nursery, request: StartAttempt | ScoreGroup, name: str, work: Coroutine[Any, Any, None]
+    ) -> None:
+        task = self._tasks[request.request_id] = nursery.start_task(name, work)
+        task.add_done_callback(lambda _: self._forget_request(request.request_id))
+
+    def _forget_request(self, request_id: int) -> None:
+        self._tasks.pop(request_id, None)
+        self._attempts.pop(request_id, None)
+        self._reported.pop(request_id, None)
 
     async def _run_attempt(self, request: StartAttempt) -> None:
         """Run an attempt to its end, and report to the driver."""

@@ -284,9 +284,10 @@ class WorkerBackend(RolloutBackend):
         finally:
             del worker.inboxes[request_id], worker.attempts[request_id], worker.by_trajectory[name]
             self._worker_free.set()
-            worker.post(CancelRequest(request_id=request_id))
-            if answer is None and isinstance(unheard := inbox.message, AttemptEnded):
-                self._spool.discard(unheard.end.trajectories)
+            if answer is None:
+                worker.post(CancelRequest(request_id=request_id))
+                if isinstance(unheard := inbox.message, AttemptEnded):
+                    self._spool.discard(unheard.end.trajectories)
         worker.has_completed_attempt = True
         if isinstance(answer, AttemptFailed):
             failed = answer.trajectory
@@ -304,6 +305,7 @@ class WorkerBackend(RolloutBackend):
             request_id, inbox = next(self._request_ids), _Inbox()
             worker.inboxes[request_id] = inbox
             worker.post(ScoreGroup(request_id=request_id, task=task, completions=tuple(completions)))
+            answer: Message | None = None
             try:
                 with waiting("reward", worker.name):
                     answer = await inbox.answer()
@@ -315,7 +317,8 @@ class WorkerBackend(RolloutBackend):
                 continue
             finally:
                 del worker.inboxes[request_id]
-                worker.post(CancelRequest(request_id=request_id))
+                if answer is None:
+                    worker.post(CancelRequest(request_id=request_id))
             assert isinstance(answer, GroupScored), "the only answer to a ScoreGroup"
             if answer.failure is not None:
                 raise answer.failure.error
