@@ -41,8 +41,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
+from async_rl.config.worker_count import TRAJECTORIES_PER_WORKER
 from async_rl.observability.records import step_record_log
-from async_rl.simulation.process_costs import STREAMS_PER_WORKER, CostRow, ProcessCosts, fit_costs
+from async_rl.simulation.process_costs import CostRow, ProcessCosts, fit_costs
 from benchmarks.support.paced_server import Counts, Pace
 from tests.support.mortal_rank import PLAN
 
@@ -373,7 +374,7 @@ def main() -> None:
         workers=tuple(o.workers or ((0, 1) if o.quick else (0, 1, 2, 4, 8))),
         lengths=lengths,
         intervals=tuple(n or None for n in o.tokens_per_event or ((8,) if o.quick else (1, 8))),
-        streams=o.streams or (64 if o.quick else STREAMS_PER_WORKER),
+        streams=o.streams or (64 if o.quick else TRAJECTORIES_PER_WORKER),
         events_per_s=o.events_per_s or 6000.0,
         seconds=(o.seconds,) * len(lengths) if o.seconds or len(lengths) != 3 else usual,
         quick=o.quick,

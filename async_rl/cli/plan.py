@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from async_rl.config import Config, EvaluationConfig, SGLangEngines, load_config
+from async_rl.config.worker_count import workers_needed
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.observability.records import StepRecord, step_record_log
@@ -25,7 +26,7 @@ from async_rl.observability.text_console import TextConsole
 from async_rl.run.preflight import require_tasks
 from async_rl.runtime.printable import print_text
 from async_rl.simulation.planned_job import JobPlan, PlannedRun, simulate
-from async_rl.simulation.process_costs import MEASURED_COSTS, ProcessLoad, process_load, read_costs
+from async_rl.simulation.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
 from async_rl.simulation.workload import Workload
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -85,8 +86,10 @@ def plan(
             how = replace(how, coarsen=coarsening(job))
         with PlanProgress(TextConsole(stderr=True), number, how.warmup + how.versions) as progress:
             plans.append(simulate(job, work, how, on_step=progress.show_step))
+        given = config.rollout.num_workers
         # The config's own number of workers fits its own number of engines only.
-        loads.append(process_load(plans[-1], work, measured, 0 if engines else config.rollout.num_workers))
+        workers = given if isinstance(given, int) and not engines else requested_workers(job)
+        loads.append(process_load(plans[-1], work, measured, workers))
         sentence = process_bottleneck(loads[-1], work) or bottleneck(plans[-1], job, work)
         sentences.append(sentence + queue_remark(plans[-1], job) + workers_remark(loads[-1]))
     if as_json:
@@ -239,6 +242,12 @@ def with_engines(config: Config, workload: Workload, number: int, *, grow: bool)
     return replace(job, trainer=trainer), workload
 
 
+def requested_workers(job: Config) -> int:
+    """Return the number of rollout workers that `rollout.num_workers: auto` has for a job."""
+    concurrent = job.rollout.max_concurrent_trajectories
+    return workers_needed(concurrent, one_machine=not job.placement.joins).number
+
+
 def coarsening(config: Config) -> int:
     """Return how many real trajectories a simulated one stands for by default, a power of 2.
 
@@ -326,6 +335,8 @@ def process_bottleneck(load: ProcessLoad, workload: Workload) -> str:
     if used[worst] <= 1.0:
         return ""
     if worst == "driver":
+        if not load.workers:
+            return f"The driver: it would need {load.driver_load:.1f} s of CPU time per second, and has 1."
         return (
             f"The driver: with {load.workers} rollout workers it would need {load.driver_load:.1f} s of CPU "
             f"time per second, and has 1: it delivers {1 / load.driver_load:.0%} of this throughput; split "
@@ -351,6 +362,10 @@ def process_bottleneck(load: ProcessLoad, workload: Workload) -> str:
 
 def workers_remark(load: ProcessLoad) -> str:
     """Return a sentence that says how many rollout workers to request."""
+    if not load.workers and load.driver_load > MAX_LOAD:
+        return (
+            f" The driver would use {load.driver_load:.0%} of a CPU: set rollout.num_workers to at least 1."
+        )
     if not load.workers:
         return " No rollout workers are needed for its tokens."
     cpus = f"each uses {load.worker_load:.0%} of a CPU"

@@ -165,15 +165,15 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = 256
     num_workers: Annotated[
-        int,
+        Annotated[int, Meta(ge=0)] | Literal["auto"],
         Meta(
-            ge=0,
             description=(
-                "Processes that run agent loops, tools and rewards; 0 runs them in the driver. See "
-                "docs/guide/scaling-up.md."
+                "Processes that run agent loops, tools and rewards, and read the engines' tokens; 0 does "
+                "that in the driver. `auto`: one per 512 of `max_concurrent_trajectories`, but 0 on one "
+                "machine up to 512, and with simulated engines. See docs/guide/scaling-up.md."
             ),
         ),
-    ] = 0
+    ] = "auto"
     worker_stall_s: Annotated[
         float,
         Meta(
@@ -340,8 +340,3 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 0.5
-
-    @property
-    def max_attempts_per_worker(self) -> int:
-        """How many attempts a rollout worker runs at most: its share while one of the others is missing."""
-        return -(-self.max_concurrent_trajectories // max(1, self.num_workers - 1))

@@ -23,6 +23,7 @@ from async_rl.config.run_settings import (
 )
 from async_rl.config.sft_settings import SftConfig
 from async_rl.config.trainer_settings import TrainerConfig
+from async_rl.config.worker_count import WorkerCount, choose_workers
 
 
 class Config(Strict, frozen=True, kw_only=True):
@@ -52,6 +53,21 @@ class Config(Strict, frozen=True, kw_only=True):
     def has_tasks(self) -> bool:
         """Whether it names tasks to roll out; a config for `async-rl sft` need not."""
         return self.data.path is not None or bool(self.data.datasets)
+
+    @property
+    def workers(self) -> WorkerCount:
+        """The number of rollout workers, which `rollout.num_workers` may leave to this program."""
+        return choose_workers(self.rollout, self.engine, self.placement)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of rollout workers; 0: the driver runs sessions itself."""
+        return self.workers.number
+
+    @property
+    def max_attempts_per_worker(self) -> int:
+        """How many attempts a rollout worker runs at most: its share while one of the others is missing."""
+        return -(-self.rollout.max_concurrent_trajectories // max(1, self.num_workers - 1))
 
     @property
     def batch_trajectories(self) -> int:

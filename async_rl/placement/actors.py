@@ -18,10 +18,10 @@ import ray
 
 from async_rl.codec import ALIGNMENT
 from async_rl.config import SGLangEngines, parse_config
-from async_rl.engines.sglang.connect import is_loopback
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
+from async_rl.runtime.addresses import is_loopback
 from async_rl.runtime.files import private_folder
 from async_rl.runtime.loading import add_import_folder, load_object
 from async_rl.runtime.package_warnings import hide_package_warnings

@@ -22,7 +22,7 @@ from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of, sglang_client
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, TrainerError, WeightSyncError
+from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError, WeightSyncError
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, EngineActor, RankActor
 from async_rl.placement.placements import LOG_AFTER_S, Placements, node_addresses
@@ -239,16 +239,7 @@ class RayCluster(Cluster):
         return None if actor is None else RayFolder(actor)
 
     def rollout_worker(self, name: str, folder: Path) -> AbstractAsyncContextManager[Link]:
-        """Start a rollout worker, and yield the driver's end of its link.
-
-        Raises:
-            ConfigError: Other processes cannot call the engines.
-        """
-        if not isinstance(self._config.engine, SGLangEngines):
-            raise ConfigError(
-                f"rollout.num_workers is {self._config.rollout.num_workers}, and engine.kind is simulated: "
-                "workers call engines over HTTP; set rollout.num_workers=0 or engine.kind=sglang"
-            )
+        """Start a rollout worker, and yield the driver's end of its link."""
         return rollout_worker(self._config, name, folder, self._setup, self._logs / f"{name}.log")
 
     async def close(self, *, at_once: bool = False) -> None:

@@ -118,7 +118,7 @@ async def rollout_worker(
 
 def config_per_worker(config: Config) -> Config:
     """Return the config of one worker: limits of the whole run are divided by the number of workers."""
-    replace, workers = msgspec.structs.replace, config.rollout.num_workers
+    replace, workers = msgspec.structs.replace, config.num_workers
     rewards = {
         name: replace(
             reward, max_concurrent=reward.max_concurrent and max(1, reward.max_concurrent // workers)

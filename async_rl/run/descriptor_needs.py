@@ -40,7 +40,7 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
         config: The config.
         loops: The agent loops that it uses; `descriptors_per_trajectory` of a loop is what it needs itself.
     """
-    rollout, engine, workers = config.rollout, config.engine, config.rollout.num_workers
+    rollout, engine, workers = config.rollout, config.engine, config.num_workers
     trajectories = rollout.max_concurrent_trajectories
     calls = trajectories * (1 + rollout.max_branches)
     evaluated = config.evaluation.max_concurrent if config.data.validation else 0
@@ -58,8 +58,8 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
     }
     worker = {
         "the program itself": _BASE,
-        "calls to engines": rollout.max_attempts_per_worker * (1 + rollout.max_branches) if connected else 0,
-        "agents": per_trajectory * rollout.max_attempts_per_worker,
+        "calls to engines": config.max_attempts_per_worker * (1 + rollout.max_branches) if connected else 0,
+        "agents": per_trajectory * config.max_attempts_per_worker,
     }
     return DescriptorNeeds(driver, worker if workers else {})
 

@@ -34,8 +34,8 @@ def describe_memory(config: Config, facts: EngineFacts) -> str:
     """Return a finding for `async-rl check`."""
     rollout, each = config.rollout, trajectory_bytes(config, facts)
     who, number = "the driver", rollout.max_concurrent_trajectories
-    if rollout.num_workers:
-        who, number = "each rollout worker", rollout.max_attempts_per_worker
+    if config.num_workers:
+        who, number = "each rollout worker", config.max_attempts_per_worker
     return (
         f"memory: trajectories take at most {number * each / 2**30:.2g} GiB in {who}: {number} of up to "
         f"{each / 2**20:.2g} MiB, with their routing rows until they are stored"

@@ -365,9 +365,9 @@ class Orchestrator:
     def _rollout_backend(self, context: SessionContext, recovered: RecoveredState) -> RolloutBackend:
         """Build the backend that the config asks for: rollout workers, or this event loop."""
         config = self._config
-        if config.rollout.num_workers:
+        if config.num_workers:
             return WorkerBackend(
-                config.rollout,
+                config,
                 self._cluster.rollout_worker,
                 self._metrics,
                 self.pool,

@@ -42,6 +42,7 @@ def check_config(config: Config) -> list[str]:
         EnvironmentNotReady: The limit of open files is too low for the config.
     """
     require_tasks(config)
+    _check_workers(config)
     facts = load_facts(config.model.path)
     check_model(config, facts)
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
@@ -85,9 +86,23 @@ def check_config(config: Config) -> list[str]:
         *loop_findings,
         *(f"reward: {name}, of {count} tasks" for name, count in scored.items()),
         *(f"{name}: {bound}" for name, bound in derived_bounds(config).items()),
+        f"rollout workers: {config.workers.number}; {config.workers.reason}",
         descriptors,
         describe_memory(config, facts),
     ]
+
+
+def _check_workers(config: Config) -> None:
+    """Check that rollout workers can call the engines.
+
+    Raises:
+        ConfigError: The engines are simulated.
+    """
+    if config.num_workers and not isinstance(config.engine, SGLangEngines):
+        raise ConfigError(
+            f"rollout.num_workers is {config.num_workers}, and engine.kind is simulated: workers call "
+            "engines over HTTP; set rollout.num_workers=auto or engine.kind=sglang"
+        )
 
 
 def _check_vocabulary(chat: ChatFormat, model_path: str, vocab_size: int) -> None:

@@ -339,7 +339,7 @@ class InvariantChecker:
         if self.now() < self._unaware_until_s:
             return
         early_s = ends_s - self.served_s
-        slack_s = _LINK_SLACK_S if self._config.rollout.num_workers else _ROUNDING_S
+        slack_s = _LINK_SLACK_S if self._config.num_workers else _ROUNDING_S
         if remaining_s <= 0.0 and early_s > slack_s:
             served_s = limit_s - early_s
             self.fail(

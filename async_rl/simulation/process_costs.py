@@ -11,7 +11,6 @@ A process's load is its CPU seconds per second: it cannot exceed 1, and above `M
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -28,9 +27,6 @@ MEASURED_COSTS: Final = Path(__file__).with_name("measured_costs.json")
 
 MAX_LOAD: Final = 0.5
 """Load up to which a process answers without noticeable waits, and recovers from pauses."""
-
-STREAMS_PER_WORKER: Final = 512
-"""Streams of a worker in the benchmark."""
 
 _EVENT_BYTES: Final = 300
 """One event of a stream beside its tokens: JSON of `meta_info`, and HTTP's chunk."""
@@ -83,7 +79,7 @@ class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a job demands of the processes beside its engines and trainer, and of links and disks."""
 
     workers: int
-    """Rollout workers to request; 0 if the driver can receive all tokens itself."""
+    """Rollout workers; 0 if the driver receives all tokens itself."""
     driver_load: float
     """CPU seconds a second of the driver with so many workers."""
     worker_load: float
@@ -144,7 +140,7 @@ def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:
 
 
 def process_load(
-    plan: JobPlan, workload: Workload, costs: Sequence[ProcessCosts], workers: int = 0
+    plan: JobPlan, workload: Workload, costs: Sequence[ProcessCosts], workers: int
 ) -> ProcessLoad:
     """Compute what a planned job demands.
 
@@ -152,28 +148,19 @@ def process_load(
         plan: Its rates, as engines and trainer alone allow them.
         workload: Its lengths.
         costs: Measured costs; the largest events are assumed.
-        workers: A given number of workers; 0 computes the number that keeps each below `MAX_LOAD` with at
-            most `STREAMS_PER_WORKER` streams.
+        workers: The number of rollout workers: that of the config, or as `workers_needed` says.
     """
     tokens_per_s, finished_per_s = plan.tokens_per_s, plan.trajectories_per_s
-    alone = choose_costs(costs, with_workers=False)
-    apart = choose_costs(costs, with_workers=True)
-    chosen = alone or apart
-    needed = 0
+    chosen = choose_costs(costs, with_workers=bool(workers)) or choose_costs(costs, with_workers=not workers)
     assert chosen is not None, "costs have at least one row"
-    if workers or alone is None or (apart and driver_load(alone, tokens_per_s, finished_per_s) > MAX_LOAD):
-        chosen = apart or chosen
-        by_streams = plan.engines * plan.slots / STREAMS_PER_WORKER
-        by_tokens = tokens_per_s / (MAX_LOAD * chosen.worker_tokens_per_s)
-        needed = workers or math.ceil(max(by_streams, by_tokens))
     event_bytes = _EVENT_BYTES / max(1.0, chosen.tokens_per_event) + _TOKEN_BYTES
     wire_bytes = event_bytes + workload.routing_row_bytes * 4 / 3
     stored = (FRAME_BYTES + workload.routing_row_bytes) * workload.trajectory_tokens
     return ProcessLoad(
-        workers=needed,
+        workers=workers,
         driver_load=driver_load(chosen, tokens_per_s, finished_per_s),
-        worker_load=tokens_per_s / chosen.worker_tokens_per_s / needed if needed else 0.0,
-        network_bytes_per_s=wire_bytes * tokens_per_s / max(1, needed),
+        worker_load=tokens_per_s / chosen.worker_tokens_per_s / workers if workers else 0.0,
+        network_bytes_per_s=wire_bytes * tokens_per_s / max(1, workers),
         disk_bytes_per_s=stored * finished_per_s,
     )
 

@@ -203,7 +203,7 @@ class SimulatedWorkers:
 
     Example:
         >>> workers = SimulatedWorkers(config, chat, engines, facts, delay_s=lambda: 0.001)
-        >>> async with WorkerBackend(config.rollout, workers.open, metrics, pool, clock, spool): ...
+        >>> async with WorkerBackend(config, workers.open, metrics, pool, clock, spool): ...
         >>> workers.kill(0)
     """
 

@@ -80,7 +80,7 @@ EFFECTS: Final[dict[str, str]] = {
     "rollout.trust_examples": "tests/unit/test_untrusted_examples.py::test_dotted_paths_of_examples_are_imported_when_the_config_trusts_them[example0]",
     "rollout.group_size": "tests/simulation/test_long_answers.py::test_the_policy_decides_on_a_group_when_siblings_failed[train_rest]",
     "rollout.max_concurrent_trajectories": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.max_concurrent_trajectories=3]",
-    "rollout.num_workers": "tests/unit/test_rollout_workers.py::test_limits_of_rewards_are_divided_among_workers",
+    "rollout.num_workers": "tests/unit/test_worker_count.py::test_auto_has_workers_where_the_driver_alone_would_not_do[placement8-engine8-3-16-3-as rollout.num_workers says]",
     "rollout.worker_stall_s": "tests/unit/test_rollout_workers.py::test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn[mute]",
     "rollout.worker_start_timeout_s": "tests/unit/test_cluster_settings.py::test_a_start_of_rollout_workers_ends_with_an_error_after_its_limit",
     "rollout.max_staleness": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.max_staleness=1]",

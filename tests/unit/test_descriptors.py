@@ -57,7 +57,8 @@ def test_a_config_is_refused_in_one_sentence_when_the_limit_is_too_low(
         f"run: {{name: r, dir: {tmp_path}}}\n"
         f"model: {{path: {calculator / 'model'}, dtype: float32}}\n"
         f"data: {{path: {calculator / 'data' / 'tasks.jsonl'}}}\n"
-        "rollout: {max_concurrent_trajectories: 2000, max_new_tokens: 64, max_context_tokens: 256}\n"
+        "rollout: {max_concurrent_trajectories: 2000, num_workers: 0,\n"
+        "  max_new_tokens: 64, max_context_tokens: 256}\n"
     )
     code = f"import sys; from async_rl.cli.main import main; sys.exit(main(['check', {str(config)!r}]))"
     done = run_limited(512, 1024, code)

@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from async_rl.cli.plan import process_bottleneck, workers_remark
+from async_rl.cli.plan import process_bottleneck, requested_workers, with_engines, workers_remark
+from async_rl.config import parse_config
+from async_rl.config.worker_count import TRAJECTORIES_PER_WORKER
 from async_rl.errors import ConfigError
 from async_rl.simulation.planned_job import JobPlan
 from async_rl.simulation.process_costs import (
+    MAX_LOAD,
     MEASURED_COSTS,
-    STREAMS_PER_WORKER,
     CostRow,
     ProcessCosts,
     fit_costs,
@@ -84,22 +86,39 @@ def test_a_negative_coefficient_becomes_0_when_rows_scatter() -> None:
 
 
 def test_no_workers_are_requested_when_the_driver_can_receive_all_tokens() -> None:
-    load = process_load(job(1), LONG, [ALONE, APART])
-    assert load.workers == 0
+    load = process_load(job(1), LONG, [ALONE, APART], 0)
     assert "No rollout workers" in workers_remark(load)
     assert process_bottleneck(load, LONG) == ""
 
 
-def test_the_number_of_workers_follows_the_streams() -> None:
-    found = [process_load(job(engines), LONG, [ALONE, APART]).workers for engines in (256, 1024)]
-    assert found == [256 * 128 // STREAMS_PER_WORKER, 1024 * 128 // STREAMS_PER_WORKER]
+def test_a_worker_is_requested_when_the_driver_alone_would_be_too_busy() -> None:
+    load = process_load(job(64), LONG, [ALONE, APART], 0)
+    assert "set rollout.num_workers to at least 1" in workers_remark(load)
+    assert process_bottleneck(load, LONG).startswith("The driver: it would need 1.")
 
 
-def test_the_number_of_workers_follows_the_tokens_when_a_worker_is_slow() -> None:
-    slow = msgspec.structs.replace(APART, worker_tokens_per_s=10_000)
-    load = process_load(job(256), LONG, [ALONE, slow])
-    assert load.workers == 308  # of 1.536 M tokens/s, 5,000 each
-    assert "rollout.num_workers=308" in workers_remark(load)
+@pytest.mark.parametrize("engines", [1, 4, 5, 16, 1024])
+def test_a_plan_requests_as_many_workers_as_auto_has(engines: int) -> None:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "engine": {"kind": "sglang", "num_engines": 1, "max_running_requests": 128},
+        "rollout": {"max_concurrent_trajectories": 128},
+    }
+    job, _ = with_engines(parse_config(tree), LONG, engines, grow=False)
+    requested = requested_workers(job)
+    assert requested == job.num_workers
+    assert requested == (0 if engines <= 4 else -(-engines * 128 // 512))
+
+
+def test_one_process_has_time_for_the_trajectories_that_auto_gives_it() -> None:
+    costs = read_costs(MEASURED_COSTS)
+    tokens_per_s = 50.0 * TRAJECTORIES_PER_WORKER
+    for workers in (0, 1):
+        plan = msgspec.structs.replace(job(1, tokens_per_s), trajectories_per_s=tokens_per_s / 4096)
+        load = process_load(plan, LONG, costs, workers)
+        assert load.driver_load < MAX_LOAD
+        assert load.worker_load < MAX_LOAD
 
 
 @pytest.mark.parametrize(
@@ -119,9 +138,9 @@ def test_the_bottleneck_changes_when_a_cost_is_raised(field: str, value: float, 
 
 def test_network_and_disk_are_named_when_routing_rows_fill_them() -> None:
     rows = msgspec.structs.replace(LONG, routing_row_bytes=100_000, disk_bytes_per_s=1e15)
-    assert process_bottleneck(process_load(job(1024), rows, [APART]), rows).startswith("The network:")
+    assert process_bottleneck(process_load(job(1024), rows, [APART], 256), rows).startswith("The network:")
     rows = msgspec.structs.replace(rows, disk_bytes_per_s=2e9, network_bytes_per_s=1e15)
-    assert process_bottleneck(process_load(job(1024), rows, [APART]), rows).startswith("The disk")
+    assert process_bottleneck(process_load(job(1024), rows, [APART], 256), rows).startswith("The disk")
 
 
 def test_a_plan_takes_the_rows_of_all_numbers_of_workers_together(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class WorkerBench:
         self.clock = asyncio.get_running_loop().time
         self.folders = None if journals is None else JournalFolders(journals, 1, {})
         self.backend = WorkerBackend(
-            self.config.rollout,
+            self.config,
             self.processes.open,
             self.metrics,
             self.bench.pool,

@@ -10,6 +10,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import ConfigError
+from async_rl.runtime.addresses import is_loopback
 
 
 def external_keys(url: str) -> tuple[str | None, str | None]:
@@ -72,11 +73,6 @@ def node_of(url: str, driver_node: str, addresses: Mapping[str, str]) -> str:
     if is_loopback(host) and host not in addresses.values():
         return driver_node
     return next((node for node, address in addresses.items() if address == host), host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name can be reached from its own machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def sglang_client(

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, cast
 
-from async_rl.config import RolloutConfig
+from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, RewardUnavailable, WorkerLost
 from async_rl.observability.metrics import Metrics
@@ -176,14 +176,14 @@ class WorkerBackend(RolloutBackend):
     """Runs attempts in the rollout workers of a run.
 
     Example:
-        >>> backend = WorkerBackend(config.rollout, cluster.rollout_worker, metrics, pool, clock, spool)
+        >>> backend = WorkerBackend(config, cluster.rollout_worker, metrics, pool, clock, spool)
         >>> async with backend:
         ...     end = await backend.run_attempt(attempt)
     """
 
     def __init__(
         self,
-        config: RolloutConfig,
+        config: Config,
         open_worker: OpenWorker,
         metrics: Metrics,
         pool: EnginePool,
@@ -191,10 +191,10 @@ class WorkerBackend(RolloutBackend):
         spool: Spool,
         folders: JournalFolders | None = None,
     ) -> None:
-        """Prepare to start `rollout.num_workers` workers.
+        """Prepare to start the workers of a config.
 
         Args:
-            config: Their number and limits.
+            config: Their number and limits; all of it goes to them.
             open_worker: Starts the worker of a name.
             metrics: To which those of the workers are added.
             pool: The engines that workers call, whose serving clock they follow.
@@ -202,7 +202,9 @@ class WorkerBackend(RolloutBackend):
             spool: Has a folder for each worker, and holds the frames that they write.
             folders: The journals of the run; without, workers keep none.
         """
-        self._config = config
+        self._config = config.rollout
+        self._num_workers = config.num_workers
+        self._max_attempts = config.max_attempts_per_worker
         self._spool = spool
         self._folders = folders
         self._open_worker = open_worker
@@ -222,7 +224,7 @@ class WorkerBackend(RolloutBackend):
         """Start all workers; attempts wait for the first of them."""
         self._serving_clock.listeners[self._post_serving_change] = None
         await self._keepers.__aenter__()
-        for index in range(self._config.num_workers):
+        for index in range(self._num_workers):
             name = f"rollout-worker-{index}"
             self._keepers.start_task(name, self._keep_worker(name))
         return self
@@ -246,7 +248,7 @@ class WorkerBackend(RolloutBackend):
 
     async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
-        worker = await self._choose_worker(self._config.max_attempts_per_worker)
+        worker = await self._choose_worker(self._max_attempts)
         request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
         worker.inboxes[request_id] = inbox
         worker.attempts[request_id] = worker.by_trajectory[name] = attempt
