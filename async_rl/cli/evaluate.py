@@ -27,6 +27,7 @@ from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, evaluation_record_log
 from async_rl.observability.text_console import TextConsole
+from async_rl.placement import rollout_workers
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
 from async_rl.run.folder import result_folder, run_in_folder
@@ -64,8 +65,11 @@ def evaluate(
         ConfigError: The config cannot work, or names no validation set.
     """
     given = [] if model is None else [f"model.path={model}"]
-    # All engines that there are answer; none is lent by a run, and none is reserved.
-    config = load_config(path, [*overrides, *given, "evaluation.engines=shared"])
+    # All engines that there are answer; none is lent by a run, and none is reserved. Like the engine that is
+    # started here, rollout workers are on this machine.
+    config = load_config(
+        path, [*overrides, *given, "evaluation.engines=shared", "placement.ray_address=null"]
+    )
     if not config.data.validation:
         raise ConfigError("data.validation names no dataset: add `data.validation: [{path: ...}]`")
     check_config(config)
@@ -92,33 +96,39 @@ def evaluate(
 async def _evaluate_sets(
     config: Config, folder: Path, open_engines: OpenEngines, *, keep_answers: bool
 ) -> EvaluationRecord:
-    evaluator = Evaluator(
-        config,
-        load_validation(config.data, prompt_rule(config)),
-        chat=load_chat_format(config.model.path, config.model.trusted_roles),
-        facts=load_facts(config.model.path),
-        new_id=lambda: uuid7().hex,
-        clock=time.monotonic,
-    )
-    pool, versions = evaluator.new_pool(), set[int]()
-    kept = Archive(folder / archive.FILE, keep=evaluator.num_answers) if keep_answers else None
-    try:
-        async with open_engines(config, folder / "logs") as engines:
-            for engine in engines:
-                health = await engine.health()
-                check_served_model(config, engine.engine_id, health.model_path)
-                versions.add(health.weight_version)
-                pool.add_engine(engine)
-                pool.serve_engine(engine.engine_id, health.weight_version)
-            if len(versions) > 1:
-                raise ConfigError(
-                    f"engine.urls: the servers have weight versions {sorted(versions)}, expected one: they "
-                    "belong to a run that updates them, or were left by one"
-                )
+    kept: Archive | None = None
+    async with (
+        rollout_workers(config, folder) as open_worker,
+        open_engines(config, folder / "logs") as engines,
+    ):
+        evaluator = Evaluator(
+            config,
+            load_validation(config.data, prompt_rule(config)),
+            chat=load_chat_format(config.model.path, config.model.trusted_roles),
+            facts=load_facts(config.model.path),
+            new_id=lambda: uuid7().hex,
+            clock=time.monotonic,
+            open_worker=open_worker,
+        )
+        pool, versions = evaluator.new_pool(), set[int]()
+        for engine in engines:
+            health = await engine.health()
+            check_served_model(config, engine.engine_id, health.model_path)
+            versions.add(health.weight_version)
+            pool.add_engine(engine)
+            pool.serve_engine(engine.engine_id, health.weight_version)
+        if len(versions) > 1:
+            raise ConfigError(
+                f"engine.urls: the servers have weight versions {sorted(versions)}, expected one: they "
+                "belong to a run that updates them, or were left by one"
+            )
+        if keep_answers:
+            kept = Archive(folder / archive.FILE, keep=evaluator.num_answers)
+        try:
             return await evaluator.evaluate_sets(pool, versions.pop(), kept)
-    finally:
-        if kept is not None:
-            kept.close()
+        finally:
+            if kept is not None:
+                kept.close()
 
 
 def show_scores(console: TextConsole, model: str, record: EvaluationRecord) -> None:

@@ -335,6 +335,8 @@ def check_evaluation(config: Config) -> None:
             f"evaluation.pass_at has {too_many[0]}, but evaluation.samples is {evaluation.samples}: "
             "pass@k needs at least k answers of a task"
         )
+    if evaluation.top_k == 0:
+        raise ValueError("evaluation.top_k is 0, so that no token could be sampled: use -1 for no limit")
     if not (evaluation.enabled and isinstance(evaluation.engines, int)):
         return
     if engine.urls_file is not None:

@@ -53,7 +53,7 @@ _REFUSAL_PAUSE_S: Final = 1.0
 has the least load, so no other would be given a call that shows whether the requests are wrong."""
 
 
-class EnginePool(EngineCalls):
+class EnginePool(EngineCalls, LeaseHolder):
     """All engines of a run.
 
     Example:
@@ -91,7 +91,7 @@ class EnginePool(EngineCalls):
         self._changed = asyncio.Event()
         self._serving: set[str] = set()
         self.lease_holders: dict[LeaseHolder, None] = {}
-        """Other processes that make calls under leases of this pool."""
+        """Other processes that make calls under leases of this pool, and pools its engines are lent to."""
         self.serving_clock = ServingClock(clock)
         """Runs while some engine serves."""
         self._oldest_version: int | None = None
@@ -348,6 +348,25 @@ class EnginePool(EngineCalls):
         """
         await self._revoke_leases(engine_id)
         await end(engine_id)
+
+    @property
+    def is_silent(self) -> bool:
+        """Implements `LeaseHolder.is_silent`."""
+        return False
+
+    def holds_lease_of(self, engine_id: str) -> bool:
+        """Implements `LeaseHolder.holds_lease_of`, for a pool to which another pool has lent the engine."""
+        slot = self._slots.get(engine_id)
+        return (slot is not None and slot.state is EngineState.SERVING) or any(
+            holder.holds_lease_of(engine_id) for holder in self.lease_holders
+        )
+
+    async def revoke_leases(self, engine_id: str) -> None:
+        """Implements `LeaseHolder.revoke_leases`: the pool that has lent the engine takes it away."""
+        slot = self._slots.get(engine_id)
+        if slot is not None and slot.state is EngineState.SERVING:
+            self.quarantine_engine(engine_id, EngineError(f"engine {engine_id} is not lent any longer"))
+        await self._revoke_leases(engine_id)
 
     async def _revoke_leases(self, engine_id: str) -> None:
         """Wait until no other process sends requests to an engine under the leases it has now."""

@@ -8,9 +8,9 @@
  lost      that pool          no engine serving  a quarantine            the end of the evaluation
 ```
 
-Sessions, loops and rewards are those of rollouts. The pool belongs to the evaluation: rollouts do not use its
-engines, and no answer enters the trainer's queue or ledger. Every requested answer is scored, or dropped with
-its reason.
+Sessions run where those of rollouts do: in this process, or in rollout workers that an evaluation starts for
+itself. The pool belongs to the evaluation: rollouts do not use its engines, and no answer enters the
+trainer's queue or ledger. Every requested answer is scored, or dropped with its reason.
 """
 
 from __future__ import annotations
@@ -23,33 +23,26 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from async_rl.config import Config, RolloutConfig, RoutingConfig
+from async_rl.config import Config, RoutingConfig
+from async_rl.config.worker_count import workers_needed
 from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import Dataset
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardError
+from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardError, WorkerLost
 from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
-from async_rl.observability.metrics import Metrics, value_of
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import Archive
-from async_rl.queue.journal import JournalEntry
-from async_rl.rollout.attempt import (
-    ATTEMPT_ERRORS,
-    attempt_boundary,
-    finish_trajectories,
-    run_agent_loop,
-    score_tree,
-)
-from async_rl.rollout.loops import AgentLoops
-from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.queue.spool import NoSpool
+from async_rl.rollout.attempt import ATTEMPT_ERRORS, MAX_LOST_WORKERS, Attempt, AttemptEnd, attempt_boundary
 from async_rl.rollout.session.context import SessionContext
-from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.rollout.session.transcript import Transcript
+from async_rl.rollout.workers.backend_choice import choose_backend
+from async_rl.rollout.workers.worker_backend import OpenWorker
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import acting, progressed, waiting
-from async_rl.types import Completion, StoredTrajectory, Task, Trajectory
+from async_rl.types import Completion, StoredTrajectory, Task
 
 log = logging.getLogger(__name__)
 
@@ -57,31 +50,47 @@ MIXED_VERSION = "mixed_version"
 """Why an answer is dropped that has tokens of another than the pinned version."""
 
 
-def rollout_settings(config: Config) -> RolloutConfig:
-    """Return the rollouts' settings as changed by those of evaluation."""
-    evaluation, rollout = config.evaluation, config.rollout
+def evaluation_config(config: Config) -> Config:
+    """Return the settings of sessions that answer: those of rollouts, as `evaluation` changes them.
+
+    With rollout workers there is one per 512 answers at a time, at most as many as for rollouts.
+    """
+    evaluation, rollout, longest = config.evaluation, config.rollout, config.evaluation.max_new_tokens
     changed = {
         "temperature": evaluation.temperature,
         "top_p": evaluation.top_p,
         "top_k": evaluation.top_k,
-        "max_new_tokens": evaluation.max_new_tokens,
+        "max_new_tokens": longest and min(longest, rollout.max_context_tokens - 1),
         "agent_loop": evaluation.agent_loop,
         "agent_loop_args": None if evaluation.agent_loop is None else evaluation.agent_loop_args,
     }
-    return replace(rollout, **{name: value for name, value in changed.items() if value is not None})
+    workers = workers_needed(evaluation.max_concurrent, one_machine=False).number
+    return replace(
+        config,
+        rollout=replace(
+            rollout,
+            max_concurrent_trajectories=evaluation.max_concurrent,
+            num_workers=min(config.num_workers, workers),
+            **{name: value for name, value in changed.items() if value is not None},
+        ),
+        routing=RoutingConfig(replay="off"),  # answers are not trained on
+        trainer=replace(
+            config.trainer, loss=replace(config.trainer.loss, overlong_buffer_tokens=None)
+        ),  # it limits `max_new_tokens`
+    )
 
 
 class _EvaluationInputs(NamedTuple):
     """What all evaluations of an evaluator share."""
 
     config: Config
-    rollout: RolloutConfig
-    """The rollouts' settings, as changed by `evaluation`."""
+    """The settings of the run, as changed by `evaluation`."""
     datasets: Sequence[Dataset]
     chat: ChatFormat
     facts: EngineFacts
     new_id: Callable[[], str]
     clock: Callable[[], float]
+    open_worker: OpenWorker
 
 
 class Evaluator:
@@ -101,6 +110,7 @@ class Evaluator:
         facts: EngineFacts,
         new_id: Callable[[], str],
         clock: Callable[[], float],
+        open_worker: OpenWorker,
     ) -> None:
         """Store the inputs of every evaluation.
 
@@ -111,9 +121,10 @@ class Evaluator:
             facts: What the model's config says about it.
             new_id: Returns fixed-width unique ids.
             clock: Monotonic seconds.
+            open_worker: Starts a rollout worker, where the config has some.
         """
-        rollout = rollout_settings(config)
-        self._inputs = _EvaluationInputs(config, rollout, datasets, chat, facts, new_id, clock)
+        config = evaluation_config(config)
+        self._inputs = _EvaluationInputs(config, datasets, chat, facts, new_id, clock, open_worker)
 
     @property
     def num_answers(self) -> int:
@@ -141,9 +152,9 @@ class Evaluator:
             AsyncRLError: A loop or a reward cannot be loaded.
         """
         evaluation, clock = self._inputs.config.evaluation, self._inputs.clock
-        began_s, metrics = clock(), Metrics()
+        began_s = clock()
         engines = tuple(engine.engine_id for engine in pool.engines())
-        run = _EvaluationRun(self._inputs, pool, weight_version, metrics, archive)
+        run = _EvaluationRun(self._inputs, pool, weight_version, archive)
         limit_s = evaluation.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -163,7 +174,7 @@ class Evaluator:
             scores=scores(run.answers, pass_at=evaluation.pass_at, pass_reward=evaluation.pass_reward),
             asked=self.num_answers,
             dropped=dict(run.dropped),
-            sampled_tokens=int(value_of(metrics.sampled_tokens_total)),
+            sampled_tokens=run.sampled_tokens,
         )
 
 
@@ -171,24 +182,39 @@ class _EvaluationRun:
     """One evaluation of one weight version."""
 
     def __init__(
-        self,
-        inputs: _EvaluationInputs,
-        pool: EnginePool,
-        weight_version: int,
-        metrics: Metrics,
-        archive: Archive | None,
+        self, inputs: _EvaluationInputs, pool: EnginePool, weight_version: int, archive: Archive | None
     ) -> None:
-        config = inputs.config
         self._inputs = inputs
         self._pool = pool
         self._weight_version = weight_version
-        self._metrics = metrics
+        self._metrics = Metrics()
         self._archive = archive
-        self._loops = AgentLoops(inputs.rollout, metrics)
-        self._rewards = Rewards(config, decode=inputs.chat.decode, metrics=metrics, clock=inputs.clock)
-        self._capacity = asyncio.Semaphore(config.evaluation.max_concurrent)
+        context = SessionContext(
+            chat=inputs.chat,
+            rollout=inputs.config.rollout,
+            metrics=self._metrics,
+            clock=inputs.clock,
+            serving_clock=pool.serving_clock,
+            calls=pool,
+            facts=inputs.facts,
+            routing=inputs.config.routing,
+            interrupt=inputs.config.weights.interrupt,
+            new_id=inputs.new_id,
+        )
+        self._backend = choose_backend(
+            inputs.config,
+            context,
+            pool,
+            NoSpool(),
+            inputs.open_worker,
+            inspected=None if archive is None else archive.inspected,
+            name="evaluation-worker",
+        )
+        self._capacity = asyncio.Semaphore(inputs.config.evaluation.max_concurrent)
         self.answers: list[EvaluatedAnswer] = []
         self.dropped: Counter[str] = Counter()
+        self.sampled_tokens = 0
+        """Tokens of all attempts that have ended."""
 
     @property
     def num_ended(self) -> int:
@@ -200,22 +226,19 @@ class _EvaluationRun:
         config, new_id = self._inputs.config, self._inputs.new_id
         samples = config.evaluation.samples
         health = HealthWatch(self._pool, config.engine, self._metrics, self._inputs.clock)
-        try:
-            async with (
-                services(health=health.watch_engines, lost=self._watch),
-                self._loops,
-                Nursery() as nursery,
-            ):
-                for dataset in self._inputs.datasets:
-                    for task in dataset.tasks:
-                        group = _AnswerGroup(new_id(), dataset.name, task, samples)
-                        for _ in range(samples):
-                            with waiting("evaluation"):
-                                await self._capacity.acquire()
-                            name = new_id()
-                            nursery.start_task(f"answer {name}", self._answer(name, group))
-        finally:
-            await self._rewards.close()
+        async with (
+            services(health=health.watch_engines, lost=self._watch),
+            self._backend,
+            Nursery() as nursery,
+        ):
+            for dataset in self._inputs.datasets:
+                for task in dataset.tasks:
+                    group = _AnswerGroup(new_id(), dataset.name, task, samples)
+                    for _ in range(samples):
+                        with waiting("evaluation"):
+                            await self._capacity.acquire()
+                        name = new_id()
+                        nursery.start_task(f"answer {name}", self._answer(name, group))
 
     async def _watch(self) -> None:
         """End the evaluation when no engine is left, because nothing repairs its engines."""
@@ -238,73 +261,62 @@ class _EvaluationRun:
             self._capacity.release()
         progressed()
 
-    def _new_session(self, task: Task, answer_id: str, group_id: str) -> RolloutSession:
-        """Return the session of one attempt at an answer; it needs no routing, as it is not trained on."""
-        inputs = self._inputs
-        context = SessionContext(
-            chat=inputs.chat,
-            rollout=inputs.rollout,
-            metrics=self._metrics,
-            clock=inputs.clock,
-            serving_clock=self._pool.serving_clock,
-            calls=self._pool,
-            facts=inputs.facts,
-            routing=RoutingConfig(replay="off"),
-            interrupt=inputs.config.weights.interrupt,
-            new_id=inputs.new_id,
-        )
-        return RolloutSession(context, task, Transcript(context, JournalEntry(answer_id)), group_id=group_id)
-
     async def _attempts(self, name: str, group: _AnswerGroup) -> None:
         limit = self._inputs.config.rollout.max_attempts
-        for attempt in range(1, limit + 1):
-            session = self._new_session(group.task, name, group.group_id)
+        for number in range(1, limit + 1):
             try:
-                with attempt_boundary():
-                    await run_agent_loop(group.task, session, self._loops, self._inputs.rollout)
-                    if self._rewards.scores_groups(group.task):
-                        # Only the root: rewards of branches are for training.
-                        trajectory = await session.finish_trajectory(session.stop_reason, {})
-                        group.unscored[name] = trajectory, session.completion
-                        return
-                    results = await score_tree(group.task, session.tree, self._rewards)
-                    tree = await finish_trajectories(results)
+                end = await self._run_attempt(name, number, group)
             except ATTEMPT_ERRORS as error:
-                if self._archive is not None:
-                    kept = await self._keep(session.failed_trajectory(error), attempt)
-                    self._archive.failed(kept, attempt, error)
-                log.info("an answer to task %s, attempt %d: %s", group.task.task_id, attempt, error)
-                if attempt == limit or isinstance(error, PromptTooLong):
+                log.info("an answer to task %s, attempt %d: %s", group.task.task_id, number, error)
+                if number == limit or isinstance(error, PromptTooLong):
                     self.dropped[type(error).__name__] += 1
                     return
+                continue
+            # Only the root: branches are for training.
+            stored = end.trajectories[0]
+            unscored = [each for each in end.unscored if each.trajectory_id == name]
+            if unscored:
+                group.unscored[name] = stored, number, unscored[0].completion
             else:
-                await self._count_answer(group, tree[0], tree[0].outcome.reward_parts)
-                return
+                self._count_answer(group, stored, number)
+            return
+
+    async def _run_attempt(self, name: str, number: int, group: _AnswerGroup) -> AttemptEnd:
+        """Run an attempt; if its worker ends, run it again in another one, from the prompt."""
+        losses_left = MAX_LOST_WORKERS - 1
+        while True:
+            attempt = Attempt(group.task, name, group.group_id, number, started_s=self._inputs.clock())
+            try:
+                with attempt_boundary():
+                    end = await self._backend.run_attempt(attempt)
+            except ATTEMPT_ERRORS as error:
+                failed = attempt.failed(error)
+                self.sampled_tokens += failed.num_sampled_tokens
+                if losses_left and isinstance(error, WorkerLost):
+                    losses_left -= 1
+                    continue
+                if self._archive is not None:
+                    self._archive.failed(failed, number, error)
+                raise
+            self.sampled_tokens += sum(each.num_sampled_tokens for each in end.trajectories)
+            return end
 
     async def _score_group(self, group: _AnswerGroup) -> None:
         """Score all answers of a task by one call."""
-        trajectories, completions = zip(*group.unscored.values(), strict=True)
-        results = await self._rewards.score_group(group.task, list(completions))
-        for trajectory, parts in zip(trajectories, results, strict=True):
+        results = await self._backend.score_group(
+            group.task, [completion for _, _, completion in group.unscored.values()]
+        )
+        for (stored, number, _), parts in zip(group.unscored.values(), results, strict=True):
             if isinstance(parts, RewardError):
                 self.dropped[type(parts).__name__] += 1
-                continue
-            outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
-            await self._count_answer(group, replace(trajectory, outcome=outcome), parts)
+            else:
+                self._count_answer(group, stored.with_reward(parts), number)
 
-    async def _keep(self, trajectory: Trajectory, attempt: int) -> StoredTrajectory:
-        """Keep the tokens of an answer for inspection, and return its summary."""
-        assert self._archive is not None, "answers are kept"
-        await asyncio.to_thread(self._archive.inspected.keep, trajectory, attempt)
-        return StoredTrajectory.of(trajectory)
-
-    async def _count_answer(
-        self, group: _AnswerGroup, trajectory: Trajectory, parts: dict[str, float]
-    ) -> None:
+    def _count_answer(self, group: _AnswerGroup, stored: StoredTrajectory, number: int) -> None:
         """Count an answer if all its tokens are of the pinned version."""
         if self._archive is not None:
-            self._archive.ended(await self._keep(trajectory, 1), 1)
-        if {segment.weight_version for segment in trajectory.sampled} != {self._weight_version}:
+            self._archive.ended(stored, number)
+        if {span.weight_version for span in stored.spans if span.is_sampled} != {self._weight_version}:
             self.dropped[MIXED_VERSION] += 1
             return
         self.answers.append(
@@ -312,9 +324,9 @@ class _EvaluationRun:
                 dataset=group.dataset,
                 source=group.task.data_source,
                 task_id=group.task.task_id,
-                parts=parts,
-                tokens=trajectory.num_sampled_tokens,
-                truncated=trajectory.outcome.stop_reason == "length",
+                parts=stored.reward_parts,
+                tokens=stored.num_sampled_tokens,
+                truncated=stored.stop_reason == "length",
             )
         )
 
@@ -328,7 +340,8 @@ class _AnswerGroup:
         self.task = task
         self._size = size
         self.ended = 0
-        self.unscored: dict[str, tuple[Trajectory, Completion]] = {}
+        self.unscored: dict[str, tuple[StoredTrajectory, int, Completion]] = {}
+        """Answers that have no reward yet, with the number of their attempt, by trajectory."""
 
     @property
     def complete(self) -> bool:

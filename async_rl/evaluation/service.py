@@ -217,12 +217,15 @@ class EvaluationService:
             pool.add_engine(engine)
             pool.serve_engine(engine.engine_id, version)
         answers = await wait_out_shortage(lambda: asyncio.to_thread(self._open_archive, version))
+        # Workers of the evaluation have leases of its pool: they count where the run changes an engine.
+        self._pool.lease_holders[pool] = None
         try:
             async with services(mirror=lambda: self._mirror_failures(pool)):
                 return await self._evaluator.evaluate_sets(pool, version, answers)
         except ExceptionGroup as group:
             raise first_error(group) from group
         finally:
+            del self._pool.lease_holders[pool]
             if answers is not None:
                 await asyncio.to_thread(answers.close)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from async_rl.config import Config
@@ -25,6 +25,8 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import Summary
 from async_rl.placement.local_ray import connect_ray, disconnect_ray, scratch_folder
 from async_rl.placement.ray_cluster import RayCluster
+from async_rl.rollout.workers.messages import Link
+from async_rl.rollout.workers.worker_backend import OpenWorker, WorkerSpec
 from async_rl.run import orchestrator
 from async_rl.runtime.supervision import cut_by, was_stopped_at_start
 from async_rl.runtime.user_processes import write_reports
@@ -77,3 +79,23 @@ async def ray_cluster(
             await disconnect_ray()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@asynccontextmanager
+async def rollout_workers(config: Config, folder: Path) -> AsyncIterator[OpenWorker]:
+    """Yield what starts rollout workers for a command without a run; start Ray if the config has workers.
+
+    Args:
+        config: The settings of the command.
+        folder: Its folder; workers write their logs into `logs` of it.
+    """
+
+    def refuse(spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:
+        raise AssertionError(f"{spec.name} is started, and the config has no rollout workers")
+
+    if not config.num_workers:
+        yield refuse
+        return
+    (folder / "logs").mkdir(exist_ok=True)
+    async with ray_cluster(config, folder) as cluster:
+        yield cluster.rollout_worker

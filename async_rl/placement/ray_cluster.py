@@ -30,6 +30,7 @@ from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_l
 from async_rl.placement.rollout_worker_actor import rollout_worker
 from async_rl.placement.shared_devices import Device, assign_devices, options_beside
 from async_rl.rollout.workers.messages import Link
+from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.cluster import Cluster
 from async_rl.runtime.loading import IMPORT_FOLDERS
 from async_rl.runtime.processes import Process
@@ -238,9 +239,9 @@ class RayCluster(Cluster):
         actor = self._engine_actors.get(engine_id)
         return None if actor is None else RayFolder(actor)
 
-    def rollout_worker(self, name: str, folder: Path) -> AbstractAsyncContextManager[Link]:
+    def rollout_worker(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:
         """Start a rollout worker, and yield the driver's end of its link."""
-        return rollout_worker(self._config, name, folder, self._setup, self._logs / f"{name}.log")
+        return rollout_worker(spec, self._setup, self._logs / f"{spec.name}.log")
 
     async def close(self, *, at_once: bool = False) -> None:
         """End all servers and ranks.

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -28,12 +28,12 @@ from async_rl.observability.metrics import Metrics
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, NodeActor, node_address
 from async_rl.placement.ray_trainer import cause_of, last_line
-from async_rl.queue import archive
 from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.spool import SpoolFolder
+from async_rl.queue.spool import FrameStore, NoSpool, SpoolFolder
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
+from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.descriptors import raise_descriptor_limit
 from async_rl.runtime.printable import PrintableFormatter
 from async_rl.runtime.processes import Process, die_with_parent
@@ -55,10 +55,18 @@ class RolloutWorkerActor(NodeActor):
         raise_descriptor_limit()  # a Ray cluster of others may have started us with the usual 1024
         os.environ["OMP_NUM_THREADS"] = "1"
 
-    def run_worker(self, config: dict[str, Any], folder: str, host: str, port: int, key: bytes) -> None:
+    def run_worker(
+        self,
+        config: dict[str, Any],
+        frames: str | None,
+        inspected: str | None,
+        host: str,
+        port: int,
+        key: bytes,
+    ) -> None:
         """Run the worker for the driver at an address until the link is lost; in the main thread.
 
-        Frames of finished trajectories go into `folder`.
+        Frames of finished trajectories go into the folder `frames`, copies for inspection into `inspected`.
         """
         handler = logging.StreamHandler()
         handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -68,21 +76,25 @@ class RolloutWorkerActor(NodeActor):
         write_reports(Path(parsed.run.dir) / parsed.run.name)
         mark_all_children()
         with short_collections():
-            asyncio.run(_run_worker(parsed, Path(folder), host, port, key))
+            asyncio.run(
+                _run_worker(
+                    parsed,
+                    NoSpool() if frames is None else SpoolFolder(Path(frames)),
+                    None if inspected is None else InspectedTrajectories(Path(inspected)),
+                    await_link=lambda: connect_link(host, port, key),
+                )
+            )
 
 
 @asynccontextmanager
-async def rollout_worker(
-    config: Config, name: str, folder: Path, setup: ActorSetup, log_path: Path
-) -> AsyncIterator[Link]:
+async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) -> AsyncIterator[Link]:
     """Start a rollout worker, yield the link to it, and end it with the block, whatever its state.
-
-    It writes frames into `folder`.
 
     Raises:
         EnvironmentNotReady: The worker does not start.
         ConfigError: The worker cannot load an object that the config names.
     """
+    name, config = spec.name, spec.config
     limit_s = config.rollout.worker_start_timeout_s
     options = {"num_cpus": config.placement.cpus_per_rollout_worker, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
@@ -95,7 +107,8 @@ async def rollout_worker(
                 process = await actor.join_run.remote(setup, str(log_path))
                 address = node_address(), listener.port, listener.key
                 given = to_builtins(config_per_worker(config))
-                running = actor.run_worker.remote(given, str(folder), *address)
+                folders = [None if path is None else str(path) for path in (spec.frames, spec.inspected)]
+                running = actor.run_worker.remote(given, *folders, *address)
                 link = await _accept_link(listener, running)
         except (RayError, TimeoutError) as error:
             why = last_line(error) if isinstance(error, RayError) else "it took too long"
@@ -145,7 +158,12 @@ async def _accept_link(listener: LinkListener, running: Awaitable[None]) -> Link
     return link
 
 
-async def _run_worker(config: Config, folder: Path, host: str, port: int, key: bytes) -> None:
+async def _run_worker(
+    config: Config,
+    frames: FrameStore,
+    inspected: InspectedTrajectories | None,
+    await_link: Callable[[], Awaitable[Link]],
+) -> None:
     metrics = Metrics()
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
     facts = load_facts(config.model.path)
@@ -162,16 +180,11 @@ async def _run_worker(config: Config, folder: Path, host: str, port: int, key: b
         new_id=lambda: uuid7().hex,
         metrics=metrics,
         clock=time.monotonic,
-        frames=SpoolFolder(folder),
-        inspected=_inspected(config),
+        frames=frames,
+        inspected=inspected,
     )
     with LoopWatchdog(metrics, config.doctor.blocked_s):
         try:
-            await worker.run(await connect_link(host, port, key))
+            await worker.run(await await_link())
         finally:
             worker.write_and_close()
-
-
-def _inspected(config: Config) -> InspectedTrajectories | None:
-    run_dir = Path(config.run.dir) / config.run.name
-    return InspectedTrajectories.of_archive(run_dir / archive.FILE) if config.run.keep_trajectories else None

@@ -170,7 +170,7 @@ class InspectedTrajectories:
 
     def __init__(self, folder: Path) -> None:
         """Keep files in a folder, which is created when it is missing."""
-        self._folder = folder
+        self.folder = folder
         with contextlib.suppress(OSError):  # each write reports what is wrong
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -204,12 +204,12 @@ class InspectedTrajectories:
         """Delete all files but those of some attempts."""
         kept = {self._path(*each) for each in attempts}
         with contextlib.suppress(OSError):
-            for path in self._folder.iterdir():
+            for path in self.folder.iterdir():
                 if path not in kept:
                     path.unlink(missing_ok=True)
 
     def _path(self, trajectory_id: str, attempt: int) -> Path:
-        return self._folder / f"{trajectory_id}-{attempt}"
+        return self.folder / f"{trajectory_id}-{attempt}"
 
 
 class Archive(Observer):

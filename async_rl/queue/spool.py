@@ -310,6 +310,25 @@ class Spool(FrameStore):
             self._ended_folders.discard(folder)
 
 
+class NoSpool(FrameStore):
+    """Stores no frames, in the place of a `Spool`: answers of evaluations, which are never trained on."""
+
+    def new_folder(self, name: str) -> None:
+        """Return no folder."""
+
+    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
+        """Return summaries."""
+        return tuple(StoredTrajectory.of(trajectory) for trajectory in tree)
+
+    def hold(self, stored: Iterable[StoredTrajectory]) -> None:
+        """Do nothing, as there are no frames."""
+
+    refuse = discard = hold
+
+    def end_folder(self, folder: Path) -> None:
+        """Do nothing, as there are no folders."""
+
+
 def _write_all(file: int, frame: Frame) -> None:
     for piece in frame.buffers():
         rest = memoryview(piece)

@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 ATTEMPT_ERRORS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
 """Errors that fail an attempt."""
 
+MAX_LOST_WORKERS: Final = 3
+"""An attempt fails after it has lost this many rollout workers: it may be what ends them."""
+
 CLEAN_UP_S: Final = 30.0
 """How long an agent loop may release what it holds after it was cancelled."""
 

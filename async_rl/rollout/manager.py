@@ -31,7 +31,7 @@ from async_rl.queue.journal_folders import JournalClaim, JournalFolders
 from async_rl.queue.outstanding import RestoredGroup
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, attempt_boundary
+from async_rl.rollout.attempt import ATTEMPT_ERRORS, MAX_LOST_WORKERS, Attempt, attempt_boundary
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.groups import (
     STRAGGLER,
@@ -54,9 +54,6 @@ log = logging.getLogger(__name__)
 
 _ATTEMPT_AGAIN_S: Final = 5.0
 """How long an attempt whose own code found no descriptor or space waits before it is made again."""
-
-_MAX_LOST_WORKERS: Final = 3
-"""An attempt fails after it has lost this many rollout workers: it may be what ends them."""
 
 _FAILURE_WINDOW: Final = 100
 _MIN_FAILURES: Final = 16
@@ -333,7 +330,7 @@ class RolloutManager:
     ) -> Sequence[StoredTrajectory]:
         """Run an attempt; if its worker ends or has no space, go on from what the journal has."""
         known = self._journalled.pop(trajectory_id, {})
-        losses_left = _MAX_LOST_WORKERS - 1
+        losses_left = MAX_LOST_WORKERS - 1
         while True:
             attempt = self._new_attempt(trajectory_id, number, work, known)
             work.begin_attempt(trajectory_id, attempt.progress)

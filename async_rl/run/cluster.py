@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Protocol
 
 from async_rl.engine_protocol import Engine
 from async_rl.errors import EngineError
 from async_rl.rollout.workers.messages import Link
+from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta_delivery import HostFolder
 
@@ -62,7 +62,7 @@ class Cluster(Protocol):
         """Return the folder of weights on the host of an engine; None for an external server."""
         ...
 
-    def rollout_worker(self, name: str, folder: Path) -> AbstractAsyncContextManager[Link]:
+    def rollout_worker(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:
         """Start a rollout worker and yield the driver's end of its link; it ends with the block.
 
         Raises:

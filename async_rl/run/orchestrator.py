@@ -53,10 +53,9 @@ from async_rl.observability.records import Summary
 from async_rl.observability.trackers.choice import tracking
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
-from async_rl.rollout.workers.worker_backend import WorkerBackend
+from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.run.checkpoints import Checkpoints, can_write_after
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices, OwnDevices, SharedDevices
@@ -341,7 +340,16 @@ class Orchestrator:
             feeder=recovered.feeder,
             pool=self.pool,
             queue=queue,
-            backend=self._rollout_backend(context, recovered),
+            backend=choose_backend(
+                config,
+                context,
+                self.pool,
+                recovered.spool,
+                self._cluster.rollout_worker,
+                inspected=None if recovered.archive is None else recovered.archive.inspected,
+                journal=recovered.journal,
+                journals=recovered.journals,
+            ),
             journals=recovered.journals,
             journalled=recovered.journalled,
             observer=recovered.archive,
@@ -361,26 +369,6 @@ class Orchestrator:
         )
         evaluation = self._evaluation(sync, step) if inputs.validation else None
         return _Incarnation(trainer, sync, recovered, manager, checkpoints, loop, evaluation)
-
-    def _rollout_backend(self, context: SessionContext, recovered: RecoveredState) -> RolloutBackend:
-        """Build the backend that the config asks for: rollout workers, or this event loop."""
-        config = self._config
-        if config.num_workers:
-            return WorkerBackend(
-                config,
-                self._cluster.rollout_worker,
-                self._metrics,
-                self.pool,
-                self._clock,
-                recovered.spool,
-                recovered.journals,
-            )
-        archive = recovered.archive
-        backend = LocalBackend(
-            config, context, recovered.spool, None if archive is None else archive.inspected
-        )
-        backend.journal = recovered.journal
-        return backend
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:
         config = self._config
@@ -406,6 +394,7 @@ class Orchestrator:
             facts=self._inputs.facts,
             new_id=self._inputs.new_id,
             clock=self._clock,
+            open_worker=self._cluster.rollout_worker,
         )
         return EvaluationService(
             self._config.evaluation,

@@ -46,13 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--workers", action="store_true", help="with loops, every other branching, in workers"
     )
     parser.add_argument("--shared", action="store_true", help="on devices that engines and trainer share")
-    parser.add_argument("--evaluation", action="store_true", help="with evaluations in every seed")
+    parser.add_argument(
+        "--evaluation", action="store_true", help="with evaluations in every seed; also with --workers"
+    )
     parser.add_argument("--peaceful", action="store_true", help="without faults and ends of the driver")
     parser.add_argument("--decisions", action="store_true", help="print each seed's digest of decisions")
     options = parser.parse_args(arguments)
     run = run_branching_seed if options.branches else run_shared_seed if options.shared else run_seed
     run = run_worker_seed if options.workers else run_peaceful_seed if options.peaceful else run
-    run = run_evaluating_seed if options.evaluation else run
+    if options.evaluation:
+        run = run_evaluating_worker_seed if options.workers else run_evaluating_seed
     seeds = range(options.start, options.start + options.seeds)
     if options.awaits:
         return _sweep(seeds, options.jobs)
@@ -124,6 +127,12 @@ def run_branching_seed(seed: int) -> SeedOutcome:
 def run_evaluating_seed(seed: int) -> SeedOutcome:
     """The same with evaluations, in every third seed on devices that engines and trainer share."""
     scenario = draw(seed)
+    return _run(evaluating(sharing(scenario) if seed % 3 == 2 else scenario))
+
+
+def run_evaluating_worker_seed(seed: int) -> SeedOutcome:
+    """The same with evaluations, and with the sessions of both in rollout workers."""
+    scenario = with_workers(branching(draw(seed)) if seed % 2 else draw(seed))
     return _run(evaluating(sharing(scenario) if seed % 3 == 2 else scenario))
 
 

@@ -55,6 +55,7 @@ from async_rl.errors import (
     WeightSyncError,
 )
 from async_rl.rollout.workers.messages import Link
+from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import FACTS, Injection, Scenario
@@ -569,7 +570,7 @@ class SimulatedCluster:
         self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, checker, broadcasts, look)
         delays = random.Random(f"workers {scenario.seed} {incarnation}")
         self._workers = SimulatedWorkers(
-            scenario.config,
+            scenario.seed,
             cast(ChatFormat, SimulatedChat()),
             self.engines,
             FACTS,
@@ -664,9 +665,9 @@ class SimulatedCluster:
     def _free_disk(self) -> None:
         self._workers.on_full_disk = None
 
-    def rollout_worker(self, name: str, folder: Path) -> AbstractAsyncContextManager[Link]:
+    def rollout_worker(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:
         """Implements `Cluster.rollout_worker`."""
-        return self._workers.open(name, folder)
+        return self._workers.open(spec)
 
     def local_folder(self, engine_id: str) -> SimulatedFolder:
         """See `Cluster.local_folder`. It is lost when the engine is restarted."""

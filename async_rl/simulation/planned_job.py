@@ -37,6 +37,7 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES, StepRecord, Summary
 from async_rl.observability.text_console import TextConsole
+from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.simulation.coarse_engine import MARKS, CoarseEngine, EngineSpeed, Usage
 from async_rl.simulation.virtual_time import run_virtual
@@ -450,8 +451,8 @@ class _PlannedCluster:
 
     def local_folder(self, engine_id: str) -> None: ...
 
-    def rollout_worker(self, name: str, folder: Path) -> NoReturn:
-        raise AssertionError(f"{name}: a plan is of a run whose agent loops are in the driver")
+    def rollout_worker(self, spec: WorkerSpec) -> NoReturn:
+        raise AssertionError(f"{spec.name}: a plan is of a run whose agent loops are in the driver")
 
 
 class _Observer(RunProgress):

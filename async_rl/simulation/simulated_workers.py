@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self, cast
 
-from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.simulated import SimulatedEngine
@@ -21,9 +20,10 @@ from async_rl.errors import SpoolFull, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal_file import journal_files
-from async_rl.queue.spool import SpoolFolder
+from async_rl.queue.spool import NoSpool, SpoolFolder
 from async_rl.rollout.workers.messages import Link, Message, MessageNumbers, decode, encode
 from async_rl.rollout.workers.worker import RolloutWorker
+from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import StoredTrajectory, Trajectory
 
@@ -202,34 +202,31 @@ class SimulatedWorkers:
     """Starts workers in this process, and ends them on demand.
 
     Example:
-        >>> workers = SimulatedWorkers(config, chat, engines, facts, delay_s=lambda: 0.001)
+        >>> workers = SimulatedWorkers(seed, chat, engines, facts, delay_s=lambda: 0.001)
         >>> async with WorkerBackend(config, workers.open, metrics, pool, clock, spool): ...
         >>> workers.kill(0)
     """
 
     def __init__(
         self,
-        config: Config,
+        seed: int,
         chat: ChatFormat,
         engines: Sequence[Engine],
         facts: EngineFacts,
         *,
         delay_s: Callable[[], float],
         start_s: float = 0.0,
-        inspected: InspectedTrajectories | None = None,
     ) -> None:
         """Start nothing yet; a start takes `start_s`."""
-        self._inspected = inspected
         self._engines = {engine.engine_id: engine for engine in engines}
         self._facts = facts
-        self._config = config
         self._chat = chat
         self._delay_s = delay_s
         self._start_s = start_s
         self.ends: dict[str, MemoryLink] = {}
         """The workers' ends of their links, by name."""
         self._running: dict[str, RolloutWorker] = {}
-        self._torn = random.Random(f"torn journals {config.run.seed}")
+        self._torn = random.Random(f"torn journals {seed}")
         self.metrics: list[Metrics] = []
         """All workers that ever existed."""
         self.on_full_disk: Callable[[], None] | None = None
@@ -240,15 +237,16 @@ class SimulatedWorkers:
         """Called when the next worker that stores a frame is killed; None when none is to be."""
 
     @asynccontextmanager
-    async def open(self, name: str, folder: Path) -> AsyncIterator[Link]:
+    async def open(self, spec: WorkerSpec) -> AsyncIterator[Link]:
         """Implements `OpenWorker` of the worker backend."""
+        name = spec.name
         await asyncio.sleep(self._start_s)
         ours, theirs = MemoryLink.pair(self._delay_s)
         clock = asyncio.get_running_loop().time
         self.metrics.append(Metrics())
         prefix, numbers = f"w{len(self.metrics):07x}", count()
         worker = RolloutWorker(
-            self._config,
+            spec.config,
             chat=self._chat,
             facts=self._facts,
             connect=lambda engine_id, address: cast(
@@ -257,8 +255,10 @@ class SimulatedWorkers:
             new_id=lambda: f"{prefix}{next(numbers):024x}",
             metrics=self.metrics[-1],
             clock=clock,
-            frames=FaultySpoolFolder(folder, self._refuse_if_full, lambda: self._kill_if_due(name)),
-            inspected=self._inspected,
+            frames=NoSpool()
+            if spec.frames is None
+            else FaultySpoolFolder(spec.frames, self._refuse_if_full, lambda: self._kill_if_due(name)),
+            inspected=None if spec.inspected is None else InspectedTrajectories(spec.inspected),
         )
         self.ends[name], self._running[name] = theirs, worker
         async with Nursery() as process:

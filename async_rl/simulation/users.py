@@ -181,7 +181,11 @@ class AnswerLoop(TurnsLoop):
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Run the loop on a task of a validation set."""
-        return await self._play(task, session)
+        before = reward_source.set(f"answer {session.trajectory_id}")
+        try:
+            return await self._play(task, session)
+        finally:
+            reward_source.reset(before)
 
 
 class TreeLoop(TurnsLoop):

@@ -1721,6 +1721,22 @@ MUTANTS: Final = (
         (f"{LEASES}::test_each_update_of_an_engine_begins_an_epoch",),
     ),
     Mutant(
+        "run-does-not-know-leases-of-evaluations",
+        "An engine is changed while a worker of an evaluation may still send requests to it.",
+        "async_rl/engines/pool.py",
+        "return (slot is not None and slot.state is EngineState.SERVING) or any(",
+        "return False and any(",
+        ("tests/simulation/test_evaluation.py::test_the_run_knows_of_calls_that_are_made_for_an_evaluation",),
+    ),
+    Mutant(
+        "lent-engine-gets-calls-when-it-is-taken-away",
+        "An evaluation calls an engine that the run has interrupted, until it notices.",
+        "async_rl/engines/pool.py",
+        'self.quarantine_engine(engine_id, EngineError(f"engine {engine_id} is not lent any longer"))',
+        "pass",
+        (f"{LEASES}::test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away",),
+    ),
+    Mutant(
         "start-ignores-signals",
         "A signal during the start waits for the whole start.",
         "async_rl/run/orchestrator.py",

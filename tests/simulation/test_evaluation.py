@@ -33,6 +33,14 @@ from async_rl.types import Completion, Task, Trajectory
 from tests.support.local_cluster import LocalCluster
 from tests.support.run_config import MOE
 
+WHERE = {"workers": 0}
+
+
+@pytest.fixture(autouse=True, params=[0, 2], ids=["driver", "workers"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test is one of sessions in the driver, and of sessions in two rollout workers."""
+    monkeypatch.setitem(WHERE, "workers", request.param)
+
 
 class OneTurn(AgentLoop):
     """An answer."""
@@ -94,6 +102,8 @@ def make_config(folder: Path, *, num_engines: int = 2, **evaluation: Any) -> Con
                 "max_staleness": 2,
                 "max_context_tokens": 160,
                 "max_new_tokens": 40,
+                "num_workers": WHERE["workers"],
+                "worker_stall_s": 4.0,
             },
             "routing": {"replay": "off"},
             "trainer": {"groups_per_batch": 2, "checkpoint_every": 2},
@@ -501,3 +511,38 @@ def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
     check(world, world.run())
     assert [r.status for r in world.records][:2] == ["missing", "done"]
     assert taken[0] in world.records[0].reason
+
+
+def test_answers_are_written_again_when_their_worker_is_killed(tmp_path):
+    world = World(make_config(tmp_path, at_start=True, engines=1))
+    killed: list[str] = []
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates and not killed and WHERE["workers"]:
+            killed.append(min(world.cluster.workers.ends))
+            asyncio.get_running_loop().call_later(0.1, world.cluster.workers.kill, 0)
+
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    assert killed == ["evaluation-worker-0"] * bool(WHERE["workers"])
+    assert {r.status for r in world.records} == {"done"}
+    assert [r.dropped for r in world.records] == [{}] * len(world.records)
+    for record in world.records:
+        lengths = [answer.num_sampled_tokens for answer in world.answers(record.weight_version)]
+        assert len(lengths) == NUM_ANSWERS
+        assert record.sampled_tokens >= sum(lengths)
+
+
+def test_the_run_knows_of_calls_that_are_made_for_an_evaluation(tmp_path):
+    """Before an engine is changed its leases are revoked, also those of an evaluation."""
+    world = World(make_config(tmp_path, at_start=True))
+    known: list[bool] = []
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates:
+            known.append(world.orchestrator.pool.holds_lease_of(engine.engine_id))
+
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    assert set(known) == {True}
+    assert not world.orchestrator.pool.lease_holders

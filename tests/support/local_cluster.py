@@ -3,18 +3,21 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from async_rl.config import Config, SimulatedEngines
+from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Engine
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
 from async_rl.queue.batching import read_trajectories
+from async_rl.simulation.simulated_workers import SimulatedWorkers
+from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
 
@@ -125,6 +128,14 @@ class LocalCluster:
         self.trainer = CheckingTrainer(config, step_s)
         self.restarts: list[str] = []
         self.left: list[str] = []
+        self.workers = SimulatedWorkers(
+            config.run.seed,
+            cast(ChatFormat, SimulatedChat()),
+            cast(list[Engine], self.engines),
+            facts,
+            delay_s=lambda: 0.001,
+        )
+        self.rollout_worker = self.workers.open
 
     async def start_engines(self) -> list[Engine]:
         return [] if self.trainer.config.engine.urls_file else list(self.engines)

@@ -15,6 +15,7 @@ from async_rl.placement import actor_shutdown, ray_trainer, rollout_worker_actor
 from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.placement.ray_trainer import RayTrainer
+from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.run_config import MOE
@@ -182,7 +183,8 @@ def test_a_step_of_ranks_ends_with_an_error_after_its_limit(
 
 
 async def start_worker(config: Any, folder: Path) -> None:
-    async with rollout_worker_actor.rollout_worker(config, "worker 0", folder, SETUP, folder / "log"):
+    spec = WorkerSpec(name="worker 0", config=config, frames=folder, inspected=None)
+    async with rollout_worker_actor.rollout_worker(spec, SETUP, folder / "log"):
         pass
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from async_rl.cli.evaluate import evaluate
 from async_rl.cli.inspection.browse import Filter, inspect
-from async_rl.config import EvaluationConfig, parse_config
+from async_rl.config import EvaluationConfig, parse_config, to_builtins
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.evaluation.estimates import EvaluatedAnswer, estimate, pass_at_k, scores
-from async_rl.evaluation.evaluator import rollout_settings
+from async_rl.evaluation.evaluator import evaluation_config
 from async_rl.evaluation.service import due
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
@@ -123,12 +123,34 @@ def config(**evaluation):
 
 
 def test_sampling_and_loop_are_the_rollouts_unless_they_are_given():
-    assert rollout_settings(config()) == config().rollout
-    changed = rollout_settings(config(temperature=0.0, max_new_tokens=7, agent_loop="m:Other"))
+    def settings(**evaluation):
+        return evaluation_config(config(**evaluation)).rollout
+
+    same = {"num_workers": 0, "max_concurrent_trajectories": 64}
+    assert settings() == msgspec.structs.replace(config().rollout, **same)
+    changed = settings(temperature=0.0, max_new_tokens=7, agent_loop="m:Other")
     assert (changed.temperature, changed.max_new_tokens) == (0.0, 7)
     assert (changed.agent_loop, changed.agent_loop_args) == ("m:Other", {})
-    changed = rollout_settings(config(top_p=0.5, top_k=3, agent_loop="m:Other", agent_loop_args={"a": 1}))
+    changed = settings(top_p=0.5, top_k=3, agent_loop="m:Other", agent_loop_args={"a": 1})
     assert (changed.top_p, changed.top_k, changed.agent_loop_args) == (0.5, 3, {"a": 1})
+
+
+def test_short_answers_need_no_other_settings_of_training():
+    base = config(max_new_tokens=7)
+    loss = msgspec.structs.replace(base.trainer.loss, overlong_buffer_tokens=100)
+    trainer = msgspec.structs.replace(base.trainer, loss=loss)
+    answering = evaluation_config(msgspec.structs.replace(base, trainer=trainer))
+    assert parse_config(to_builtins(answering)).rollout.max_new_tokens == 7  # as a worker reads it
+    assert evaluation_config(config(max_new_tokens=10**6)).rollout.max_new_tokens < 10**6
+
+
+@pytest.mark.parametrize(
+    ("of_rollouts", "max_concurrent", "workers"), [(0, 4096, 0), (1, 4096, 1), (4, 513, 2), (4, 1, 1)]
+)
+def test_answers_are_written_in_workers_where_rollouts_are(of_rollouts, max_concurrent, workers):
+    base = config(max_concurrent=max_concurrent)
+    rollout = msgspec.structs.replace(base.rollout, num_workers=of_rollouts)
+    assert evaluation_config(msgspec.structs.replace(base, rollout=rollout)).num_workers == workers
 
 
 @pytest.mark.parametrize(
@@ -137,6 +159,7 @@ def test_sampling_and_loop_are_the_rollouts_unless_they_are_given():
         ({"pass_at": [4]}, "evaluation.samples is 1"),
         ({"engines": 2}, "none would be left for rollouts"),
         ({"engines": "some"}, "evaluation.engines"),
+        ({"top_k": 0}, "evaluation.top_k is 0"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(evaluation, words):

@@ -285,6 +285,29 @@ async def test_an_engine_that_still_gets_calls_is_not_interrupted() -> None:
 
 
 @in_virtual_time
+async def test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away() -> None:
+    """The run takes it from an evaluation: workers of the evaluation have leases of its own pool."""
+    async with Nursery() as nursery:
+        borrower = Driver(nursery)
+        run = EnginePool(Metrics(), borrower.clock)
+        run.add_engine(borrower.engine)
+        run.serve_engine("engine-0", 3)
+        run.lend_engine("engine-0")
+        run.lease_holders[borrower.pool] = None
+        await borrower.lease()
+        run.quarantine_engine("engine-0", EngineError("it is broken"))
+        interrupting = nursery.start_task("interrupt", run.interrupt_engine(borrower.engine, "abort"))
+        await asyncio.sleep(0.1)
+        assert not borrower.pool.has_engine(EngineState.SERVING)
+        assert not interrupting.done()
+        (revoke,) = (message for message in borrower.posted if isinstance(message, RevokeLeases))
+        borrower.leases.handle_message(LeasesRevoked(number=revoke.number))
+        await asyncio.sleep(0.1)
+        assert interrupting.done()
+        borrower.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+@in_virtual_time
 async def test_calls_of_a_worker_are_dropped_when_their_engine_is_quarantined() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)

@@ -201,14 +201,7 @@ class WorkerBench:
         self._folder = tempfile.TemporaryDirectory()
         self.spool = Spool(Path(self._folder.name) / "spool", None)
         self.inspected = InspectedTrajectories(Path(self._folder.name) / "trajectories")
-        self.processes = SimulatedWorkers(
-            self.config,
-            chat,
-            self.bench.engines,
-            FACTS,
-            delay_s=lambda: delay_s,
-            inspected=self.inspected,
-        )
+        self.processes = SimulatedWorkers(0, chat, self.bench.engines, FACTS, delay_s=lambda: delay_s)
         self.clock = asyncio.get_running_loop().time
         self.folders = None if journals is None else JournalFolders(journals, 1, {})
         self.backend = WorkerBackend(
@@ -219,6 +212,7 @@ class WorkerBench:
             self.clock,
             self.spool,
             self.folders,
+            inspected=self.inspected,
         )
         self._stack = AsyncExitStack()
 

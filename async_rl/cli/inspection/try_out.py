@@ -5,8 +5,8 @@
                       └─ observer: each trajectory is shown as it ends
 ```
 
-Manager, sessions, queue and engines are those of a run, so that results carry over. A trajectory that fails
-is not retried, but shown with the traceback.
+Manager, sessions, queue, engines and rollout workers are those of a run, so that results carry over. A
+trajectory that fails is not retried, but shown with the traceback.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 from uuid6 import uuid7
 
 from async_rl.cli.inspection.show import show_summary, show_trajectory, terminal
@@ -41,13 +42,14 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
+from async_rl.placement import rollout_workers
 from async_rl.queue.archive import ArchivedTrajectory, ArchiveEvent, InspectedTrajectories, Observer
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
+from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.run.preflight import check_config
 from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import first_error, services
@@ -63,8 +65,9 @@ _OVERRIDES: Final = (
     "rollout.straggler_wait_s=null",
     "rollout.max_failed_share=1.0",
     "trainer.loss.advantages=reinforce++",
+    "placement.ray_address=null",
 )
-"""Settings under which every trajectory is kept, independent of its siblings."""
+"""Settings under which every trajectory is kept, independent of its siblings, and all processes are here."""
 
 
 def rollout(
@@ -103,6 +106,8 @@ def rollout(
         raise ConfigError(f"--n is {number}; expected at least 1")
     group_size = 1 if task_id is None else number
     config = load_config(path, [*overrides, *_OVERRIDES, f"rollout.group_size={group_size}"])
+    limit = min(number, config.rollout.max_concurrent_trajectories)
+    config = replace(config, rollout=replace(config.rollout, max_concurrent_trajectories=limit))
     check_config(config)
     tasks = choose_tasks(config, number, task_id)
     console = console or terminal()
@@ -196,15 +201,6 @@ async def try_out(
         interrupt=config.weights.interrupt,
         new_id=lambda: uuid7().hex,
     )
-    manager = RolloutManager(
-        config,
-        context,
-        feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
-        pool=pool,
-        queue=queue,
-        backend=LocalBackend(config, context, spool, inspected),
-        observer=_TrajectoryReporter(inspected, ended),
-    )
 
     async def watch() -> None:
         """End the command when an engine fails, because nothing repairs it."""
@@ -212,7 +208,19 @@ async def try_out(
         raise EnvironmentNotReady(f"engine {failed} failed: {pool.error_of(failed)}")
 
     try:
-        async with open_engines(config, folder / "logs") as engines:
+        async with (
+            rollout_workers(config, folder) as open_worker,
+            open_engines(config, folder / "logs") as engines,
+        ):
+            manager = RolloutManager(
+                config,
+                context,
+                feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
+                pool=pool,
+                queue=queue,
+                backend=choose_backend(config, context, pool, spool, open_worker, inspected=inspected),
+                observer=_TrajectoryReporter(inspected, ended),
+            )
             for engine in engines:
                 health = await engine.health()
                 check_served_model(config, engine.engine_id, health.model_path)
@@ -254,7 +262,7 @@ class _TrajectoryReporter(Observer):
     def failed(self, trajectory: StoredTrajectory, attempt: int, error: Exception) -> None:
         """Implement `Observer.failed`."""
         kept = self._inspected.read_file(trajectory.trajectory_id, attempt)
-        cause, replace = error.__cause__, msgspec.structs.replace
+        cause = error.__cause__
         told = f"{kept.trajectory.outcome.error}{_traceback(cause) if cause is not None else ''}"
         outcome = replace(kept.trajectory.outcome, error=told)
         self._ended(replace(kept, trajectory=replace(kept.trajectory, outcome=outcome)))

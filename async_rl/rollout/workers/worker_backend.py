@@ -25,12 +25,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, cast
 
+import msgspec
+
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, RewardUnavailable, WorkerLost
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal_folders import JournalFolders
-from async_rl.queue.spool import Spool
+from async_rl.queue.spool import NoSpool, Spool
 from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.workers.messages import (
@@ -66,9 +69,21 @@ from async_rl.types import Completion, Task, root_of
 
 log = logging.getLogger(__name__)
 
-OpenWorker = Callable[[str, Path], AbstractAsyncContextManager[Link]]
-"""Starts the worker of a name, which writes its frames into a folder; it ends with the block, whatever its
-state."""
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout worker is started for."""
+
+    name: str
+    config: Config
+    """The settings that its sessions follow."""
+    frames: Path | None
+    """Where it writes the frames of finished trajectories; None: nowhere."""
+    inspected: Path | None
+    """Where it keeps a copy of each trajectory for inspection; None: nowhere."""
+
+
+OpenWorker = Callable[[WorkerSpec], AbstractAsyncContextManager[Link]]
+"""Starts a worker; it ends with the block, whatever its state."""
 
 _TICKS: Final = 8
 """Silence is counted in this many ticks of the driver, so that a driver that stalled itself does not take its
@@ -126,7 +141,7 @@ class WorkerHandle:
         self,
         name: str,
         link: Link,
-        frame_folder: Path,
+        frame_folder: Path | None,
         leases: Callable[[WorkerHandle], RelayedLeases],
         folders: JournalFolders | None,
     ) -> None:
@@ -135,8 +150,8 @@ class WorkerHandle:
         """The folder of its journal."""
         self.journal_bytes = 0
         self.link = link
-        self.frame_folder = str(frame_folder)
-        """The folder of its frames."""
+        self.frame_folder = "" if frame_folder is None else str(frame_folder)
+        """The folder of its frames; empty: it writes none."""
         self.post = link.post
         self.close = link.close
         self.receive = link.receive
@@ -188,22 +203,29 @@ class WorkerBackend(RolloutBackend):
         metrics: Metrics,
         pool: EnginePool,
         clock: Callable[[], float],
-        spool: Spool,
+        spool: Spool | NoSpool,
         folders: JournalFolders | None = None,
+        *,
+        inspected: InspectedTrajectories | None = None,
+        name: str = "rollout-worker",
     ) -> None:
         """Prepare to start the workers of a config.
 
         Args:
-            config: Their number and limits; all of it goes to them.
-            open_worker: Starts the worker of a name.
+            config: Their number, and the settings that their sessions follow.
+            open_worker: Starts a worker.
             metrics: To which those of the workers are added.
             pool: The engines that workers call, whose serving clock they follow.
             clock: Monotonic seconds.
             spool: Has a folder for each worker, and holds the frames that they write.
             folders: The journals of the run; without, workers keep none.
+            inspected: Where workers keep a copy of each trajectory for inspection.
+            name: The name of a worker begins with it.
         """
+        self._spec = WorkerSpec(
+            name=name, config=config, frames=None, inspected=None if inspected is None else inspected.folder
+        )
         self._config = config.rollout
-        self._num_workers = config.num_workers
         self._max_attempts = config.max_attempts_per_worker
         self._spool = spool
         self._folders = folders
@@ -224,8 +246,8 @@ class WorkerBackend(RolloutBackend):
         """Start all workers; attempts wait for the first of them."""
         self._serving_clock.listeners[self._post_serving_change] = None
         await self._keepers.__aenter__()
-        for index in range(self._num_workers):
-            name = f"rollout-worker-{index}"
+        for index in range(self._spec.config.num_workers):
+            name = f"{self._spec.name}-{index}"
             self._keepers.start_task(name, self._keep_worker(name))
         return self
 
@@ -355,7 +377,8 @@ class WorkerBackend(RolloutBackend):
                     raise cancelled
                 async with AsyncExitStack() as stack:
                     with waiting("rollout worker", name):
-                        link = await stack.enter_async_context(self._open_worker(name, folder))
+                        spec = msgspec.structs.replace(self._spec, name=name, frames=folder)
+                        link = await stack.enter_async_context(self._open_worker(spec))
                     worker = WorkerHandle(name, link, folder, self._new_leases, self._folders)
                     cause = await self._receive_messages(worker)
                     # Its process ends with the block. Until that is known its leases expire.
@@ -372,7 +395,7 @@ class WorkerBackend(RolloutBackend):
                     worker.leases.close()
                 if worker is not None and worker.folder is not None and self._folders is not None:
                     self._folders.end_owner(worker.folder)
-                if worker is None or worker.link.peer_has_ended:
+                if folder is not None and (worker is None or worker.link.peer_has_ended):
                     _, cancelled = await run_uncancellable(None, partial(self._spool.end_folder, folder))
                     if cancelled is not None:
                         raise cancelled

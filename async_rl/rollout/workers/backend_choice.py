@@ -1,0 +1,58 @@
+"""Where sessions run: in this process, or in rollout workers. Training, evaluations and commands ask here."""
+
+from __future__ import annotations
+
+from async_rl.config import Config
+from async_rl.engines.pool import EnginePool
+from async_rl.queue.archive import InspectedTrajectories
+from async_rl.queue.journal import Journal
+from async_rl.queue.journal_folders import JournalFolders
+from async_rl.queue.spool import NoSpool, Spool
+from async_rl.rollout.backend import LocalBackend, RolloutBackend
+from async_rl.rollout.session.context import SessionContext
+from async_rl.rollout.workers.worker_backend import OpenWorker, WorkerBackend
+
+
+def choose_backend(
+    config: Config,
+    context: SessionContext,
+    pool: EnginePool,
+    spool: Spool | NoSpool,
+    open_worker: OpenWorker,
+    *,
+    inspected: InspectedTrajectories | None = None,
+    journal: Journal | None = None,
+    journals: JournalFolders | None = None,
+    name: str = "rollout-worker",
+) -> RolloutBackend:
+    """Return the backend that the config asks for.
+
+    Args:
+        config: The settings of its sessions; `num_workers` of it says where they run.
+        context: What sessions in this process share.
+        pool: The engines that sessions call.
+        spool: Stores finished trajectories.
+        open_worker: Starts a rollout worker.
+        inspected: Keeps a copy of each trajectory for inspection.
+        journal: The journal of sessions in this process; None: they have none.
+        journals: The journals of workers; None: they have none.
+        name: The name of a worker begins with it.
+
+    Raises:
+        ConfigError: Agent loop or reward cannot be loaded in this process.
+    """
+    if config.num_workers:
+        return WorkerBackend(
+            config,
+            open_worker,
+            context.metrics,
+            pool,
+            context.clock,
+            spool,
+            journals,
+            inspected=inspected,
+            name=name,
+        )
+    backend = LocalBackend(config, context, spool, inspected)
+    backend.journal = journal
+    return backend
