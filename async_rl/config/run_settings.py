@@ -148,6 +148,15 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
     resources_per_rank: Annotated[
         dict[str, PositiveFloat], Meta(description="Custom Ray resources per trainer rank.")
     ] = {}
+    resources_per_rollout_worker: Annotated[
+        dict[str, PositiveFloat],
+        Meta(
+            description=(
+                "Custom Ray resources per rollout worker, such as that of nodes with engines; workers are "
+                "spread over the nodes that have them."
+            )
+        ),
+    ] = {}
     engine_strategy: Annotated[
         Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
         Meta(

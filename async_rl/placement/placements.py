@@ -20,8 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from async_rl.errors import EnvironmentNotReady
 
-_MIN_CPUS: Final = 0.001
-"""CPUs of a process that needs none: a bundle of a placement group cannot be empty."""
+MIN_CPUS: Final = 0.001
+"""CPUs of a process that needs none: a bundle of a placement group cannot be empty, and Ray does not spread
+actors that ask for nothing."""
 
 LOG_AFTER_S: Final = 5.0
 """A wait of more seconds is logged."""
@@ -70,7 +71,7 @@ class Placements:
         """
         self._what = what
         self._asked = {name: amount for name, amount in asked.items() if amount} | {
-            "CPU": asked.get("CPU") or _MIN_CPUS
+            "CPU": asked.get("CPU") or MIN_CPUS
         }
         self._count = count
         self._strategy = strategy

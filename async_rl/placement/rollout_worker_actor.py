@@ -27,6 +27,7 @@ from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, NodeActor, node_address
+from async_rl.placement.placements import MIN_CPUS
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.spool import FrameStore, NoSpool, SpoolFolder
@@ -96,7 +97,11 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
     """
     name, config = spec.name, spec.config
     limit_s = config.rollout.worker_start_timeout_s
-    options = {"num_cpus": config.placement.cpus_per_rollout_worker, "scheduling_strategy": "SPREAD"}
+    options = {
+        "num_cpus": config.placement.cpus_per_rollout_worker or MIN_CPUS,
+        "resources": dict(config.placement.resources_per_rollout_worker),
+        "scheduling_strategy": "SPREAD",
+    }
     actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
     process: Process | None = None
     link: Link | None = None
@@ -111,7 +116,9 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
                 running = actor.run_worker.remote(given, *folders, *address)
                 link = await _accept_link(listener, running)
         except (RayError, TimeoutError) as error:
-            why = last_line(error) if isinstance(error, RayError) else "it took too long"
+            asked = {"CPU": options["num_cpus"], **options["resources"]}
+            slow = f"it took too long, or no node has enough of {asked}"
+            why = last_line(error) if isinstance(error, RayError) else slow
             failure = f"{name} did not start within rollout.worker_start_timeout_s = {limit_s}: {why}"
             raise cause_of(error, EnvironmentNotReady(failure)) from error
         log.info("%s is process %d of node %s", name, process.pid, process.host)

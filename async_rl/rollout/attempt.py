@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,9 @@ CLEAN_UP_S: Final = 30.0
 _STOP_REASONS: Final[tuple[StopReason, ...]] = tuple(r for r in get_args(StopReason) if r != "error")
 """What an agent loop may return."""
 
+_OURS: Final = str(Path(__file__).parents[1])
+"""The folder of this program."""
+
 _NEW: Final = JournalClaim()
 _NOTHING: Final[Mapping[str, TrajectoryProgress]] = MappingProxyType({})
 
@@ -79,6 +83,14 @@ def attempt_boundary() -> Iterator[None]:
         raise
     except Exception as error:
         raise RolloutError(f"the attempt raised {type(error).__name__}: {error}") from error
+
+
+def user_frames(error: BaseException) -> str:
+    """Return the frames of user code in the traceback of an error's cause, or what a worker said of them."""
+    if error.__cause__ is None:
+        return "\n".join(getattr(error, "__notes__", ()))
+    frames = traceback.extract_tb(error.__cause__.__traceback__)
+    return "".join(traceback.format_list([f for f in frames if not f.filename.startswith(_OURS)])).rstrip()
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):

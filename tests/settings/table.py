@@ -246,6 +246,7 @@ EFFECTS: Final[dict[str, str]] = {
     "placement.gpus_per_rank": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.gpus_per_rank=0.5]",
     "placement.shared": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[placement.shared=true]",
     "placement.resources_per_engine": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.resources_per_engine={fast: 2}]",
+    "placement.resources_per_rollout_worker": "tests/unit/test_cluster_settings.py::test_a_rollout_worker_runs_where_its_resources_are",
     "placement.resources_per_rank": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.resources_per_rank={fast: 2}]",
     "placement.engine_strategy": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.engine_strategy=PACK]",
     "placement.trainer_strategy": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.trainer_strategy=SPREAD]",

@@ -88,6 +88,16 @@ class RayNodes:
         raylet = psutil.Process(pid).parents()[0].cmdline()
         return next(word.partition("=")[2] for word in raylet if word.startswith("--node_ip_address="))
 
+    def nodes_with(self, program: str) -> set[str]:
+        """Return the nodes on which a process runs whose command line contains a word."""
+        found = set()
+        for address, node in self.nodes.items():
+            for one in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []:
+                with suppress(psutil.NoSuchProcess):
+                    if program in " ".join(one.cmdline()):
+                        found.add(address)
+        return found
+
     def kill(self, program: str) -> None:
         """Kill processes on any node whose command line contains a word."""
         for node in self.nodes.values():

@@ -195,6 +195,13 @@ def test_a_start_of_rollout_workers_ends_with_an_error_after_its_limit(
     assert ends_after(start_worker(config, tmp_path)) == 70
 
 
+def test_a_rollout_worker_runs_where_its_resources_are(tmp_path: Path, silent_ray: SilentRay) -> None:
+    config = parse_config(tree_of(tmp_path, "placement.resources_per_rollout_worker={near: 2}"))
+    ends_after(start_worker(config, tmp_path))
+    (options,) = silent_ray.options_of
+    assert (options["resources"], options["scheduling_strategy"]) == ({"near": 2}, "SPREAD")
+
+
 def test_a_rollout_worker_reserves_its_cpus(tmp_path: Path, silent_ray: SilentRay) -> None:
     config = parse_config(tree_of(tmp_path, "placement.cpus_per_rollout_worker=3"))
     ends_after(start_worker(config, tmp_path))

@@ -15,7 +15,6 @@ import asyncio
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -47,6 +46,7 @@ from async_rl.queue.archive import ArchivedTrajectory, ArchiveEvent, InspectedTr
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.rollout.attempt import user_frames
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
@@ -262,17 +262,9 @@ class _TrajectoryReporter(Observer):
     def failed(self, trajectory: StoredTrajectory, attempt: int, error: Exception) -> None:
         """Implement `Observer.failed`."""
         kept = self._inspected.read_file(trajectory.trajectory_id, attempt)
-        cause = error.__cause__
-        told = f"{kept.trajectory.outcome.error}{_traceback(cause) if cause is not None else ''}"
+        told = "\n".join([str(kept.trajectory.outcome.error), *filter(None, [user_frames(error)])])
         outcome = replace(kept.trajectory.outcome, error=told)
         self._ended(replace(kept, trajectory=replace(kept.trajectory, outcome=outcome)))
-
-
-def _traceback(cause: BaseException) -> str:
-    """Return the frames of the user's code, if there are any."""
-    ours = str(Path(__file__).parents[2])
-    frames = [f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(ours)]
-    return "\n" + "".join(traceback.format_list(frames)).rstrip() if frames else ""
 
 
 @asynccontextmanager

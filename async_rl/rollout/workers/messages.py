@@ -47,7 +47,7 @@ from async_rl.engine_protocol import EngineAddress
 from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
 from async_rl.queue.journal_folders import JournalClaim
 from async_rl.queue.progress import ProgressReport
-from async_rl.rollout.attempt import AttemptEnd
+from async_rl.rollout.attempt import AttemptEnd, user_frames
 from async_rl.runtime.listeners import RepeatFilter
 from async_rl.runtime.shortages import shortage_number
 from async_rl.types import Completion, StoredTrajectory, Task
@@ -300,6 +300,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """The name of its class in `async_rl.errors`; empty for any other class."""
     text: str
+    frames: str = ""
+    """The lines of user code that raised its cause."""
     shortage: int | None = None
     """The `errno` if a shortage of descriptors or space was the cause, which the driver waits out."""
 
@@ -308,7 +310,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """Describe an error; a user's class counts as the class of `async_rl.errors` that it derives from."""
         ours = next((c.__name__ for c in type(error).__mro__ if vars(errors_of).get(c.__name__) is c), "")
         text = str(error) if ours else f"{type(error).__name__}: {error}"
-        return cls(kind=ours, text=text, shortage=shortage_number(error))
+        return cls(kind=ours, text=text, frames=user_frames(error), shortage=shortage_number(error))
 
     @property
     def error(self) -> AsyncRLError:
@@ -318,6 +320,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             error = kind(self.text)
         else:
             error = AsyncRLError(f"in a rollout worker: {self.text}")
+        if self.frames:
+            error.add_note(self.frames)
         if self.shortage is not None:
             error.__cause__ = OSError(self.shortage, os.strerror(self.shortage))
         return error
