@@ -159,6 +159,9 @@ class DistantEngine:
         self._engine = engine
         self._delay_s = delay_s
 
+    async def close(self) -> None:
+        """Implements `Engine.close`: there is no connection."""
+
     async def generate(
         self, request: GenerateRequest
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:

@@ -207,6 +207,12 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         self._valid_until_s = -math.inf
         self._end_calls("the link to the driver is lost")
 
+    async def close_clients(self) -> None:
+        """Close the connections to engines, once all calls have ended."""
+        for _, client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+
     # -- reports -------------------------------------------------------------------------------------------
 
     def progress(self) -> tuple[CallProgress, ...]:

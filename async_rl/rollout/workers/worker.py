@@ -177,6 +177,8 @@ class RolloutWorker:
         except ExceptionGroup as errors:
             if not isinstance(first_error(errors), WorkerLost):
                 raise
+        finally:
+            await self._calls.close_clients()
 
     def _post(self, message: Message) -> None:
         assert self._link is not None, "the worker runs"
