@@ -97,11 +97,9 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
     """
     name, config = spec.name, spec.config
     limit_s = config.rollout.worker_start_timeout_s
-    options = {
-        "num_cpus": config.placement.cpus_per_rollout_worker or MIN_CPUS,
-        "resources": dict(config.placement.resources_per_rollout_worker),
-        "scheduling_strategy": "SPREAD",
-    }
+    cpus = config.placement.cpus_per_rollout_worker or MIN_CPUS
+    resources = dict(config.placement.resources_per_rollout_worker)
+    options = {"num_cpus": cpus, "resources": resources, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
     process: Process | None = None
     link: Link | None = None
@@ -116,8 +114,7 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
                 running = actor.run_worker.remote(given, *folders, *address)
                 link = await _accept_link(listener, running)
         except (RayError, TimeoutError) as error:
-            asked = {"CPU": options["num_cpus"], **options["resources"]}
-            slow = f"it took too long, or no node has enough of {asked}"
+            slow = f"it took too long, or no node has enough of {resources | {'CPU': cpus}}"
             why = last_line(error) if isinstance(error, RayError) else slow
             failure = f"{name} did not start within rollout.worker_start_timeout_s = {limit_s}: {why}"
             raise cause_of(error, EnvironmentNotReady(failure)) from error
