@@ -6,7 +6,6 @@ name resolves to 127.0.0.1 could read the run through its visitor's browser (DNS
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
+from async_rl.runtime.addresses import is_loopback
 from async_rl.runtime.http_listener import Handler, send_whole_responses, serve_http
 from async_rl.runtime.listeners import ConnectionLimit
 
@@ -96,7 +96,7 @@ def _check_host(host: str) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if _is_loopback(host) and not _is_loopback(_named_host(request)):
+        if is_loopback(host) and not is_loopback(_named_host(request)):
             return web.Response(status=403, text="this run is served on localhost: open it by that name")
         return await handler(request)
 
@@ -108,12 +108,3 @@ def _named_host(request: web.Request) -> str:
         return request.url.host or ""
     except ValueError:  # no valid host
         return ""
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

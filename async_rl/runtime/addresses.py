@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 
 def is_loopback(host: str) -> bool:
     """Whether an address or name can be reached from its own machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
