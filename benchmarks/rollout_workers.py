@@ -39,13 +39,13 @@ from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.rollout.attempt import Attempt
-from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
+from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
-from async_rl.rollout.workers.worker_backend import WorkerBackend
+from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.processes import die_with_parent
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.scenario import FACTS
@@ -133,11 +133,11 @@ def work(workers: int, folder: Path, port: int, key: bytes) -> None:
 
 
 @asynccontextmanager
-async def open_worker(workers: int, folder: Path) -> AsyncIterator[Link]:
+async def open_worker(workers: int, spec: WorkerSpec) -> AsyncIterator[Link]:
     """Start a worker, which ends with the block."""
     async with listen("127.0.0.1") as listener:
         spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=work, args=(workers, folder, listener.port, listener.key))
+        process = spawn.Process(target=work, args=(workers, spec.frames, listener.port, listener.key))
         process.start()
 
         async def watch() -> None:
@@ -192,18 +192,7 @@ async def rollouts(workers: int, folder: Path) -> AsyncIterator[RunTrajectories]
         interrupt="abort",
         new_id=lambda: f"{next(ids):032x}",
     )
-    backend: RolloutBackend = (
-        WorkerBackend(
-            config.rollout,
-            lambda name, folder: open_worker(workers, folder),
-            metrics,
-            pool,
-            time.monotonic,
-            spool,
-        )
-        if workers
-        else LocalBackend(config, context, spool)
-    )
+    backend = choose_backend(config, context, pool, spool, lambda spec: open_worker(workers, spec))
 
     async def run_attempts(task: Task, number: int) -> None:
         for _ in range(number):
