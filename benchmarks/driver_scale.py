@@ -53,7 +53,7 @@ INTERCEPT_LIMIT_MS: Final = 0.3
 """The limits of the driver's cost, per token and per trajectory."""
 
 GROUP_SIZE: Final = 8
-GROUPS_PER_BATCH: Final = 4
+GROUPS_PER_BATCH: Final = 32
 SLOTS: Final = 128
 """Slots of an engine."""
 

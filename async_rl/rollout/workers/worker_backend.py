@@ -455,7 +455,7 @@ class WorkerBackend(RolloutBackend):
                 self._apply_progress(worker, message)
                 worker.leases.renew(message.number, message.calls)
             case AttemptEnded(request_id=request_id, end=end):
-                if any(os.path.dirname(each.path) != worker.frame_folder for each in end.trajectories):
+                if any(each.path.rpartition(os.sep)[0] != worker.frame_folder for each in end.trajectories):
                     raise WorkerLost("it sent references to frames that are not in its folder")
                 if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
                     self._spool.hold(end.trajectories)
