@@ -481,7 +481,7 @@ MUTANTS: Final = (
         "reference-to-any-file-is-accepted",
         "A worker names a frame outside its folder, which would be deleted when it is settled.",
         "async_rl/rollout/workers/worker_backend.py",
-        "if any(os.path.dirname(each.path) != worker.frame_folder for each in end.trajectories):",
+        "if any(each.path.rpartition(os.sep)[0] != worker.frame_folder for each in end.trajectories):",
         "if False:",
         (WORKERS,),
     ),
