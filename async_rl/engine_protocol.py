@@ -230,7 +230,8 @@ class Engine(Protocol):
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Releases device memory; its content is lost. Only `engines.device_memory` calls this.
 
-        An engine dies when calls run, or when it does not hold the memory.
+        Calls are ended first, and refused until all memory has been resumed. An engine dies when it does not
+        hold the memory.
 
         Raises:
             EngineError: When the request failed; what the engine holds is then unknown.

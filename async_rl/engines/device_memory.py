@@ -7,11 +7,14 @@
     └────────────────────────────────────────────resume_rest()──────────────────────────────────┘
 ```
 
-An SGLang server dies of an assertion when it is asked to release memory while calls run, to release memory it
-does not hold, or to take memory it holds. So only this module calls `Engine.release_memory` and
-`resume_memory`, each state is reached through the one before it, and each object allows one request: the
-attempt uses it up, even if it fails. After a failed or cancelled attempt it is unknown what the server holds,
-and no object is left to try again with: the engine has to be restarted.
+An SGLang server dies of an assertion when it is asked to release memory it does not hold, or to take memory
+it holds. So only this module calls `Engine.release_memory` and `resume_memory`, each state is reached through
+the one before it, and each object allows one request: the attempt uses it up, even if it fails. After a
+failed or cancelled attempt it is unknown what the server holds, and no object is left to try again with: the
+engine has to be restarted.
+
+It also dies of a call that arrives between a release and the last resume. `sglang.memory_gate`, in the
+server's process, ends calls before a release and refuses them until then.
 """
 
 from __future__ import annotations

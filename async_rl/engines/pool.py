@@ -214,12 +214,12 @@ class EnginePool(EngineCalls, LeaseHolder):
             self.quarantine_engine(engine_id, error)
 
     def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
-        """Give an engine fewer calls, and none for a while, because it refused one.
+        """Give an engine fewer calls, and none for a while, because it refused one while it served.
 
         An engine that refuses calls for long and completes none is quarantined.
         """
         slot = self._slots.get(engine_id)
-        if slot is None or slot.state is EngineState.QUARANTINED:
+        if slot is None or slot.state is not EngineState.SERVING:  # without its memory it refuses all
             return
         self._metrics.engine_busy_total.labels(engine_id).inc()
         pressure, now, accepted = slot.back_pressure, self._clock(), slot.num_calls - 1

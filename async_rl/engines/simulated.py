@@ -296,6 +296,7 @@ class SimulatedEngine:
         self._running: list[SimulatedCall] = []
         self.missing: set[MemoryPart] = set()
         """The parts of its device memory that it has released."""
+        self._releases = 0
         self._calls: dict[SimulatedCall, None] = {}  # ordered, so that a run can be repeated
         self._idle = asyncio.Event()
         self._idle.set()
@@ -336,6 +337,15 @@ class SimulatedEngine:
         """
         await self._resumed.wait()
 
+    def check_open(self) -> None:
+        """Refuse a call while memory is released, as `engines.sglang.memory_gate` does.
+
+        Raises:
+            EngineBusy: Some memory is released, or about to be.
+        """
+        if self.missing or self._releases:
+            raise EngineBusy(f"{self._engine_id} has released its device memory, or is about to do so", 5.0)
+
     async def generate(
         self, request: GenerateRequest
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
@@ -352,8 +362,7 @@ class SimulatedEngine:
                 f"{self._engine_id} refused the call {request.request_id}: routing from position "
                 f"{request.routing_start} of a prompt of {len(request.input_ids)} tokens"
             )
-        if self.missing:
-            self._die_with(f"a call, without {self.missing}")
+        self.check_open()
         fault = self._next_fault(_CALL_FAULTS)
         if fault is not None and fault.kind == "busy":
             raise EngineBusy(f"{self._engine_id} has too many calls")
@@ -514,12 +523,7 @@ class SimulatedEngine:
         """Implements `Engine.interrupt`."""
         self._check_alive()
         if mode == "abort":
-            for call in self._calls:
-                call.aborted = True
-                call.changed.set()
-            deaths = self._deaths
-            await self._idle.wait()
-            self._check_alive(deaths)
+            await self._abort_calls()
             return
         self._paused = True
         self._resumed.clear()
@@ -531,6 +535,15 @@ class SimulatedEngine:
                 call.changed.set()
                 self._queue.appendleft(call)
             self._running.clear()
+
+    async def _abort_calls(self) -> None:
+        """End all calls with what they have."""
+        for call in self._calls:
+            call.aborted = True
+            call.changed.set()
+        deaths = self._deaths
+        await self._idle.wait()
+        self._check_alive(deaths)
 
     async def resume_generation(self, mode: InterruptMode) -> None:
         """Implements `Engine.resume_generation`."""
@@ -552,12 +565,17 @@ class SimulatedEngine:
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Implements `Engine.release_memory`. An invalid request kills it, as it kills a server."""
         self._check_alive()
-        if self._calls or self.missing.intersection(parts):
-            self._die_with(f"releasing {parts}, with {len(self._calls)} calls and without {self.missing}")
-        if "kv_cache" in parts:
-            self._prefix_cache.clear()
-        await self._change_memory()
-        self.missing.update(parts)
+        if self.missing.intersection(parts):
+            self._die_with(f"releasing {parts}, without {self.missing}")
+        self._releases += 1
+        try:
+            await self._abort_calls()
+            if "kv_cache" in parts:
+                self._prefix_cache.clear()
+            await self._change_memory()
+            self.missing.update(parts)
+        finally:
+            self._releases -= 1
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Implements `Engine.resume_memory`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Final
 
 from async_rl.config import changed_fields
 from async_rl.simulation.cancellation_sweep import Place, Sweep, sweep
@@ -32,6 +34,9 @@ from async_rl.simulation.scenario import (
 )
 from async_rl.simulation.scratch import scratch
 from async_rl.simulation.simulate import SeedOutcome, simulate
+
+_SHARING_WORKERS: Final = 0.2
+"""Share of the seeds with workers in which engines and trainer share devices."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,8 +152,10 @@ def run_shared_seed(seed: int) -> SeedOutcome:
 
 
 def run_worker_seed(seed: int) -> SeedOutcome:
-    """The same with agent loops in rollout workers; those of odd seeds branch."""
-    return _run(with_workers(branching(draw(seed)) if seed % 2 else draw(seed)))
+    """The same with agent loops in rollout workers; those of odd seeds branch, some share devices."""
+    scenario = branching(draw(seed)) if seed % 2 else draw(seed)
+    shares = random.Random(f"workers share {seed}").random() < _SHARING_WORKERS
+    return _run(with_workers(sharing(scenario) if shares else scenario))
 
 
 def _run(scenario: Scenario) -> SeedOutcome:

@@ -129,6 +129,12 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "reorder_messages": FaultRow(
         "worker", "a message between the driver and a rollout worker overtakes another", 0.3, only="workers"
     ),
+    "late_request": FaultRow(
+        "worker",
+        "a rollout worker's request reaches its engine after its caller has left",
+        0.4,
+        only="workers",
+    ),
     "raise": FaultRow("user", "the agent loop raises"),
     "hang_loop": FaultRow("user", "the agent loop hangs"),
     "silent": FaultRow("user", "the agent loop returns without a turn"),

@@ -60,7 +60,13 @@ from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import FACTS, Injection, Scenario
 from async_rl.simulation.simulated_trainer import Broadcasts, SimulatedTrainer
-from async_rl.simulation.simulated_workers import CUT_OFF_S, LinkFault, SimulatedWorkers, exponential
+from async_rl.simulation.simulated_workers import (
+    CUT_OFF_S,
+    LateRequest,
+    LinkFault,
+    SimulatedWorkers,
+    exponential,
+)
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
@@ -77,6 +83,9 @@ _PIECE: Final = bytes(PIECE_BYTES)
 
 _ABORT_AGAIN_S: Final = 0.02
 """Between two aborts while calls of rollout workers may be under way."""
+
+_MAX_LATE_S: Final = 30.0
+"""How late a request is at most: longer than leases are valid."""
 
 _CONTROL_S: Final = 2.0
 """A control request without an answer for so long is given up."""
@@ -484,6 +493,8 @@ class FaultyEngine(SimulatedEngine):
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Implements `Engine.release_memory`."""
         await self._answering()
+        if self._calls:  # the gate is for requests that the driver cannot know of
+            self._checker.fail(f"{self._engine_id} releases its memory, and {len(self._calls)} calls run")
         await super().release_memory(parts)
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
@@ -588,6 +599,9 @@ class SimulatedCluster:
         elif kind == "worker_disk_full":
             self._workers.on_full_disk = partial(self._checker.met, kind)
             asyncio.get_running_loop().call_later(100 * injection.amount, self._free_disk)
+        elif kind == "late_request":
+            late = LateRequest(_MAX_LATE_S * injection.amount, partial(self._checker.met, kind))
+            self._workers.late_requests.append(late)
         elif kind in get_args(LinkFault):
             fault, met = cast(LinkFault, kind), partial(self._checker.met, kind)
             self._workers.disturb(fault, injection.engine, injection.amount, met)

@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple, Self, cast
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import SpoolFull, WorkerLost
+from async_rl.errors import EngineBusy, SpoolFull, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal_file import journal_files
@@ -152,12 +152,15 @@ class MemoryLink(Link):
 class DistantEngine:
     """A worker's client of an engine: a request arrives some time after it was sent."""
 
-    def __init__(self, engine: SimulatedEngine, delay_s: Callable[[], float]) -> None:
-        """Call an engine over a network that takes `delay_s` for a request."""
+    def __init__(
+        self, engine: SimulatedEngine, delay_s: Callable[[], float], late_requests: deque[LateRequest]
+    ) -> None:
+        """Call an engine over a network that takes `delay_s` for a request; `late_requests` take longer."""
         self.engine_id = engine.engine_id
         self.decode_routing, self.read_at_once = engine.decode_routing, engine.read_at_once
         self._engine = engine
         self._delay_s = delay_s
+        self._late_requests = late_requests
 
     async def close(self) -> None:
         """Implements `Engine.close`: there is no connection."""
@@ -166,11 +169,37 @@ class DistantEngine:
         self, request: GenerateRequest
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`."""
+        if self._late_requests:
+            await self._wait_for_late_request(self._late_requests.popleft())
         await asyncio.sleep(self._delay_s())
         await self._engine.wait_until_resumed()
         async with aclosing(self._engine.generate(request)) as stream:
             async for event in stream:
                 yield event
+
+    async def _wait_for_late_request(self, late: LateRequest) -> None:
+        """Wait until a request arrives; it also does if its caller leaves before."""
+        loop = asyncio.get_running_loop()
+        arrives_s = loop.time() + late.delay_s
+        try:
+            await asyncio.sleep(late.delay_s)
+        except BaseException:
+            loop.call_at(arrives_s, self._arrive_without_caller, late)
+            raise
+
+    def _arrive_without_caller(self, late: LateRequest) -> None:
+        """A server with all its memory drops the request; one without would die of it, and refuses it."""
+        late.met()
+        with suppress(EngineBusy):
+            self._engine.check_open()
+
+
+class LateRequest(NamedTuple):
+    """What makes a request late."""
+
+    delay_s: float
+    met: Callable[[], None]
+    """Called if its caller leaves before it arrives."""
 
 
 class FaultySpoolFolder(SpoolFolder):
@@ -230,6 +259,8 @@ class SimulatedWorkers:
         """The workers' ends of their links, by name."""
         self._running: dict[str, RolloutWorker] = {}
         self._torn = random.Random(f"torn journals {seed}")
+        self.late_requests: deque[LateRequest] = deque()
+        """The next requests of workers, which are late."""
         self.metrics: list[Metrics] = []
         """All workers that ever existed."""
         self.on_full_disk: Callable[[], None] | None = None
@@ -253,7 +284,10 @@ class SimulatedWorkers:
             chat=self._chat,
             facts=self._facts,
             connect=lambda engine_id, address: cast(
-                Engine, DistantEngine(cast(SimulatedEngine, self._engines[engine_id]), self._delay_s)
+                Engine,
+                DistantEngine(
+                    cast(SimulatedEngine, self._engines[engine_id]), self._delay_s, self.late_requests
+                ),
             ),
             new_id=lambda: f"{prefix}{next(numbers):024x}",
             metrics=self.metrics[-1],

@@ -26,8 +26,9 @@ from async_rl.engine_protocol import (
     TensorUpdate,
 )
 from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.memory_gate import RETRY_AFTER_S
 from async_rl.engines.sglang.server import SGLangServer, free_port
-from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
+from async_rl.errors import ConfigError, EngineBusy, EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.weights.weight_folder import WeightFolder
 from tests.support.engine_calls import Call, call, request
 from tests.support.sglang_world import SGLangWorld, in_trainer_order
@@ -179,6 +180,41 @@ async def test_each_key_opens_its_own_doors_when_both_are_set(
         assert await status("POST", "flush_cache", None) == 401
         assert await status("POST", "flush_cache", server.api_key) == 401
         assert await status("POST", "flush_cache", server.admin_key) == 200
+
+
+async def test_no_call_reaches_a_server_from_the_beginning_of_a_release_to_the_last_resume(
+    sglang_world: SGLangWorld, engine: SGLangEngine
+) -> None:
+    server = sglang_world.server
+    generate = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+
+    async def post(endpoint: str, key: str, body: object) -> tuple[int, str | None]:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with session.post(f"{server.url}/{endpoint}", headers=headers, json=body) as response:
+            return response.status, response.headers.get("Retry-After")
+
+    async with aiohttp.ClientSession() as session:
+        running = Call(engine, request(PROMPT, 1500))
+        async with asyncio.TaskGroup() as tasks:
+            late = tasks.create_task(running.run())
+            await running.has_tokens(1)
+            assert await post("release_memory_occupation", server.api_key, {}) == (401, None)
+            await engine.release_memory(("kv_cache", "cuda_graph", "weights"))  # not interrupted before
+            await late
+        assert running.finish is not None
+        assert running.finish.reason == "abort"
+        assert await post("generate", server.api_key, generate) == (503, str(RETRY_AFTER_S))
+        with pytest.raises(EngineBusy):
+            await call(engine, PROMPT, 2)
+        async with session.get(f"{server.url}/health") as health:
+            assert health.status == 200
+        await engine.resume_memory(("weights",))
+        await engine.update_weights(
+            DiskUpdate(weight_version=0, path=str(sglang_world.weights[0])), flush=True
+        )
+        assert await post("generate", server.api_key, generate) == (503, str(RETRY_AFTER_S))
+        await engine.resume_memory(("kv_cache", "cuda_graph"))
+        assert await post("generate", server.api_key, generate) == (200, None)
 
 
 def test_the_keys_cannot_be_seen_when_the_server_runs(sglang_world: SGLangWorld) -> None:

@@ -120,7 +120,7 @@ def train_without_asking(patch: pytest.MonkeyPatch) -> None:
     [
         (start_engines_at_any_time, ("die",), "out of memory"),
         (leave_failed_engines_alone, ("refuse_memory",), "out of memory"),
-        (stop_no_engine, (), "dies of what it was asked"),
+        (stop_no_engine, (), "calls run"),
         (train_without_asking, (), "its memory is on the host"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -51,6 +51,7 @@ ONLY_IN = {
     "sglang": (
         "async_rl/engines/sglang/aborted_rows.py",
         "async_rl/engines/sglang/cpu_launcher.py",
+        "async_rl/engines/sglang/memory_gate.py",
         "async_rl/engines/sglang/narrow_launcher.py",
     ),
     "create_task": ("async_rl/runtime/supervision.py",),

@@ -42,5 +42,19 @@ def test_a_setting_is_on_the_command_line_when_it_differs_from_its_default(
     assert OPTIONS[override] in command_of(tmp_path, override)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_server_has_a_gate_where_it_shares_its_device(tmp_path: Path, device: str, shared: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    config = parse_config({"model": {"path": str(tmp_path)}, "engine": {"device": device}})
+    assert isinstance(config.engine, SGLangEngines)
+    command = SGLangServer(
+        config.engine, config.model, routing=False, index=0, log_dir=tmp_path, seed=0, shared=shared
+    ).command()
+    gate = "async_rl.engines.sglang.memory_gate"
+    assert (gate in command) == (shared and device == "cuda")  # the launcher for a CPU always installs it
+    assert ("sglang.launch_server" in command) == (not shared and device == "cuda")
+
+
 def test_a_server_loads_the_model_of_the_config(tmp_path: Path) -> None:
     assert f"--model-path={tmp_path}" in command_of(tmp_path)

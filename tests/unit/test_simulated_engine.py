@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from unittest import mock
 
@@ -127,7 +128,7 @@ def test_a_request_that_arrives_late_is_looked_at_when_generation_goes_on(mode: 
             began_s.append(loop.time())
             return generate(request)
 
-        distant = DistantEngine(subject, lambda: 0.5)
+        distant = DistantEngine(subject, lambda: 0.5, deque())
         with mock.patch.object(subject, "generate", seen):
             late = asyncio.create_task(call(distant, PROMPT, 3))
             await subject.interrupt(mode)

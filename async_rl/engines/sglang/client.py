@@ -479,7 +479,7 @@ class SGLangEngine:
             "update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
 
-    async def _flush_cache(self, before: str = "has new weights but ") -> None:
+    async def _flush_cache(self) -> None:
         try:
             async with asyncio.timeout(_FLUSH_LIMIT_S + self._request_timeout_s):
                 status, text = await self._http.post_admin("flush_cache", timeout=_FLUSH_LIMIT_S)
@@ -489,8 +489,9 @@ class SGLangEngine:
             ) from e
         if status != 200:
             raise WeightSyncError(
-                f"{self._engine_id} {before}would not flush its prefix cache within {_FLUSH_LIMIT_S} s: "
-                f"{text.decode(errors='replace').strip()}. Interrupt it by abort or retract before an update"
+                f"{self._engine_id} has new weights but would not flush its prefix cache within "
+                f"{_FLUSH_LIMIT_S} s: {text.decode(errors='replace').strip()}. Interrupt it by abort or "
+                f"retract before an update"
             )
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
@@ -506,10 +507,9 @@ class SGLangEngine:
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Implements `Engine.release_memory`. The caller bounds the time.
 
-        The scheduler asserts that it is idle, and the last batch of a stream that has ended here may still
-        run there. It flushes its cache only when it is idle, so a successful flush comes first.
+        The scheduler asserts that it is idle. `memory_gate` in the server's process ensures that it is, and
+        stays so until `resume_memory` has returned the last part.
         """
-        await self._flush_cache(before="")
         await self._http.send_slow_command("release_memory_occupation", {"tags": list(parts)})
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:

@@ -1,9 +1,9 @@
 """Runs an SGLang server on a CPU that SGLang has no kernels for, by shims that each give their reason.
 
 This file is a program of its own, started by `async_rl.engines.sglang.server`, or run by `narrow_launcher.py`
-in the same process. It imports only `aborted_rows.py` of `async_rl`, and no other module imports it:
-SGLang is loaded in the server's processes only. The shims apply to SGLang's scheduler and detokenizer because
-those are forked from this process, see `main`.
+in the same process. It imports only `aborted_rows.py` and `memory_gate.py` of `async_rl`, and no other module
+imports it: SGLang is loaded in the server's processes only. The shims apply to SGLang's scheduler and
+detokenizer because those are forked from this process, see `main`.
 
 The shims patch internals of exactly one version; on any other the program ends with an error message.
 
@@ -80,6 +80,7 @@ from sglang.kernels.ops.elementwise import elementwise  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402
 from sglang.srt.models.deepseek_common import attention_backend_handler as mla  # noqa: E402
 
+from async_rl.engines.sglang import memory_gate  # noqa: E402
 from async_rl.engines.sglang.aborted_rows import omit_aborted_rows  # noqa: E402
 
 # --enable-return-routed-experts keeps its rows in a CUDA-pinned host buffer on any device. Without CUDA,
@@ -168,6 +169,7 @@ def main(arguments: list[str]) -> None:
     if "--skip-server-warmup" in arguments:
         # Without a warm-up it asks before the server listens: it has no effect but a traceback in the log.
         http_server._freeze_gc_after_server_warmup = lambda _: None
+    memory_gate.install()
     try:
         run_server(prepare_server_args(arguments))
     finally:

@@ -11,7 +11,7 @@ top-k ─► device buffer ─┬─ narrow ─► host buffer ─► rows of a 
         int32, all layers   uint8 or uint16, MoE layers
 ```
 
-It also installs `aborted_rows.py`, as `cpu_launcher.py` does.
+It also installs `aborted_rows.py` and `memory_gate.py`, as `cpu_launcher.py` does.
 
 Like `cpu_launcher.py` this file is a program of its own; `server.py` only uses its names. It patches classes
 of exactly one version: if another version is installed, or the source of these classes differs, the program
@@ -24,11 +24,11 @@ ends with an error message.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from async_rl.engines.sglang import memory_gate
 from async_rl.engines.sglang.aborted_rows import SUPPORTED, hash_source, omit_aborted_rows
 
 _SOURCE: Final = "3c426572d6a5816b7857a0103f4ebd7b1214e00ba3d2deb8c61033c83db0fc18"
@@ -137,16 +137,7 @@ def main() -> None:
 
         cpu_launcher.main(arguments)
         return
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    load_plugins()
-    try:
-        run_server(prepare_server_args(arguments))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    memory_gate.main(arguments)
 
 
 if __name__ == "__main__":

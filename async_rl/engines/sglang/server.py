@@ -1,8 +1,9 @@
 """Starts one SGLang server, watches it, and ends it with all processes it started.
 
-On a GPU it runs `python -m sglang.launch_server`, on a CPU `cpu_launcher.py`, and `narrow_launcher.py` on
-both if routing is sent as narrow ids; always under `guard.py`, so that no server outlives the process that
-started it. The class does not depend on Ray: it works in the driver, in a Ray actor and in a test.
+On a GPU it runs `python -m sglang.launch_server`, or `memory_gate.py` where the trainer shares the device; on
+a CPU `cpu_launcher.py`; on both `narrow_launcher.py` if routing is sent as narrow ids. All run under
+`guard.py`, so that no server outlives the process that started it. The class does not depend on Ray: it works
+in the driver, in a Ray actor and in a test.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ class SGLangServer:
         config = self._config
         # -P keeps the launcher's own folder off the import path.
         cpu = self._device == "cpu"
-        launcher = ["-P", str(_HERE / "cpu_launcher.py")] if cpu else ["-m", "sglang.launch_server"]
+        module = "async_rl.engines.sglang.memory_gate" if self._shared else "sglang.launch_server"
+        launcher = ["-P", str(_HERE / "cpu_launcher.py")] if cpu else ["-m", module]
         if self._narrow:
             facts = load_facts(self._model.path)
             layers = ",".join(map(str, facts.moe_layers))
