@@ -250,7 +250,7 @@ def resume(folder: Path, counts: list[int], tokens: int, repetitions: int) -> li
             path.read_bytes()
             middle = time.perf_counter()
             folders = JournalFolders(directory, incarnation=2, restarts={2: 0})
-            known = folders.restore(names)  # by the driver, at its start
+            known = asyncio.run(folders.restore(names))  # by the driver, at its start
             left = read_trees(path.parent, names)  # by a process that goes on with them
             times["ours"][turn], times["read"][turn] = time.perf_counter() - middle, middle - begin
             assert len(left) == len(known) == count

@@ -24,6 +24,7 @@ import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -123,6 +124,19 @@ def read_trees(folder: Path, root_ids: Collection[str]) -> dict[str, dict[str, J
     return trees
 
 
+def _read_known(
+    folder: Path, alive: Collection[str], newest_version: int | None
+) -> tuple[dict[str, dict[str, _Known]], int]:
+    """Read how far a folder has trajectories and their branches, by trajectory, and its damaged records."""
+    trees: defaultdict[str, dict[str, _Known]] = defaultdict(dict)
+    found, damaged = _read_stable(folder)
+    for name, state in found.items():
+        if (root_id := root_of(name)) in alive:
+            progress = state.capped(newest_version).progress
+            trees[root_id][name] = _Known(state.owner, state.attempt, progress)
+    return trees, damaged
+
+
 def _read_stable(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
     for _ in range(_MAX_READS - 1):
         try:
@@ -210,7 +224,7 @@ class JournalFolders:
 
     Example:
         >>> folders = JournalFolders(run_dir / "journal", incarnation, restarts, metrics)
-        >>> known = folders.restore(ledger.in_flight)  # how far trajectories are, by id
+        >>> known = await folders.restore(ledger.in_flight)  # how far trajectories are, by id
         >>> claim = folders.claim_trajectory(trajectory_id, known)  # for the attempt that goes on with one
         >>> folders.record_owner(trajectory_id, folder)  # it has started in the process that writes there
         >>> folders.release_trajectories([trajectory_id])  # its frame is in the ledger, or it was dropped
@@ -239,23 +253,34 @@ class JournalFolders:
         self._ended: set[Path] = set()  # folders that no process writes any longer
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def restore(self, alive: Collection[str]) -> dict[str, ProgressReport]:
-        """Read all journals; return how far trajectories in flight and their branches are, by id; blocking.
+    async def restore(
+        self, alive: Collection[str], report: Callable[[str], None] = log.info
+    ) -> dict[str, ProgressReport]:
+        """Read all journals; return how far trajectories in flight and their branches are, by id.
+
+        One folder is read at a time, in a thread, so that memory is bounded by the largest of them.
 
         Args:
             alive: The trajectories in flight; their branches are in flight with them.
+            report: Called with a sentence if there are journals to read, which may take a second for each.
         """
+        alive = frozenset(alive)
         trees: defaultdict[str, dict[Path, dict[str, _Known]]] = defaultdict(dict)
         folders = sorted(path for path in self.base.iterdir() if path.is_dir())
-        lost = 0
-        for folder in folders:
-            found, damaged = _read_stable(folder)
-            lost += damaged
-            cap = self._source(folder).newest_version
-            for name, state in found.items():
-                if (root_id := root_of(name)) in alive:
-                    known = _Known(state.owner, state.attempt, state.capped(cap).progress)
-                    trees[root_id].setdefault(folder, {})[name] = known
+        if folders:
+            report(f"reading {len(folders)} journals of what was in flight")
+        done = lost = 0
+        with waiting("disk", why=lambda: f"{done} of {len(folders)} journals are read") as wait:
+            for folder in folders:
+                cap = self._source(folder).newest_version
+                found, damaged = await wait_out_shortage(
+                    partial(asyncio.to_thread, _read_known, folder, alive, cap)
+                )
+                for root_id, tree in found.items():
+                    trees[root_id][folder] = tree
+                lost += damaged
+                done += 1
+                wait.renew()
         if lost:
             log.warning(
                 "%d records of the journal are damaged; their trajectories continue from earlier tokens", lost
@@ -269,7 +294,8 @@ class JournalFolders:
             whole = [index for index, folder in enumerate(by_owner) if root_id in of_root[folder]]
             self._holders[root_id] = by_owner[max(whole, default=0) :]
         self._ended.update(folders)
-        self.delete_folders(self.take_unneeded())
+        if unneeded := self.take_unneeded():
+            await asyncio.to_thread(self.delete_folders, unneeded)
         return newest
 
     # -- owners --------------------------------------------------------------------------------------------

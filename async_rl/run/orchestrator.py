@@ -61,7 +61,7 @@ from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices, OwnDevices, SharedDevices
 from async_rl.run.doctor import Doctor, recording_waits
 from async_rl.run.live_status import LiveStatus
-from async_rl.run.recovery import RecoveredState
+from async_rl.run.recovery import RecoveredState, RestoredProgress, restore_progress
 from async_rl.run.run_log import RunLogger
 from async_rl.run.train_loop import TrainLoop, choose_train_loop
 from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
@@ -297,7 +297,11 @@ class Orchestrator:
             # A restarted trainer continues from its checkpoint exactly as a new process does: the components
             # that depend on its step are rebuilt from the run's folder, and the engines get its weights.
             await wait_for_files(self._dir / "spool")
-            incarnation = self._incarnation = self._build_incarnation(trainer_handle, failed_checkpoints)
+            progress = await self._restore_progress(trainer_handle.step)
+            await wait_for_files(self._dir / "spool")
+            incarnation = self._incarnation = self._build_incarnation(
+                trainer_handle, progress, failed_checkpoints
+            )
             queue = incarnation.recovered.queue
             try:
                 end = await self._run_incarnation(incarnation)
@@ -315,12 +319,27 @@ class Orchestrator:
 
     # -- one incarnation of the trainer ------------------------------------------------------------------
 
-    def _build_incarnation(self, trainer_handle: TrainerHandle, failed_checkpoints: int) -> _Incarnation:
+    async def _restore_progress(self, step: int) -> RestoredProgress:
+        """Restore how far trajectories were; a signal that ends a start ends this too."""
+        is_start = self._trainer_restarts.failures == 0
+        async with (
+            cut_by(self._stop) if is_start else nullcontext(),
+            services(doctor=self._watching_doctor),
+        ):
+            return await restore_progress(
+                self._config.queue, self._dir, step, self._metrics, self.run_log.enter_phase
+            )
+
+    def _build_incarnation(
+        self, trainer_handle: TrainerHandle, progress: RestoredProgress, failed_checkpoints: int
+    ) -> _Incarnation:
         """Build the components that depend on the trainer's step from the state in the run's folder."""
         config, inputs, metrics, clock = self._config, self._inputs, self._metrics, self._clock
         trainer, step = trainer_handle
         sync = self._weight_sync(trainer)
-        recovered = RecoveredState(config, self._dir, inputs.tasks, inputs.facts, step, metrics, clock)
+        recovered = RecoveredState(
+            config, progress, self._dir, inputs.tasks, inputs.facts, step, metrics, clock
+        )
         queue = recovered.queue
         context = SessionContext(
             chat=inputs.chat,

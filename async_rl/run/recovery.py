@@ -18,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from async_rl.config import Config, QueueConfig
 from async_rl.data.dataset import order_of
@@ -55,11 +55,52 @@ def journal_folder(config: QueueConfig, run_dir: Path) -> Path:
     return Path(config.journal_dir).expanduser().absolute() / f"{run_dir.name}-{digest}"
 
 
+class RestoredProgress(NamedTuple):
+    """How far the trajectories were that an incarnation continues."""
+
+    ledger: Ledger
+    """Rolled back to the step of the checkpoint."""
+    journals: JournalFolders | None
+    """The journals of the run; None where `queue.journal_s` asks for none."""
+    journalled: Mapping[str, ProgressReport]
+    """How far trajectories in flight and their branches are in the journals, by id."""
+
+
+async def restore_progress(
+    config: QueueConfig, run_dir: Path, step: int, metrics: Metrics, report: Callable[[str], None] = log.info
+) -> RestoredProgress:
+    """Roll the ledger back to a checkpoint, and read the journals.
+
+    Args:
+        config: The settings of the journals.
+        run_dir: The run folder.
+        step: Step of the checkpoint that the trainer continues from.
+        metrics: The run's metrics.
+        report: Called with a sentence if there are journals to read.
+
+    Raises:
+        AsyncRLError: The ledger cannot be rolled back to the step.
+    """
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    try:
+        ledger.rollback(step)
+        if config.journal_s is None:
+            return RestoredProgress(ledger, None, {})
+        journals = JournalFolders(
+            journal_folder(config, run_dir), ledger.incarnation, ledger.restarts, metrics
+        )
+        return RestoredProgress(ledger, journals, await journals.restore(ledger.in_flight, report))
+    except BaseException:
+        ledger.close()
+        raise
+
+
 class RecoveredState:
     """Queue, feeder and journal of an incarnation, restored from the run folder.
 
     Example:
-        >>> recovered = RecoveredState(config, run_dir, tasks, facts, step, metrics, clock)
+        >>> progress = await restore_progress(config.queue, run_dir, step, metrics)
+        >>> recovered = RecoveredState(config, progress, run_dir, tasks, facts, step, metrics, clock)
         >>> async with services(**recovered.services): ...
         >>> recovered.write_and_close()
     """
@@ -67,6 +108,7 @@ class RecoveredState:
     def __init__(
         self,
         config: Config,
+        progress: RestoredProgress,
         run_dir: Path,
         tasks: Sequence[Task],
         facts: EngineFacts,
@@ -78,6 +120,7 @@ class RecoveredState:
 
         Args:
             config: The run's config.
+            progress: The ledger, which belongs to this state from now on, and the journals.
             run_dir: The run folder.
             tasks: The dataset. A group in flight whose task is no longer at its position is dropped.
             facts: The model's facts.
@@ -86,27 +129,17 @@ class RecoveredState:
             clock: Monotonic seconds.
 
         Raises:
-            AsyncRLError: The ledger cannot be rolled back to the step.
             SpoolFull: The disk has no space for the journal.
         """
-        ledger = Ledger(run_dir / "ledger.sqlite")
-        ledger.rollback(step)
+        ledger, self.journals, self.journalled = progress
         self._every_s = config.queue.journal_s
         self.archive: Archive | None = None
         if config.run.keep_trajectories:
             self.archive = Archive(run_dir / archive.FILE, config.run.keep_trajectories)
             self.archive.rollback(step)
-        self.journals: JournalFolders | None = None
-        """The journals of the run; None where `queue.journal_s` asks for none."""
         self.journal: Journal | None = None
-        """The driver's own."""
-        self.journalled: dict[str, ProgressReport] = {}
-        """How far trajectories in flight and their branches are in the journals, by id."""
-        if self._every_s is not None:
-            self.journals = JournalFolders(
-                journal_folder(config.queue, run_dir), ledger.incarnation, ledger.restarts, metrics
-            )
-            self.journalled = self.journals.restore(ledger.in_flight)
+        """The driver's own; None where `queue.journal_s` asks for none."""
+        if self.journals is not None:
             self.journal = Journal(self.journals.add_owner("driver", self._release_entries), metrics)
         retries = TaskRetries(
             max_retries=config.rollout.max_task_retries,

@@ -1778,6 +1778,15 @@ MUTANTS: Final = (
         says="Timeout",
     ),
     Mutant(
+        "signals-wait-for-journals",
+        "A signal during the start waits until all journals are read.",
+        "async_rl/run/orchestrator.py",
+        "            cut_by(self._stop) if is_start else nullcontext(),\n",
+        "            nullcontext(),\n",
+        (f"{LOOP}::test_a_run_that_is_stopped_while_it_starts_ends_at_once[journals]",),
+        says="Timeout",
+    ),
+    Mutant(
         "shortage-ends-the-run",
         "File work that finds no descriptor or no space is not repeated.",
         "async_rl/runtime/shortages.py",

@@ -15,6 +15,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
+from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run import orchestrator
@@ -318,8 +319,8 @@ async def test_a_run_ends_when_its_data_does(calculator, tmp_path):
     assert_conserved(summary)
 
 
-@pytest.mark.parametrize("hangs", ["start_engines", "start_trainer", "health"])
-async def test_a_run_that_is_stopped_while_it_starts_ends_at_once(calculator, tmp_path, hangs):
+@pytest.mark.parametrize("hangs", ["start_engines", "start_trainer", "journals", "health"])
+async def test_a_run_that_is_stopped_while_it_starts_ends_at_once(calculator, tmp_path, hangs, monkeypatch):
     config = make_config(calculator, tmp_path)
     stop, cluster = asyncio.Event(), LocalCluster(config)
 
@@ -330,6 +331,8 @@ async def test_a_run_that_is_stopped_while_it_starts_ends_at_once(calculator, tm
     if hangs == "health":  # the engines' first weights are read back
         for engine in cluster.engines:
             engine.health = hang  # type: ignore[method-assign]
+    elif hangs == "journals":
+        monkeypatch.setattr(JournalFolders, "restore", hang)
     else:
         setattr(cluster, hangs, hang)
     with pytest.raises(ExceptionGroup) as caught:

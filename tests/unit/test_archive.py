@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from async_rl.queue.archive import Archive, ArchiveReader
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.run.recovery import RecoveredState
+from async_rl.run.recovery import RecoveredState, restore_progress
 from async_rl.simulation.simulate import simulate
 from async_rl.types import StoredTrajectory
 from tests.support.small_run import small_run
@@ -198,7 +199,9 @@ def test_the_archive_is_rolled_back_to_the_checkpoint_of_a_restart(path: Path, t
         archive_trajectory(archive, make_trajectory(name))
         archive.trained([name], step)
     archive.close()
-    recovered = RecoveredState(config, tmp_path, scenario.tasks, FACTS, 1, Metrics(), lambda: 0.0)
+    metrics = Metrics()
+    progress = asyncio.run(restore_progress(config.queue, tmp_path, 1, metrics))
+    recovered = RecoveredState(config, progress, tmp_path, scenario.tasks, FACTS, 1, metrics, lambda: 0.0)
     recovered.write_and_close()
     recovered.queue.close()
     assert ids(ArchiveReader(path), "status = 'trained'") == ["a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
 from async_rl.queue.journal_folders import JournalClaim, JournalFolders, JournalReader, JournalSource
 from async_rl.queue.ledger import Ledger
+from async_rl.runtime.waits import Waits, acting
 from async_rl.types import Context, Sampled
 
 NAME = "a" * 32
@@ -79,7 +81,7 @@ def test_what_a_process_writes_counts_for_nothing_when_it_has_lost_the_trajector
     write(lost, NAME, sampled(500), epoch=1)
     for folders in ([lost, owner], [owner, lost]):
         assert lengths(read(claim_of(*(each.directory for each in folders)))[0]) == {"": 5}
-    found = JournalFolders(tmp_path, 2, {}).restore([NAME])
+    found = asyncio.run(JournalFolders(tmp_path, 2, {}).restore([NAME]))
     assert found[NAME].num_sampled_tokens == 5
     lost.close()
     owner.close()
@@ -138,7 +140,7 @@ def test_undone_versions_stay_undone_when_a_second_restart_reads_the_same_journa
     ledger.close()
     ledger = Ledger(tmp_path / "ledger.sqlite")  # as the next process finds it
     folders = JournalFolders(base, ledger.incarnation, ledger.restarts)
-    known = folders.restore([NAME])
+    known = asyncio.run(folders.restore([NAME]))
     assert (known[NAME].oldest_version, known[NAME].newest_version) == (4, 4)
     claim = folders.claim_trajectory(NAME, known.values())
     (state,) = read(claim)[0].values()
@@ -207,10 +209,36 @@ def test_folders_that_a_restart_needs_nothing_of_are_deleted(tmp_path: Path) -> 
     lost = left_behind(tmp_path / "000001-w0-2", NAME, sampled(5), epoch=2)
     newest = left_behind(tmp_path / "000001-w1-3", NAME, sampled(6), epoch=3)
     folders = JournalFolders(tmp_path, 2, {})
-    assert folders.restore([NAME])[NAME].num_sampled_tokens == 6
+    assert asyncio.run(folders.restore([NAME]))[NAME].num_sampled_tokens == 6
     assert not settled.exists()
     assert newest.exists()
     assert not lost.exists()
+
+
+async def test_the_event_loop_runs_while_journals_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        left_behind(tmp_path / f"000001-w{number}-{number}", NAME, sampled(number), epoch=number)
+    honest, loop, waits = journal_folders.read_journal, asyncio.get_running_loop(), Waits()
+    shown: list[str] = []
+
+    def read_watched(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
+        async def look() -> None:
+            shown.extend(wait.why() for wait in waits.open if wait.why is not None)
+
+        assert threading.current_thread() is not threading.main_thread()
+        asyncio.run_coroutine_threadsafe(look(), loop).result()
+        return honest(folder)
+
+    monkeypatch.setattr(journal_folders, "read_journal", read_watched)
+    with acting("run", waits=waits):
+        known = await JournalFolders(tmp_path, 2, {}).restore([NAME], shown.append)
+    assert known[NAME].num_sampled_tokens == 3
+    assert shown == [
+        "reading 3 journals of what was in flight",
+        *(f"{done} of 3 journals are read" for done in range(3)),
+    ]
 
 
 def test_a_journal_is_read_again_when_its_process_replaces_the_file_meanwhile(

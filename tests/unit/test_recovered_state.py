@@ -1,21 +1,28 @@
 """What the queue, the archive and the retries of an incarnation take from the config."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_rl.config import apply_override, parse_config, to_builtins
+from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.data.dataset import order_of
 from async_rl.data.feeder import TaskRetries
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.spool import Spool
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
-from async_rl.run.recovery import RecoveredState
+from async_rl.run.recovery import RecoveredState, restore_progress
 from async_rl.simulation.scenario import FACTS
 from tests.support.small_run import small_run
 from tests.support.trajectories import make_trajectory
+
+
+def recover(config: Config, folder: Path) -> RecoveredState:
+    metrics = Metrics()
+    progress = asyncio.run(restore_progress(config.queue, folder, 0, metrics))
+    return RecoveredState(config, progress, folder, small_run(0).tasks, FACTS, 0, metrics, lambda: 0.0)
 
 
 @pytest.fixture
@@ -41,9 +48,7 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "run.keep_trajectories=0",
     ):
         apply_override(tree, override)
-    recovered = RecoveredState(
-        parse_config(tree), tmp_path, small_run(0).tasks, FACTS, 0, Metrics(), lambda: 0.0
-    )
+    recovered = recover(parse_config(tree), tmp_path)
     seen["run.keep_trajectories"] = recovered.archive
     assert recovered.journals is not None
     seen["queue.journal_dir"] = recovered.journals.base.parent.relative_to(tmp_path).name
@@ -70,10 +75,7 @@ def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None
     scenario = small_run(0)
     task_id = scenario.tasks[0].task_id
 
-    def recover() -> RecoveredState:
-        return RecoveredState(scenario.config, tmp_path, scenario.tasks, FACTS, 0, Metrics(), lambda: 0.0)
-
-    first = recover()
+    first = recover(scenario.config, tmp_path)
     order = order_of(scenario.tasks, scenario.config.run.seed, scenario.config.data.shuffle)
     known = scenario.tasks[order.task_at(0)].task_id
     in_flight = GroupInFlight("g0", scenario.tasks[0], 0, ["a"], "wait")
@@ -86,7 +88,7 @@ def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None
         first.journal.open_entry(name, owner_epoch=1).segments.append(segment)
     first.write_and_close()
     first.queue.close()
-    second = recover()
+    second = recover(scenario.config, tmp_path)
     assert second.journalled.keys() == {"a", "a.1", "b"}
     assert second.journals is not None
     assert second.journals.take_released() == ["b"]  # the data has no such task now
