@@ -11,6 +11,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── LocalShortage   this process has no descriptor, port or memory left to reach an engine
 │   ├── WeightSyncError an engine could not be brought to the published weights
 │   └── VersionMismatch an engine answered under weights that were not published to it
+├── NodeUnreachable     a node with finished trajectories does not answer; they are waited for, then lost
 ├── WorkerLost          a rollout worker ended or stopped responding; its attempts continue in another
 ├── RolloutError        one trajectory failed; recorded in its outcome, never ends the run
 │   ├── PromptTooLong   the prompt leaves no tokens to generate
@@ -124,6 +125,13 @@ class WeightSyncError(EngineError):
 
 class VersionMismatch(EngineError):
     """An engine serves weights that were not published to it."""
+
+
+class NodeUnreachable(AsyncRLError):
+    """A node with frames of finished trajectories does not answer."""
+
+    reader_has_ended = False
+    """Whether what read the frames there has ended, so that another one must be started."""
 
 
 class WorkerLost(AsyncRLError):

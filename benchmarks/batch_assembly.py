@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from async_rl.queue import packing
+from async_rl.queue import frames
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.packing import Packer, StoredGroup
 from async_rl.queue.spool import Spool
@@ -100,7 +100,7 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
         return seconds
 
     def decide() -> float:
-        with mock.patch.object(packing, "verify_frame", return_value=None):
+        with mock.patch.object(frames, "verify_frame", return_value=None):
             return cpu_time(lambda: PACKER.pack_groups(0, stored))()
 
     times = in_turns(

@@ -36,6 +36,7 @@ from async_rl.observability.records import FIGURES
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_folders import JournalFolders, read_trees
+from async_rl.queue.spool import no_other_nodes
 from async_rl.rollout.session.tokens import GrowingArray
 from async_rl.run.orchestrator import Cluster, Orchestrator, RunInputs
 from async_rl.simulation.users import SimulatedChat
@@ -100,6 +101,8 @@ class InProcess(Cluster):
     """A cluster whose engines and trainer are in this process."""
 
     weight_backend = "gloo"
+    node = ""
+    open_frame_reader = staticmethod(no_other_nodes)
 
     def __init__(self, config: Config) -> None:
         assert isinstance(config.engine, SimulatedEngines)

@@ -72,8 +72,34 @@ class QueueConfig(Strict, frozen=True, kw_only=True):
     """The queue between rollouts and trainer."""
 
     max_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="Maximum size of finished trajectories in the spool, bytes.")
+        int,
+        Meta(
+            ge=1 << 20,
+            description=(
+                "Maximum size of finished trajectories in the spool, bytes; with `spool_dir` on each node."
+            ),
+        ),
     ] = 8 << 30
+    spool_dir: Annotated[
+        str | None,
+        Meta(
+            description=(
+                "Folder on each node, such as one on its own disk, in which its processes keep finished "
+                "trajectories until they are trained; null keeps them in the run folder. They then cross "
+                "the network once, to nodes whose trainer ranks need them. What a lost node had is sampled "
+                "again."
+            )
+        ),
+    ] = None
+    node_lost_s: Annotated[
+        PositiveFloat,
+        Meta(
+            description=(
+                "A node with finished trajectories (`queue.spool_dir`) is lost when it has not answered "
+                "for this many seconds; batches wait for it until then."
+            )
+        ),
+    ] = 60.0
     journal_s: Annotated[
         PositiveFloat | None,
         Meta(

@@ -250,7 +250,7 @@ class FlowMetrics(Instruments):
         bad="Rises: work is lost; docs/design/staleness.md explains the reasons.",
     )
     queue_bytes = gauge(
-        "Bytes of finished trajectories held in the spool.",
+        "Bytes of finished trajectories held in the spool, on the node that has the most.",
         unit="bytes",
         source=_EVERY_SECOND,
         bad="Near `queue.max_bytes`: dispatch stops there; raise it or lower `rollout.max_staleness`.",
@@ -400,9 +400,11 @@ class PartialMetrics(Instruments):
         bad="Above 0: the disk corrupts data.",
     )
     attempts_restarted_total = counter(
-        "Attempts that began again from their prompts, because no journal had a token of them.",
-        source="queue.journal_folders, when an attempt goes on",
-        bad="More than a few when a process ends: its node is lost with its journal (`queue.journal_dir`).",
+        "Attempts that began again from their prompts, because no journal had a token of them, or the frames "
+        "that they had made were lost with a node.",
+        source="queue.journal_folders, when an attempt goes on; queue.outstanding, when a node is lost",
+        bad="More than a few when a process ends: a node was lost with its journal (`queue.journal_dir`) or "
+        "with frames (`queue.spool_dir`).",
     )
     resumed_tokens_total = counter(
         "Sampled tokens restored from the journal after a restart.",

@@ -3,12 +3,12 @@
 ```
  driver ─┬─► EngineActor, per engine            owns an SGLang server process and its GPUs; calls use HTTP
          ├─► RankActor, per trainer rank        owns a TrainerRank, in the trainer's placement group
-         └─► RolloutWorkerActor, per worker     runs agent loops; messages use a TCP link
+         ├─► RolloutWorkerActor, per worker     runs agent loops; messages use a TCP link
+         └─► FrameReaderActor, per node         verifies, deletes, sends and receives frames
 ```
 
 On one machine the run starts Ray and stops it at its end; with `placement.ray_address` the same config runs
-on a cluster. Trainer ranks on the driver's host read batches from its file; other hosts get them through
-Ray's object store.
+on a cluster. Trainer ranks map frames that are on their node; others come through Ray's object store.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import msgspec
 import psutil
 import ray
 
-from async_rl.codec import ALIGNMENT
 from async_rl.config import SGLangEngines, parse_config
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
@@ -97,7 +96,6 @@ class RankActor(NodeActor):
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
         use_private_compile_cache()
         self._worker: Any = None
-        self._frames: SharedFrames | None = None
 
     def free_address(self) -> tuple[str, int]:
         """Return a host and a free port of this node."""
@@ -113,20 +111,6 @@ class RankActor(NodeActor):
     def call_worker(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker."""
         return getattr(self._worker, method)(*arguments)
-
-    def hold_frames(self, objects: list[Any]) -> tuple[str, list[int]]:
-        """Keep frames that arrive through the object store, for all ranks of this node.
-
-        Args:
-            objects: References to `[bytes] uint8`, in the order of the batch.
-
-        Returns:
-            The path of a file with all of them, and where each begins.
-        """
-        self._frames = None  # frees those of the previous step
-        self._frames = held = SharedFrames()
-        # One after the other, so that only one of them is in the store and in the file.
-        return held.path, [held.append(ray.get(reference)) for reference in objects]
 
 
 class EngineActor(NodeActor):
@@ -199,36 +183,6 @@ class EngineActor(NodeActor):
     async def apply_delta(self, path: str) -> str:
         """Apply a delta to this host's copy of the weights, and return its path."""
         return await asyncio.to_thread(self._folder.apply_delta, path)
-
-
-class SharedFrames:
-    """Frames in memory under a path that other processes of this host and user can open.
-
-    The path belongs to this process (an anonymous file), so nothing is left behind when the process is
-    killed.
-    """
-
-    def __init__(self) -> None:
-        self._file = os.memfd_create("async_rl_frames", os.MFD_CLOEXEC)
-        self._end = 0
-
-    def append(self, data: Any) -> int:
-        """Add a frame and return where it begins, aligned as the codec requires."""
-        offset = -(-self._end // ALIGNMENT) * ALIGNMENT
-        view = memoryview(data)
-        while view:
-            self._end = offset + len(data) - len(view)
-            view = view[os.pwrite(self._file, view, self._end) :]
-        self._end = offset + len(data)
-        return offset
-
-    @property
-    def path(self) -> str:
-        """The path, valid as long as this object."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
-
-    def __del__(self) -> None:
-        os.close(self._file)
 
 
 def enter_driver_folder(setup: ActorSetup, node: str) -> None:

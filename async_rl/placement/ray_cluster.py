@@ -24,14 +24,17 @@ from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError, WeightSyncError
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
-from async_rl.placement.actors import ActorSetup, EngineActor, RankActor
+from async_rl.placement.actors import ActorSetup, EngineActor, RankActor, node_address
+from async_rl.placement.frame_readers import FrameReaders
 from async_rl.placement.placements import LOG_AFTER_S, Placements, node_addresses
 from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, make_worker
 from async_rl.placement.rollout_worker_actor import rollout_worker
 from async_rl.placement.shared_devices import Device, assign_devices, options_beside
+from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.cluster import Cluster
+from async_rl.run.recovery import node_folder
 from async_rl.runtime.loading import IMPORT_FOLDERS
 from async_rl.runtime.processes import Process
 from async_rl.runtime.supervision import Nursery
@@ -53,6 +56,10 @@ class RayCluster(Cluster):
         self._logs = run_dir / "logs"
         self._server = server
         self._setup = _actor_setup(run_dir)
+        spool_dir = config.queue.spool_dir
+        directory = None if spool_dir is None else node_folder(spool_dir, run_dir)
+        self._frame_readers = FrameReaders(self._setup, self._logs, directory)
+        self.node = node_address()
         self._engine_actors: dict[str, Any] = {}
         self._engine_placements = self._new_engine_placements()
         self._engines: dict[str, Engine] = {}
@@ -179,7 +186,9 @@ class RayCluster(Cluster):
             for rank, (actor, log_path) in enumerate(zip(actors, log_paths, strict=True)):
                 name = f"trainer rank {rank}"
                 nursery.start_task(name, self._join_run(name, actor, self._rank_placements, log_path))
-        trainer = RayTrainer(actors, [self._processes[actor].host for actor in actors], log_paths, config)
+        addresses = await asyncio.to_thread(node_addresses)
+        nodes = [addresses[self._processes[actor].host] for actor in actors]
+        trainer = RayTrainer(actors, nodes, log_paths, config, self.node, self._frame_readers.actor_on)
         plain = to_builtins(config)
         host, port = await self.open_port()
         async with Nursery() as nursery:
@@ -239,6 +248,10 @@ class RayCluster(Cluster):
         actor = self._engine_actors.get(engine_id)
         return None if actor is None else RayFolder(actor)
 
+    def open_frame_reader(self, node: str) -> FrameReader:
+        """Start the reader of frames on another node, if there is none."""
+        return self._frame_readers.open_reader(node)
+
     def rollout_worker(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:
         """Start a rollout worker, and yield the driver's end of its link."""
         return rollout_worker(spec, self._setup, self._logs / f"{spec.name}.log")
@@ -257,6 +270,7 @@ class RayCluster(Cluster):
                     nursery.start_task(f"stop {engine_id}", self._stop_server(engine_id))
         grace_s = 0.0 if at_once else EXIT_LIMIT_S
         await self._end(*self._engine_actors.values(), *self._rank_actors, grace_s=grace_s)
+        await self._frame_readers.close(at_once=at_once)
 
     # -- helpers ---------------------------------------------------------------------------------------
 

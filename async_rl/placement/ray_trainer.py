@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
-import numpy as np
-import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
-from async_rl.errors import AsyncRLError, EnvironmentNotReady, TrainerError
+from async_rl.errors import AsyncRLError, EnvironmentNotReady, NodeUnreachable, TrainerError
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
-from async_rl.types import TakenBatch
+from async_rl.types import StoredTrajectory, TakenBatch
+
+T = TypeVar("T")
 
 WEIGHTS: Final = "weights"
 """The concurrency group of a rank's actor that sends weights, in a thread of its own."""
@@ -26,14 +26,31 @@ WEIGHTS: Final = "weights"
 class RayTrainer(Trainer):
     """All trainer ranks; the failure of one is a `TrainerError` that names the rank and its log."""
 
-    def __init__(self, actors: list[Any], nodes: list[str], log_paths: list[Path], config: Config) -> None:
+    def __init__(
+        self,
+        actors: list[Any],
+        nodes: list[str],
+        log_paths: list[Path],
+        config: Config,
+        driver_node: str,
+        reader_on: Callable[[str], Any],
+    ) -> None:
+        """Call the ranks of a run.
+
+        Args:
+            actors: The ranks.
+            nodes: The addresses of their nodes.
+            log_paths: Their logs.
+            config: The time limits.
+            driver_node: The address of the driver's node.
+            reader_on: Returns the actor that reads frames on the node with an address.
+        """
         self._actors = actors
         self._log_paths = log_paths
         self._config = config
-        here = ray.get_runtime_context().get_node_id()
         self._nodes = nodes
-        self._holders = {node: nodes.index(node) for node in nodes if node != here}
-        """By node other than the driver's: the rank that holds frames for all ranks there."""
+        self._driver_node = driver_node
+        self._reader_on = reader_on
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """Implement `TrainerRank.setup` for all ranks."""
@@ -57,36 +74,51 @@ class RayTrainer(Trainer):
         return result
 
     async def _deliver_frames(self, limit_s: float, batch: TakenBatch) -> dict[str, TakenBatch]:
-        """Send to each other node the frames that its ranks read; return the batch with their paths, by node.
+        """Send to each node the frames that its ranks read and that another node has.
 
-        Ray's store gets each frame once and sends it to a node when its holder asks; the objects are freed
-        after this call. A holder keeps the frames of its node in memory that all ranks there map.
+        The reader of the node that has a frame puts it into Ray's store, once. The readers of other nodes get
+        it from there and hold it in memory that their ranks map. The objects are freed after this call.
+
+        Returns:
+            The batch with their paths, by node that was sent any.
         """
-        remote = {rank: node for rank, node in enumerate(self._nodes) if node in self._holders}
-        if not remote:
+        places = [each.node or self._driver_node for each in batch.trajectories]
+        ranks = {rank: node for rank, node in enumerate(self._nodes) if set(places) != {node}}
+        if not ranks:
             return {}
         plans = await self._answers(
             limit_s,
             "the plan of a batch",
-            {rank: self._actors[rank].call_worker.remote("needed_trajectories", batch) for rank in remote},
+            {rank: self._actors[rank].call_worker.remote("needed_trajectories", batch) for rank in ranks},
         )
-        needed: dict[str, set[int]] = {node: set() for node in self._holders}
-        for node, plan in zip(remote.values(), plans, strict=True):
-            needed[node].update(plan)
-        frames = await asyncio.to_thread(_put_frames, batch, sorted(set().union(*needed.values())))
-        indices = {node: sorted(chosen) for node, chosen in needed.items()}
-        answers = await self._answers(
-            limit_s,
-            "the arrival of a batch",
-            {
-                rank: self._actors[rank].hold_frames.remote([frames[index] for index in indices[node]])
-                for node, rank in self._holders.items()
-            },
-        )
-        return {
-            node: _relocated(batch, indices[node], *answer)
-            for node, answer in zip(self._holders, answers, strict=True)
+        needed: dict[str, set[int]] = {}
+        for node, plan in zip(ranks.values(), plans, strict=True):
+            needed.setdefault(node, set()).update(index for index in plan if places[index] != node)
+        by_source: dict[str, list[int]] = {}
+        for index in sorted(set().union(*needed.values())):
+            by_source.setdefault(places[index], []).append(index)
+
+        def stored(indices: Iterable[int]) -> list[StoredTrajectory]:
+            return [batch.trajectories[index] for index in indices]
+
+        async def send(node: str, indices: list[int]) -> list[Any]:
+            reader = await asyncio.to_thread(self._reader_on, node)
+            objects: list[Any] = await reader.send_frames.remote(stored(indices))
+            return objects
+
+        async def hold(node: str, indices: list[int]) -> TakenBatch:
+            reader = await asyncio.to_thread(self._reader_on, node)
+            chosen = [objects[index] for index in indices]
+            return _relocated(batch, indices, *await reader.hold_frames.remote(chosen))
+
+        sent = await _on_nodes(limit_s, {node: send(node, each) for node, each in by_source.items()})
+        objects = {
+            index: reference
+            for node, indices in by_source.items()
+            for index, reference in zip(indices, sent[node], strict=True)
         }
+        wanted = {node: sorted(indices) for node, indices in needed.items() if indices}
+        return await _on_nodes(limit_s, {node: hold(node, indices) for node, indices in wanted.items()})
 
     async def take_snapshot(self, weight_version: int) -> None:
         """Implement `TrainerRank.take_snapshot` for all ranks."""
@@ -206,9 +238,32 @@ class RayTrainer(Trainer):
         return [task.result() for task in answers]
 
 
-def _put_frames(batch: TakenBatch, indices: Sequence[int]) -> dict[int, Any]:
-    """Put frames into Ray's store."""
-    return {index: ray.put(np.fromfile(batch.trajectories[index].path, np.uint8)) for index in indices}
+async def _on_nodes(limit_s: float, calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """Wait for the readers of frames on some nodes; the first that fails fails the step.
+
+    Raises:
+        TrainerError: Always, when one fails: the ranks start again, and the queue waits for the node.
+    """
+
+    async def answer(node: str, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await call
+        except (RayError, NodeUnreachable) as error:
+            raise TrainerError(
+                f"frames of the batch could not be sent by or to node {node}: {last_line(error)}"
+            ) from error
+
+    try:
+        async with asyncio.timeout(limit_s), Nursery() as nursery:
+            tasks = {
+                node: nursery.start_task(f"frames of {node}", answer(node, call))
+                for node, call in calls.items()
+            }
+    except TimeoutError as error:
+        raise TrainerError(f"the frames of a batch took more than {limit_s} s to their nodes") from error
+    except ExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return {node: task.result() for node, task in tasks.items()}
 
 
 def _relocated(batch: TakenBatch, indices: Sequence[int], path: str, offsets: Sequence[int]) -> TakenBatch:

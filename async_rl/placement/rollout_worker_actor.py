@@ -27,10 +27,10 @@ from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, NodeActor, node_address
-from async_rl.placement.placements import MIN_CPUS
+from async_rl.placement.placements import MIN_CPUS, node_addresses
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.spool import FrameStore, NoSpool, SpoolFolder
+from async_rl.queue.spool import FrameStore, NoSpool, SpoolFolder, folder_on_node
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
@@ -80,7 +80,7 @@ class RolloutWorkerActor(NodeActor):
             asyncio.run(
                 _run_worker(
                     parsed,
-                    NoSpool() if frames is None else SpoolFolder(Path(frames)),
+                    NoSpool() if frames is None else _frames_in(Path(frames), parsed),
                     None if inspected is None else InspectedTrajectories(Path(inspected)),
                     await_link=lambda: connect_link(host, port, key),
                 )
@@ -113,6 +113,8 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
                 folders = [None if path is None else str(path) for path in (spec.frames, spec.inspected)]
                 running = actor.run_worker.remote(given, *folders, *address)
                 link = await _accept_link(listener, running)
+                if config.queue.spool_dir is not None:
+                    link.peer_node = (await asyncio.to_thread(node_addresses))[process.host]
         except (RayError, TimeoutError) as error:
             slow = f"it took too long, or no node has enough of {resources | {'CPU': cpus}}"
             why = last_line(error) if isinstance(error, RayError) else slow
@@ -131,6 +133,11 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
         gone = await end_actor(actor, process, grace_s=EXIT_LIMIT_S if graceful else 0.0)
         if link is not None:
             link.peer_has_ended = gone
+
+
+def _frames_in(folder: Path, config: Config) -> SpoolFolder:
+    node = "" if config.queue.spool_dir is None else node_address()
+    return SpoolFolder(folder_on_node(folder, node), node)
 
 
 def config_per_worker(config: Config) -> Config:

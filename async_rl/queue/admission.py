@@ -75,7 +75,7 @@ class Admission:
                 f"{backlog.groups_per_batch} and a staleness of {backlog.max_staleness} allow while engines "
                 f"serve version {self.served}"
             )
-        return f"the spool holds {self._spool.used_bytes} of {self._spool.max_bytes} bytes"
+        return self._spool.describe()
 
     def why_full(self) -> str:
         """Describe what a finished group waits for that does not fit the spool."""
@@ -134,5 +134,4 @@ class Admission:
 
     def _fits(self, groups: int) -> bool:
         """Whether the spool has space for a number of groups, each as large as the largest so far."""
-        max_bytes = self._spool.max_bytes
-        return max_bytes is None or self._spool.used_bytes + groups * self._largest_group <= max_bytes
+        return self._spool.fits(groups * self._largest_group)

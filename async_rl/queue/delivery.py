@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import Final
 
-from async_rl.errors import DataError, InvariantError
+from async_rl.errors import DataError, InvariantError, NodeUnreachable
 from async_rl.queue.outstanding import OutstandingGroups
 from async_rl.queue.packing import Packer
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.types import TakenBatch
+
+log = logging.getLogger(__name__)
 
 MAX_DAMAGED_GROUPS: Final = 64
 """The run ends after so many damaged groups without a batch in between."""
@@ -49,7 +52,8 @@ class BatchDelivery:
             group_ids: The groups, in the order of the batch.
 
         Returns:
-            None when some groups cannot be trained on; these are dropped.
+            None when some groups cannot be trained on; these are dropped. Also when a node that has some of
+            the frames does not answer; the groups stay ready.
 
         Raises:
             DataError: Too many groups in a row are damaged.
@@ -61,6 +65,9 @@ class BatchDelivery:
                 packed, cancelled = await run_uncancellable(
                     self._executor, lambda: self._packer.pack_groups(version, stored)
                 )
+        except NodeUnreachable as error:
+            log.warning("the batch of version %d waits: %s", version, error)
+            return None
         finally:
             self._packing = False
         for group_id, reason in packed.unusable.items():

@@ -14,8 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from async_rl.errors import CorruptFrame
-from async_rl.queue.frames import verify_frame
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.spool import Spool
 from async_rl.types import StoredTrajectory, root_of
@@ -86,13 +84,10 @@ class FinishedTrajectories:
             version: The version that engines serve. Versions above it were undone by the restart: tokens that
                 they sampled count as sampled by this one.
         """
-        intact: set[str] = set()
-        for trajectory_id, stored in group.stored.items():
-            try:
-                verify_frame(stored)
-                intact.add(trajectory_id)
-            except CorruptFrame as error:
-                log.warning("trajectory %s is sampled again: %s", trajectory_id, error)
+        flaws = self._spool.find_flaws(group.stored.values(), here_only=True)
+        for trajectory_id, flaw in flaws.items():
+            log.warning("trajectory %s is sampled again: %s", trajectory_id, flaw)
+        intact = group.stored.keys() - flaws.keys()
         unfinished = {root_of(name) for name in group.in_flight - intact}
         finished: dict[str, StoredTrajectory] = {}
         for trajectory_id, stored in sorted(group.stored.items()):

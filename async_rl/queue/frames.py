@@ -10,7 +10,7 @@ The frame holds what only a trainer rank needs. Versions, masks and rewards are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -56,6 +56,17 @@ def verify_frame(stored: StoredTrajectory) -> None:
     """
     with _named(stored):
         _check(stored, codec.inspect(_map(stored)).checksum)
+
+
+def find_flaws(stored: Iterable[StoredTrajectory]) -> dict[str, str]:
+    """Return what is wrong with frames that are missing or damaged, by trajectory."""
+    flaws: dict[str, str] = {}
+    for each in stored:
+        try:
+            verify_frame(each)
+        except CorruptFrame as error:
+            flaws[each.trajectory_id] = str(error)
+    return flaws
 
 
 def read_columns(stored: StoredTrajectory) -> dict[str, np.ndarray]:

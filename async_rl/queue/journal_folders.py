@@ -249,7 +249,8 @@ class JournalFolders:
         self._numbers = count(1)
         self._holders: dict[str, list[Path]] = {}  # folders that may have a trajectory, the newest last
         self._owners: dict[Path, Callable[[Sequence[str]], None]] = {}  # of folders that are being written
-        self._released: list[str] = []
+        self._released: dict[str, None] = {}
+        self._claimed_again: set[str] = set()  # since `take_released`
         self._ended: set[Path] = set()  # folders that no process writes any longer
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -334,6 +335,8 @@ class JournalFolders:
 
     def record_owner(self, root_id: str, claim: JournalClaim, folder: Path) -> None:
         """Record that an attempt has started in the process that writes to a folder."""
+        self._released.pop(root_id, None)  # its frame was lost: it begins again
+        self._claimed_again.add(root_id)
         before = [path for path in self._holders.get(root_id, ()) if path != folder]
         self._holders[root_id] = [*before, folder] if claim.sources else [folder]
         if not claim.sources:
@@ -347,17 +350,20 @@ class JournalFolders:
 
     def release_trajectories(self, trajectory_ids: Iterable[str]) -> None:
         """Let no journal keep trajectories any longer, once the ledger has been flushed."""
-        self._released += dict.fromkeys(map(root_of, trajectory_ids))
+        self._released |= dict.fromkeys(map(root_of, trajectory_ids))
 
     def take_released(self) -> list[str]:
         """Return the trajectories released since the last call; flush the ledger, then `notify_owners`."""
-        released, self._released = self._released, []
-        return released
+        released, self._released = self._released, {}
+        self._claimed_again.clear()
+        return list(released)
 
     def notify_owners(self, released: Iterable[str]) -> None:
         """Let the processes that journal trajectories know that the ledger does not need that any longer."""
         by_folder: defaultdict[Path, list[str]] = defaultdict(list)
         for root_id in released:
+            if root_id in self._claimed_again:
+                continue
             for folder in self._holders.pop(root_id, ()):
                 by_folder[folder].append(root_id)
         for folder, root_ids in by_folder.items():

@@ -38,7 +38,7 @@ not dispatched.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -269,6 +269,36 @@ class Ledger:
             "UPDATE trajectories SET state = 'queued' WHERE group_id = ? AND state = 'in_flight'",
             (group_id,),
         )
+        self._tables.end_change()
+
+    def reopen_group(self, group_id: str, lost: Collection[str]) -> None:
+        """Undo `queue_group` for a group of which frames were lost; its other trajectories have ended still.
+
+        Args:
+            group_id: A queued group.
+            lost: Its trajectories that are sampled again.
+
+        Raises:
+            InvariantError: When the group is not queued.
+        """
+        group = self._outstanding(group_id)
+        if not group.queued or not group.queued.issuperset(lost):
+            raise InvariantError(
+                f"group {group_id} is to sample {sorted(lost)} again; queued are {sorted(group.queued)}"
+            )
+        self._counts["queued"] -= len(group.queued)
+        self._counts["in_flight"] += len(group.queued)
+        group.in_flight, group.queued = group.queued, set()
+        self._tables.add_statement(
+            "UPDATE trajectories SET state = 'in_flight' WHERE group_id = ? AND state = 'queued'", (group_id,)
+        )
+        for trajectory_id in lost:
+            self.unfinish_trajectory(trajectory_id)
+        if group.ceiling is not None:
+            for stored in tuple(group.stored.values()):
+                self.finish_trajectory(stored.capped(group.ceiling))
+            group.ceiling = None
+            self._tables.add_statement("UPDATE groups SET ceiling = NULL WHERE group_id = ?", (group_id,))
         self._tables.end_change()
 
     def train_groups(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:

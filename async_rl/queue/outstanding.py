@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -21,9 +22,11 @@ from async_rl.runtime.waits import waiting
 from async_rl.staleness import Backlog
 from async_rl.types import StoredTrajectory, TakenBatch, root_of
 
+log = logging.getLogger(__name__)
+
 
 class RestoredGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A group that an earlier process left in flight; its sampling continues."""
+    """A group in flight that nothing samples: an earlier process left it, or a node with frames was lost."""
 
     group_id: str
     task_id: str
@@ -61,9 +64,11 @@ class ChangeSignal:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_for_change(self, on: str, why: Callable[[], str]) -> None:
-        """Wait for the next `notify_all`; `why` describes the wait to the diagnosis."""
-        with waiting(on, why=why):
+    async def wait_for_change(
+        self, on: str, why: Callable[[], str] | None = None, *, target: str = ""
+    ) -> None:
+        """Wait for the next `notify_all`; the arguments describe the wait to the diagnosis."""
+        with waiting(on, target, why=why):
             await self._changed.wait()
 
 
@@ -116,7 +121,7 @@ class OutstandingGroups:
         self._metrics = metrics
         self._clock = clock
         self.restored: list[RestoredGroup] = []
-        """Groups that an earlier process left in flight and that no work has resumed yet."""
+        """Groups in flight that no work has resumed yet."""
         self._work: dict[str, GroupWork] = {}
         self._writing: set[str] = set()
         self._ready: dict[str, ReadyGroup] = {}
@@ -225,6 +230,51 @@ class OutstandingGroups:
         """Add a finished group that an earlier process left in the spool."""
         self._backlog.add_group(group_id, oldest)
         self._make_ready(group_id, oldest, counted=False)
+
+    def absent_nodes(self, group_ids: Iterable[str]) -> list[str]:
+        """Return the nodes that have frames of ready groups and do not answer."""
+        if not (absent := self._spool.absent):
+            return []
+        stored = (entry for group_id in group_ids for entry in self._ledger.group(group_id).stored.values())
+        return sorted({entry.node for entry in stored} & absent)
+
+    def reopen_lost(self) -> None:
+        """Return ready groups with frames on lost nodes to `restored`: these trajectories are sampled again.
+
+        The group is as old as before, so it meets its deadline as any group in flight.
+        """
+        if not (lost := self._spool.lost):
+            return
+        for group_id in [name for name in self._ready if name not in self._claimed | self._writing]:
+            record = self._ledger.group(group_id)
+            gone = {root_of(name) for name, entry in record.stored.items() if entry.node in lost}
+            if gone:
+                self._reopen_group(record, gone)
+
+    def _reopen_group(self, group: GroupRecord, root_ids: Collection[str]) -> None:
+        """Sample trajectories of a ready group again, with their branches."""
+        log.warning("group %s lost %d trajectories with their node", group.group_id, len(root_ids))
+        if self._metrics is not None:
+            self._metrics.attempts_restarted_total.inc(len(root_ids))
+        gone = {name for name in group.stored if root_of(name) in root_ids}
+        discarded = [group.stored[name] for name in gone]
+        self._spool.reopen_group(group.stored.values())
+        self._ledger.reopen_group(group.group_id, gone)
+        self._spool.discard(discarded)
+        oldest = self._ready.pop(group.group_id).oldest_version
+        self._backlog.remove_group(group.group_id)
+        self.restore_in_flight(
+            RestoredGroup(
+                group_id=group.group_id,
+                task_id=group.task_id,
+                position=group.position,
+                trajectory_ids=tuple(sorted({root_of(name) for name in group.in_flight})),
+                finished=dict(group.stored),
+                attempts={},
+                oldest_version=oldest,
+                straggled_s=group.straggled_s,
+            )
+        )
 
     def stored_group(self, group_id: str) -> StoredGroup:
         """Return a ready group as the packer reads it."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from async_rl.errors import CorruptFrame
 from async_rl.queue.admission import Admission
 from async_rl.queue.finished_trajectories import FinishedTrajectories
-from async_rl.queue.frames import verify_frame
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.outstanding import OutstandingGroups, RestoredGroup
 from async_rl.queue.progress import ProgressReport
@@ -64,11 +62,10 @@ class GroupRestorer:
         self._spool.delete_discarded()
 
     def _restore_queued(self, group: GroupRecord) -> None:
-        try:
-            for trajectory_id in group.queued:
-                verify_frame(group.stored[trajectory_id])
-        except CorruptFrame as error:
-            log.warning("group %s is dropped: %s", group.group_id, error)
+        # Frames on other nodes are verified with their batch.
+        flaws = self._spool.find_flaws([group.stored[name] for name in group.queued], here_only=True)
+        if flaws:
+            log.warning("group %s is dropped: %s", group.group_id, next(iter(flaws.values())))
             self._groups.drop_corrupt(group)
             return
         # Versions above ours were published after the checkpoint and are undone: they count as ours, or as

@@ -12,45 +12,40 @@ Each process writes into a folder of its own, which no later process gets. Reade
 is settled: all ranks have answered then, and its file may be overwritten. The ledger says which frames count:
 one that it does not name is deleted by the next start, or when the process that wrote it has ended.
 
+With `queue.spool_dir` the folders with these names are on the nodes of their processes, and what is done with
+their files is done there (`FrameReader`). The folders in the run's spool are empty then and keep the numbers.
+
 A new file costs two to three times as much as one that is overwritten, because the kernel clears its pages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from async_rl.codec import Frame
-from async_rl.errors import SpoolFull
+from async_rl.errors import NodeUnreachable, SpoolFull
+from async_rl.queue import frame_reader
+from async_rl.queue.frame_reader import REUSABLE, FrameReader, LocalFrameReader, delete_files, files_in
 from async_rl.queue.frames import encode_trajectory
 from async_rl.runtime.shortages import is_shortage
 from async_rl.types import StoredTrajectory, Trajectory
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SMALLEST_GROUP = 64 << 10
 """The space for a group while nothing larger is known."""
 
 FOLDER: Final = "spool"
 """The name in the run's folder."""
-
-SMALLEST_REUSED: Final = 256 << 10
-"""Files of fewer bytes are deleted: finding one again would take as long as making one."""
-
-MAX_REUSABLE_BYTES: Final = 256 << 20
-"""The limit for files that can be overwritten, per folder."""
-
-_REUSABLE: Final = "reusable"
 
 
 class FrameStore(Protocol):
@@ -79,10 +74,17 @@ class SpoolFolder(FrameStore):
         >>> read_columns(stored[1])["token_ids"]
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Open a folder that exists, and that no other process writes into."""
+    def __init__(self, directory: Path, node: str = "") -> None:
+        """Open a folder that no other process writes into; create it when it is missing.
+
+        Args:
+            directory: The folder.
+            node: The address of this node if the folder is seen on it only.
+        """
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.directory = directory
-        self._reusable = f"{directory}/{_REUSABLE}"
+        self._node = node
+        self._reusable = f"{directory}/{REUSABLE}"
         self._numbers = count()
         self._lock = threading.Lock()
         self._found: list[tuple[int, str]] = []  # reusable files, with their sizes
@@ -100,7 +102,7 @@ class SpoolFolder(FrameStore):
 
     def discard(self, stored: Iterable[StoredTrajectory]) -> None:
         """Delete frames."""
-        _delete(entry.path for entry in stored)
+        delete_files(entry.path for entry in stored)
 
     def _write(self, trajectory: Trajectory) -> StoredTrajectory:
         """Write a file that appears when it is complete. Path objects would take longer than the write."""
@@ -117,34 +119,59 @@ class SpoolFolder(FrameStore):
                 os.close(file)
             os.rename(part, path)
         except OSError as error:
-            _delete([path, part])
+            delete_files([path, part])
             if not is_shortage(error):
                 raise
             with self._lock:
                 self._found.clear()
-                _delete(file.path for file in _files(self._reusable))
+                delete_files(file.path for file in files_in(self._reusable))
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             cause = "the disk is full; free some and start the run again" if full else error.strerror
             raise SpoolFull(f"{self.directory} cannot take {frame.nbytes} bytes: {cause}") from error
-        return StoredTrajectory.of(trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum)
+        return StoredTrajectory.of(
+            trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum, node=self._node
+        )
 
     def _take_reusable(self, path: str, nbytes: int) -> None:
         """Move the file of a settled trajectory of about this size to a path, if there is one."""
-        if nbytes < SMALLEST_REUSED:
+        if nbytes < frame_reader.SMALLEST_REUSED:
             return
         with self._lock:
             if not self._found:
-                self._found = [(file.stat().st_size, file.path) for file in _files(self._reusable)]
+                self._found = [(file.stat().st_size, file.path) for file in files_in(self._reusable)]
             if self._found:
                 nearest = min(self._found, key=lambda file: abs(file[0] - nbytes))
                 self._found.remove(nearest)
                 os.rename(nearest[1], path)
 
 
-class Spool(FrameStore):
-    """All frames of a run on the driver's node: what they take, and when they are deleted.
+def folder_on_node(folder: Path, node: str) -> Path:
+    """Return the folder of a process on its node: nodes may see each other's disks."""
+    return folder.parent / node / folder.name if node else folder
 
-    It is used by one process, whose own frames are in a folder of it as those of others are. Frames are held
+
+def _of_node(node: str) -> str:
+    return f" of node {node}" if node else ""
+
+
+class _HeldFrame(NamedTuple):
+    node: str
+    nbytes: int
+
+
+def no_other_nodes(node: str) -> FrameReader:
+    """Reach no other node: all processes are on this one.
+
+    Raises:
+        NodeUnreachable: Always.
+    """
+    raise NodeUnreachable(f"node {node or 'of the run'} has frames, and only this node can be reached")
+
+
+class Spool(FrameStore):
+    """All frames of a run, on all nodes: what they take, and when they are deleted.
+
+    It is used by the driver, whose own frames are in a folder of it as those of others are. Frames are held
     from the end of their attempt on; those of groups that have ended are *used*, and limited by `max_bytes`.
 
     Example:
@@ -154,35 +181,76 @@ class Spool(FrameStore):
         >>> spool.discard(stored)
     """
 
-    def __init__(self, directory: Path, max_bytes: int | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int | None,
+        *,
+        node: str = "",
+        node_directory: Path | None = None,
+        open_reader: Callable[[str], FrameReader] = no_other_nodes,
+    ) -> None:
         """Open the spool of a run. Its frames stay until `recover_frames`.
 
         Args:
             directory: The folder, created when it is missing.
-            max_bytes: The limit for the frames of groups that have ended; None for no limit but the disk's.
+            max_bytes: The limit on each node for the frames of groups that have ended; None for no limit but
+                the disk's.
+            node: The address of this node.
+            node_directory: The folder of each node in which its processes keep their frames; None keeps them
+                in `directory`.
+            open_reader: Returns what reads the frames on another node.
         """
         self.directory = directory = directory.absolute()  # references are read by other processes
         self.max_bytes = max_bytes
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._node_directory = node_directory
+        self._open_reader = open_reader
+        self._readers: dict[str, FrameReader] = {"": LocalFrameReader(directory)}
+        if node:
+            here = None if node_directory is None else folder_on_node(node_directory / "any", node).parent
+            self._readers[node] = LocalFrameReader(here)
+        self._local = frozenset(self._readers)
+        self._opening = threading.Lock()
         self._lock = threading.Lock()
-        self._early: dict[str, int] = {}  # bytes by path
-        self._used: dict[str, int] = {}
-        self._used_bytes = 0
-        self._discarded: list[str] = []
+        self._early: dict[str, _HeldFrame] = {}  # by path
+        self._used: dict[str, _HeldFrame] = {}
+        self._used_bytes: defaultdict[str, int] = defaultdict(int)  # by node
+        self._stored_bytes: dict[str, int] = {}  # by node, of all groups that ever ended
+        self._discarded: list[tuple[str, str]] = []  # node, path
         self._deleting = threading.Lock()
-        self._ended_folders: set[str] = set()
+        self._in_use: set[str] = set()  # names of folders of processes that may still write
+        self.absent: set[str] = set()
+        """Nodes that do not answer: a batch waits for their frames."""
+        self.lost: set[str] = set()
+        """Nodes among them that have been absent for too long: their frames are lost."""
         numbers = (path.name.partition("-")[0] for path in directory.iterdir())
         self._numbers = count(max((int(number) for number in numbers if number.isdecimal()), default=0) + 1)
         # Made before others are removed: no number occurs twice, even if an earlier process still runs.
-        self._own = SpoolFolder(self.new_folder("driver"))
+        own = node if node_directory is not None else ""
+        self._own = SpoolFolder(folder_on_node(self.new_folder("driver"), own), own)
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the frames of groups that have ended."""
-        return self._used_bytes
+        """The bytes of the frames of groups that have ended, on the node that has the most."""
+        return max(self._used_bytes.values(), default=0)
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether so much more would fit, spread over the nodes as what was stored so far."""
+        if self.max_bytes is None:
+            return True
+        stored, used = self._stored_bytes, self._used_bytes
+        total = sum(stored.values())
+        shares = {node: each / total for node, each in stored.items()} if total else {"": 1.0}
+        return all(used[node] + nbytes * share <= self.max_bytes for node, share in shares.items())
+
+    def describe(self) -> str:
+        """Return how full the fullest node is."""
+        node = max(self._used_bytes, key=self._used_bytes.__getitem__, default="")
+        return f"the spool{_of_node(node)} holds {self.used_bytes} of {self.max_bytes} bytes"
 
     def new_folder(self, name: str) -> Path:
-        """Make the folder of a process, which no other process has had.
+        """Return the folder for a process, which no other process has had; `folder_on_node` says where it is.
 
         Raises:
             SpoolFull: When there is no space, or no descriptor for it.
@@ -198,7 +266,9 @@ class Spool(FrameStore):
                 if not is_shortage(error):
                     raise
                 raise SpoolFull(f"{path} cannot be made: {error.strerror}") from error
-            return path
+            with self._lock:
+                self._in_use.add(path.name)
+            return path if self._node_directory is None else self._node_directory / path.name
 
     def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
         """Implements `FrameStore.store_tree`: this process writes and holds the frames."""
@@ -210,7 +280,7 @@ class Spool(FrameStore):
         """Keep frames that another process has written."""
         with self._lock:
             for entry in stored:
-                self._early[entry.path] = entry.nbytes
+                self._early[entry.path] = _HeldFrame(entry.node, entry.nbytes)
 
     def put_group(self, stored: Sequence[StoredTrajectory]) -> None:
         """Count the frames of a group that has ended as used.
@@ -218,96 +288,209 @@ class Spool(FrameStore):
         Raises:
             SpoolFull: When they exceed `max_bytes`; then nothing has changed.
         """
-        nbytes = sum(entry.nbytes for entry in stored)
+        added: defaultdict[str, int] = defaultdict(int)
+        for entry in stored:
+            added[entry.node] += entry.nbytes
         with self._lock:
-            if self.max_bytes is not None and self._used_bytes + nbytes > self.max_bytes:
-                raise SpoolFull(
-                    f"{self.directory} holds {self._used_bytes} bytes, another {nbytes} exceed "
-                    f"queue.max_bytes = {self.max_bytes}; raise it, or lower trainer.groups_per_batch or "
-                    "max_staleness"
-                )
+            for node, nbytes in added.items():
+                if self.max_bytes is not None and self._used_bytes[node] + nbytes > self.max_bytes:
+                    raise SpoolFull(
+                        f"the spool{_of_node(node)} holds {self._used_bytes[node]} bytes, another {nbytes} "
+                        f"exceed queue.max_bytes = {self.max_bytes}; raise it, or lower "
+                        "trainer.groups_per_batch or max_staleness"
+                    )
             for entry in stored:
                 self._early.pop(entry.path, None)
-                self._used[entry.path] = entry.nbytes
-            self._used_bytes += nbytes
+            self._use(stored)
+
+    def reopen_group(self, stored: Iterable[StoredTrajectory]) -> None:
+        """Count the frames of a group that goes on as those of one that has not ended."""
+        with self._lock:
+            for entry in stored:
+                if (frame := self._used.pop(entry.path, None)) is not None:
+                    self._used_bytes[frame.node] -= frame.nbytes
+                    self._early[entry.path] = frame
 
     def discard(self, stored: Iterable[StoredTrajectory]) -> None:
         """Let frames be deleted by the next `delete_discarded`; their bytes count as free from now on."""
         with self._lock:
             for entry in stored:
                 if self._remove(entry.path):
-                    self._discarded.append(entry.path)
+                    self._discarded.append((entry.node, entry.path))
 
     def refuse(self, stored: Iterable[StoredTrajectory]) -> None:
         """Let frames that another process has written be deleted, unless they are held."""
         with self._lock:
             self._discarded += [
-                e.path for e in stored if e.path not in self._early and e.path not in self._used
+                (e.node, e.path) for e in stored if e.path not in self._early and e.path not in self._used
             ]
 
     def delete_discarded(self, before: Callable[[], None] = lambda: None) -> None:
-        """Call `before`, then delete what was discarded when it began; nothing if it raises."""
+        """Call `before`, then delete what was discarded when it began; nothing if it raises.
+
+        Frames on a node that is absent are deleted by a later call.
+        """
         with self._deleting:
             discarded = tuple(self._discarded)
             before()
-            by_folder: defaultdict[str, list[str]] = defaultdict(list)
-            for path in discarded:
-                by_folder[os.path.dirname(path)].append(path)
-            for folder, paths in by_folder.items():
-                if folder in self._ended_folders:
-                    _delete(paths)
-                    self._remove_folder(folder)
-                else:
-                    _recycle(folder, paths)
+            by_node: defaultdict[str, list[str]] = defaultdict(list)
+            for node, path in discarded:
+                by_node[node].append(path)
+            for node, paths in by_node.items():
+                if (reader := self._reader_of(node)) is not None:
+                    reader.delete_frames(paths)
+            left = [each for each in discarded if each[0] in self.absent]
             with self._lock:
-                del self._discarded[: len(discarded)]
+                self._discarded[: len(discarded)] = left
 
-    def end_folder(self, folder: Path) -> None:
-        """Delete the frames in the folder of a process that has ended, except those that are held."""
+    def end_folder(self, folder: Path, node: str = "") -> None:
+        """Delete the frames in the folder of a process that has ended, except those that are held.
+
+        Args:
+            folder: The folder.
+            node: The node that has it; empty: the run's folder.
+        """
         with self._deleting:
-            try:
-                files = [*_files(str(folder)), *_files(f"{folder}/{_REUSABLE}")]
-            except OSError as error:
-                log.warning("%s is left to the next start: %s", folder, error)
-                return
             with self._lock:
-                known = {*self._early, *self._used, *self._discarded}
-                self._ended_folders.add(str(folder))
-            _delete(file.path for file in files if file.path not in known)
-            with contextlib.suppress(OSError):
-                os.rmdir(f"{folder}/{_REUSABLE}")
-            self._remove_folder(str(folder))
+                known = self._known(node)
+                self._in_use.discard(folder.name)
+            if (reader := self._reader_of(node)) is not None:
+                reader.end_folder(str(folder), known)
+            if node:
+                self._readers[""].end_folder(str(self.directory / folder.name), ())
+
+    # -- nodes --------------------------------------------------------------------------------------------
+
+    def find_flaws(self, stored: Iterable[StoredTrajectory], *, here_only: bool = False) -> Mapping[str, str]:
+        """Verify frames where they are; return what is wrong with those that are damaged, by trajectory.
+
+        Args:
+            stored: The frames.
+            here_only: Leave out those on other nodes.
+
+        Raises:
+            NodeUnreachable: When the node of one of them does not answer; it is absent from now on.
+        """
+        by_node: defaultdict[str, list[StoredTrajectory]] = defaultdict(list)
+        for entry in stored:
+            if not here_only or entry.node in self._local:
+                by_node[entry.node].append(entry)
+        flaws: dict[str, str] = {}
+        for _, answer in self._ask(by_node, lambda reader, node: reader.begin_find_flaws(by_node[node])):
+            if isinstance(answer, NodeUnreachable):
+                raise answer
+            flaws |= answer
+        return flaws
+
+    def other_nodes(self) -> set[str]:
+        """Return the other nodes that have frames, or are absent."""
+        with self._lock:
+            held = {frame.node for frames in (self._early, self._used) for frame in frames.values()}
+        return (held | self.absent) - self._local
+
+    def ping_nodes(self, limit_s: float) -> None:
+        """Ask the other nodes for an answer within a time, and update `absent` and `lost`."""
+        for node, answer in self._ask(self.other_nodes(), lambda reader, _: reader.begin_ping(limit_s)):
+            if node in self.absent and not isinstance(answer, NodeUnreachable):
+                self._keep_only_known(self._open(node), node)  # processes there may have ended meanwhile
+                self.absent.discard(node)
+                self.lost.discard(node)
+
+    def give_up(self, node: str) -> None:
+        """Take a node that is absent for lost."""
+        self.lost.add(node)
+        self._stored_bytes.pop(node, None)  # nothing more is stored there
+
+    def _ask(
+        self, nodes: Iterable[str], begin: Callable[[FrameReader, str], Callable[[], T]]
+    ) -> list[tuple[str, T | NodeUnreachable]]:
+        """Ask nodes at the same time; one that does not answer is absent from now on."""
+        waits: list[tuple[str, Callable[[], T]]] = []
+        answers: list[tuple[str, T | NodeUnreachable]] = []
+        for node in sorted(nodes):
+            try:
+                waits.append((node, begin(self._open(node), node)))
+            except NodeUnreachable as error:
+                answers.append((node, error))
+        for node, wait in waits:
+            try:
+                answers.append((node, wait()))
+            except NodeUnreachable as error:
+                answers.append((node, error))
+        for node, answer in answers:
+            if isinstance(answer, NodeUnreachable):
+                self.absent.add(node)
+                if answer.reader_has_ended:
+                    with self._opening:
+                        self._readers.pop(node, None)
+        return answers
+
+    def _open(self, node: str) -> FrameReader:
+        """Return the reader of a node. Its first one deletes there what is not known any more.
+
+        Raises:
+            NodeUnreachable: It cannot be started.
+        """
+        with self._opening:
+            if (reader := self._readers.get(node)) is None:
+                reader = self._readers[node] = self._open_reader(node)
+                self._keep_only_known(reader, node)
+        return reader
+
+    def _keep_only_known(self, reader: FrameReader, node: str) -> None:
+        with self._lock:
+            known, in_use = self._known(node), set(self._in_use)
+        reader.keep_only(known, in_use)
+
+    def _reader_of(self, node: str) -> FrameReader | None:
+        """Return the reader of a node; None while it is absent. When it is back, `_open` deletes there."""
+        if node in self.absent:
+            return None
+        try:
+            return self._open(node)
+        except NodeUnreachable:
+            self.absent.add(node)
+            return None
+
+    # -- restart ------------------------------------------------------------------------------------------
 
     def relocated(self, stored: StoredTrajectory) -> StoredTrajectory:
         """Return the reference to the same file in this folder: the run's folder may have been moved."""
+        if stored.node:
+            return stored
         folder, name = os.path.split(stored.path)
         path = f"{self.directory}/{os.path.basename(folder)}/{name}"
         return msgspec.structs.replace(stored, path=path)
 
     def recover_frames(self, early: Collection[StoredTrajectory], used: Collection[StoredTrajectory]) -> None:
-        """Keep the frames of earlier processes that the ledger names, and delete all other files."""
+        """Keep the frames of earlier processes that the ledger names, and delete all other files.
+
+        On other nodes this happens when they are first asked for something.
+        """
         self.hold(early)
         with self._lock:
-            for entry in used:
-                self._used[entry.path] = entry.nbytes
-                self._used_bytes += entry.nbytes
-        for folder in self.directory.iterdir():
-            if not folder.is_dir():
-                folder.unlink()
-            elif folder != self._own.directory:
-                self.end_folder(folder)
+            self._use(used)
+            known, in_use = {*self._early, *self._used}, set(self._in_use)
+        for node in self._local:
+            self._readers[node].keep_only(known, in_use)
+
+    def _use(self, stored: Iterable[StoredTrajectory]) -> None:
+        for entry in stored:
+            self._used[entry.path] = _HeldFrame(entry.node, entry.nbytes)
+            self._used_bytes[entry.node] += entry.nbytes
+            self._stored_bytes[entry.node] = self._stored_bytes.get(entry.node, 0) + entry.nbytes
+
+    def _known(self, node: str) -> set[str]:
+        held = (self._early.items(), self._used.items())
+        known = {path for frames in held for path, frame in frames if frame.node == node}
+        return known | {path for where, path in self._discarded if where == node}
 
     def _remove(self, path: str) -> bool:
         """Stop counting a frame; return whether it was counted."""
-        if path in self._used:
-            self._used_bytes -= self._used.pop(path)
+        if (frame := self._used.pop(path, None)) is not None:
+            self._used_bytes[frame.node] -= frame.nbytes
             return True
         return self._early.pop(path, None) is not None
-
-    def _remove_folder(self, folder: str) -> None:
-        with contextlib.suppress(OSError):  # it has frames still
-            os.rmdir(folder)
-            self._ended_folders.discard(folder)
 
 
 class NoSpool(FrameStore):
@@ -325,7 +508,7 @@ class NoSpool(FrameStore):
 
     refuse = discard = hold
 
-    def end_folder(self, folder: Path) -> None:
+    def end_folder(self, folder: Path, node: str = "") -> None:
         """Do nothing, as there are no folders."""
 
 
@@ -334,39 +517,3 @@ def _write_all(file: int, frame: Frame) -> None:
         rest = memoryview(piece)
         while rest:
             rest = rest[os.write(file, rest) :]
-
-
-def _files(folder: str) -> list[os.DirEntry[str]]:
-    """Return the files in a folder; none if it does not exist."""
-    try:
-        return [entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-
-
-def _recycle(folder: str, paths: Iterable[str]) -> None:
-    """Let the process of a folder overwrite files that are not needed any more; delete what is too much."""
-    reusable = f"{folder}/{_REUSABLE}"
-    left: list[str] = []
-    nbytes: int | None = None
-    for path in paths:
-        try:
-            size = os.stat(path).st_size
-            if size >= SMALLEST_REUSED:
-                if nbytes is None:
-                    os.makedirs(reusable, mode=0o700, exist_ok=True)
-                    nbytes = sum(file.stat().st_size for file in _files(reusable))
-                if nbytes + size <= MAX_REUSABLE_BYTES:
-                    os.rename(path, f"{reusable}/{os.path.basename(path)}")
-                    nbytes += size
-                    continue
-        except OSError as error:  # a file was taken meanwhile, or there is no space for the folder
-            log.info("%s is deleted, not used again: %s", path, error)
-        left.append(path)
-    _delete(left)
-
-
-def _delete(paths: Iterable[str]) -> None:
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)

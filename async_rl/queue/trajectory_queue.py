@@ -66,7 +66,7 @@ class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
     groups_in_flight: int
     groups_ready: int
     bytes: int
-    """The size of finished groups in the spool."""
+    """The size of finished groups in the spool, on the node that has the most."""
 
     @property
     def counts(self) -> TrajectoryCounts:
@@ -156,6 +156,7 @@ class TrajectoryQueue:
             min_group_size=min_group_size,
             facts=facts,
             metrics=metrics,
+            find_flaws=spool.find_flaws,
         )
         self._delivery = BatchDelivery(self._groups, packer, self._threads)
 
@@ -179,8 +180,17 @@ class TrajectoryQueue:
 
     @property
     def restored_groups(self) -> Sequence[RestoredGroup]:
-        """Groups that an earlier process left in flight and that `resume_group` has not continued yet."""
+        """Groups in flight that `resume_group` must continue: of an earlier process, or with lost frames."""
         return self._groups.restored
+
+    def follow_nodes(self) -> None:
+        """Let batches go on whose nodes are back, and sample again what was stored on lost nodes.
+
+        Ready groups with lost frames are in `restored_groups` then. Those in flight go on: a later call
+        returns them when they are ready.
+        """
+        self._groups.reopen_lost()
+        self._changes.notify_all()
 
     def resume_group(self, group_id: str, work: GroupWork) -> None:
         """Continue a restored group with the work that samples it."""
@@ -191,11 +201,15 @@ class TrajectoryQueue:
     async def wait_for_admission(self) -> bool:
         """Wait until one more group may be dispatched; then call `dispatch_group` before awaiting anything.
 
+        It ends as well when there is one of `restored_groups`.
+
         Returns:
             False when nothing is admitted any more.
         """
         begin = self._clock()
         while not (self._stopped or self._data_ended):
+            if self._groups.restored:
+                return True
             if self._admission.is_open:
                 self._groups.observe_wait("admission", begin)
                 return True
@@ -348,15 +362,18 @@ class TrajectoryQueue:
                 return None  # they would be dropped, or waited for
             self._groups.drop_overdue(version)
             chosen = self._backlog.select_batch(version)
-            if chosen is not None:
+            absent = self._groups.absent_nodes(chosen or ())
+            if chosen is not None and not absent:
                 batch = await self._delivery.pack_batch(version, chosen)
                 if batch is not None:
                     self._admission.next = batch.trainer_version + 1
                     # A group that is due at this version and is not in its batch cannot be in any.
                     self._groups.drop_overdue(version + 1)
                     return batch
-            elif not wait or (self._data_ended and not self._backlog.num_in_flight):
+            elif not wait or (self._data_ended and not self._backlog.num_in_flight and not absent):
                 return None
+            elif absent:
+                await self._changes.wait_for_change("node", target=", ".join(absent))
             else:
                 await self._changes.wait_for_change("batch", self._admission.why_no_batch)
         return None

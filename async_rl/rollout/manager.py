@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 _ATTEMPT_AGAIN_S: Final = 5.0
 """How long an attempt whose own code found no descriptor or space waits before it is made again."""
 
+_NODE_LOST: Final = "node_lost"
+"""The reason under which a group is dropped that its reward function cannot score together any more."""
+
 _FAILURE_WINDOW: Final = 100
 _MIN_FAILURES: Final = 16
 """The number of failures before their share can end a run, so that one bad first task cannot."""
@@ -115,53 +118,69 @@ class RolloutManager:
         """Set when the data is exhausted or admission has ended, and every group has settled."""
 
     async def run(self) -> None:
-        """Dispatch groups until the data is exhausted or admission ends, then wait for them to end."""
-        tasks_changed, new_id = self._feeder.retries.changed, self._context.new_id
+        """Run groups until the trainer ends the run."""
+        tasks_changed = self._feeder.retries.changed
         async with self._backend, Nursery() as groups:
-            while self._queue.restored_groups:
-                await self._resume_group(groups, self._queue.restored_groups[0])
+            await self._dispatch_groups(groups)
             while True:
-                if not await self._queue.wait_for_admission():
-                    break
-                # The slot comes first: a dispatched group starts to sample at once, so it is not old from the
-                # start.
-                await self.slots.acquire_slot()
                 tasks_changed.clear()
-                following = self._feeder.next_task() if self._queue.admits else None
-                if following is None:
-                    self.slots.release_slot()
-                    if self._queue.admits:
-                        if not self._num_groups:
-                            break  # the data is exhausted
-                        with waiting("trajectories"):  # the task of a lost group may be retried
-                            await tasks_changed.wait()
-                    continue
-                position, task = following
-                trajectory_ids = [new_id() for _ in range(self._config.rollout.group_size)]
-                work = GroupInFlight(
-                    new_id(),
-                    task,
-                    position,
-                    trajectory_ids,
-                    self._config.rollout.staleness_policy,
-                    clock=self._context.serving_clock.now,
-                )
-                oldest_version = self._pool.oldest_version
-                self._queue.dispatch_group(
-                    work.group_id, task.task_id, position, trajectory_ids, oldest_version, work
-                )
-                self.slots.hand_over(trajectory_ids[0])
-                groups.start_task(f"group {work.group_id}", self._run_group(work))
-                self._num_groups += 1
-                with waiting("slot"):
-                    # Its siblings come before other groups: members that wait for a slot make a group old.
-                    await work.all_have_slots.wait()
-        self.drained.set()
-        self._queue.end_data()
-        await asyncio.Future()  # the trainer ends the run
+                if not self._num_groups and not self.drained.is_set():
+                    self.drained.set()
+                    self._queue.end_data()
+                with waiting("trajectories" if self._num_groups else "idle"):
+                    await tasks_changed.wait()  # the trainer ends the run
+                await self._resume_groups(groups)  # their frames were lost since
+
+    async def _dispatch_groups(self, groups: Nursery) -> None:
+        """Dispatch groups until the data is exhausted or admission ends."""
+        tasks_changed, new_id = self._feeder.retries.changed, self._context.new_id
+        while True:
+            await self._resume_groups(groups)
+            if not await self._queue.wait_for_admission():
+                break
+            if self._queue.restored_groups:
+                continue
+            # The slot comes first: a dispatched group starts to sample at once, so it is not old from the
+            # start.
+            await self.slots.acquire_slot()
+            tasks_changed.clear()
+            following = self._feeder.next_task() if self._queue.admits else None
+            if following is None:
+                self.slots.release_slot()
+                if self._queue.admits:
+                    if not self._num_groups:
+                        break  # the data is exhausted
+                    with waiting("trajectories"):  # the task of a lost group may be retried
+                        await tasks_changed.wait()
+                continue
+            position, task = following
+            trajectory_ids = [new_id() for _ in range(self._config.rollout.group_size)]
+            work = GroupInFlight(
+                new_id(),
+                task,
+                position,
+                trajectory_ids,
+                self._config.rollout.staleness_policy,
+                clock=self._context.serving_clock.now,
+            )
+            oldest_version = self._pool.oldest_version
+            self._queue.dispatch_group(
+                work.group_id, task.task_id, position, trajectory_ids, oldest_version, work
+            )
+            self.slots.hand_over(trajectory_ids[0])
+            groups.start_task(f"group {work.group_id}", self._run_group(work))
+            self._num_groups += 1
+            with waiting("slot"):
+                # Its siblings come before other groups: members that wait for a slot make a group old.
+                await work.all_have_slots.wait()
+
+    async def _resume_groups(self, groups: Nursery) -> None:
+        """Resume the groups of an earlier process, and those of which frames were lost."""
+        while self._queue.restored_groups:
+            await self._resume_group(groups, self._queue.restored_groups[0])
 
     async def _resume_group(self, groups: Nursery, left: RestoredGroup) -> None:
-        """Resume a group that an earlier process left in flight; it has been admitted before."""
+        """Resume a group in flight; it has been admitted before."""
         unfinished = [name for name in left.trajectory_ids if name not in left.finished]
         if unfinished:
             await self.slots.acquire_slot()
@@ -257,7 +276,7 @@ class RolloutManager:
                     _drop_stragglers(work, tasks, limit_s, self._context.serving_clock),
                 )
 
-        if work.unscored and not work.cancelled:
+        if work.unscored and work.unscored.keys() == work.finished.keys() and not work.cancelled:
             async with waiting("trajectories"), Nursery() as scoring:
                 work.stop = scoring.cancel_tasks
                 scoring.start_task(f"reward of group {work.group_id}", self._score_group(work))
@@ -270,6 +289,10 @@ class RolloutManager:
     async def _settle_group(self, work: GroupInFlight) -> None:
         """Hand the group to the queue or drop it, according to its siblings and the policy."""
         retries = self._feeder.retries
+        if work.unscored:  # the others were scored, by one call for the group, before frames were lost
+            retry = retries.retry_task(work.position, _NODE_LOST)
+            self._queue.drop_group(work.group_id, _NODE_LOST, others=work.dropped, retry=retry)
+            return
         rewards = {
             name: (t.reward, t.num_turns, t.turn_rewards) if self._rewards_turns else t.reward
             for name, t in work.finished.items()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from async_rl.engine_protocol import Engine
 from async_rl.errors import EngineError
+from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.trainer_protocol import Trainer
@@ -21,6 +22,9 @@ class Cluster(Protocol):
 
     weight_backend: str
     """`gloo` or `nccl`, for distributed weight updates."""
+
+    node: str
+    """The address of the driver's node; empty where there is only one."""
 
     async def start_engines(self) -> list[Engine]:
         """Start all engines and wait until they answer."""
@@ -60,6 +64,14 @@ class Cluster(Protocol):
 
     def local_folder(self, engine_id: str) -> HostFolder | None:
         """Return the folder of weights on the host of an engine; None for an external server."""
+        ...
+
+    def open_frame_reader(self, node: str) -> FrameReader:
+        """Return what reads the frames on another node; blocking, from any thread.
+
+        Raises:
+            NodeUnreachable: The node is not part of the cluster now.
+        """
         ...
 
     def rollout_worker(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:

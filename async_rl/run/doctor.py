@@ -65,6 +65,7 @@ def wait_limits(config: Config) -> dict[str, float]:
         "hand-over": weights.timeout_s,
         "publish": weights.timeout_s,
         "reward": rollout.reward_timeout_s,
+        "node": 2 * config.queue.node_lost_s,
         "rollout worker": rollout.worker_start_timeout_s,
         "send weights": 2 * weights.timeout_s,
         "snapshot": weights.timeout_s,

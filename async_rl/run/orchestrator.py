@@ -338,7 +338,16 @@ class Orchestrator:
         trainer, step = trainer_handle
         sync = self._weight_sync(trainer)
         recovered = RecoveredState(
-            config, progress, self._dir, inputs.tasks, inputs.facts, step, metrics, clock
+            config,
+            progress,
+            self._dir,
+            inputs.tasks,
+            inputs.facts,
+            step,
+            metrics,
+            clock,
+            node=self._cluster.node,
+            open_reader=self._cluster.open_frame_reader,
         )
         queue = recovered.queue
         context = SessionContext(

@@ -30,17 +30,21 @@ from async_rl.errors import AsyncRLError
 from async_rl.observability.metrics import Metrics
 from async_rl.queue import archive, spool
 from async_rl.queue.archive import Archive
+from async_rl.queue.frame_reader import FrameReader
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.progress import ProgressReport
-from async_rl.queue.spool import Spool
+from async_rl.queue.spool import Spool, no_other_nodes
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import observer
 from async_rl.runtime.waits import waiting
 from async_rl.types import Task, root_of
 
 log = logging.getLogger(__name__)
+
+_TICKS: Final = 8
+"""A node's absence is counted in this many ticks of the driver."""
 
 _ARCHIVE_S: Final = 1.0
 """Interval between writes of finished trajectories, seconds."""
@@ -49,10 +53,14 @@ _ARCHIVE_S: Final = 1.0
 def journal_folder(config: QueueConfig, run_dir: Path) -> Path:
     """Return the folder of a run's journals, the same on all nodes."""
     run_dir = run_dir.absolute()
-    if config.journal_dir is None:
-        return run_dir / "journal"
+    return run_dir / "journal" if config.journal_dir is None else node_folder(config.journal_dir, run_dir)
+
+
+def node_folder(parent: str, run_dir: Path) -> Path:
+    """Return the folder of a run in one that each node has, for what stays on the node."""
+    run_dir = run_dir.absolute()
     digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]  # runs of one name share no folder
-    return Path(config.journal_dir).expanduser().absolute() / f"{run_dir.name}-{digest}"
+    return Path(parent).expanduser().absolute() / f"{run_dir.name}-{digest}"
 
 
 class RestoredProgress(NamedTuple):
@@ -115,6 +123,9 @@ class RecoveredState:
         step: int,
         metrics: Metrics,
         clock: Callable[[], float],
+        *,
+        node: str = "",
+        open_reader: Callable[[str], FrameReader] = no_other_nodes,
     ) -> None:
         """Restore the state from the run folder; this blocks.
 
@@ -127,6 +138,8 @@ class RecoveredState:
             step: Step of the checkpoint that the trainer continues from.
             metrics: The run's metrics.
             clock: Monotonic seconds.
+            node: The address of this node.
+            open_reader: Returns what reads frames on another node.
 
         Raises:
             SpoolFull: The disk has no space for the journal.
@@ -141,12 +154,20 @@ class RecoveredState:
         """The driver's own; None where `queue.journal_s` asks for none."""
         if self.journals is not None:
             self.journal = Journal(self.journals.add_owner("driver", self._release_entries), metrics)
-        retries = TaskRetries(
+        retries = self._retries = TaskRetries(
             max_retries=config.rollout.max_task_retries,
             retry_after=config.trainer.groups_per_batch,
             metrics=metrics,
         )
-        self.spool = Spool(run_dir / spool.FOLDER, config.queue.max_bytes)
+        spool_dir = config.queue.spool_dir
+        self._node_lost_s = config.queue.node_lost_s
+        self.spool = Spool(
+            run_dir / spool.FOLDER,
+            config.queue.max_bytes,
+            node=node,
+            node_directory=None if spool_dir is None else node_folder(spool_dir, run_dir),
+            open_reader=open_reader,
+        )
         """The frames of finished trajectories."""
         self.queue = TrajectoryQueue(
             ledger,
@@ -172,6 +193,7 @@ class RecoveredState:
             kept = {name for left in self.queue.restored_groups for name in left.trajectory_ids}
             roots = dict.fromkeys(map(root_of, self.journalled))
             self.journals.release_trajectories(name for name in roots if name not in kept)
+        self._has_nodes = spool_dir is not None or bool(self.spool.other_nodes())
         position = ledger.data_position()
         self.feeder = Feeder(
             tasks,
@@ -213,9 +235,37 @@ class RecoveredState:
         loops: dict[str, Callable[[], Awaitable[None]]] = {}
         if self.journal is not None:
             loops["journal"] = self._write_journal
+        if self._has_nodes:
+            loops["spool nodes"] = self._watch_nodes
         if self.archive is not None:
             loops["archive"] = observer(self._write_archive)
         return loops
+
+    async def _watch_nodes(self) -> None:
+        """Find nodes that do not answer, and give up those that have not for `queue.node_lost_s`.
+
+        Their absence is counted in ticks of the driver, which may have stalled itself.
+        """
+        spool, ticks, tick_s = self.spool, dict[str, int](), self._node_lost_s / _TICKS
+        while True:
+            with waiting("idle"):
+                await asyncio.sleep(tick_s)
+            were_absent = set(spool.absent)
+            if spool.other_nodes():
+                with waiting("idle"):
+                    await asyncio.to_thread(spool.ping_nodes, tick_s)
+            ticks = {node: ticks.get(node, 0) + 1 for node in spool.absent}
+            for node in {node for node, number in ticks.items() if number >= _TICKS} - spool.lost:
+                log.error(
+                    "node %s has not answered for queue.node_lost_s = %s: finished trajectories that it has "
+                    "are sampled again",
+                    node,
+                    self._node_lost_s,
+                )
+                spool.give_up(node)
+            if were_absent or spool.absent:
+                self.queue.follow_nodes()
+                self._retries.changed.set()
 
     async def _write_archive(self) -> None:
         while True:

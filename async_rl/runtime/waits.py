@@ -146,6 +146,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "no call of reward {} ends",
         "Another call of the same reward must end first.",
     ),
+    "node": WaitKind(
+        "node {} to answer",
+        "node {} does not answer",
+        "A batch needs finished trajectories that are on a node.",
+    ),
     "rollout worker": WaitKind(
         "a rollout worker to come up",
         "no rollout worker comes up",

@@ -135,6 +135,12 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
         0.4,
         only="workers",
     ),
+    "node_lost": FaultRow(
+        "worker", "a node is lost with its rollout workers and their frames", 0.4, only="workers"
+    ),
+    "node_absent": FaultRow(
+        "worker", "what reads the frames on a node does not answer for up to 100 s", 0.3, only="workers"
+    ),
     "raise": FaultRow("user", "the agent loop raises"),
     "hang_loop": FaultRow("user", "the agent loop hangs"),
     "silent": FaultRow("user", "the agent loop returns without a turn"),

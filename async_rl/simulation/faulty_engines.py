@@ -54,8 +54,10 @@ from async_rl.errors import (
     LocalShortage,
     WeightSyncError,
 )
+from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
+from async_rl.run.recovery import node_folder
 from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import FACTS, Injection, Scenario
@@ -64,6 +66,7 @@ from async_rl.simulation.simulated_workers import (
     CUT_OFF_S,
     LateRequest,
     LinkFault,
+    SimulatedNodes,
     SimulatedWorkers,
     exponential,
 )
@@ -566,11 +569,20 @@ class SimulatedCluster:
     """Implements `async_rl.run.cluster.Cluster`."""
 
     weight_backend = "gloo"
+    node = "driver"
 
     def __init__(
-        self, scenario: Scenario, checker: InvariantChecker, incarnation: int, look: Callable[[], None]
+        self,
+        scenario: Scenario,
+        checker: InvariantChecker,
+        incarnation: int,
+        look: Callable[[], None],
+        nodes: SimulatedNodes,
+        run_dir: Path,
     ) -> None:
         """Make engines and a trainer for one incarnation of the driver."""
+        self._nodes = nodes
+        self._run_dir = run_dir
         broadcasts = Broadcasts()
         self._scenario = scenario
         self._checker = checker
@@ -587,6 +599,7 @@ class SimulatedCluster:
             FACTS,
             delay_s=exponential(delays, scenario.speeds.latency_s),
             start_s=scenario.speeds.restart_s,
+            nodes=nodes,
         )
         self._died: Callable[[str, EngineError], None] | None = None
         self._folders: dict[str, SimulatedFolder] = {}
@@ -605,18 +618,27 @@ class SimulatedCluster:
         elif kind in get_args(LinkFault):
             fault, met = cast(LinkFault, kind), partial(self._checker.met, kind)
             self._workers.disturb(fault, injection.engine, injection.amount, met)
+        elif kind == "node_absent":
+            amount_s = 100 * injection.amount
+            if node := self._workers.some_node(injection.engine):
+                self._nodes.stay_away(node, asyncio.get_running_loop().time() + amount_s)
+                self._checker.met(kind)
         elif FAULTS[kind].family == "worker":
             workers = self._workers
             ends = {
                 "kill_worker": workers.kill,
                 "mute_worker": workers.mute,
                 "cut_off_worker": workers.cut_off,
+                "node_lost": workers.lose_node,
             }
-            if ends[kind](injection.engine):
+            with self.trainer.own_files():  # a lost node takes its frames with it, whatever the driver's disk
+                happened = ends[kind](injection.engine)
+            if happened:
                 self._checker.met(kind)
                 if kind == "cut_off_worker":
                     silent_s = self._scenario.config.rollout.worker_stall_s
                     self._checker.worker_is_unaware(2 * silent_s + CUT_OFF_S)
+                    self._checker.cut_off_folders |= workers.cut_off_folders
         elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]
             for each in self.engines if kind in ("no_descriptors", "hold_all") else [engine]:
@@ -678,6 +700,11 @@ class SimulatedCluster:
 
     def _free_disk(self) -> None:
         self._workers.on_full_disk = None
+
+    def open_frame_reader(self, node: str) -> FrameReader:
+        """Implements `Cluster.open_frame_reader`."""
+        directory = node_folder(self._scenario.config.queue.spool_dir or "", self._run_dir)
+        return self._nodes.open_reader(node, directory, asyncio.get_running_loop().time)
 
     def rollout_worker(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:
         """Implements `Cluster.rollout_worker`."""

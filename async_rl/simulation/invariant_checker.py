@@ -22,7 +22,7 @@ import sqlite3
 import struct
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,7 @@ from async_rl.config import Config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import EngineError
+from async_rl.run.recovery import node_folder
 from async_rl.simulation.compact_set import CompactSet
 from async_rl.simulation.faults import ENGINE_FAULTS, FaultKind
 from async_rl.simulation.scenario import FACTS, Scenario
@@ -86,6 +87,12 @@ class InvariantChecker:
         self.violations: list[str] = []
         self.met_faults: Counter[FaultKind] = Counter()
         """By kind: those that really happened."""
+        self.lost_nodes: set[str] = set()
+        """The nodes that were lost with their frames."""
+        self.absent_until_s: dict[str, float] = {}
+        """Until when nodes do not answer."""
+        self.cut_off_folders: set[str] = set()
+        """The names of the folders of workers that were cut off from the driver."""
         self.deaf = False
         """While a killed driver's remains are cleared away: what they do never happened."""
         self.now: Callable[[], float] = lambda: 0.0
@@ -558,7 +565,7 @@ class InvariantChecker:
                 frame = _frame_of(stored)
                 if frames.setdefault(frame, name) != name:
                     self.fail(f"the trajectories {name} and {frames[frame]} are queued in one frame, {frame}")
-                if not (run_dir / "spool" / frame).exists():
+                if not self._is_stored(run_dir, stored):
                     self.fail(f"trajectory {name} is queued in {frame}, which is not there")
         for step, names in trained.items():
             if step > settled or names != set(self._steps.get(step, ())):
@@ -587,6 +594,13 @@ class InvariantChecker:
         if unseen < 0:
             self.fail(f"{-unseen} trajectories are gone from the ledger")
         self._check_positions(pending, unseen // self._config.rollout.group_size)
+
+    def _is_stored(self, run_dir: Path, entry: bytes) -> bool:
+        """Whether the frame that a row of the ledger names is there, as far as its node is."""
+        stored = msgspec.msgpack.decode(entry, type=StoredTrajectory)
+        if stored.node in self.lost_nodes:
+            return True
+        return Path(stored.path if stored.node else run_dir / "spool" / _frame_of(entry)).exists()
 
     def check_records(self, run_dir: Path, *, settled: int) -> None:
         """Check that `metrics.jsonl` has one line for each step, whatever was killed or undone before."""
@@ -631,11 +645,15 @@ class InvariantChecker:
             owned = {_frame_of(stored) for (stored,) in named}
         finally:
             database.close()
-        files = (path for path in (run_dir / "spool").glob("*/*") if path.is_file())
+        # The driver never learns that a worker that was cut off has ended: the next start deletes its frames,
+        # and those on a node that does not answer at the end.
+        files = (
+            path
+            for path in spooled_files(self._config, run_dir)
+            if path.parent.name not in self.cut_off_folders
+            and self.absent_until_s.get(path.parent.parent.name, 0.0) < self.now()
+        )
         frames = {f"{path.parent.name}/{path.name}" for path in files}
-        if "cut_off_worker" in self.met_faults:
-            # The driver never learns that such a worker has ended: the next start deletes its frames.
-            frames = {frame for frame in frames if "-rollout-worker-" not in frame}
         if left := frames - owned:
             self.fail(f"frames without an owner are left: {sorted(left)}")
         versions = list((run_dir / "weights").glob("version_*"))
@@ -671,6 +689,15 @@ def _num_alike(one: Int32Array, other: Int32Array) -> int:
     count = min(len(one), len(other))
     differs = np.flatnonzero(one[:count] != other[:count])
     return int(differs[0]) if differs.size else count
+
+
+def spooled_files(config: Config, run_dir: Path) -> Iterator[Path]:
+    """Yield the files of finished trajectories, in the run's folder and on its nodes."""
+    places = [run_dir / "spool"]
+    if (spool_dir := config.queue.spool_dir) is not None:
+        places += node_folder(spool_dir, run_dir).glob("*")
+    for place in places:
+        yield from (path for path in place.glob("*/*") if path.is_file())
 
 
 def _frame_of(stored: bytes) -> str:

@@ -37,6 +37,7 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES, StepRecord, Summary
 from async_rl.observability.text_console import TextConsole
+from async_rl.queue.spool import no_other_nodes
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.simulation.coarse_engine import MARKS, CoarseEngine, EngineSpeed, Usage
@@ -423,6 +424,8 @@ class _PlannedCluster:
     """See `async_rl.run.cluster.Cluster`: nothing dies here."""
 
     weight_backend = "gloo"
+    node = ""
+    open_frame_reader = staticmethod(no_other_nodes)
 
     def __init__(self, engines: list[CoarseEngine], trainer: _TimedTrainer) -> None:
         self.engines = engines

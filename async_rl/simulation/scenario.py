@@ -230,7 +230,10 @@ def with_workers(scenario: Scenario) -> Scenario:
         for _ in range(rng.choice((0, 0, 1, 2)))
     ]
     injections = sorted((*scenario.injections, *faults), key=lambda injection: injection.step)
-    config = replace(scenario.config, rollout=rollout)
+    rng, queue = random.Random(f"nodes {scenario.seed}"), scenario.config.queue
+    if rng.random() < 0.5:  # frames stay on the nodes of their workers
+        queue = replace(queue, spool_dir="nodes", node_lost_s=rng.choice((5.0, 30.0)))
+    config = replace(scenario.config, rollout=rollout, queue=queue)
     return _with_own_streams(replace(scenario, config=config, injections=tuple(injections)), "workers")
 
 

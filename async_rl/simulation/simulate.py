@@ -49,9 +49,10 @@ from async_rl.runtime.supervision import first_error, observer
 from async_rl.runtime.waits import acting
 from async_rl.simulation.faults import ENGINE_FAULTS, TRAINER_FAULTS
 from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
-from async_rl.simulation.invariant_checker import InvariantChecker
+from async_rl.simulation.invariant_checker import InvariantChecker, spooled_files
 from async_rl.simulation.scenario import FACTS, Death, Injection, Scenario, draw
 from async_rl.simulation.simulated_disk import Disk
+from async_rl.simulation.simulated_workers import SimulatedNodes
 from async_rl.simulation.users import SimulatedChat, attempt_begins, attempt_cancelled, count_fault
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
 
@@ -139,11 +140,17 @@ class Simulation:
         digests: bool = True,
     ) -> None:
         """Start with an empty folder; see `simulate`."""
+        if scenario.config.queue.spool_dir is not None:
+            queue = replace(scenario.config.queue, spool_dir=str(folder / scenario.config.queue.spool_dir))
+            scenario = replace(scenario, config=replace(scenario.config, queue=queue))
         self._scenario = scenario
         self._after_turn = after_turn
         self._config = scenario.config
         self._folder = folder
         self._checker = InvariantChecker(scenario, digests=digests)
+        self._nodes = SimulatedNodes()
+        self._checker.lost_nodes = self._nodes.lost
+        self._checker.absent_until_s = self._nodes.absent_until_s
         self._disk = Disk()
         self._disk.die = self._kill_on_disk
         self._threads = random.Random(f"threads {scenario.seed}")
@@ -206,7 +213,9 @@ class Simulation:
             (self._run_dir / name).mkdir(parents=True, exist_ok=True)
         self._stop = asyncio.Event()
         self._metrics = Metrics()
-        self._cluster = SimulatedCluster(self._scenario, self._checker, incarnation, self.before_step)
+        self._cluster = SimulatedCluster(
+            self._scenario, self._checker, incarnation, self.before_step, self._nodes, self._run_dir
+        )
         self._cluster.trainer.own_files = self._disk.open_to_checks
         self._orchestrator = Orchestrator(
             self._config,
@@ -442,7 +451,7 @@ class Simulation:
 
     def _corrupt_frame(self, amount: float) -> None:
         """Flip a bit of a frame of the queue."""
-        found = (path for path in (self._run_dir / "spool").glob("*/*") if path.is_file())
+        found = spooled_files(self._config, self._run_dir)
         frames = sorted(path for path in found if path.suffix != ".part")
         if not frames:
             return

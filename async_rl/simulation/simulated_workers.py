@@ -6,9 +6,11 @@ import asyncio
 import errno
 import os
 import random
+import shutil
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self, cast
@@ -16,11 +18,12 @@ from typing import Final, Literal, NamedTuple, Self, cast
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import EngineBusy, SpoolFull, WorkerLost
+from async_rl.errors import EngineBusy, NodeUnreachable, SpoolFull, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
+from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
 from async_rl.queue.journal_file import journal_files
-from async_rl.queue.spool import NoSpool, SpoolFolder
+from async_rl.queue.spool import NoSpool, SpoolFolder, folder_on_node
 from async_rl.rollout.workers.messages import Link, Message, MessageNumbers, decode, encode
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
@@ -205,9 +208,11 @@ class LateRequest(NamedTuple):
 class FaultySpoolFolder(SpoolFolder):
     """The spool folder of a worker, whose disk may be full, or which may be killed once a frame is there."""
 
-    def __init__(self, directory: Path, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self, directory: Path, node: str, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
         """Call functions around each write."""
-        super().__init__(directory)
+        super().__init__(folder_on_node(directory, node), node)
         self._before = before
         self._after = after
 
@@ -217,6 +222,88 @@ class FaultySpoolFolder(SpoolFolder):
         stored = super().store_tree(tree)
         self._after()
         return stored
+
+
+_NUM_NODES: Final = 2
+"""The nodes on which workers run, where frames stay on their nodes."""
+
+
+class SimulatedNodes:
+    """The nodes of a run, whose disks and absence outlive the driver.
+
+    Example:
+        >>> nodes = SimulatedNodes()
+        >>> nodes.node_of("rollout-worker-3")
+        'node-1-0'
+    """
+
+    def __init__(self) -> None:
+        """Begin with all nodes present."""
+        self.lost: set[str] = set()
+        self.absent_until_s: dict[str, float] = {}
+
+    def node_of(self, name: str) -> str:
+        """Return the node that a worker starts on; another one takes the place of a lost one."""
+        number = int(name.rpartition("-")[2]) % _NUM_NODES
+        return next(node for i in count() if (node := f"node-{number}-{i}") not in self.lost)
+
+    def lose(self, node: str, folders: Iterable[Path]) -> None:
+        """Let a node and its frames be gone."""
+        self.lost.add(node)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def stay_away(self, node: str, until_s: float) -> None:
+        """Let nothing on a node answer until a time on the loop's clock; its workers go on."""
+        self.absent_until_s[node] = until_s
+
+    def open_reader(self, node: str, directory: Path, clock: Callable[[], float]) -> FrameReader:
+        """Return the reader of a node, whose frames are in a folder.
+
+        Raises:
+            NodeUnreachable: It does not answer.
+        """
+        reader = _SimulatedReader(directory / node, partial(self._require, node, clock))
+        reader.begin_ping(0.0)()
+        return reader
+
+    def _require(self, node: str, clock: Callable[[], float]) -> None:
+        if node in self.lost or clock() < self.absent_until_s.get(node, 0.0):
+            raise NodeUnreachable(f"{node} does not answer")
+
+
+class _SimulatedReader(LocalFrameReader):
+    """Reads the frames of another node while that answers; it does nothing meanwhile."""
+
+    def __init__(self, directory: Path, require: Callable[[], None]) -> None:
+        super().__init__(directory)
+        self._require = require
+
+    def begin_ping(self, limit_s: float) -> Callable[[], None]:
+        """Implements `FrameReader.begin_ping`."""
+        return self._require
+
+    def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
+        """Implements `FrameReader.begin_find_flaws`."""
+        wait = super().begin_find_flaws(stored)
+
+        def answer() -> dict[str, str]:
+            self._require()
+            return wait()
+
+        return answer
+
+    def delete_frames(self, paths: Sequence[str]) -> None:
+        """Implements `FrameReader.delete_frames`."""
+        with suppress(NodeUnreachable):
+            self._require()
+            super().delete_frames(paths)
+
+    def end_folder(self, folder: str, known: Collection[str]) -> None:
+        """Implements `FrameReader.end_folder`."""
+        with suppress(NodeUnreachable):
+            self._require()
+            super().end_folder(folder, known)
 
 
 CUT_OFF_S: Final = 25.0
@@ -248,6 +335,7 @@ class SimulatedWorkers:
         *,
         delay_s: Callable[[], float],
         start_s: float = 0.0,
+        nodes: SimulatedNodes | None = None,
     ) -> None:
         """Start nothing yet; a start takes `start_s`."""
         self._engines = {engine.engine_id: engine for engine in engines}
@@ -258,6 +346,11 @@ class SimulatedWorkers:
         self.ends: dict[str, MemoryLink] = {}
         """The workers' ends of their links, by name."""
         self._running: dict[str, RolloutWorker] = {}
+        self._places: dict[str, tuple[str, Path | None]] = {}  # node and folder of frames, by worker
+        self.nodes = nodes or SimulatedNodes()
+        """The nodes that workers are on."""
+        self.cut_off_folders: set[str] = set()
+        """The names of the folders of workers that were cut off."""
         self._torn = random.Random(f"torn journals {seed}")
         self.late_requests: deque[LateRequest] = deque()
         """The next requests of workers, which are late."""
@@ -276,6 +369,7 @@ class SimulatedWorkers:
         name = spec.name
         await asyncio.sleep(self._start_s)
         ours, theirs = MemoryLink.pair(self._delay_s)
+        node = ours.peer_node = "" if spec.config.queue.spool_dir is None else self.nodes.node_of(name)
         clock = asyncio.get_running_loop().time
         self.metrics.append(Metrics())
         prefix, numbers = f"w{len(self.metrics):07x}", count()
@@ -294,10 +388,11 @@ class SimulatedWorkers:
             clock=clock,
             frames=NoSpool()
             if spec.frames is None
-            else FaultySpoolFolder(spec.frames, self._refuse_if_full, lambda: self._kill_if_due(name)),
+            else FaultySpoolFolder(spec.frames, node, self._refuse_if_full, lambda: self._kill_if_due(name)),
             inspected=None if spec.inspected is None else InspectedTrajectories(spec.inspected),
         )
         self.ends[name], self._running[name] = theirs, worker
+        self._places[name] = node, spec.frames
         async with Nursery() as process:
             process.start_task(name, _run_process(worker, theirs))
             try:
@@ -308,7 +403,7 @@ class SimulatedWorkers:
                 theirs.lose("the worker was ended")
                 process.cancel_tasks()
                 ours.peer_has_ended = not theirs.is_cut_off
-                del self.ends[name], self._running[name]
+                del self.ends[name], self._running[name], self._places[name]
 
     def _refuse_if_full(self) -> None:
         if self.on_full_disk is not None:
@@ -343,7 +438,25 @@ class SimulatedWorkers:
         names = sorted(self.ends)
         if not names:
             return False
-        self.ends[names[index % len(names)]].cut_off()
+        name = names[index % len(names)]
+        self.ends[name].cut_off()
+        if (folder := self._places[name][1]) is not None:
+            self.cut_off_folders.add(folder.name)
+        return True
+
+    def some_node(self, index: int) -> str:
+        """Return one of the nodes that workers are on; empty where frames are in the run's folder."""
+        nodes = sorted({node for node, _ in self._places.values()} - {""})
+        return nodes[index % len(nodes)] if nodes else ""
+
+    def lose_node(self, index: int) -> bool:
+        """End all workers of a node, and delete its frames, for good; whether there was one."""
+        if not (lost := self.some_node(index)):
+            return False
+        for name in [name for name, (node, _) in self._places.items() if node == lost and name in self.ends]:
+            self._kill(name)
+        folders = {folder.parent / lost for node, folder in self._places.values() if folder and node == lost}
+        self.nodes.lose(lost, folders)
         return True
 
     def disturb(self, fault: LinkFault, index: int, amount: float, met: Callable[[], None]) -> bool:

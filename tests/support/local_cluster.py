@@ -16,6 +16,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
 from async_rl.queue.batching import read_trajectories
+from async_rl.queue.spool import no_other_nodes
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
@@ -117,6 +118,8 @@ class LocalCluster:
     """Implements `async_rl.run.cluster.Cluster` in this process."""
 
     weight_backend = "gloo"
+    node = ""
+    open_frame_reader = staticmethod(no_other_nodes)
 
     def __init__(self, config: Config, step_s: float = 0.0, policy: Any = None) -> None:
         assert isinstance(config.engine, SimulatedEngines)

@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.codec import ALIGNMENT
 from async_rl.errors import AlignmentError, CorruptFrame, DataError
-from async_rl.placement.actors import SharedFrames
+from async_rl.placement.frame_readers import SharedFrames
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import verify_frame
 from async_rl.queue.packing import Packer, StoredGroup, check_model

@@ -13,7 +13,8 @@ from async_rl.config import parse_config
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement import actors
-from async_rl.placement.actors import ActorSetup, EngineActor, SharedFrames, enter_driver_folder, interface_of
+from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_folder, interface_of
+from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
 from async_rl.runtime.addresses import is_loopback

@@ -1,4 +1,4 @@
-"""Ranks get the frames that they read; their errors reach the callers of `RayTrainer` as they were raised."""
+"""Ranks get the frames that they read, of any node; their errors reach the callers of `RayTrainer`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from ray.exceptions import RayTaskError
 
 from async_rl.config import parse_config
-from async_rl.errors import WeightSyncError
-from async_rl.placement import ray_trainer
-from async_rl.placement.actors import SharedFrames
+from async_rl.errors import NodeUnreachable, TrainerError, WeightSyncError
+from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.queue.frames import read_columns
 from async_rl.trainer_protocol import StepResult
-from async_rl.types import TakenBatch
+from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_group
 
@@ -29,18 +29,41 @@ def failing_actor(error: Exception) -> Any:
     return SimpleNamespace(call_worker=SimpleNamespace(remote=call))
 
 
-async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    context = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(ray_trainer, "ray", SimpleNamespace(get_runtime_context=lambda: context))
-    config = parse_config(
-        {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": "d.jsonl"}, "engine": {}}
-    )
+CONFIG = parse_config(
+    {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": "d.jsonl"}, "engine": {}}
+)
+
+
+async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles(tmp_path: Path) -> None:
     error = WeightSyncError("every weight-update group failed: weights-engine-0-1-2")
-    trainer = RayTrainer([failing_actor(error)], ["here"], [tmp_path / "trainer-0.log"], config)
+    trainer = RayTrainer(
+        [failing_actor(error)], ["here"], [tmp_path / "trainer-0.log"], CONFIG, "here", no_reader
+    )
     with pytest.raises(WeightSyncError, match="every weight-update group failed"):
         await trainer.send_weights(["weights-engine-0-1-2"], 1 << 20)
+
+
+def no_reader(node: str) -> Any:
+    raise AssertionError(f"node {node} reads frames")
+
+
+class Reader:
+    """What `FrameReaderActor` does, without Ray's store."""
+
+    def __init__(self) -> None:
+        self.frames = SharedFrames()
+        self.sent: list[str] = []
+        self.num_held = 0
+        self.send_frames = SimpleNamespace(remote=self.send)
+        self.hold_frames = SimpleNamespace(remote=self.hold)
+
+    async def send(self, stored: list[StoredTrajectory]) -> list[Any]:
+        self.sent += [each.trajectory_id for each in stored]
+        return [np.fromfile(each.path, np.uint8) for each in stored]
+
+    async def hold(self, objects: list[Any]) -> tuple[str, list[int]]:
+        self.num_held += len(objects)
+        return self.frames.path, [self.frames.append(data) for data in objects]
 
 
 class ReadingRank:
@@ -49,53 +72,61 @@ class ReadingRank:
     def __init__(self, first: int, stride: int) -> None:
         self.first, self.stride = first, stride
         self.read: dict[str, np.ndarray] = {}
-        self.paths: set[str] = set()
-        self.frames = SharedFrames()
-        self.num_held = 0
+        self.paths: dict[str, str] = {}
         self.call_worker = SimpleNamespace(remote=self.call)
-        self.hold_frames = SimpleNamespace(remote=self.hold)
 
     async def call(self, method: str, batch: TakenBatch, *_: Any) -> Any:
         own = tuple(range(self.first, len(batch.trajectories), self.stride))
         if method == "needed_trajectories":
             return own
         for trajectory in (batch.trajectories[index] for index in own):
-            self.paths.add(trajectory.path)
+            self.paths[trajectory.trajectory_id] = trajectory.path
             self.read[trajectory.trajectory_id] = read_columns(trajectory)["token_ids"]
         return StepResult(step=1, metrics={})
 
-    async def hold(self, objects: list[Any]) -> tuple[str, list[int]]:
-        self.num_held = len(objects)
-        return self.frames.path, [self.frames.append(data) for data in objects]
 
-
-async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    put: list[np.ndarray] = []
-
-    def put_object(data: np.ndarray) -> np.ndarray:
-        put.append(data)
-        return data
-
-    context = SimpleNamespace(get_node_id=lambda: "here")
-    fake = SimpleNamespace(get_runtime_context=lambda: context, put=put_object)
-    monkeypatch.setattr(ray_trainer, "ray", fake)
-    config = parse_config(
-        {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": "d.jsonl"}, "engine": {}}
-    )
+async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(tmp_path: Path) -> None:
     batch = taken_batch(tmp_path, [make_group("g", size=8)], 0)
+    # All frames are on the driver's node, but 3 and 4, which are on node a.
+    trajectories = list(batch.trajectories)
+    trajectories[4] = msgspec.structs.replace(trajectories[4], node="a")
+    trajectories[3] = msgspec.structs.replace(trajectories[3], node="a")
+    batch = msgspec.structs.replace(batch, trajectories=tuple(trajectories))
     # Two tensor-parallel ranks of one share on node a, one rank on b, one beside the driver.
     ranks = [ReadingRank(first, 3) for first in (0, 1, 1, 2)]
+    readers = {node: Reader() for node in ("here", "a", "b")}
     logs = [tmp_path / f"trainer-{rank}.log" for rank in range(4)]
-    trainer = RayTrainer(ranks, ["here", "a", "a", "b"], logs, config)
+    trainer = RayTrainer(ranks, ["here", "a", "a", "b"], logs, CONFIG, "here", readers.__getitem__)
     await trainer.train_step(batch, 1)
-    assert len(put) == 5  # of 8: three are read by the driver's node alone
-    assert [rank.num_held for rank in ranks] == [0, 3, 0, 2]
-    assert ranks[1].paths == ranks[2].paths == {ranks[1].frames.path}
-    assert ranks[3].paths == {ranks[3].frames.path}
-    assert ranks[0].paths == {batch.trajectories[index].path for index in (0, 3, 6)}
+    names = batch.trajectory_ids
+    assert readers["here"].sent == [names[index] for index in (1, 2, 5, 7)]
+    assert readers["a"].sent == [names[3]]
+    assert [readers[node].num_held for node in ("a", "b", "here")] == [2, 2, 1]
+    where = {index: trajectories[index].path for index in range(8)}
+    assert ranks[1].paths == ranks[2].paths
+    assert set(ranks[1].paths.values()) == {readers["a"].frames.path, where[4]}
+    assert set(ranks[3].paths.values()) == {readers["b"].frames.path}
+    assert set(ranks[0].paths.values()) == {where[0], where[6], readers["here"].frames.path}
     expected = {t.trajectory_id: read_columns(t)["token_ids"] for t in batch.trajectories}
     assert set().union(*(rank.read for rank in ranks)) == set(expected)
     for rank in ranks:
         assert all(np.array_equal(tokens, expected[name]) for name, tokens in rank.read.items())
+
+
+async def test_nothing_is_sent_when_all_ranks_are_where_the_frames_are(tmp_path: Path) -> None:
+    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    ranks = [ReadingRank(first, 2) for first in (0, 1)]
+    logs = [tmp_path / "trainer-0.log", tmp_path / "trainer-1.log"]
+    await RayTrainer(ranks, ["here", "here"], logs, CONFIG, "here", no_reader).train_step(batch, 1)
+    assert set().union(*(rank.read for rank in ranks)) == set(batch.trajectory_ids)
+
+
+async def test_a_step_fails_when_the_node_of_a_frame_is_lost(tmp_path: Path) -> None:
+    def lost(node: str) -> Any:
+        raise NodeUnreachable(f"node {node} has left")
+
+    batch = taken_batch(tmp_path, [make_group("g", size=2)], 0)
+    trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", lost)
+    with pytest.raises(TrainerError, match="node here has left") as caught:
+        await trainer.train_step(batch, 1)
+    assert caught.value.restartable

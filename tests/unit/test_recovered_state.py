@@ -10,7 +10,7 @@ from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.data.dataset import order_of
 from async_rl.data.feeder import TaskRetries
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.spool import Spool
+from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
 from async_rl.run.recovery import RecoveredState, restore_progress
@@ -30,9 +30,10 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Returns the bounds of an incarnation that starts with other settings than the usual ones."""
     seen: dict[str, Any] = {}
 
-    def spool(directory: Path, max_bytes: int | None) -> Spool:
+    def spool(directory: Path, max_bytes: int | None, **options: Any) -> Spool:
         seen["queue.max_bytes"] = max_bytes
-        return Spool(directory, max_bytes)
+        seen["queue.spool_dir"] = options["node_directory"].parent.name
+        return Spool(directory, max_bytes, **options)
 
     def retries(*, max_retries: int, **options: Any) -> TaskRetries:
         seen["rollout.max_task_retries"] = max_retries
@@ -44,6 +45,7 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for override in (
         "queue.max_bytes=2000000",
         f"queue.journal_dir={tmp_path / 'fast'}",
+        f"queue.spool_dir={tmp_path / 'disk'}",
         "rollout.max_task_retries=5",
         "run.keep_trajectories=0",
     ):
@@ -62,6 +64,7 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [
         ("queue.max_bytes", 2_000_000),
         ("queue.journal_dir", "fast"),
+        ("queue.spool_dir", "disk"),
         ("rollout.max_task_retries", 5),
         ("run.keep_trajectories", None),
     ],
@@ -94,3 +97,30 @@ def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None
     assert second.journals.take_released() == ["b"]  # the data has no such task now
     second.write_and_close()
     second.queue.close()
+
+
+def test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = small_run(0)
+    tree = to_builtins(scenario.config)
+    for override in (f"queue.spool_dir={tmp_path / 'disk'}", "queue.node_lost_s=16"):
+        apply_override(tree, override)
+    recovered = recover(parse_config(tree), tmp_path)
+    (stored,) = SpoolFolder(tmp_path / "disk" / "a", "a").store_tree([make_trajectory("t")])
+    recovered.spool.hold([stored])
+    lost_after: list[int] = []
+
+    async def sleep(delay_s: float) -> None:
+        assert delay_s == 2.0
+        lost_after.append(len(recovered.spool.lost))
+        if len(lost_after) == 12:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(recovered.services["spool nodes"]())
+    assert lost_after == [0] * 8 + [1] * 4
+    monkeypatch.undo()
+    recovered.write_and_close()
+    recovered.queue.close()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import AsyncRLError, CorruptFrame, SpoolFull
-from async_rl.queue import spool as spool_module
+from async_rl.queue import frame_reader
 from async_rl.queue.frames import encode_trajectory, read_columns, verify_frame
 from async_rl.queue.spool import Spool, SpoolFolder
 from tests.support.stored_batches import store_trajectory
@@ -163,7 +163,7 @@ def reusable(folder: Path) -> list[int]:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files of any size be used again."""
-    monkeypatch.setattr(spool_module, "SMALLEST_REUSED", 1)
+    monkeypatch.setattr(frame_reader, "SMALLEST_REUSED", 1)
 
 
 @pytest.mark.usefixtures("large")
@@ -193,7 +193,7 @@ def test_reusable_files_are_bounded_and_yield_to_a_full_disk(
 ) -> None:
     spool = Spool(tmp_path, None)
     stored = spool.store_tree(make_group("g", size=4).trajectories)
-    monkeypatch.setattr(spool_module, "MAX_REUSABLE_BYTES", 2 * max(each.nbytes for each in stored))
+    monkeypatch.setattr(frame_reader, "MAX_REUSABLE_BYTES", 2 * max(each.nbytes for each in stored))
     spool.discard(stored)
     spool.delete_discarded()
     assert len(reusable(tmp_path)) == 2

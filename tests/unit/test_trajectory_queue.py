@@ -17,7 +17,7 @@ import pytest
 from async_rl import codec
 from async_rl.errors import AsyncRLError, CorruptFrame, DataError, InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue import delivery, packing
+from async_rl.queue import delivery, frames
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import verify_frame
 from async_rl.queue.ledger import Ledger
@@ -751,7 +751,7 @@ async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.ready("a", "b", "c")
-    async with held(monkeypatch, packing, "verify_frame") as go:
+    async with held(monkeypatch, frames, "verify_frame") as go:
         async with Nursery() as nursery:
             taking = nursery.start_task("take", run.queue.next_batch(0))
             await settled()

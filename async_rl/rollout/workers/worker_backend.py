@@ -33,7 +33,7 @@ from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, Re
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal_folders import JournalFolders
-from async_rl.queue.spool import NoSpool, Spool
+from async_rl.queue.spool import NoSpool, Spool, folder_on_node
 from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.workers.messages import (
@@ -150,7 +150,8 @@ class WorkerHandle:
         """The folder of its journal."""
         self.journal_bytes = 0
         self.link = link
-        self.frame_folder = "" if frame_folder is None else str(frame_folder)
+        node = link.peer_node
+        self.frame_folder = "" if frame_folder is None else str(folder_on_node(frame_folder, node))
         """The folder of its frames; empty: it writes none."""
         self.post = link.post
         self.close = link.close
@@ -396,7 +397,9 @@ class WorkerBackend(RolloutBackend):
                 if worker is not None and worker.folder is not None and self._folders is not None:
                     self._folders.end_owner(worker.folder)
                 if folder is not None and (worker is None or worker.link.peer_has_ended):
-                    _, cancelled = await run_uncancellable(None, partial(self._spool.end_folder, folder))
+                    node = "" if worker is None else worker.link.peer_node
+                    end_folder = partial(self._spool.end_folder, folder_on_node(folder, node), node)
+                    _, cancelled = await run_uncancellable(None, end_folder)
                     if cancelled is not None:
                         raise cancelled
             if worker is not None:
@@ -455,7 +458,8 @@ class WorkerBackend(RolloutBackend):
                 self._apply_progress(worker, message)
                 worker.leases.renew(message.number, message.calls)
             case AttemptEnded(request_id=request_id, end=end):
-                if any(each.path.rpartition(os.sep)[0] != worker.frame_folder for each in end.trajectories):
+                place = worker.link.peer_node, worker.frame_folder
+                if any((each.node, each.path.rpartition(os.sep)[0]) != place for each in end.trajectories):
                     raise WorkerLost("it sent references to frames that are not in its folder")
                 if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
                     self._spool.hold(end.trajectories)

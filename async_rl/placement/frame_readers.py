@@ -1,0 +1,244 @@
+"""One actor on each node that has frames, or trains on them: it verifies, deletes, sends and receives them.
+
+```
+ node a: worker ─► files ◄─ FrameReaderActor ── Ray's store ──► FrameReaderActor ─► memory ◄─ ranks of node b
+                     ▲            ▲                                  ▲
+   ranks of node a ──┘            └── verify, delete: driver ────────┘ hold
+```
+
+Each frame goes to a node once, whatever the number of ranks there that read it. The driver sees references.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import ray
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from async_rl.codec import ALIGNMENT, map_file
+from async_rl.errors import NodeUnreachable
+from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
+from async_rl.placement.actors import ActorSetup, NodeActor
+from async_rl.placement.placements import node_addresses
+from async_rl.placement.ray_trainer import last_line
+from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
+from async_rl.queue.frames import find_flaws
+from async_rl.runtime.processes import die_with_parent
+from async_rl.runtime.supervision import Nursery
+from async_rl.types import StoredTrajectory
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ANSWER_LIMIT_S: Final = 120.0
+"""A reader may have to verify all frames of a batch on its node."""
+
+_JOIN_LIMIT_S: Final = 10.0
+"""A reader that has not started by then is killed at the end of the run."""
+
+_PINGS: Final = "pings"
+"""The concurrency group of a reader that answers while it reads."""
+
+
+class FrameReaderActor(NodeActor):
+    """Reads the frames on its node for the driver."""
+
+    def __init__(self, directory: str | None) -> None:
+        die_with_parent()
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self._local = LocalFrameReader(None if directory is None else Path(directory))
+        self._held: SharedFrames | None = None
+
+    def ping(self) -> None:
+        """Answer."""
+
+    def find_flaws(self, stored: Sequence[StoredTrajectory]) -> dict[str, str]:
+        """Verify frames."""
+        return find_flaws(stored)
+
+    def delete_frames(self, paths: Sequence[str]) -> None:
+        """Implements `FrameReader.delete_frames`."""
+        self._local.delete_frames(paths)
+
+    def end_folder(self, folder: str, known: Collection[str]) -> None:
+        """Implements `FrameReader.end_folder`."""
+        self._local.end_folder(folder, known)
+
+    def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
+        """Implements `FrameReader.keep_only`."""
+        self._local.keep_only(known, in_use)
+
+    def send_frames(self, stored: Sequence[StoredTrajectory]) -> list[Any]:
+        """Put frames into Ray's store, and return references to them; each is copied once."""
+        return [ray.put(np.frombuffer(map_file(each.path), np.uint8)) for each in stored]
+
+    def hold_frames(self, objects: Sequence[Any]) -> tuple[str, list[int]]:
+        """Keep frames that arrive through Ray's store in memory, for all ranks of this node.
+
+        Those of the call before are freed. The ranks verify them.
+
+        Returns:
+            The path of a file with all frames, and where each begins.
+        """
+        self._held = None
+        self._held = held = SharedFrames()
+        # One after the other, so that only one of them is in the store and in the file.
+        return held.path, [held.append(ray.get(reference)) for reference in objects]
+
+
+class SharedFrames:
+    """Frames in memory under a path that other processes of this host and user can open.
+
+    The path belongs to this process (an anonymous file), so nothing is left behind when the process is
+    killed.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("async_rl_frames", os.MFD_CLOEXEC)
+        self._end = 0
+
+    def append(self, data: Any) -> int:
+        """Add a frame and return where it begins, aligned as the codec requires."""
+        offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+        view = memoryview(data)
+        while view:
+            self._end = offset + len(data) - len(view)
+            view = view[os.pwrite(self._file, view, self._end) :]
+        self._end = offset + len(data)
+        return offset
+
+    @property
+    def path(self) -> str:
+        """The path, valid as long as this object."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+class FrameReaders:
+    """Starts the readers of a run, one on each node when it is first needed; from any thread.
+
+    Example:
+        >>> readers = FrameReaders(setup, run_dir / "logs", directory)
+        >>> objects = await readers.actor_on("10.0.0.2").send_frames.remote(stored)
+    """
+
+    def __init__(self, setup: ActorSetup, log_dir: Path, directory: Path | None) -> None:
+        """Start none yet.
+
+        Args:
+            setup: How an actor finds the files of the run.
+            log_dir: The folder of their logs.
+            directory: The folder of each node with frames of the run; None: nodes have none.
+        """
+        self._setup = setup
+        self._log_dir = log_dir
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._actors: dict[str, tuple[Any, Any]] = {}  # by node: the actor, and a reference to its process
+
+    def actor_on(self, node: str) -> Any:
+        """Return the reader on the node with an address; start it if there is none.
+
+        Raises:
+            NodeUnreachable: There is no such node now.
+        """
+        with self._lock:
+            if node not in self._actors:
+                ids = [node_id for node_id, address in node_addresses().items() if address == node]
+                if not ids:
+                    raise NodeUnreachable(
+                        f"node {node}, which has finished trajectories, has left Ray's cluster"
+                    )
+                actor_class: Any = ray.remote(concurrency_groups={_PINGS: 1})(FrameReaderActor)  # type: ignore[call-overload]
+                there = NodeAffinitySchedulingStrategy(ids[0], soft=False)
+                actor = actor_class.options(num_cpus=0, scheduling_strategy=there).remote(
+                    None if self._directory is None else str(self._directory / node)
+                )
+                path = str(self._log_dir / f"frame-reader-{node}.log")
+                self._actors[node] = actor, actor.join_run.remote(self._setup, path)
+            return self._actors[node][0]
+
+    def open_reader(self, node: str) -> FrameReader:
+        """Implements `Cluster.open_frame_reader`."""
+        return RayFrameReader(self, node)
+
+    def forget(self, node: str) -> None:
+        """Let the next `actor_on` start another reader: the last one does not answer."""
+        with self._lock:
+            actor = self._actors.pop(node, None)
+        if actor is not None:
+            ray.kill(actor[0])
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """End all readers."""
+        async with Nursery() as nursery:
+            for actor, joining in self._actors.values():
+                nursery.start_task("end a reader of frames", _end_reader(actor, joining, at_once))
+        self._actors.clear()
+
+
+async def _end_reader(actor: Any, joining: Any, at_once: bool) -> None:
+    process = None
+    with suppress(RayError, TimeoutError):
+        async with asyncio.timeout(_JOIN_LIMIT_S):
+            process = await joining
+    await end_actor(actor, process, grace_s=0.0 if at_once else EXIT_LIMIT_S)
+
+
+class RayFrameReader(FrameReader):
+    """Implements `FrameReader` by the actor on another node."""
+
+    def __init__(self, readers: FrameReaders, node: str) -> None:
+        self._node = node
+        self._readers = readers
+        self._actor = readers.actor_on(node)
+
+    def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
+        """Implements `FrameReader.begin_find_flaws`."""
+        return self._answer(self._actor.find_flaws.remote(list(stored)), _ANSWER_LIMIT_S)
+
+    def begin_ping(self, limit_s: float) -> Callable[[], None]:
+        """Implements `FrameReader.begin_ping`."""
+        return self._answer(self._actor.ping.options(concurrency_group=_PINGS).remote(), limit_s)
+
+    def delete_frames(self, paths: Sequence[str]) -> None:
+        """Implements `FrameReader.delete_frames`."""
+        self._actor.delete_frames.remote(list(paths))
+
+    def end_folder(self, folder: str, known: Collection[str]) -> None:
+        """Implements `FrameReader.end_folder`."""
+        self._actor.end_folder.remote(folder, set(known))
+
+    def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
+        """Implements `FrameReader.keep_only`."""
+        self._actor.keep_only.remote(set(known), set(in_use))
+
+    def _answer(self, reference: Any, limit_s: float) -> Callable[[], Any]:
+        def wait() -> Any:
+            try:
+                return ray.get(reference, timeout=limit_s)
+            except RayError as error:
+                unreachable = NodeUnreachable(
+                    f"node {self._node}, which has finished trajectories, does not answer: {last_line(error)}"
+                )
+                if isinstance(
+                    error, RayActorError | ActorUnschedulableError
+                ):  # not one that is slow to start
+                    unreachable.reader_has_ended = True
+                    self._readers.forget(self._node)
+                raise unreachable from error
+
+        return wait

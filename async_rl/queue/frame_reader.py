@@ -1,0 +1,169 @@
+"""What is done with frames on the node that has them: they are verified, used again and deleted there.
+
+```
+ driver: Spool ─┬─ LocalFrameReader                                its own node
+                └─ `placement.frame_readers` ─► LocalFrameReader   in an actor on each other node with frames
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+from async_rl.queue.frames import find_flaws
+from async_rl.types import StoredTrajectory
+
+log = logging.getLogger(__name__)
+
+SMALLEST_REUSED: Final = 256 << 10
+"""Files of fewer bytes are deleted: finding one again would take as long as making one."""
+
+MAX_REUSABLE_BYTES: Final = 256 << 20
+"""The limit for files that can be overwritten, per folder."""
+
+REUSABLE: Final = "reusable"
+"""The name of the folder with files of settled trajectories, in that of their process."""
+
+
+class FrameReader(Protocol):
+    """The frames on one node. All methods may be called from any thread.
+
+    What has no result is done when the node gets to it, in the order of the calls.
+    """
+
+    def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
+        """Begin to verify frames; the function returned waits for the answer of `frames.find_flaws`.
+
+        Raises:
+            NodeUnreachable: By that function, when there is no answer.
+        """
+        ...
+
+    def begin_ping(self, limit_s: float) -> Callable[[], None]:
+        """Ask for an answer; the function returned waits for it, up to a time.
+
+        Raises:
+            NodeUnreachable: By that function, when there is none.
+        """
+        ...
+
+    def delete_frames(self, paths: Sequence[str]) -> None:
+        """Delete frames, or let the processes that wrote them overwrite their files."""
+        ...
+
+    def end_folder(self, folder: str, known: Collection[str]) -> None:
+        """Delete the files in the folder of a process that has ended, except known frames."""
+        ...
+
+    def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
+        """Delete the files of all processes that have ended, except known frames.
+
+        Args:
+            known: The paths of frames that may still be needed.
+            in_use: The names of folders of processes that may still write.
+        """
+        ...
+
+
+class LocalFrameReader(FrameReader):
+    """The frames on the node of this process."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """Read frames anywhere on this node.
+
+        Args:
+            directory: The folder with those of all processes that write on it; None: there are none.
+        """
+        self._directory = directory
+        self._ended_folders: set[str] = set()
+
+    def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
+        """Implements `FrameReader.begin_find_flaws`: they are verified when the answer is waited for."""
+        return lambda: find_flaws(stored)
+
+    def begin_ping(self, limit_s: float) -> Callable[[], None]:
+        """Implements `FrameReader.begin_ping`: this process runs."""
+        return lambda: None
+
+    def delete_frames(self, paths: Sequence[str]) -> None:
+        """Implements `FrameReader.delete_frames`."""
+        by_folder: defaultdict[str, list[str]] = defaultdict(list)
+        for path in paths:
+            by_folder[os.path.dirname(path)].append(path)
+        for folder, in_folder in by_folder.items():
+            if folder in self._ended_folders:
+                delete_files(in_folder)
+                self._remove_folder(folder)
+            else:
+                _recycle(folder, in_folder)
+
+    def end_folder(self, folder: str, known: Collection[str]) -> None:
+        """Implements `FrameReader.end_folder`."""
+        try:
+            found = [*files_in(folder), *files_in(f"{folder}/{REUSABLE}")]
+        except OSError as error:
+            log.warning("%s is left to the next start: %s", folder, error)
+            return
+        self._ended_folders.add(folder)
+        delete_files(file.path for file in found if file.path not in known)
+        with contextlib.suppress(OSError):
+            os.rmdir(f"{folder}/{REUSABLE}")
+        self._remove_folder(folder)
+
+    def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
+        """Implements `FrameReader.keep_only`."""
+        if self._directory is None or not self._directory.is_dir():
+            return
+        for path in self._directory.iterdir():
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+            elif path.name not in in_use:
+                self.end_folder(str(path), known)
+
+    def _remove_folder(self, folder: str) -> None:
+        with contextlib.suppress(OSError):  # it has frames still
+            os.rmdir(folder)
+            self._ended_folders.discard(folder)
+
+
+def files_in(folder: str) -> list[os.DirEntry[str]]:
+    """Return the files in a folder; none if it does not exist."""
+    try:
+        return [entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+
+
+def delete_files(paths: Iterable[str]) -> None:
+    """Delete files that may be gone already."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _recycle(folder: str, paths: Iterable[str]) -> None:
+    """Let the process of a folder overwrite files that are not needed any more; delete what is too much."""
+    reusable = f"{folder}/{REUSABLE}"
+    left: list[str] = []
+    nbytes: int | None = None
+    for path in paths:
+        try:
+            size = os.stat(path).st_size
+            if size >= SMALLEST_REUSED:
+                if nbytes is None:
+                    os.makedirs(reusable, mode=0o700, exist_ok=True)
+                    nbytes = sum(file.stat().st_size for file in files_in(reusable))
+                if nbytes + size <= MAX_REUSABLE_BYTES:
+                    os.rename(path, f"{reusable}/{os.path.basename(path)}")
+                    nbytes += size
+                    continue
+        except OSError as error:  # a file was taken meanwhile, or there is no space for the folder
+            log.info("%s is deleted, not used again: %s", path, error)
+        left.append(path)
+    delete_files(left)

@@ -1,0 +1,336 @@
+"""Frames on other nodes: verified and deleted there, awaited while a node is absent, lost with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import InvariantError, NodeUnreachable, SpoolFull
+from async_rl.observability.metrics import Metrics, value_of
+from async_rl.queue.frames import verify_frame
+from async_rl.queue.journal_folders import JournalFolders
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.spool import Spool, SpoolFolder, folder_on_node
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.runtime.supervision import Nursery
+from async_rl.simulation.simulated_workers import SimulatedNodes
+from async_rl.types import Group, StoredTrajectory, TakenBatch
+from tests.support.trajectories import FACTS, make_trajectory
+
+NODE = "node-1-0"
+
+
+class Nodes:
+    """A spool whose driver and whose worker are on nodes of their own; `again` opens it after a restart."""
+
+    def __init__(self, folder: Path, nodes: SimulatedNodes | None = None) -> None:
+        self.folder, self.disks = folder, folder / "disks"
+        self.nodes = nodes or SimulatedNodes()
+        self.now_s = 0.0
+        self.spool = Spool(
+            folder / "run" / "spool",
+            None,
+            node="driver",
+            node_directory=self.disks,
+            open_reader=lambda node: self.nodes.open_reader(node, self.disks, lambda: self.now_s),
+        )
+        self.worker = self.new_worker()
+
+    def new_worker(self) -> SpoolFolder:
+        return SpoolFolder(folder_on_node(self.spool.new_folder("rollout-worker-0"), NODE), NODE)
+
+    def store(self, *names: str, version: int = 0) -> tuple[StoredTrajectory, ...]:
+        """Let the worker store trajectories, which the driver holds."""
+        group_ids = [name.partition("-")[0] for name in names]
+        stored = self.worker.store_tree(
+            [
+                make_trajectory(name, sampled=((4, version),), group_id=group_id)
+                for name, group_id in zip(names, group_ids, strict=True)
+            ]
+        )
+        self.spool.hold(stored)
+        return stored
+
+    def files(self, node: str = NODE) -> list[str]:
+        """The trajectories whose frames are on a node."""
+        found = (path for path in (self.disks / node).glob("*/*") if path.is_file())
+        return sorted(path.name.rpartition("-")[0] for path in found)
+
+    def stay_away(self, for_s: float = 10.0) -> None:
+        self.nodes.stay_away(NODE, self.now_s + for_s)
+
+    def lose(self) -> None:
+        self.nodes.lose(NODE, [self.disks / NODE])
+        self.spool.ping_nodes(1.0)
+        for node in self.spool.absent:
+            self.spool.give_up(node)
+
+    def again(self) -> Nodes:
+        return Nodes(self.folder, self.nodes)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Nodes:
+    return Nodes(tmp_path)
+
+
+def test_frames_stay_on_the_nodes_of_their_processes(nodes: Nodes) -> None:
+    nodes.spool.store_tree([make_trajectory("ours")])
+    stored = nodes.store("theirs")
+    assert (nodes.files("driver"), nodes.files()) == (["ours"], ["theirs"])
+    assert list(nodes.spool.directory.glob("*/*")) == []
+    assert stored[0].node == NODE
+    assert nodes.spool.find_flaws(stored) == {}
+    Path(stored[0].path).write_bytes(b"")
+    assert "shorter than the prefix" in nodes.spool.find_flaws(stored)["theirs"]
+
+
+def test_frames_of_a_node_that_is_absent_are_deleted_when_it_is_back(nodes: Nodes) -> None:
+    stored = nodes.store("a", "b")
+    nodes.stay_away()
+    nodes.spool.ping_nodes(1.0)
+    nodes.spool.discard(stored[:1])
+    nodes.spool.delete_discarded()
+    assert nodes.files() == ["a", "b"]
+    nodes.now_s = 20.0
+    nodes.spool.ping_nodes(1.0)
+    nodes.spool.delete_discarded()
+    assert nodes.files() == ["b"]
+
+
+def test_a_node_that_does_not_answer_is_absent_until_it_does(nodes: Nodes) -> None:
+    stored = nodes.store("a")
+    nodes.stay_away()
+    with pytest.raises(NodeUnreachable):
+        nodes.spool.find_flaws(stored)
+    assert nodes.spool.absent == {NODE}
+    assert nodes.spool.find_flaws(stored, here_only=True) == {}
+    nodes.now_s = 20.0
+    nodes.spool.ping_nodes(1.0)
+    assert nodes.spool.absent == set()
+    assert nodes.spool.find_flaws(stored) == {}
+
+
+def test_a_restart_deletes_on_other_nodes_what_the_ledger_does_not_name(nodes: Nodes) -> None:
+    kept, _ = nodes.store("kept", "orphan")
+    again = nodes.again()
+    again.store("new")
+    again.spool.recover_frames([kept], [])
+    assert again.files() == ["kept", "new", "orphan"]  # nothing was asked of the node yet
+    again.spool.ping_nodes(1.0)
+    assert again.files() == ["kept", "new"]
+
+
+def test_what_an_ended_worker_did_not_report_is_deleted_on_its_node(nodes: Nodes) -> None:
+    nodes.store("reported")
+    nodes.worker.store_tree([make_trajectory("unreported")])
+    nodes.spool.end_folder(nodes.worker.directory, NODE)
+    assert nodes.files() == ["reported"]
+    assert [path.name for path in nodes.spool.directory.iterdir()] == ["000001-driver"]
+
+
+def test_each_node_has_the_bound_and_what_is_to_come_is_spread_as_what_was(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    ours = here(nodes, "g-0")
+    theirs = nodes.store("g-1", "g-2", "g-3")
+    each = ours[0].nbytes
+    nodes.spool.max_bytes = 6 * each
+    nodes.spool.put_group((*ours, *theirs))  # a quarter is here, three quarters are there
+    assert nodes.spool.used_bytes == 3 * each
+    assert nodes.spool.fits(4 * each)
+    assert not nodes.spool.fits(4 * each + 4)
+    assert nodes.spool.describe() == f"the spool of node {NODE} holds {3 * each} of {6 * each} bytes"
+    nodes.spool.put_group(nodes.store("h-0", "h-1", "h-2"))
+    with pytest.raises(SpoolFull, match=rf"spool of node {NODE} holds \d+ bytes, .* exceed queue\.max_bytes"):
+        nodes.spool.put_group((*here(nodes, "i-0"), *nodes.store("i-1")))
+    assert nodes.spool.fits(0)
+    nodes.spool.put_group(here(nodes, "i-0"))
+    nodes.lose()
+    nodes.spool.discard(theirs)
+    assert nodes.spool.fits(4 * each)  # all of it here, from now on
+
+
+class NodesQueue:
+    """A queue over `Nodes`; batches of two groups."""
+
+    def __init__(self, nodes: Nodes, step: int = 0) -> None:
+        self.nodes, self.metrics = nodes, Metrics()
+        self.ledger = Ledger(nodes.folder / "ledger.sqlite")
+        self.ledger.rollback(step)
+        self.queue = TrajectoryQueue(
+            self.ledger,
+            nodes.spool,
+            groups_per_batch=2,
+            max_staleness=1,
+            facts=FACTS,
+            version=step,
+            metrics=self.metrics,
+        )
+        self.queue.restore_groups()
+
+    def dispatch(self, *group_ids: str) -> None:
+        for position, group_id in enumerate(group_ids):
+            self.queue.dispatch_group(group_id, "task", position, [f"{group_id}-0", f"{group_id}-1"], 0)
+
+    async def put(self, group_id: str, *stored: Sequence[StoredTrajectory]) -> None:
+        trajectories = tuple(entry for part in stored for entry in part)
+        await self.queue.put_group(Group(group_id=group_id, task_id="task", trajectories=trajectories))
+
+    def close(self) -> None:
+        self.ledger.audit()
+        self.queue.close()
+
+
+@pytest.fixture
+def opened(nodes: Nodes) -> Iterator[NodesQueue]:
+    opened = NodesQueue(nodes)
+    yield opened
+    opened.close()
+
+
+def here(nodes: Nodes, name: str) -> tuple[StoredTrajectory, ...]:
+    """Store a trajectory on the driver's node."""
+    return nodes.spool.store_tree([make_trajectory(name, sampled=((4, 0),), group_id=name.partition("-")[0])])
+
+
+async def test_a_batch_waits_for_a_node_that_is_absent(opened: NodesQueue) -> None:
+    queue, nodes = opened.queue, opened.nodes
+    opened.dispatch("g", "h")
+    await opened.put("g", nodes.store("g-0", "g-1"))
+    await opened.put("h", here(nodes, "h-0"), here(nodes, "h-1"))
+    nodes.stay_away()
+    async with Nursery() as nursery:
+        taking = nursery.start_task("take", queue.next_batch(0))
+        while not nodes.spool.absent:  # noqa: ASYNC110  the end of a thread notifies no waiter
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not taking.done()
+        nodes.now_s = 20.0
+        nodes.spool.ping_nodes(1.0)
+        queue.follow_nodes()
+        batch = await taking
+    assert batch is not None
+    assert batch.group_ids == ("g", "h")
+    assert queue.statistics().dropped == {}
+
+
+async def lose_part_of_a_group(opened: NodesQueue) -> None:
+    """Make two groups ready; a node is lost that has one trajectory of one of them."""
+    opened.dispatch("g", "h")
+    await opened.put("g", opened.nodes.store("g-0"), here(opened.nodes, "g-1"))
+    await opened.put("h", here(opened.nodes, "h-0"), here(opened.nodes, "h-1"))
+    opened.nodes.lose()
+    opened.queue.follow_nodes()
+
+
+async def finish_lost_part(opened: NodesQueue) -> TakenBatch:
+    """Sample the trajectory again, and take the batch."""
+    (left,) = opened.queue.restored_groups
+    assert (left.group_id, left.oldest_version, left.trajectory_ids) == ("g", 0, ("g-0", "g-1"))
+    assert left.finished.keys() == {"g-1"}
+    opened.queue.resume_group("g", work=None)  # type: ignore[arg-type]
+    again = here(opened.nodes, "g-0")
+    opened.queue.finished.add_tree(*again)
+    await opened.put("g", again, tuple(left.finished.values()))
+    batch = await opened.queue.next_batch(0)
+    assert batch is not None
+    return batch
+
+
+async def test_only_what_was_lost_of_a_ready_group_is_sampled_again(opened: NodesQueue) -> None:
+    await lose_part_of_a_group(opened)
+    counts = opened.queue.statistics()
+    assert (counts.in_flight, counts.queued, counts.groups_ready, counts.dropped) == (2, 2, 1, {})
+    assert value_of(opened.metrics.attempts_restarted_total) == 1
+    batch = await finish_lost_part(opened)
+    assert sorted(batch.trajectory_ids) == ["g-0", "g-1", "h-0", "h-1"]
+    for stored in batch.trajectories:
+        verify_frame(stored)
+    await opened.queue.settle_batch(batch, 1)
+    assert opened.queue.statistics().trained == 4
+    assert opened.nodes.spool.used_bytes == 0
+
+
+async def test_it_is_sampled_again_after_a_restart_that_comes_before(nodes: Nodes) -> None:
+    first = NodesQueue(nodes)
+    await lose_part_of_a_group(first)
+    first.close()
+    second = NodesQueue(nodes.again())
+    await finish_lost_part(second)
+    second.close()
+
+
+async def test_a_lost_node_that_the_ledger_names_is_found_after_a_restart(nodes: Nodes) -> None:
+    first = NodesQueue(nodes)
+    first.dispatch("g", "h")
+    await first.put("g", nodes.store("g-0"), here(nodes, "g-1"))
+    await first.put("h", here(nodes, "h-0"), here(nodes, "h-1"))
+    first.close()
+    second = NodesQueue(nodes.again())
+    assert second.queue.statistics().groups_ready == 2  # no reader was asked yet
+    second.nodes.lose()
+    second.queue.follow_nodes()
+    await finish_lost_part(second)
+    second.close()
+
+
+async def test_a_group_of_a_batch_is_not_reopened(opened: NodesQueue) -> None:
+    opened.dispatch("g", "h")
+    await opened.put("g", opened.nodes.store("g-0", "g-1"))
+    await opened.put("h", here(opened.nodes, "h-0"), here(opened.nodes, "h-1"))
+    batch = await opened.queue.next_batch(0)
+    assert batch is not None
+    opened.nodes.lose()
+    opened.queue.follow_nodes()
+    assert opened.queue.restored_groups == []
+    await opened.queue.settle_batch(batch, 1)
+    assert opened.queue.statistics().trained == 4
+
+
+def test_only_queued_trajectories_can_be_reopened(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.dispatch_group("g", "task", 0, ["a"], 0)
+    with pytest.raises(InvariantError, match="queued are"):
+        ledger.reopen_group("g", ["a"])
+    ledger.close()
+
+
+def test_labels_of_undone_versions_stay_capped_in_a_reopened_group(tmp_path: Path) -> None:
+    """Group g was sampled by version 2; then a restart went back to step 1."""
+    nodes = Nodes(tmp_path)
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.rollback(0)
+    ledger.dispatch_group("g", "task", 0, ["g-0", "g-1"], 2)
+    ledger.queue_group("g", nodes.store("g-0", "g-1", version=2), version=2)
+    ledger.rollback(1)
+    ledger.reopen_group("g", ["g-0"])
+    (kept,) = ledger.group("g").stored.values()
+    assert (kept.trajectory_id, kept.newest_weight_version) == ("g-1", 1)
+    ledger.close()
+    again = Ledger(tmp_path / "ledger.sqlite")
+    (kept,) = again.group("g").stored.values()
+    assert (kept.trajectory_id, kept.newest_weight_version) == ("g-1", 1)
+    again.close()
+
+
+def test_a_trajectory_that_begins_again_is_not_released_by_its_earlier_end(tmp_path: Path) -> None:
+    """Its first end was recorded, its frame was lost, and it began again before journals dropped it."""
+    released: list[str] = []
+    folders = JournalFolders(tmp_path, 1, {})
+    folder = folders.add_owner("worker", released.extend)
+
+    def begin(name: str) -> None:
+        folders.record_owner(name, folders.claim_trajectory(name, ()), folder)
+
+    for name in "abc":
+        begin(name)
+    folders.release_trajectories(["a", "b", "c"])
+    begin("a")
+    taken = folders.take_released()
+    begin("b")  # while the ledger is written
+    folders.notify_owners(taken)
+    assert released == ["c"]
