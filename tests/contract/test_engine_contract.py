@@ -1,9 +1,9 @@
-"""What every engine promises, asked of the simulated one and of a real SGLang server alike."""
+"""What every engine promises: the simulated one, and a real SGLang server, also through a rollout worker."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import PromptTooLong, RequestRefused, WeightSyncError
 from async_rl.routing import check
 from tests.support.engine_calls import Call, call, request
+from tests.support.engine_through_worker import through_worker
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 LONG = 1200
@@ -43,7 +44,9 @@ class Subject:
         return (await call(self.engine, sequence, 0)).expert_sets
 
 
-@pytest.fixture(params=["simulated", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.fixture(
+    params=["simulated", *(pytest.param(p, marks=pytest.mark.sglang) for p in ("sglang", "worker"))]
+)
 async def subject(request: pytest.FixtureRequest):
     if request.param == "simulated":
         config = SimulatedEngines(max_running_requests=4)
@@ -58,13 +61,17 @@ async def subject(request: pytest.FixtureRequest):
         await engine.close()
         return
     world = request.getfixturevalue("sglang_world")
-    engine = world.engine()
-    await engine.wait_ready()
-    subject = Subject(engine, 4, 2048, [str(path) for path in world.weights])
-    await subject.load(0)
-    yield subject
-    await engine.interrupt("abort")
-    await engine.close()
+    weights = [str(path) for path in world.weights]
+    async with AsyncExitStack() as stack:
+        engine = world.engine()
+        await engine.wait_ready()
+        if request.param == "worker":
+            engine = await stack.enter_async_context(through_worker(engine, world.engine()))
+        subject = Subject(engine, 4, 2048, weights)
+        await subject.load(0)
+        yield subject
+        await engine.interrupt("abort")
+        await engine.close()
 
 
 # -- rows -----------------------------------------------------------------------------------------------
