@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
@@ -215,6 +217,44 @@ async def test_no_call_reaches_a_server_from_the_beginning_of_a_release_to_the_l
         assert await post("generate", server.api_key, generate) == (503, str(RETRY_AFTER_S))
         await engine.resume_memory(("kv_cache", "cuda_graph"))
         assert await post("generate", server.api_key, generate) == (200, None)
+
+
+async def test_a_server_survives_releases_of_its_memory_while_clients_call_and_leave(
+    sglang_world: SGLangWorld, engine: SGLangEngine
+) -> None:
+    server, rng, statuses = sglang_world.server, random.Random(0), Counter[int]()
+    headers = {"Authorization": f"Bearer {server.api_key}"}
+
+    async def call_and_leave() -> None:
+        while True:
+            body = {
+                "input_ids": [rng.randrange(40, 90) for _ in range(rng.randrange(1, 60))],
+                "sampling_params": {"max_new_tokens": rng.choice((1, 20, 400))},
+                "stream": True,
+            }
+            async with session.post(f"{server.url}/generate", json=body) as response:
+                statuses[response.status] += 1
+                for _ in range(rng.choice((0, 1, 5))):
+                    await response.content.readany()
+                response.close()  # the server notices that later
+
+    async with aiohttp.ClientSession(headers=headers) as session, asyncio.TaskGroup() as tasks:
+        callers = [tasks.create_task(call_and_leave()) for _ in range(6)]
+        for cycle in range(2):
+            while statuses[200] < 10 * (cycle + 1):
+                async with session.get(f"{server.url}/model_info"):
+                    pass
+            await engine.release_memory(("kv_cache", "cuda_graph", "weights"))
+            await engine.resume_memory(("weights",))
+            await engine.update_weights(
+                DiskUpdate(weight_version=0, path=str(sglang_world.weights[0])), flush=True
+            )
+            await engine.resume_memory(("kv_cache", "cuda_graph"))
+        for caller in callers:
+            caller.cancel()
+    assert statuses.keys() == {200, 503}
+    assert await server.died() is None
+    assert len((await call(engine, PROMPT, 3)).token_ids) == 3
 
 
 def test_the_keys_cannot_be_seen_when_the_server_runs(sglang_world: SGLangWorld) -> None:

@@ -229,6 +229,20 @@ async def test_a_busy_engine_gets_no_calls_until_it_asked_for_them() -> None:
 
 
 @in_virtual_time
+async def test_an_engine_that_refuses_a_late_call_while_it_does_not_serve_gets_all_calls_afterwards() -> None:
+    async with Nursery() as nursery:
+        bench = ManualPool("a", nursery=nursery)
+        bench.pool.hold_engine("a")
+        bench.pool.record_back_pressure("a", EngineBusy("its memory is released", 5.0))
+        bench.pool.serve_engine("a", 1)
+        for index in range(4):
+            bench.start(f"t{index}")
+        await settle()
+        assert bench.pool.statistics.load_of("a").calls == 4
+        nursery.cancel_tasks()
+
+
+@in_virtual_time
 async def test_a_busy_engine_is_given_what_it_accepted_and_the_others_the_rest() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", "b", nursery=nursery)
