@@ -289,10 +289,20 @@ def _check_range(rows: npt.NDArray[np.integer], num_experts: int) -> None:
 
 
 def _check_unique(rows: ExpertIdArray) -> None:
-    """Compare all pairs of columns, one block at a time, transposed so that each comparison is contiguous."""
+    if (found := find_repeated(rows)) is not None:
+        row, layer = found
+        ids = rows[row, layer].tolist()
+        raise AlignmentError(f"expert ids {ids} of row {row}, layer {layer} are not distinct", "duplicate")
+
+
+def find_repeated(rows: ExpertIdArray) -> tuple[int, int] | None:
+    """Return a row of `[R, L_moe, K]` that names an expert twice, and the layer of it; None if there is none.
+
+    It compares all pairs of columns, one block at a time, transposed so that each comparison is contiguous.
+    """
     count, layers, top_k = rows.shape
     if not rows.size:
-        return  # without an element, the sides may be of any length
+        return None  # without an element, the sides may be of any length
     flat = rows.reshape(count * layers, top_k)
     for begin in range(0, len(flat), _BLOCK):
         columns = np.ascontiguousarray(flat[begin : begin + _BLOCK].T)
@@ -300,10 +310,8 @@ def _check_unique(rows: ExpertIdArray) -> None:
             twice = columns[shift:] == columns[:-shift]
             if twice.any():
                 row, layer = divmod(begin + int(twice.any(axis=0).argmax()), layers)
-                ids = rows[row, layer].tolist()
-                raise AlignmentError(
-                    f"expert ids {ids} of row {row}, layer {layer} are not distinct", "duplicate"
-                )
+                return row, layer
+    return None
 
 
 def _check_kin(old: RoutingTrace, new: RoutingTrace) -> None:

@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.errors import AlignmentError, ConfigError
-from async_rl.routing import MIN_ROWS_TO_JUDGE_LAYER
+from async_rl.routing import MIN_ROWS_TO_JUDGE_LAYER, find_repeated
 from async_rl.types import BoolArray, ExpertIdArray, Int64Array, TrainBatch
 
 Output = TypeVar("Output")
@@ -324,7 +324,8 @@ def check_rows(
                 f"trajectory {j} has {end - start} tokens and as many routing rows, expected one less: its "
                 "last token was never fed. Rows of several concatenated segments look like this"
             )
-        _check_trajectory(rows[start:end][valid[start:end]], j, layers, config)
+        fed = slice(start, end - 1)
+        _check_trajectory(rows[fed] if valid[fed].all() else rows[fed][valid[fed]], j, layers, config)
 
 
 def _check_trajectory(
@@ -339,17 +340,15 @@ def _check_trajectory(
         )
     top_k = rows.shape[2]
     if top_k > 1 or len(rows) >= MIN_ROWS_TO_JUDGE_LAYER:
-        empty = ~rows.any(axis=(0, 2))
+        empty = ~rows.any(axis=0).any(axis=1)
         if empty.any():
             number = layers[int(empty.argmax())]
             raise AlignmentError(
                 f"trajectory {j} has only zeros in layer {number - 1} over all its {len(rows)} rows: the "
                 "engine did not record that layer"
             )
-    ordered = np.sort(rows, axis=2)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
-    if twice.any():
-        row, column = np.argwhere(twice)[0]
+    if (repeated := find_repeated(rows)) is not None:
+        row, column = repeated
         raise AlignmentError(
             f"trajectory {j}, valid row {row}, layer {layers[column] - 1} names an expert twice: "
             f"{rows[row, column].tolist()}"

@@ -66,6 +66,7 @@ _OVERRIDES: Final = (
     "rollout.max_failed_share=1.0",
     "trainer.loss.advantages=reinforce++",
     "placement.ray_address=null",
+    "queue.spool_dir=null",
 )
 """Settings under which every trajectory is kept, independent of its siblings, and all processes are here."""
 

@@ -68,7 +68,7 @@ class SlabAllocator:
 
     def __init__(self, max_idle_bytes: int) -> None:
         """Start without memory."""
-        self._max_idle_bytes = max_idle_bytes
+        self.max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()
         self._idle: list[np.ndarray] = []  # the one used last is at the end
         # An array may be freed anywhere, even in a method that holds the lock: its finalizer only appends.
@@ -106,7 +106,7 @@ class SlabAllocator:
         while self._returned:
             self._idle.append(self._returned.popleft())
             self._num_arrays -= 1
-        excess = sum(slab.nbytes for slab in self._idle) - self._max_idle_bytes
+        excess = sum(slab.nbytes for slab in self._idle) - self.max_idle_bytes
         while excess > 0:
             excess -= self._idle.pop(0).nbytes
 

@@ -1,0 +1,133 @@
+"""What trajectories take in the process that runs them, against what is reported; over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from async_rl.config import Config, parse_config
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import EngineFacts
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.observability.metrics import Metrics
+from async_rl.queue.journal import Journal
+from async_rl.queue.spool import SpoolFolder
+from async_rl.rollout.attempt import Attempt, AttemptEnd
+from async_rl.rollout.backend import LocalBackend
+from async_rl.rollout.session.api import Session
+from async_rl.run.memory_needs import trajectory_bytes
+from async_rl.types import Completion, Task
+from tests.support.payload_server import payload_server
+from tests.support.sessions import Bench, PlainChat
+
+ATTEMPTS, TOKENS = 24, 16384
+FACTS = EngineFacts(
+    num_layers=48,
+    moe_layers=tuple(range(48)),
+    num_experts=128,
+    top_k=8,
+    vocab_size=512,
+    context_length=2 * TOKENS,
+)
+MARGIN = 32 << 20
+"""What else the process takes meanwhile: connections, threads, what Python keeps."""
+ENDING: asyncio.Barrier
+
+
+class LongChat(PlainChat):
+    """A prompt that leaves space for one token."""
+
+    def prompt_ids(self, messages: Any, tools: Any = ()) -> np.ndarray:
+        return np.zeros(TOKENS - 1, np.int32)
+
+
+class EndsWithOthers:
+    """Ends when the rows of all attempts have arrived."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate()
+        await ENDING.wait()
+
+
+def reward(task: Task, completion: Completion) -> float:
+    return 1.0
+
+
+def config_with(replay: str) -> Config:
+    return parse_config(
+        {
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "rollout": {
+                "agent_loop": f"{__name__}:EndsWithOthers",
+                "reward": f"{__name__}:reward",
+                "max_context_tokens": TOKENS,
+                "max_new_tokens": 1,
+            },
+            "routing": {"replay": replay},
+        }
+    )
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+async def run_attempts(config: Config, folder: Path, url: str) -> int:
+    """Run all attempts at once, and return by how much the process grew at most, bytes."""
+    global ENDING
+    ENDING = asyncio.Barrier(ATTEMPTS)
+    engine = SGLangEngine("engine-0", url, FACTS)
+    chat = cast(ChatFormat, LongChat())
+    limits = {"max_context_tokens": TOKENS, "max_new_tokens": 1}
+    bench = Bench(engine, facts=FACTS, chat=chat, replay=config.routing.replay, **limits)
+    backend = LocalBackend(config, bench.context, SpoolFolder(folder / "frames"), None)
+    (folder / "journal").mkdir()
+    backend.journal = Journal(folder / "journal", Metrics())
+    loop, peak = asyncio.get_running_loop(), 0
+    gc.collect()
+    before = resident_bytes()
+
+    def look() -> None:
+        nonlocal peak, timer
+        peak = max(peak, resident_bytes() - before)
+        timer = loop.call_later(0.002, look)
+
+    async def run_one(number: int) -> AttemptEnd:
+        task = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])
+        attempt = Attempt(task, f"{number:032x}", "g", 1, started_s=0.0)
+        return await backend.run_attempt(attempt)
+
+    timer = loop.call_later(0.0, look)
+    async with backend, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run_one(number)) for number in range(ATTEMPTS)]
+    timer.cancel()
+    backend.journal.close()
+    await engine.close()
+    for task in tasks:
+        (stored,) = task.result().trajectories
+        assert stored.num_tokens == TOKENS
+        assert (stored.routing is not None) == (config.routing.replay == "r3")
+        assert os.path.getsize(stored.path) == stored.nbytes
+    return peak
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("replay", ["r3", "off"])
+async def test_attempts_that_end_at_once_take_no_more_than_is_reported(replay: str, tmp_path: Path) -> None:
+    config = config_with(replay)
+    with payload_server(TOKENS - 1, 48, 8, 128) as url:
+        peak = await run_attempts(config, tmp_path, url)
+    each = trajectory_bytes(config, FACTS)
+    assert peak < ATTEMPTS * each + MARGIN
+    if replay == "r3":  # in one answer: nothing is merged
+        assert peak > ATTEMPTS * each / 3
