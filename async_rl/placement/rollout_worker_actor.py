@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from uuid6 import uuid7
 
 from async_rl.config import Config, parse_config, to_builtins
@@ -99,7 +100,12 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
     limit_s = config.rollout.worker_start_timeout_s
     cpus = config.placement.cpus_per_rollout_worker or MIN_CPUS
     resources = dict(config.placement.resources_per_rollout_worker)
-    options = {"num_cpus": cpus, "resources": resources, "scheduling_strategy": "SPREAD"}
+    strategy: Any = "SPREAD"
+    if spec.node:
+        alive = await asyncio.to_thread(node_addresses)
+        if ids := [node_id for node_id, address in alive.items() if address == spec.node]:
+            strategy = NodeAffinitySchedulingStrategy(ids[0], soft=True)
+    options = {"num_cpus": cpus, "resources": resources, "scheduling_strategy": strategy}
     actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
     process: Process | None = None
     link: Link | None = None
@@ -113,8 +119,7 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
                 folders = [None if path is None else str(path) for path in (spec.frames, spec.inspected)]
                 running = actor.run_worker.remote(given, *folders, *address)
                 link = await _accept_link(listener, running)
-                if config.queue.spool_dir is not None:
-                    link.peer_node = (await asyncio.to_thread(node_addresses))[process.host]
+                link.peer_node = (await asyncio.to_thread(node_addresses))[process.host]
         except (RayError, TimeoutError) as error:
             slow = f"it took too long, or no node has enough of {resources | {'CPU': cpus}}"
             why = last_line(error) if isinstance(error, RayError) else slow

@@ -231,7 +231,13 @@ class JournalFolders:
     """
 
     def __init__(
-        self, base: Path, incarnation: int, restarts: Mapping[int, int], metrics: Metrics | None = None
+        self,
+        base: Path,
+        incarnation: int,
+        restarts: Mapping[int, int],
+        metrics: Metrics | None = None,
+        *,
+        node: str | None = None,
     ) -> None:
         """Begin with the folders that earlier incarnations of the driver left.
 
@@ -240,8 +246,11 @@ class JournalFolders:
             incarnation: The number of this incarnation of the driver.
             restarts: The steps from which this and earlier incarnations continued, by number.
             metrics: Counts damaged records.
+            node: The address of this node, where each node has a folder `base` of its own; else None.
         """
         self.base = base
+        self._node = node
+        self._nodes: dict[Path, str] = {}  # of the folders of workers, where it matters
         self._incarnation = incarnation
         self._restarts = restarts
         self._metrics = metrics
@@ -301,15 +310,20 @@ class JournalFolders:
 
     # -- owners --------------------------------------------------------------------------------------------
 
-    def add_owner(self, name: str, on_release: Callable[[Sequence[str]], None]) -> Path:
+    def add_owner(
+        self, name: str, on_release: Callable[[Sequence[str]], None], node: str | None = None
+    ) -> Path:
         """Return the folder for a new process that runs sessions.
 
         Args:
             name: The process.
             on_release: Called with trajectories that its journal need not have any longer.
+            node: The address of its node; None: this one.
         """
         folder = self.base / f"{self._incarnation:06d}-{name}-{next(self._numbers)}"
         self._owners[folder] = on_release
+        if node is not None:
+            self._nodes[folder] = node
         return folder
 
     def end_owner(self, folder: Path) -> None:
@@ -332,6 +346,17 @@ class JournalFolders:
             else tuple(self._source(folder) for folder in self._holders.get(root_id, ())),
             oldest_version=oldest,
         )
+
+    @property
+    def on_nodes(self) -> bool:
+        """Whether each node has journals of its own."""
+        return self._node is not None
+
+    def node_of(self, claim: JournalClaim) -> str | None:
+        """Return the node that has what is left of an attempt; None if nothing is, or all nodes have it."""
+        if self._node is None or not claim.sources:
+            return None
+        return self._nodes.get(Path(claim.sources[-1].folder), self._node)
 
     def record_owner(self, root_id: str, claim: JournalClaim, folder: Path) -> None:
         """Record that an attempt has started in the process that writes to a folder."""
@@ -383,6 +408,8 @@ class JournalFolders:
         needed = {folder for folders in self._holders.values() for folder in folders}
         unneeded = sorted(self._ended - needed)
         self._ended &= needed
+        for folder in unneeded:
+            self._nodes.pop(folder, None)
         return unneeded
 
     @staticmethod

@@ -327,7 +327,12 @@ class Orchestrator:
             services(doctor=self._watching_doctor),
         ):
             return await restore_progress(
-                self._config.queue, self._dir, step, self._metrics, self.run_log.enter_phase
+                self._config.queue,
+                self._dir,
+                step,
+                self._metrics,
+                self.run_log.enter_phase,
+                node=self._cluster.node,
             )
 
     def _build_incarnation(

@@ -75,7 +75,13 @@ class RestoredProgress(NamedTuple):
 
 
 async def restore_progress(
-    config: QueueConfig, run_dir: Path, step: int, metrics: Metrics, report: Callable[[str], None] = log.info
+    config: QueueConfig,
+    run_dir: Path,
+    step: int,
+    metrics: Metrics,
+    report: Callable[[str], None] = log.info,
+    *,
+    node: str = "",
 ) -> RestoredProgress:
     """Roll the ledger back to a checkpoint, and read the journals.
 
@@ -85,6 +91,7 @@ async def restore_progress(
         step: Step of the checkpoint that the trainer continues from.
         metrics: The run's metrics.
         report: Called with a sentence if there are journals to read.
+        node: The address of this node.
 
     Raises:
         AsyncRLError: The ledger cannot be rolled back to the step.
@@ -95,7 +102,11 @@ async def restore_progress(
         if config.journal_s is None:
             return RestoredProgress(ledger, None, {})
         journals = JournalFolders(
-            journal_folder(config, run_dir), ledger.incarnation, ledger.restarts, metrics
+            journal_folder(config, run_dir),
+            ledger.incarnation,
+            ledger.restarts,
+            metrics,
+            node=None if config.journal_dir is None else node,
         )
         return RestoredProgress(ledger, journals, await journals.restore(ledger.in_flight, report))
     except BaseException:

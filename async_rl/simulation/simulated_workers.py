@@ -369,7 +369,8 @@ class SimulatedWorkers:
         name = spec.name
         await asyncio.sleep(self._start_s)
         ours, theirs = MemoryLink.pair(self._delay_s)
-        node = ours.peer_node = "" if spec.config.queue.spool_dir is None else self.nodes.node_of(name)
+        ours.peer_node = self.nodes.node_of(name)
+        node = "" if spec.config.queue.spool_dir is None else ours.peer_node
         clock = asyncio.get_running_loop().time
         self.metrics.append(Metrics())
         prefix, numbers = f"w{len(self.metrics):07x}", count()

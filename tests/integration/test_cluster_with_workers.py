@@ -134,19 +134,23 @@ def make_config(nodes: RayNodes, calculator: Path, tmp_path: Path, *overrides: s
     return config, run_dir
 
 
-async def test_workers_are_spread_over_the_nodes(
-    nodes: RayNodes, calculator: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_workers_are_spread_over_the_nodes_and_start_where_their_journals_are(
+    nodes: RayNodes, calculator: Path, tmp_path: Path
 ) -> None:
-    caplog.set_level("INFO", "async_rl")
     config, run_dir = make_config(
         nodes, calculator, tmp_path, "rollout.num_workers=3", "placement.resources_per_rollout_worker={}"
     )
     async with placement.ray_cluster(config, run_dir, QuickServer) as cluster, AsyncExitStack() as stack:
-        for index in range(3):
-            spec = WorkerSpec(name=f"worker-{index}", config=config, frames=None, inspected=None)
-            await stack.enter_async_context(cluster.rollout_worker(spec))
-    hosts = {line.rpartition(" ")[2] for line in caplog.messages if "of node" in line}
-    assert len(hosts) == 3
+
+        async def start_worker(name: str, node: str | None = None) -> str:
+            spec = WorkerSpec(name=name, config=config, frames=None, inspected=None, node=node)
+            link = await stack.enter_async_context(cluster.rollout_worker(spec))
+            return link.peer_node
+
+        found = {await start_worker(f"worker-{index}") for index in range(3)}
+        assert found == set(nodes.nodes)
+        for node in found:
+            assert await start_worker(f"worker at {node}", node) == node
 
 
 async def test_a_run_loses_nothing_when_engines_workers_and_ranks_are_on_separate_nodes(

@@ -1810,6 +1810,14 @@ MUTANTS: Final = (
         says="Timeout",
     ),
     Mutant(
+        "attempt-leaves-its-journal-behind",
+        "Another node takes an attempt over whose journal it cannot read, and begins it again.",
+        "async_rl/rollout/workers/worker_backend.py",
+        "elif node is not None and self._starting:",
+        "elif False:",
+        ("tests/unit/test_rollout_workers.py::test_an_attempt_goes_on_at_the_node_that_has_its_journal",),
+    ),
+    Mutant(
         "signals-wait-for-journals",
         "A signal during the start waits until all journals are read.",
         "async_rl/run/orchestrator.py",

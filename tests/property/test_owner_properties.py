@@ -131,7 +131,7 @@ class World:
         """Another process of the driver, which knows what is on the disk."""
         self.incarnation += 1
         self.folders = JournalFolders(self.base, self.incarnation, {})
-        self.known = self.folders.restore([ROOT])
+        self.known = asyncio.run(self.folders.restore([ROOT]))
         for process in self.processes:
             process.is_known = process.told != [{}]
 

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config import apply_override, parse_config
 from async_rl.errors import EnvironmentNotReady, TrainerError
-from async_rl.placement import actor_shutdown, ray_trainer, rollout_worker_actor
+from async_rl.placement import actor_shutdown, rollout_worker_actor
 from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.placement.ray_trainer import RayTrainer
@@ -173,17 +173,15 @@ def test_a_start_of_ranks_ends_with_an_error_after_its_limit(tmp_path: Path, sil
     assert ends_after(cluster_of(tmp_path, "trainer.start_timeout_s=70").start_trainer()) == 70
 
 
-def test_a_step_of_ranks_ends_with_an_error_after_its_limit(
-    tmp_path: Path, silent_ray: SilentRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_trainer, "ray", silent_ray)
+def test_a_step_of_ranks_ends_with_an_error_after_its_limit(tmp_path: Path, silent_ray: SilentRay) -> None:
     config = parse_config(tree_of(tmp_path, "trainer.step_timeout_s=70"))
-    trainer = RayTrainer([SilentActor()], ["driver"], [tmp_path / "trainer-0.log"], config)
+    logs = [tmp_path / "trainer-0.log"]
+    trainer = RayTrainer([SilentActor()], ["driver"], logs, config, "driver", lambda node: SilentActor())
     assert ends_after(trainer.train_step("batch", 1), TrainerError) == 70
 
 
-async def start_worker(config: Any, folder: Path) -> None:
-    spec = WorkerSpec(name="worker 0", config=config, frames=folder, inspected=None)
+async def start_worker(config: Any, folder: Path, node: str | None = None) -> None:
+    spec = WorkerSpec(name="worker 0", config=config, frames=folder, inspected=None, node=node)
     async with rollout_worker_actor.rollout_worker(spec, SETUP, folder / "log"):
         pass
 
@@ -200,6 +198,18 @@ def test_a_rollout_worker_runs_where_its_resources_are(tmp_path: Path, silent_ra
     ends_after(start_worker(config, tmp_path))
     (options,) = silent_ray.options_of
     assert (options["resources"], options["scheduling_strategy"]) == ({"near": 2}, "SPREAD")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_rollout_worker_starts_at_the_node_of_the_journal_if_it_can(
+    alive: bool, tmp_path: Path, silent_ray: SilentRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {"b0" * 28: "10.0.0.7"} if alive else {}
+    monkeypatch.setattr(rollout_worker_actor, "node_addresses", lambda: nodes)
+    ends_after(start_worker(parse_config(tree_of(tmp_path)), tmp_path, "10.0.0.7"))
+    (options,) = silent_ray.options_of
+    strategy = options["scheduling_strategy"]
+    assert (strategy.node_id, strategy.soft) == ("b0" * 28, True) if alive else strategy == "SPREAD"
 
 
 def test_a_rollout_worker_reserves_its_cpus(tmp_path: Path, silent_ray: SilentRay) -> None:

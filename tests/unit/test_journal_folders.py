@@ -196,6 +196,20 @@ def test_a_folder_is_deleted_when_its_process_has_ended_and_others_have_all_of_i
     assert second.released == [NAME]
 
 
+def test_a_claim_names_the_node_of_its_journal_where_nodes_have_journals_of_their_own(tmp_path: Path) -> None:
+    left_behind(tmp_path / "000001-w0-1", NAME, sampled(5), epoch=1)
+    for ours in (None, "node-a"):
+        folders = JournalFolders(tmp_path, 2, {}, node=ours)
+        known = asyncio.run(folders.restore([NAME]))
+        here = folders.claim_trajectory(NAME, known.values())
+        assert folders.node_of(here) == ours  # the driver has read it
+        folder = folders.add_owner("w1", lambda names: None, "node-b")
+        folders.record_owner(NAME, here, folder)
+        there = folders.claim_trajectory(NAME, known.values())
+        assert folders.node_of(there) == ("node-b" if ours else None)
+        assert folders.node_of(folders.claim_trajectory(NAME, [])) is None  # it begins anew
+
+
 def test_a_process_drops_an_attempt_that_failed_when_the_next_one_runs_elsewhere(tmp_path: Path) -> None:
     folders = JournalFolders(tmp_path, 1, {})
     first, second = Owner(folders, "w0"), Owner(folders, "w1")

@@ -191,7 +191,13 @@ class WorkerBench:
     """Rollout workers in front of a simulated engine that decodes a token in 10 ms."""
 
     def __init__(
-        self, loop: str = "OneTurn", *, delay_s: float = 0.001, journals: Path | None = None, **rollout: Any
+        self,
+        loop: str = "OneTurn",
+        *,
+        delay_s: float = 0.001,
+        journals: Path | None = None,
+        node: str | None = None,
+        **rollout: Any,
     ) -> None:
         self.config = config_of(loop, **rollout)
         self.policy = Watched(stop_at=[17, 23])
@@ -203,7 +209,7 @@ class WorkerBench:
         self.inspected = InspectedTrajectories(Path(self._folder.name) / "trajectories")
         self.processes = SimulatedWorkers(0, chat, self.bench.engines, FACTS, delay_s=lambda: delay_s)
         self.clock = asyncio.get_running_loop().time
-        self.folders = None if journals is None else JournalFolders(journals, 1, {})
+        self.folders = None if journals is None else JournalFolders(journals, 1, {}, node=node)
         self.backend = WorkerBackend(
             self.config,
             self.processes.open,
@@ -359,6 +365,44 @@ async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
     else:
         assert 250 + 600 < resumed < 1500  # it was sampling when the other one took over
     assert workers.bench.counted("engine_quarantined_total", engine="engine-0") == 0.0
+
+
+@pytest.mark.parametrize("worker", ["comes back", "comes up elsewhere", "does not start"])
+@in_virtual_time
+async def test_an_attempt_goes_on_at_the_node_that_has_its_journal(worker: str, tmp_path: Path) -> None:
+    started: list[str] = []
+
+    def node_of(name: str) -> str:
+        started.append(name)
+        if started.count(name) == 1 or worker == "comes back":
+            return f"node of {name}"
+        if worker == "does not start" and started.count(name) == 2:
+            raise EnvironmentNotReady("there is no such node")
+        return "another node"
+
+    def busy() -> list[str]:
+        return [each.name for each in workers.backend.workers.values() if each.attempts]
+
+    limits = {"max_context_tokens": 2048, "max_new_tokens": 1900}
+    workers = WorkerBench(num_workers=2, journals=tmp_path, node="driver", **limits)
+    workers.processes.nodes.node_of = node_of  # type: ignore[method-assign]
+    async with workers, asyncio.TaskGroup() as tasks:
+        workers.policy.stop_at = frozenset({1500})
+        first = workers.attempt()
+        playing = tasks.create_task(_lost(workers.backend.run_attempt(first)))
+        await workers.policy.reaches(257)
+        (lost,) = busy()
+        workers.processes.kill(sorted(workers.processes.ends).index(lost))
+        await playing
+        going_on = tasks.create_task(workers.trajectories(workers.attempt(first.progress)))
+        await asyncio.sleep(0.3)
+        assert not busy()  # it waits for a worker that may come up there
+        await asyncio.sleep(1.0)
+        (owner,) = busy()
+        assert worker != "comes back" or owner == lost
+        assert worker != "does not start" or owner != lost
+        (trajectory,) = await going_on
+    assert len(trajectory.token_ids) == 1500
 
 
 @in_virtual_time

@@ -422,9 +422,8 @@ class Link(Protocol):
 
     peer_has_ended: bool = False
     """In the driver: whether the worker's process has certainly ended, set when it was ended."""
-
     peer_node: str = ""
-    """In the driver: the node that has the worker's frames; empty: the run's folder has them."""
+    """In the driver: the address of the worker's node."""
 
     def post(self, message: Message) -> None:
         """Send a message without waiting; a lost link ignores it, and `receive` raises."""

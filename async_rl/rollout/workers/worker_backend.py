@@ -80,6 +80,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where it writes the frames of finished trajectories; None: nowhere."""
     inspected: Path | None
     """Where it keeps a copy of each trajectory for inspection; None: nowhere."""
+    node: str | None = None
+    """The address of the node at which it starts if it can: that of the worker before has its journal."""
 
 
 OpenWorker = Callable[[WorkerSpec], AbstractAsyncContextManager[Link]]
@@ -142,16 +144,20 @@ class WorkerHandle:
         name: str,
         link: Link,
         frame_folder: Path | None,
+        frame_node: str,
         leases: Callable[[WorkerHandle], RelayedLeases],
         folders: JournalFolders | None,
     ) -> None:
         self.name = name
-        self.folder = None if folders is None else folders.add_owner(name, self.release_entries)
+        self.folder: Path | None = None
         """The folder of its journal."""
+        if folders is not None:
+            self.folder = folders.add_owner(name, self.release_entries, link.peer_node)
         self.journal_bytes = 0
         self.link = link
-        node = link.peer_node
-        self.frame_folder = "" if frame_folder is None else str(folder_on_node(frame_folder, node))
+        self.frame_node = frame_node
+        """The node that has the frames; empty: the run's folder has them."""
+        self.frame_folder = "" if frame_folder is None else str(folder_on_node(frame_folder, frame_node))
         """The folder of its frames; empty: it writes none."""
         self.post = link.post
         self.close = link.close
@@ -237,6 +243,7 @@ class WorkerBackend(RolloutBackend):
         self._serving_clock = pool.serving_clock
         self.workers: dict[str, WorkerHandle] = {}
         """The workers that are alive, by name."""
+        self._starting: set[str] = set()
         self._leases: list[RelayedLeases] = []
         """Those of all workers that may still run."""
         self._worker_free = asyncio.Event()
@@ -249,6 +256,7 @@ class WorkerBackend(RolloutBackend):
         await self._keepers.__aenter__()
         for index in range(self._spec.config.num_workers):
             name = f"{self._spec.name}-{index}"
+            self._starting.add(name)
             self._keepers.start_task(name, self._keep_worker(name))
         return self
 
@@ -271,7 +279,8 @@ class WorkerBackend(RolloutBackend):
 
     async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
-        worker = await self._choose_worker(self._max_attempts)
+        node = None if self._folders is None else self._folders.node_of(attempt.claim)
+        worker = await self._choose_worker(self._max_attempts, node)
         request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
         worker.inboxes[request_id] = inbox
         worker.attempts[request_id] = worker.by_trajectory[name] = attempt
@@ -350,15 +359,21 @@ class WorkerBackend(RolloutBackend):
             return [cast(RewardError, s.failure.error) if s.failure else s.parts for s in answer.scores]
         raise AssertionError("the last try raises or returns")
 
-    async def _choose_worker(self, max_attempts: int | None = None) -> WorkerHandle:
+    async def _choose_worker(self, max_attempts: int | None = None, node: str | None = None) -> WorkerHandle:
         """Wait until a worker is alive and has fewer attempts; return the one with the fewest requests.
 
         While a worker is missing, the others take over its attempts up to this limit, which bounds their
-        memory.
+        memory. Where only one node has the journal of an attempt, it waits for a worker there while one is
+        starting; without one, it begins anew elsewhere.
         """
         while True:
             workers = self.workers.values()
-            if free := [w for w in workers if max_attempts is None or len(w.attempts) < max_attempts]:
+            free = [w for w in workers if max_attempts is None or len(w.attempts) < max_attempts]
+            if near := [w for w in free if w.link.peer_node == node]:
+                free = near
+            elif node is not None and self._starting:
+                free = []
+            if free:
                 return min(free, key=lambda worker: len(worker.inboxes))
             self._worker_free.clear()
             with waiting("rollout worker"):
@@ -369,6 +384,7 @@ class WorkerBackend(RolloutBackend):
     async def _keep_worker(self, name: str) -> None:
         """Start a worker, receive its messages, and restart it when it ends."""
         failed_starts = idle_incarnations = 0
+        node: str | None = None
         while True:
             worker: WorkerHandle | None = None
             cause = ""
@@ -378,14 +394,18 @@ class WorkerBackend(RolloutBackend):
                     raise cancelled
                 async with AsyncExitStack() as stack:
                     with waiting("rollout worker", name):
-                        spec = msgspec.structs.replace(self._spec, name=name, frames=folder)
+                        spec = msgspec.structs.replace(self._spec, name=name, frames=folder, node=node)
                         link = await stack.enter_async_context(self._open_worker(spec))
-                    worker = WorkerHandle(name, link, folder, self._new_leases, self._folders)
+                    frame_node = "" if self._spec.config.queue.spool_dir is None else link.peer_node
+                    worker = WorkerHandle(name, link, folder, frame_node, self._new_leases, self._folders)
                     cause = await self._receive_messages(worker)
                     # Its process ends with the block. Until that is known its leases expire.
                     self._keepers.start_task(f"leases of {name}", worker.leases.expire())
             except EnvironmentNotReady as error:
                 failed_starts += 1
+                node = None
+                self._starting.discard(name)
+                self._worker_free.set()
                 if failed_starts == _MAX_FAILED_STARTS:
                     raise EnvironmentNotReady(
                         f"{name} did not start {failed_starts} times in a row; the last time: {error}"
@@ -397,13 +417,15 @@ class WorkerBackend(RolloutBackend):
                 if worker is not None and worker.folder is not None and self._folders is not None:
                     self._folders.end_owner(worker.folder)
                 if folder is not None and (worker is None or worker.link.peer_has_ended):
-                    node = "" if worker is None else worker.link.peer_node
-                    end_folder = partial(self._spool.end_folder, folder_on_node(folder, node), node)
+                    place = "" if worker is None else worker.frame_node
+                    end_folder = partial(self._spool.end_folder, folder_on_node(folder, place), place)
                     _, cancelled = await run_uncancellable(None, end_folder)
                     if cancelled is not None:
                         raise cancelled
             if worker is not None:
                 failed_starts = 0
+                if self._folders is not None and self._folders.on_nodes:
+                    node = worker.link.peer_node
                 idle_incarnations = 0 if worker.has_completed_attempt else idle_incarnations + 1
                 self._metrics.rollout_worker_restarts_total.inc()
                 log.error("%s: it is restarted, and its attempts go on in other workers", cause)
@@ -427,6 +449,7 @@ class WorkerBackend(RolloutBackend):
     async def _receive_messages(self, worker: WorkerHandle) -> str:
         """Receive a worker's messages until it ends, and return why it ended."""
         self.workers[worker.name] = worker
+        self._starting.discard(worker.name)
         if worker.folder is not None:
             worker.post(OpenJournal(folder=str(worker.folder)))
         worker.post(ServingChanged(paused=self._serving_clock.is_paused))
@@ -447,6 +470,7 @@ class WorkerBackend(RolloutBackend):
             return cause
         finally:
             del self.workers[worker.name]
+            self._starting.add(worker.name)
             worker.fail_requests(cause)
             worker.close()
 
@@ -458,7 +482,7 @@ class WorkerBackend(RolloutBackend):
                 self._apply_progress(worker, message)
                 worker.leases.renew(message.number, message.calls)
             case AttemptEnded(request_id=request_id, end=end):
-                place = worker.link.peer_node, worker.frame_folder
+                place = worker.frame_node, worker.frame_folder
                 if any((each.node, each.path.rpartition(os.sep)[0]) != place for each in end.trajectories):
                     raise WorkerLost("it sent references to frames that are not in its folder")
                 if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
