@@ -179,7 +179,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description=(
-                "A worker process that sends nothing for this many seconds is killed and "
+                "A worker process that does not answer for this many seconds is killed and "
                 "restarted; other workers continue its trajectories."
             ),
         ),

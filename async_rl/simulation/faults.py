@@ -113,6 +113,9 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     ),
     "kill_worker": FaultRow("worker", "a rollout worker is killed", only="workers"),
     "mute_worker": FaultRow("worker", "a rollout worker falls silent", only="workers"),
+    "deafen_worker": FaultRow(
+        "worker", "a rollout worker handles no more messages, and its heartbeats go on", 0.2, only="workers"
+    ),
     "cut_off_worker": FaultRow("worker", "a rollout worker is cut off from the driver", only="workers"),
     "kill_after_frame": FaultRow(
         "worker", "a rollout worker is killed between a frame and its report", 0.4, only="workers"

@@ -628,6 +628,7 @@ class SimulatedCluster:
             ends = {
                 "kill_worker": workers.kill,
                 "mute_worker": workers.mute,
+                "deafen_worker": workers.deafen,
                 "cut_off_worker": workers.cut_off,
                 "node_lost": workers.lose_node,
             }

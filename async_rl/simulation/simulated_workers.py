@@ -54,7 +54,7 @@ class MemoryLink(Link):
     def __init__(self, delay_s: Callable[[], float]) -> None:
         """Make one end; see `pair`."""
         self._delay_s = delay_s
-        self._numbers = MessageNumbers()
+        self.numbers = MessageNumbers()
         self._under_way: deque[_Frame | None] = deque()
         self._arrived: deque[_Frame] = deque()
         self._news = asyncio.Event()
@@ -62,6 +62,8 @@ class MemoryLink(Link):
         self._other: MemoryLink | None = None
         self._lost = ""
         self.is_cut_off = False
+        self.is_deaf = False
+        """Whether nothing that arrives is received."""
         self._faults: deque[tuple[LinkFault, Callable[[], None]]] = deque()
         self._overtaken: _Frame | None = None
 
@@ -79,7 +81,7 @@ class MemoryLink(Link):
         if self._lost or other._lost:
             return
         encoded = encode(message)  # a message that cannot be encoded has no number
-        frames = [_Frame(self._numbers.next_number(), encoded)]
+        frames = [_Frame(self.numbers.next_number(), encoded)]
         if self._overtaken is not None:
             frames.append(self._overtaken)
             self._overtaken = None
@@ -109,13 +111,13 @@ class MemoryLink(Link):
     async def receive(self) -> Message:
         """Implements `Link.receive`."""
         while True:
-            while not self._arrived:
+            while not self._arrived or self.is_deaf:
                 if self._lost:
                     raise WorkerLost(self._lost)
                 self._news.clear()
                 await self._news.wait()
             number, encoded = self._arrived.popleft()
-            if self._numbers.is_next(number):
+            if self.numbers.is_next(number):
                 return decode(encoded)
 
     def close(self) -> None:
@@ -468,6 +470,14 @@ class SimulatedWorkers:
         times = 1 + int(_MAX_REPEATED * amount) if fault == "repeat_message" else 1
         end = self.ends[names[index // 2 % len(names)]]
         end.inject(fault, met, by_peer=index % 2 == 1, times=times)
+        return True
+
+    def deafen(self, index: int) -> bool:
+        """Let a worker handle no more messages, while its heartbeats go on; whether there was one."""
+        names = sorted(self.ends)
+        if not names:
+            return False
+        self.ends[names[index % len(names)]].is_deaf = True
         return True
 
     def mute(self, index: int) -> bool:

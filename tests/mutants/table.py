@@ -1710,8 +1710,8 @@ MUTANTS: Final = (
         "repeated-message-counts-twice",
         "A message that arrives twice on a worker's link is carried out twice.",
         "async_rl/rollout/workers/messages.py",
-        "            return False\n        if number > self._received + 1:",
-        "            return True\n        if number > self._received + 1:",
+        "            return False\n        if number > self.received + 1:",
+        "            return True\n        if number > self.received + 1:",
         (
             f"{WORKERS}::test_a_message_that_arrives_again_is_discarded",
             f"{WORKERS}::test_nothing_happens_twice_when_all_messages_arrive_twice",
@@ -1721,7 +1721,7 @@ MUTANTS: Final = (
         "missing-message-is-not-noticed",
         "The driver waits for the answer to a message that was lost.",
         "async_rl/rollout/workers/messages.py",
-        "        if number > self._received + 1:",
+        "        if number > self.received + 1:",
         "        if number < 0:",
         (
             f"{WORKERS}::test_a_link_is_lost_when_a_message_is_missing_or_late",
@@ -1767,6 +1767,14 @@ MUTANTS: Final = (
         'self.quarantine_engine(engine_id, EngineError(f"engine {engine_id} is not lent any longer"))',
         "pass",
         (f"{LEASES}::test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away",),
+    ),
+    Mutant(
+        "deaf-worker-is-alive",
+        "A worker that handles no messages counts as alive while its heartbeats go on.",
+        "async_rl/rollout/workers/worker_backend.py",
+        "        if received >= self._expected:",
+        "        if received >= 0:",
+        (f"{WORKERS}::test_a_worker_that_handles_no_messages_is_given_up",),
     ),
     Mutant(
         "late-calls-reach-released-memory",

@@ -406,6 +406,33 @@ async def test_an_attempt_goes_on_at_the_node_that_has_its_journal(worker: str, 
 
 
 @in_virtual_time
+async def test_a_worker_that_handles_no_messages_is_given_up() -> None:
+    """Its leases expire then, for which an interruption of its engine waits."""
+    limits = {"max_context_tokens": 4096, "max_new_tokens": 4000}
+    async with WorkerBench(**limits) as workers, asyncio.TaskGroup() as tasks:
+        workers.policy.stop_at = frozenset({4000})
+        running = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))
+        await workers.policy.reaches(100)
+        assert workers.processes.deafen(0)
+        pool, engine = workers.bench.pool, workers.bench.engines[0]
+        pool.hold_engine(engine.engine_id)
+        begin_s = workers.clock()
+        await pool.interrupt_engine(engine, "abort")
+        assert 7.0 < workers.clock() - begin_s < 22.0  # worker_stall_s, then the leases
+        assert "it has not answered for rollout.worker_stall_s" in str(await running)
+        pool.serve_engine(engine.engine_id, 0)
+        await workers.trajectories()
+
+
+@in_virtual_time
+async def test_a_worker_that_is_slow_to_handle_messages_is_not_given_up() -> None:
+    async with WorkerBench(delay_s=3.0) as workers:  # its answers arrive 6 s later
+        await asyncio.sleep(60.0)
+        await workers.trajectories()
+        assert len(workers.processes.metrics) == 1  # the first incarnation
+
+
+@in_virtual_time
 async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     reports: list[ProgressReport] = []

@@ -59,7 +59,7 @@ class StreamLink(Link):
         """Wrap a connection whose ends have authenticated each other."""
         self.reader = reader
         self.writer = writer
-        self._numbers = MessageNumbers()
+        self.numbers = MessageNumbers()
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
 
@@ -77,7 +77,7 @@ class StreamLink(Link):
         frame = encode(message)
         if not self._unsent:  # one system call for all messages of a turn of the event loop
             asyncio.get_running_loop().call_soon(self._send)
-        self._unsent += (_HEADER.pack(len(frame), self._numbers.next_number()), frame)
+        self._unsent += (_HEADER.pack(len(frame), self.numbers.next_number()), frame)
         self._unsent_bytes += len(frame)
 
     async def receive(self) -> Message:
@@ -90,7 +90,7 @@ class StreamLink(Link):
                         f"its link delivered a message of {length} bytes, expected at most {_MAX_FRAME_BYTES}"
                     )
                 frame = await self.reader.readexactly(length)
-                if self._numbers.is_next(number):
+                if self.numbers.is_next(number):
                     return decode(frame)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise WorkerLost("its process has ended, or is no longer reachable") from error

@@ -33,7 +33,6 @@ import logging
 import os
 import struct
 from functools import reduce
-from itertools import count
 from operator import or_
 from typing import Any, Final, Literal, Protocol
 
@@ -254,6 +253,8 @@ class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
 
     number: int = 0
     """Counts the worker's heartbeats."""
+    received: int = 0
+    """The number of the last message of the driver that the worker has handled."""
     waits: dict[str, str] = {}
     """What trajectories have been waiting for longer than a moment for, in words."""
     increments: tuple[MetricIncrement, ...] = ()
@@ -393,12 +394,15 @@ class MessageNumbers:
 
     def __init__(self) -> None:
         """Start with number 1 in both directions."""
-        self._sent = count(1)
-        self._received = 0
+        self.sent = 0
+        """The number of the last message that this end has sent."""
+        self.received = 0
+        """The number of the last one that it has received."""
 
     def next_number(self) -> int:
         """Return the number of the next message that this end sends."""
-        return next(self._sent)
+        self.sent += 1
+        return self.sent
 
     def is_next(self, number: int) -> bool:
         """Return whether a message that arrives is the next one; False if it has arrived before.
@@ -406,20 +410,22 @@ class MessageNumbers:
         Raises:
             WorkerLost: Messages before it are missing, or come later.
         """
-        if number <= self._received:
+        if number <= self.received:
             log.warning("message %d of a rollout worker's link has arrived again; it is discarded", number)
             return False
-        if number > self._received + 1:
+        if number > self.received + 1:
             raise WorkerLost(
-                f"its link delivered message {number}, expected {self._received + 1}: messages are missing"
+                f"its link delivered message {number}, expected {self.received + 1}: messages are missing"
             )
-        self._received = number
+        self.received = number
         return True
 
 
 class Link(Protocol):
     """One end of the connection between the driver and a worker."""
 
+    numbers: MessageNumbers
+    """The numbers of messages in both directions."""
     peer_has_ended: bool = False
     """In the driver: whether the worker's process has certainly ended, set when it was ended."""
     peer_node: str = ""

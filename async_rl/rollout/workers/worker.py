@@ -277,9 +277,11 @@ class RolloutWorker:
             self._num_heartbeats += 1
             journal = self._backend.journal
             self._heartbeats[self._num_heartbeats] = self._clock()
+            assert self._link is not None, "the worker runs"
             self._post(
                 Heartbeat(
                     number=self._num_heartbeats,
+                    received=self._link.numbers.received,
                     waits=self._long_waits(),
                     increments=self._increments.collect_increments(),
                     calls=self._calls.progress(),

@@ -8,7 +8,7 @@
  lease      the worker's request    an engine, the end  the pool; the worker  a lease of the pool
 ```
 
-A worker that ends, or sends nothing for `rollout.worker_stall_s`, is restarted. Its attempts raise
+A worker that ends, or does not answer for `rollout.worker_stall_s`, is restarted. Its attempts raise
 `WorkerLost` at once; its journal has everything up to its last write.
 """
 
@@ -170,9 +170,17 @@ class WorkerHandle:
         self.waits: dict[str, str] = {}
         """What trajectories wait for, according to the last heartbeat."""
         self.silent_ticks = 0
+        """Ticks since it has shown by a heartbeat that it handles messages."""
+        self._expected = 0
+        """The number of the message that it must have handled to show that."""
         self.has_completed_attempt = False
         self.leases = leases(self)
         """What it may call engines for."""
+
+    def record_heartbeat(self, received: int) -> None:
+        """Note that it answers, if it has handled the messages that were sent before an earlier heartbeat."""
+        if received >= self._expected:
+            self.silent_ticks, self._expected = 0, self.link.numbers.sent
 
     def record_lease(self, trajectory_id: str, version: int | None) -> None:
         """Note the version under which a trajectory samples; None when its call has ended."""
@@ -460,7 +468,6 @@ class WorkerBackend(RolloutBackend):
                 while True:
                     with waiting("idle"):
                         message = await worker.receive()
-                    worker.silent_ticks = 0
                     self._deliver_message(worker, message)
         except ExceptionGroup as errors:
             lost = first_error(errors)
@@ -477,6 +484,7 @@ class WorkerBackend(RolloutBackend):
     def _deliver_message(self, worker: WorkerHandle, message: Message) -> None:
         match message:
             case Heartbeat():
+                worker.record_heartbeat(message.received)
                 worker.waits = message.waits
                 add_increments(message.increments, self._metrics)
                 self._apply_progress(worker, message)
@@ -524,7 +532,7 @@ class WorkerBackend(RolloutBackend):
             worker.post(ServingChanged(paused=paused))
 
     async def _watch_silence(self, worker: WorkerHandle) -> None:
-        """End a worker that sends nothing."""
+        """End a worker that sends no heartbeats, or handles no messages."""
         limit_s = self._config.worker_stall_s
         while True:
             with waiting("idle"):
@@ -532,6 +540,6 @@ class WorkerBackend(RolloutBackend):
             worker.silent_ticks += 1
             if worker.silent_ticks > _TICKS:
                 raise WorkerLost(
-                    f"it has sent nothing for rollout.worker_stall_s = {limit_s}: code that blocks its event "
+                    f"it has not answered for rollout.worker_stall_s = {limit_s}: code that blocks its event "
                     "loop, which its log names, must be a plain function, which gets a thread, or await"
                 )
