@@ -704,7 +704,8 @@ class SimulatedCluster:
 
     def open_frame_reader(self, node: str) -> FrameReader:
         """Implements `Cluster.open_frame_reader`."""
-        directory = node_folder(self._scenario.config.queue.spool_dir or "", self._run_dir)
+        spool_dir = self._scenario.config.queue.spool_dir
+        directory = None if spool_dir is None else node_folder(spool_dir, self._run_dir) / node
         return self._nodes.open_reader(node, directory, asyncio.get_running_loop().time)
 
     def rollout_worker(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:

@@ -28,6 +28,7 @@ from typing import Any, Final, Literal, get_args
 import msgspec
 from msgspec.structs import replace
 
+from async_rl.config import Config
 from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
 from async_rl.errors import (
@@ -140,13 +141,10 @@ class Simulation:
         digests: bool = True,
     ) -> None:
         """Start with an empty folder; see `simulate`."""
-        if scenario.config.queue.spool_dir is not None:
-            queue = replace(scenario.config.queue, spool_dir=str(folder / scenario.config.queue.spool_dir))
-            scenario = replace(scenario, config=replace(scenario.config, queue=queue))
-        self._scenario = scenario
-        self._after_turn = after_turn
-        self._config = scenario.config
         self._folder = folder
+        self._config = self._in_folder(scenario.config)
+        self._scenario = scenario = replace(scenario, config=self._config)
+        self._after_turn = after_turn
         self._checker = InvariantChecker(scenario, digests=digests)
         self._nodes = SimulatedNodes()
         self._checker.lost_nodes = self._nodes.lost
@@ -162,6 +160,12 @@ class Simulation:
         self._death: Death | None = None
         self._ended: Ended = "finished"
         self._clearing = self._killed = False
+
+    def _in_folder(self, config: Config) -> Config:
+        """Return a config whose nodes keep frames in the simulation's folder, if they keep any."""
+        if (spool_dir := config.queue.spool_dir) is None:
+            return config
+        return replace(config, queue=replace(config.queue, spool_dir=str(self._folder / spool_dir)))
 
     def run(self) -> SeedOutcome:
         """Run all incarnations."""

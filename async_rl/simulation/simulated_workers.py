@@ -259,13 +259,13 @@ class SimulatedNodes:
         """Let nothing on a node answer until a time on the loop's clock; its workers go on."""
         self.absent_until_s[node] = until_s
 
-    def open_reader(self, node: str, directory: Path, clock: Callable[[], float]) -> FrameReader:
-        """Return the reader of a node, whose frames are in a folder.
+    def open_reader(self, node: str, directory: Path | None, clock: Callable[[], float]) -> FrameReader:
+        """Return the reader of a node, whose processes write into folders of a directory.
 
         Raises:
             NodeUnreachable: It does not answer.
         """
-        reader = _SimulatedReader(directory / node, partial(self._require, node, clock))
+        reader = _SimulatedReader(directory, partial(self._require, node, clock))
         reader.begin_ping(0.0)()
         return reader
 
@@ -277,7 +277,7 @@ class SimulatedNodes:
 class _SimulatedReader(LocalFrameReader):
     """Reads the frames of another node while that answers; it does nothing meanwhile."""
 
-    def __init__(self, directory: Path, require: Callable[[], None]) -> None:
+    def __init__(self, directory: Path | None, require: Callable[[], None]) -> None:
         super().__init__(directory)
         self._require = require
 

@@ -199,7 +199,11 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "max_failed_share": 1.0,
             "num_workers": 2 if setting == "workers" else 0,
         },
-        "queue": {"journal_s": 0.5},
+        "queue": {
+            "journal_s": 0.5,
+            "node_lost_s": 5.0,
+            "spool_dir": "nodes" if setting == "workers" else None,
+        },
         "weights": {
             "transport": "disk" if setting == "shared" else transports[number % len(transports)],
             "interrupt": "abort",
@@ -301,7 +305,8 @@ class Soak(Simulation):
         plan = self._plan
         self._setting = self._next_setting(incarnation)
         # In the long incarnation engines load files: those that restart need no trainer that is in a step.
-        self._config = soak_config(plan, self._setting, incarnation if self._restarting else 0)
+        number = incarnation if self._restarting else 0
+        self._config = self._in_folder(soak_config(plan, self._setting, number))
         self._scenario = replace(self._scenario, config=self._config)
         self._injections.clear()
         self._injected.clear()

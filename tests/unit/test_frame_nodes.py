@@ -35,7 +35,7 @@ class Nodes:
             None,
             node="driver",
             node_directory=self.disks,
-            open_reader=lambda node: self.nodes.open_reader(node, self.disks, lambda: self.now_s),
+            open_reader=lambda node: self.nodes.open_reader(node, self.disks / node, lambda: self.now_s),
         )
         self.worker = self.new_worker()
 
