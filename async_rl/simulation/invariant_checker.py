@@ -65,6 +65,10 @@ reward_source: ContextVar[str] = ContextVar("reward_source")
 """Which trajectory calls an engine, where it is not its task's name: a branch."""
 
 
+caller_is_given_up: ContextVar[Callable[[], bool]] = ContextVar("given up", default=lambda: False)
+"""Whether the driver may have given up the worker that makes a call: another one continues the trajectory."""
+
+
 class InvariantChecker:
     """See the module.
 
@@ -258,7 +262,7 @@ class InvariantChecker:
             return
         self._unaccounted[name] += request.max_new_tokens > 0
         head = self._heads.get(root_of(name), {}).get(name)
-        if head is None:
+        if head is None or caller_is_given_up.get()():
             return
         tokens = request.input_ids.tolist()
         # A call for rows alone leaves out the last token, which predicts nothing.
@@ -300,7 +304,8 @@ class InvariantChecker:
         self.decided("call ends", *self._numbered("trajectory", name), *ended)
         self._unaccounted[name] -= finish is not None
         self.note(f"{name}: the call {how} after {len(sampled)} tokens, {len(kept)} kept")
-        self._heads[root_of(name)][name] = [*request.input_ids.tolist(), *kept]
+        if not caller_is_given_up.get()():
+            self._heads[root_of(name)][name] = [*request.input_ids.tolist(), *kept]
 
     @property
     def served_s(self) -> float:

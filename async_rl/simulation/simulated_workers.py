@@ -28,6 +28,7 @@ from async_rl.rollout.workers.messages import Link, Message, MessageNumbers, dec
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery
+from async_rl.simulation.invariant_checker import caller_is_given_up
 from async_rl.types import StoredTrajectory, Trajectory
 
 LinkFault = Literal["lose_message", "repeat_message", "reorder_messages"]
@@ -131,6 +132,11 @@ class MemoryLink(Link):
         for end in (self,) if self.is_cut_off else (self, self._other):
             if end is not None:
                 end._lose(cause)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the other end may have given this one up."""
+        return self.is_cut_off or bool(self._lost or (self._other is not None and self._other._lost))
 
     def cut_off(self) -> None:
         """Let nothing arrive any more at either end, which does not notice that."""
@@ -496,7 +502,8 @@ def _tear(folder: Path, nbytes: int) -> None:
             os.truncate(path, max(0, path.stat().st_size - nbytes))
 
 
-async def _run_process(worker: RolloutWorker, link: Link) -> None:
+async def _run_process(worker: RolloutWorker, link: MemoryLink) -> None:
+    caller_is_given_up.set(lambda: link.is_given_up)
     try:
         await worker.run(link)
     finally:

@@ -13,7 +13,7 @@ from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingPar
 from async_rl.engines.sglang.routing_payload import MAX_RECEIVING
 from async_rl.engines.simulated import routing_rows
 from async_rl.simulation.faulty_engines import FaultyEngine
-from async_rl.simulation.invariant_checker import InvariantChecker, versions_of_rows
+from async_rl.simulation.invariant_checker import InvariantChecker, caller_is_given_up, versions_of_rows
 from async_rl.simulation.scenario import FACTS, Injection
 from async_rl.simulation.simulated_trainer import Broadcasts
 from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
@@ -62,6 +62,25 @@ def test_what_follows_a_stop_string_in_a_chunk_is_not_kept(
 
     run_virtual(run())
     assert (checker.violations == []) == continues, checker.violations
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_call_of_a_worker_that_was_given_up_counts_for_no_call_of_its_successor(given_up: bool) -> None:
+    """One that is cut off samples on, while another worker continues the trajectory from the journal."""
+    checker = InvariantChecker(small_run(0), digests=False)
+
+    async def stale_call() -> None:
+        caller_is_given_up.set(lambda: given_up)
+        checker.call_ends(request_of([284]), [Chunk.of([95, 24], [-1.0, -1.0])], None)
+
+    async def run() -> None:
+        name = asyncio.current_task().get_name()  # type: ignore[union-attr]
+        checker.call_begins("engine-0", request_of([284]), 0, 0)
+        await asyncio.create_task(stale_call(), name=name)
+        checker.call_begins("engine-1", request_of([284]), 0, 0)
+
+    run_virtual(run())
+    assert (checker.violations == []) == given_up, checker.violations
 
 
 def test_payloads_that_go_on_at_the_moment_at_which_others_arrive_are_no_violation() -> None:
