@@ -233,6 +233,8 @@ def with_workers(scenario: Scenario) -> Scenario:
     rng, queue = random.Random(f"nodes {scenario.seed}"), scenario.config.queue
     if rng.random() < 0.5:  # frames stay on the nodes of their workers
         queue = replace(queue, spool_dir="nodes", node_lost_s=rng.choice((5.0, 30.0)))
+    if random.Random(f"journals on nodes {scenario.seed}").random() < 0.3:
+        queue = replace(queue, journal_dir="journals")
     config = replace(scenario.config, rollout=rollout, queue=queue)
     return _with_own_streams(replace(scenario, config=config, injections=tuple(injections)), "workers")
 

@@ -162,10 +162,10 @@ class Simulation:
         self._clearing = self._killed = False
 
     def _in_folder(self, config: Config) -> Config:
-        """Return a config whose nodes keep frames in the simulation's folder, if they keep any."""
-        if (spool_dir := config.queue.spool_dir) is None:
-            return config
-        return replace(config, queue=replace(config.queue, spool_dir=str(self._folder / spool_dir)))
+        """Return a config whose nodes keep their files in the simulation's folder, if they keep any."""
+        places = {"spool_dir": config.queue.spool_dir, "journal_dir": config.queue.journal_dir}
+        places = {key: str(self._folder / place) for key, place in places.items() if place is not None}
+        return replace(config, queue=replace(config.queue, **places))
 
     def run(self) -> SeedOutcome:
         """Run all incarnations."""

@@ -15,6 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self, cast
 
+from msgspec.structs import replace
+
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.simulated import SimulatedEngine
@@ -24,7 +26,15 @@ from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
 from async_rl.queue.journal_file import journal_files
 from async_rl.queue.spool import NoSpool, SpoolFolder, folder_on_node
-from async_rl.rollout.workers.messages import Link, Message, MessageNumbers, decode, encode
+from async_rl.rollout.workers.messages import (
+    Link,
+    Message,
+    MessageNumbers,
+    OpenJournal,
+    StartAttempt,
+    decode,
+    encode,
+)
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery
@@ -66,6 +76,8 @@ class MemoryLink(Link):
         self.is_deaf = False
         """Whether nothing that arrives is received."""
         self._faults: deque[tuple[LinkFault, Callable[[], None]]] = deque()
+        self.at_node: Callable[[Message], Message] = lambda message: message
+        """Returns a received message as it reads at the node of this end, whose files are its own."""
         self._overtaken: _Frame | None = None
 
     @classmethod
@@ -119,7 +131,7 @@ class MemoryLink(Link):
                 await self._news.wait()
             number, encoded = self._arrived.popleft()
             if self.numbers.is_next(number):
-                return decode(encoded)
+                return self.at_node(decode(encoded))
 
     def close(self) -> None:
         """Implements `Link.close`: what is under way from here arrives first."""
@@ -400,6 +412,8 @@ class SimulatedWorkers:
             else FaultySpoolFolder(spec.frames, node, self._refuse_if_full, lambda: self._kill_if_due(name)),
             inspected=None if spec.inspected is None else InspectedTrajectories(spec.inspected),
         )
+        if spec.config.queue.journal_dir is not None:
+            theirs.at_node = partial(_with_journals_of, ours.peer_node)
         self.ends[name], self._running[name] = theirs, worker
         self._places[name] = node, spec.frames
         async with Nursery() as process:
@@ -459,13 +473,14 @@ class SimulatedWorkers:
         return nodes[index % len(nodes)] if nodes else ""
 
     def lose_node(self, index: int) -> bool:
-        """End all workers of a node, and delete its frames, for good; whether there was one."""
+        """End all workers of a node, and delete its files, for good; whether there was one."""
         if not (lost := self.some_node(index)):
             return False
+        journals = {worker.journal_folder for worker in self._running.values() if worker.journal_folder}
         for name in [name for name, (node, _) in self._places.items() if node == lost and name in self.ends]:
             self._kill(name)
         folders = {folder.parent / lost for node, folder in self._places.values() if folder and node == lost}
-        self.nodes.lose(lost, folders)
+        self.nodes.lose(lost, folders | {path.parent for path in journals if path.parent.name == lost})
         return True
 
     def disturb(self, fault: LinkFault, index: int, amount: float, met: Callable[[], None]) -> bool:
@@ -493,6 +508,21 @@ class SimulatedWorkers:
             return False
         self.ends[names[index % len(names)]].post = _nothing  # type: ignore[method-assign]
         return True
+
+
+def _with_journals_of(node: str, message: Message) -> Message:
+    """Return a message that names the journals of a node, where the folder of journals is another one."""
+
+    def folder_of(folder: str) -> str:
+        return str(Path(folder).parent.with_name(node) / Path(folder).name)
+
+    match message:
+        case OpenJournal(folder=folder):
+            return replace(message, folder=folder_of(folder))
+        case StartAttempt(claim=claim):
+            sources = tuple(replace(source, folder=folder_of(source.folder)) for source in claim.sources)
+            return replace(message, claim=replace(claim, sources=sources))
+    return message
 
 
 def _tear(folder: Path, nbytes: int) -> None:
