@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import SpoolFull
-from async_rl.queue import spool
+from async_rl.queue import frame_reader
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -71,7 +71,7 @@ def test_an_attempt_goes_on_from_its_tokens_when_a_step_has_freed_space(
 
 
 def test_nothing_is_trained_wrongly_when_files_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "SMALLEST_REUSED", 1)
+    monkeypatch.setattr(frame_reader, "SMALLEST_REUSED", 1)
     taken: list[str] = []
     rename = os.rename
 
