@@ -232,8 +232,10 @@ def test_an_evaluation_is_recorded_when_the_disk_is_full_for_seconds(tmp_path, m
     monkeypatch.setattr(RecordLog, "append", refuse_at_first)
     world = World(make_config(tmp_path))
     check(world, world.run())
-    assert [record.status for record in world.records] == ["done"] * 3
-    assert len(refused) == 3
+    # Training goes on meanwhile: a version may be overtaken by the next that is due.
+    versions = [record.weight_version for record in world.records]
+    assert (versions[0], versions[-1], len(refused)) == (2, 6, 3)
+    assert {record.status for record in world.records} == {"done"}
 
 
 def test_the_answers_of_as_many_evaluations_are_kept_as_the_config_says(tmp_path):
