@@ -32,6 +32,9 @@ FailurePolicy = Literal["train_rest", "drop", "retry"]
 STRAGGLER: Final = "straggler"
 """The reason under which a sibling is dropped that the group did not wait for."""
 
+NODE_LOST: Final = "node_lost"
+"""The reason under which a group is dropped that its reward function cannot score together any more."""
+
 _HOPELESS: Final = frozenset({"prompt_too_long"})
 """Reasons that lie in the task itself, which would fail again."""
 
@@ -69,6 +72,7 @@ def decide_group(
     policy: GroupPolicy,
     *,
     may_retry: bool = False,
+    is_scored: bool = True,
 ) -> GroupDecision:
     """Decide whether a group is trained, dropped, or dropped and retried.
 
@@ -77,7 +81,10 @@ def decide_group(
         dropped: The reasons of the other siblings.
         policy: The rules; `min_size` counts siblings, because branches of one attempt are alike.
         may_retry: Whether the task has retries left.
+        is_scored: Whether all finished siblings have rewards (`GroupInFlight.can_be_scored`).
     """
+    if not is_scored:
+        return GroupDecision(train=False, reason=NODE_LOST, retry=True)
     failures = [reason for reason in dropped.values() if reason != STRAGGLER]
     if failures and policy.failed_siblings == "drop":
         return GroupDecision(train=False, reason="sibling_failed")
@@ -257,6 +264,11 @@ class GroupInFlight:
         if not self.running:
             self.enough_finished.set()
             self.all_ended.set()
+
+    @property
+    def can_be_scored(self) -> bool:
+        """Whether one call can score the group: none was scored before frames of others were lost."""
+        return self.unscored.keys() == self.finished.keys()
 
     def set_reward(self, trajectory_id: str, parts: dict[str, float]) -> StoredTrajectory:
         """Set the reward of a finished trajectory, and return its new reference."""

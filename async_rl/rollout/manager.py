@@ -55,9 +55,6 @@ log = logging.getLogger(__name__)
 _ATTEMPT_AGAIN_S: Final = 5.0
 """How long an attempt whose own code found no descriptor or space waits before it is made again."""
 
-_NODE_LOST: Final = "node_lost"
-"""The reason under which a group is dropped that its reward function cannot score together any more."""
-
 _FAILURE_WINDOW: Final = 100
 _MIN_FAILURES: Final = 16
 """The number of failures before their share can end a run, so that one bad first task cannot."""
@@ -276,7 +273,7 @@ class RolloutManager:
                     _drop_stragglers(work, tasks, limit_s, self._context.serving_clock),
                 )
 
-        if work.unscored and work.unscored.keys() == work.finished.keys() and not work.cancelled:
+        if work.unscored and work.can_be_scored and not work.cancelled:
             async with waiting("trajectories"), Nursery() as scoring:
                 work.stop = scoring.cancel_tasks
                 scoring.start_task(f"reward of group {work.group_id}", self._score_group(work))
@@ -289,17 +286,15 @@ class RolloutManager:
     async def _settle_group(self, work: GroupInFlight) -> None:
         """Hand the group to the queue or drop it, according to its siblings and the policy."""
         retries = self._feeder.retries
-        if work.unscored:  # the others were scored, by one call for the group, before frames were lost
-            retry = retries.retry_task(work.position, _NODE_LOST)
-            self._queue.drop_group(work.group_id, _NODE_LOST, others=work.dropped, retry=retry)
-            return
         rewards = {
             name: (t.reward, t.num_turns, t.turn_rewards) if self._rewards_turns else t.reward
             for name, t in work.finished.items()
             if t.reward is not None
         }
         may_retry = retries.may_retry(work.position)
-        decision = decide_group(rewards, work.dropped, self._policy, may_retry=may_retry)
+        decision = decide_group(
+            rewards, work.dropped, self._policy, may_retry=may_retry, is_scored=not work.unscored
+        )
         self._untrained.record_group(decision, work.dropped, self._last_error)
         if not decision.train:
             retry = decision.retry and retries.retry_task(work.position, decision.reason)

@@ -70,6 +70,7 @@ async def test_what_a_lost_node_had_is_sampled_again_and_the_rest_is_trained_aft
         "trainer.device=cpu",
         "rollout.num_workers=2",
         "run.max_steps=100000",
+        "trainer.max_restarts=10",
         f"queue.spool_dir={tmp_path / 'disks'}",
         "queue.node_lost_s=16",
     )
@@ -116,6 +117,8 @@ async def test_what_a_lost_node_had_is_sampled_again_and_the_rest_is_trained_aft
         again, steps = asyncio.Event(), Steps()
 
         async def end_soon() -> None:
+            await steps.more(3)
+            nodes.kill("FrameReaderActor")  # others are started
             await steps.more(3)
             again.set()
 

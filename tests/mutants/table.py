@@ -379,6 +379,14 @@ MUTANTS: Final = (
         ("tests/unit/test_sandbox.py",),
     ),
     Mutant(
+        "some-siblings-are-scored-alone",
+        "A reward that compares siblings gets only those that were sampled again after a node was lost.",
+        "async_rl/rollout/groups.py",
+        "return self.unscored.keys() == self.finished.keys()",
+        "return True",
+        ("tests/unit/test_groups.py",),
+    ),
+    Mutant(
         "lost-frames-are-waited-for-for-ever",
         "A ready group stays ready although a node was lost with frames of it: its batch never comes.",
         "async_rl/queue/outstanding.py",

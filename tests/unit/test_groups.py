@@ -11,13 +11,14 @@ from async_rl.rollout.groups import (
     GroupDecision,
     GroupInFlight,
     GroupPolicy,
+    UnscoredTrajectory,
     UntrainedGroups,
     can_drop_stragglers,
     decide_group,
     has_signal,
 )
 from async_rl.staleness import StalenessPolicy
-from async_rl.types import Task, TurnReward, VersionSpan
+from async_rl.types import Completion, StoredTrajectory, Task, TurnReward, VersionSpan
 from tests.support.trajectories import make_trajectory
 
 REST = GroupPolicy(failed_siblings="train_rest", min_size=2)
@@ -196,3 +197,19 @@ def test_siblings_are_stopped_when_their_group_is_cancelled() -> None:
     group.stop = lambda: stopped.append(True)
     group.cancel()
     assert stopped == [True]
+
+
+def test_a_group_is_dropped_and_retried_when_one_call_cannot_score_it_any_more() -> None:
+    """Both were scored by one call; then the frame of one was lost, and it was sampled again."""
+    group = group_of("a", "b")
+    stored = {name: StoredTrajectory.of(make_trajectory(name, reward=None)) for name in "ab"}
+    unscored = UnscoredTrajectory(
+        completion=Completion(messages=[], text="", stop_reason="completed"), attempt=1, reward_source="a"
+    )
+    group.end_sibling("a", [stored["a"]])
+    group.unscored["a"] = unscored
+    assert group.can_be_scored
+    group.end_sibling("b", [stored["b"].with_reward({"reward": 1.0})])
+    assert not group.can_be_scored
+    decision = decide_group({"b": 1.0}, {}, GroupPolicy(min_size=1), is_scored=False)
+    assert (decision.train, decision.reason, decision.retry) == (False, "node_lost", True)
