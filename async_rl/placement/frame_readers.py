@@ -68,16 +68,16 @@ class FrameReaderActor(NodeActor):
         return find_flaws(stored)
 
     def delete_frames(self, paths: Sequence[str]) -> None:
-        """Implements `FrameReader.delete_frames`."""
-        self._local.delete_frames(paths)
+        """Delete frames, or let them be overwritten."""
+        self._local.begin_delete(paths)
 
     def end_folder(self, folder: str, known: Collection[str]) -> None:
-        """Implements `FrameReader.end_folder`."""
-        self._local.end_folder(folder, known)
+        """Delete the files of a process that has ended, except known frames."""
+        self._local.begin_end_folder(folder, known)
 
     def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
-        """Implements `FrameReader.keep_only`."""
-        self._local.keep_only(known, in_use)
+        """Delete the files of all processes that have ended, except known frames."""
+        self._local.begin_keep_only(known, in_use)
 
     def send_frames(self, stored: Sequence[StoredTrajectory]) -> list[Any]:
         """Put frames into Ray's store, and return references to them; each is copied once."""
@@ -214,17 +214,17 @@ class RayFrameReader(FrameReader):
         """Implements `FrameReader.begin_ping`."""
         return self._answer(self._actor.ping.options(concurrency_group=_PINGS).remote(), limit_s)
 
-    def delete_frames(self, paths: Sequence[str]) -> None:
-        """Implements `FrameReader.delete_frames`."""
-        self._actor.delete_frames.remote(list(paths))
+    def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_delete`."""
+        return self._answer(self._actor.delete_frames.remote(list(paths)), _ANSWER_LIMIT_S)
 
-    def end_folder(self, folder: str, known: Collection[str]) -> None:
-        """Implements `FrameReader.end_folder`."""
-        self._actor.end_folder.remote(folder, set(known))
+    def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_end_folder`."""
+        return self._answer(self._actor.end_folder.remote(folder, set(known)), _ANSWER_LIMIT_S)
 
-    def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
-        """Implements `FrameReader.keep_only`."""
-        self._actor.keep_only.remote(set(known), set(in_use))
+    def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_keep_only`."""
+        return self._answer(self._actor.keep_only.remote(set(known), set(in_use)), _ANSWER_LIMIT_S)
 
     def _answer(self, reference: Any, limit_s: float) -> Callable[[], Any]:
         def wait() -> Any:

@@ -34,34 +34,29 @@ REUSABLE: Final = "reusable"
 class FrameReader(Protocol):
     """The frames on one node. All methods may be called from any thread.
 
-    What has no result is done when the node gets to it, in the order of the calls.
+    Each begins something, and returns a function that waits until it is done.
+
+    Raises:
+        NodeUnreachable: By that function, when there is no answer.
     """
 
     def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
-        """Begin to verify frames; the function returned waits for the answer of `frames.find_flaws`.
-
-        Raises:
-            NodeUnreachable: By that function, when there is no answer.
-        """
+        """Verify frames, as `frames.find_flaws` does."""
         ...
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
-        """Ask for an answer; the function returned waits for it, up to a time.
-
-        Raises:
-            NodeUnreachable: By that function, when there is none.
-        """
+        """Ask for an answer, within a time."""
         ...
 
-    def delete_frames(self, paths: Sequence[str]) -> None:
+    def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Delete frames, or let the processes that wrote them overwrite their files."""
         ...
 
-    def end_folder(self, folder: str, known: Collection[str]) -> None:
+    def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
         """Delete the files in the folder of a process that has ended, except known frames."""
         ...
 
-    def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
+    def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
         """Delete the files of all processes that have ended, except known frames.
 
         Args:
@@ -84,15 +79,15 @@ class LocalFrameReader(FrameReader):
         self._ended_folders: set[str] = set()
 
     def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
-        """Implements `FrameReader.begin_find_flaws`: they are verified when the answer is waited for."""
+        """Implements `FrameReader.begin_find_flaws`."""
         return lambda: find_flaws(stored)
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`: this process runs."""
-        return lambda: None
+        return _nothing_left
 
-    def delete_frames(self, paths: Sequence[str]) -> None:
-        """Implements `FrameReader.delete_frames`."""
+    def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_delete`."""
         by_folder: defaultdict[str, list[str]] = defaultdict(list)
         for path in paths:
             by_folder[os.path.dirname(path)].append(path)
@@ -102,34 +97,41 @@ class LocalFrameReader(FrameReader):
                 self._remove_folder(folder)
             else:
                 _recycle(folder, in_folder)
+        return _nothing_left
 
-    def end_folder(self, folder: str, known: Collection[str]) -> None:
-        """Implements `FrameReader.end_folder`."""
+    def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_end_folder`."""
         try:
             found = [*files_in(folder), *files_in(f"{folder}/{REUSABLE}")]
         except OSError as error:
             log.warning("%s is left to the next start: %s", folder, error)
-            return
+            return _nothing_left
         self._ended_folders.add(folder)
         delete_files(file.path for file in found if file.path not in known)
         with contextlib.suppress(OSError):
             os.rmdir(f"{folder}/{REUSABLE}")
         self._remove_folder(folder)
+        return _nothing_left
 
-    def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
-        """Implements `FrameReader.keep_only`."""
+    def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_keep_only`."""
         if self._directory is None or not self._directory.is_dir():
-            return
+            return _nothing_left
         for path in self._directory.iterdir():
             if not path.is_dir():
                 path.unlink(missing_ok=True)
             elif path.name not in in_use:
-                self.end_folder(str(path), known)
+                self.begin_end_folder(str(path), known)
+        return _nothing_left
 
     def _remove_folder(self, folder: str) -> None:
         with contextlib.suppress(OSError):  # it has frames still
             os.rmdir(folder)
             self._ended_folders.discard(folder)
+
+
+def _nothing_left() -> None:
+    """Wait for nothing."""
 
 
 def files_in(folder: str) -> list[os.DirEntry[str]]:

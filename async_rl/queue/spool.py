@@ -219,6 +219,7 @@ class Spool(FrameStore):
         self._stored_bytes: dict[str, int] = {}  # by node, of all groups that ever ended
         self._discarded: list[tuple[str, str]] = []  # node, path
         self._deleting = threading.Lock()
+        self._unanswered: list[tuple[str, list[str], Callable[[], None]]] = []  # node, paths to delete, wait
         self._in_use: set[str] = set()  # names of folders of processes that may still write
         self.absent: set[str] = set()
         """Nodes that do not answer: a batch waits for their frames."""
@@ -338,7 +339,7 @@ class Spool(FrameStore):
                 by_node[node].append(path)
             for node, paths in by_node.items():
                 if (reader := self._reader_of(node)) is not None:
-                    reader.delete_frames(paths)
+                    self._await_later(node, paths, reader.begin_delete(paths))
             left = [each for each in discarded if each[0] in self.absent]
             with self._lock:
                 self._discarded[: len(discarded)] = left
@@ -355,9 +356,9 @@ class Spool(FrameStore):
                 known = self._known(node)
                 self._in_use.discard(folder.name)
             if (reader := self._reader_of(node)) is not None:
-                reader.end_folder(str(folder), known)
+                self._await_later(node, [], reader.begin_end_folder(str(folder), known))
             if node:
-                self._readers[""].end_folder(str(self.directory / folder.name), ())
+                self._readers[""].begin_end_folder(str(self.directory / folder.name), ())
 
     # -- nodes --------------------------------------------------------------------------------------------
 
@@ -386,7 +387,14 @@ class Spool(FrameStore):
         """Return the other nodes that have frames, or are absent."""
         with self._lock:
             held = {frame.node for frames in (self._early, self._used) for frame in frames.values()}
-        return (held | self.absent) - self._local
+            asked = {node for node, _, _ in self._unanswered}
+        return (held | asked | self.absent) - self._local
+
+    def _await_later(self, node: str, paths: list[str], wait: Callable[[], None]) -> None:
+        """Let `ping_nodes` wait for what another node was asked to delete."""
+        if node not in self._local:
+            with self._lock:
+                self._unanswered.append((node, paths, wait))
 
     def ping_nodes(self, limit_s: float) -> None:
         """Ask the other nodes for an answer within a time, and update `absent` and `lost`."""
@@ -395,6 +403,17 @@ class Spool(FrameStore):
                 self._keep_only_known(self._open(node), node)  # processes there may have ended meanwhile
                 self.absent.discard(node)
                 self.lost.discard(node)
+        with self._lock:
+            unanswered, self._unanswered = self._unanswered, []
+        for node, paths, wait in unanswered:
+            if node not in self.absent:
+                try:
+                    wait()
+                    continue
+                except NodeUnreachable:
+                    self.absent.add(node)
+            with self._lock:  # once the node is back
+                self._discarded += [(node, path) for path in paths]
 
     def give_up(self, node: str) -> None:
         """Take a node that is absent for lost."""
@@ -440,7 +459,7 @@ class Spool(FrameStore):
     def _keep_only_known(self, reader: FrameReader, node: str) -> None:
         with self._lock:
             known, in_use = self._known(node), set(self._in_use)
-        reader.keep_only(known, in_use)
+        self._await_later(node, [], reader.begin_keep_only(known, in_use))
 
     def _reader_of(self, node: str) -> FrameReader | None:
         """Return the reader of a node; None while it is absent. When it is back, `_open` deletes there."""
@@ -472,7 +491,7 @@ class Spool(FrameStore):
             self._use(used)
             known, in_use = {*self._early, *self._used}, set(self._in_use)
         for node in self._local:
-            self._readers[node].keep_only(known, in_use)
+            self._readers[node].begin_keep_only(known, in_use)
 
     def _use(self, stored: Iterable[StoredTrajectory]) -> None:
         for entry in stored:

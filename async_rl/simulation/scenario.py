@@ -39,6 +39,9 @@ FACTS: Final = EngineFacts(
 _EVALUATED: Final = 0.15
 """Share of the seeds that evaluate beside training."""
 
+NODES: Final = "nodes"
+"""The folder with the disks of nodes, in that of a simulation."""
+
 _LAST_STEP: Final = 5_000
 """Callbacks of the loop within which faults may occur."""
 
@@ -232,7 +235,7 @@ def with_workers(scenario: Scenario) -> Scenario:
     injections = sorted((*scenario.injections, *faults), key=lambda injection: injection.step)
     rng, queue = random.Random(f"nodes {scenario.seed}"), scenario.config.queue
     if rng.random() < 0.5:  # frames stay on the nodes of their workers
-        queue = replace(queue, spool_dir="nodes", node_lost_s=rng.choice((5.0, 30.0)))
+        queue = replace(queue, spool_dir=NODES, node_lost_s=rng.choice((5.0, 30.0)))
     if random.Random(f"journals on nodes {scenario.seed}").random() < 0.3:
         queue = replace(queue, journal_dir="journals")
     config = replace(scenario.config, rollout=rollout, queue=queue)

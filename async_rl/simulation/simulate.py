@@ -51,11 +51,14 @@ from async_rl.runtime.waits import acting
 from async_rl.simulation.faults import ENGINE_FAULTS, TRAINER_FAULTS
 from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
 from async_rl.simulation.invariant_checker import InvariantChecker, spooled_files
-from async_rl.simulation.scenario import FACTS, Death, Injection, Scenario, draw
+from async_rl.simulation.scenario import FACTS, NODES, Death, Injection, Scenario, draw
 from async_rl.simulation.simulated_disk import Disk
 from async_rl.simulation.simulated_workers import SimulatedNodes
 from async_rl.simulation.users import SimulatedChat, attempt_begins, attempt_cancelled, count_fault
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
+
+_NODES_AT_KILL: Final = "nodes-at-kill"
+"""The disks of nodes as they were when the driver was killed, until its remains are gone."""
 
 _DOWNTIME_S: Final = 1.0
 
@@ -492,6 +495,8 @@ class Simulation:
         copy = self._folder / f"incarnation-{len(self._incarnations) + 1}"
         with self._disk.open_to_checks():
             shutil.copytree(self._run_dir, copy)
+            if (disks := self._folder / NODES).exists():
+                shutil.copytree(disks, self._folder / _NODES_AT_KILL)
         self._run_dir = copy
         self._ended, self._killed, self._checker.deaf = ended, True, True
 
@@ -507,6 +512,10 @@ class Simulation:
             self._loop.run_until_complete(self._task)
         self._ended, self._cause = ended, cause
         self._checker.deaf = self._clearing = self._killed = False
+        if (kept := self._folder / _NODES_AT_KILL).exists():  # references to frames on nodes have whole paths
+            with self._disk.open_to_checks():
+                shutil.rmtree(self._folder / NODES)
+                kept.rename(self._folder / NODES)
 
     def _validation(self) -> tuple[Dataset, ...]:
         tasks = list(self._scenario.validation)

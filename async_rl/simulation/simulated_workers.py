@@ -313,17 +313,29 @@ class _SimulatedReader(LocalFrameReader):
 
         return answer
 
-    def delete_frames(self, paths: Sequence[str]) -> None:
-        """Implements `FrameReader.delete_frames`."""
-        with suppress(NodeUnreachable):
-            self._require()
-            super().delete_frames(paths)
+    def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_delete`."""
+        return self._if_there(lambda: super(_SimulatedReader, self).begin_delete(paths))
 
-    def end_folder(self, folder: str, known: Collection[str]) -> None:
-        """Implements `FrameReader.end_folder`."""
-        with suppress(NodeUnreachable):
+    def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_end_folder`."""
+        return self._if_there(lambda: super(_SimulatedReader, self).begin_end_folder(folder, known))
+
+    def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
+        """Implements `FrameReader.begin_keep_only`."""
+        return self._if_there(lambda: super(_SimulatedReader, self).begin_keep_only(known, in_use))
+
+    def _if_there(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Do something at once; if the node does not answer now, that is lost, and there is no answer."""
+        try:
             self._require()
-            super().end_folder(folder, known)
+        except NodeUnreachable as error:
+            return partial(_raise, error)
+        return begin()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 CUT_OFF_S: Final = 25.0

@@ -43,7 +43,7 @@ from async_rl.observability.records import TrajectoryCounts
 from async_rl.simulation import growth
 from async_rl.simulation.faults import FAULTS, FaultKind, Setting, fault_table
 from async_rl.simulation.growth import Growth, regress
-from async_rl.simulation.scenario import Death, Ending, Injection, Scenario, Speeds, draw_task
+from async_rl.simulation.scenario import NODES, Death, Ending, Injection, Scenario, Speeds, draw_task
 from async_rl.simulation.scratch import scratch
 from async_rl.simulation.simulate import Simulation
 
@@ -202,7 +202,7 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
         "queue": {
             "journal_s": 0.5,
             "node_lost_s": 5.0,
-            "spool_dir": "nodes" if setting == "workers" else None,
+            "spool_dir": NODES if setting == "workers" else None,
         },
         "weights": {
             "transport": "disk" if setting == "shared" else transports[number % len(transports)],

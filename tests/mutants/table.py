@@ -379,6 +379,14 @@ MUTANTS: Final = (
         ("tests/unit/test_sandbox.py",),
     ),
     Mutant(
+        "deletions-that-were-not-confirmed-are-forgotten",
+        "A node that was lost to the driver for a moment keeps the frames that it was asked to delete then.",
+        "async_rl/queue/spool.py",
+        "                    wait()\n                    continue\n",
+        "                    continue\n",
+        ("tests/unit/test_frame_nodes.py",),
+    ),
+    Mutant(
         "some-siblings-are-scored-alone",
         "A reward that compares siblings gets only those that were sampled again after a node was lost.",
         "async_rl/rollout/groups.py",

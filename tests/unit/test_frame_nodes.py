@@ -101,6 +101,22 @@ def test_frames_of_a_node_that_is_absent_are_deleted_when_it_is_back(nodes: Node
     assert nodes.files() == ["b"]
 
 
+def test_what_a_node_did_not_confirm_to_have_deleted_is_deleted_when_it_is_back(nodes: Nodes) -> None:
+    stored = nodes.store("reported")
+    nodes.worker.store_tree([make_trajectory("unreported")])
+    nodes.spool.find_flaws(stored)
+    nodes.stay_away()  # which nothing has noticed yet
+    nodes.spool.discard(stored)
+    nodes.spool.delete_discarded()
+    nodes.spool.end_folder(nodes.worker.directory, NODE)
+    nodes.now_s = 20.0
+    nodes.spool.ping_nodes(1.0)  # it is back, and has answered neither
+    assert (nodes.files(), nodes.spool.absent) == (["reported", "unreported"], {NODE})
+    nodes.spool.ping_nodes(1.0)
+    nodes.spool.delete_discarded()
+    assert nodes.files() == []
+
+
 def test_a_node_that_does_not_answer_is_absent_until_it_does(nodes: Nodes) -> None:
     stored = nodes.store("a")
     nodes.stay_away()
