@@ -515,6 +515,9 @@ class Spool(FrameStore):
 class NoSpool(FrameStore):
     """Stores no frames, in the place of a `Spool`: answers of evaluations, which are never trained on."""
 
+    absent: Collection[str] = ()
+    """As `Spool.absent`."""
+
     def new_folder(self, name: str) -> None:
         """Return no folder."""
 

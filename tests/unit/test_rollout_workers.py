@@ -295,6 +295,22 @@ async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
 
 
 @in_virtual_time
+async def test_attempts_go_to_workers_on_nodes_that_answer() -> None:
+    async with WorkerBench(num_workers=2) as workers:
+        await workers.trajectories()
+        gone, there = workers.backend.workers.values()
+        gone.link.peer_node = "gone"
+        workers.spool.absent.add("gone")
+        async with asyncio.TaskGroup() as group:
+            runs = [
+                group.create_task(workers.backend.run_attempt(attempt(f"{number:032x}")))
+                for number in range(4)
+            ]
+        ends = [run.result() for run in runs]
+    assert {os.path.dirname(each.path) for end in ends for each in end.trajectories} == {there.frame_folder}
+
+
+@in_virtual_time
 async def test_tokens_are_kept_when_a_loop_leaves_its_turn() -> None:
     async with WorkerBench("CancelsItsTurn") as workers:
         (trajectory,) = await workers.trajectories()

@@ -381,8 +381,9 @@ class WorkerBackend(RolloutBackend):
                 free = near
             elif node is not None and self._starting:
                 free = []
-            if free:
-                return min(free, key=lambda worker: len(worker.inboxes))
+            present = [w for w in free if w.link.peer_node not in self._spool.absent]
+            if free:  # what a worker stores on a node that does not answer may be lost
+                return min(present or free, key=lambda worker: len(worker.inboxes))
             self._worker_free.clear()
             with waiting("rollout worker"):
                 await self._worker_free.wait()
