@@ -244,16 +244,22 @@ class EvaluationService:
         """Quarantine engines that fail here in the run, and those that the run takes away here; never
         returns.
         """
+        lent = {engine.engine_id: self._lent_as(engine.engine_id) for engine in pool.engines()}
         while True:
-            for engine in pool.engines():
-                name = engine.engine_id
-                if pool.needs_repair(name):
+            for name, lent_as in lent.items():
+                if lent_as is None or self._lent_as(name) != lent_as:
+                    pool.quarantine_engine(name, EngineError(f"engine {name} left the evaluation"))
+                elif pool.needs_repair(name):  # not again, once the run has taken it away to repair it
                     error = pool.error_of(name) or EngineError(f"engine {name} failed in an evaluation")
                     self._pool.quarantine_engine(name, error)
-                snapshot = self._pool.snapshot_of(name)
-                if snapshot is None or snapshot.state is not EngineState.EVALUATING:
-                    pool.quarantine_engine(name, EngineError(f"engine {name} left the evaluation"))
             await _wait_for_first(pool.wait_for_change, self._pool.wait_for_change)
+
+    def _lent_as(self, engine_id: str) -> int | None:
+        """Return how often an engine was restarted before it began to evaluate; None when it does not."""
+        snapshot = self._pool.snapshot_of(engine_id)
+        if snapshot is None or snapshot.state is not EngineState.EVALUATING:
+            return None
+        return snapshot.restart_count
 
     # -- engines -----------------------------------------------------------------------------------------
 

@@ -180,6 +180,8 @@ class Ledger:
         self._counts["dispatched"] += len(branch_ids)
         self._counts["in_flight"] += len(branch_ids)
         for branch_id in branch_ids:
+            # An earlier run of the trajectory may have made it too, and a later one not: then it was dropped.
+            self._tables.fold_dropped(branch_id)
             self._tables.add_statement(
                 "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?, ?, 'in_flight')",
                 (branch_id, group.group_id),

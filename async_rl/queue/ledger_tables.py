@@ -145,22 +145,28 @@ class LedgerTables:
             step: The step of the oldest checkpoint that a restart may return to.
             cursor: The first position that was never dispatched; it is kept without the rows that show it.
         """
-        final = "(state = 'dropped' OR state = 'trained' AND step <= ?)"
-        self.add_statement(
-            "INSERT INTO folded SELECT state, coalesce(reason, ''), count(*) FROM trajectories "
-            f"WHERE {final} GROUP BY state, reason "
-            "ON CONFLICT DO UPDATE SET number = number + excluded.number",
-            (step,),
-        )
+        self._fold_trajectories("state = 'dropped' OR state = 'trained' AND step <= ?", step)
         self.add_statement("INSERT OR REPLACE INTO meta VALUES ('cursor', ?)", (cursor,))
         self.add_statement("INSERT OR REPLACE INTO meta VALUES ('folded_step', ?)", (step,))
-        self.add_statement(f"DELETE FROM trajectories WHERE {final}", (step,))
         self.add_statement(
             "DELETE FROM groups WHERE NOT EXISTS "
             "(SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id)"
         )
         for table, column in _OF_STEPS:
             self.add_statement(f"DELETE FROM {table} WHERE {column} < ?", (step,))
+
+    def fold_dropped(self, trajectory_id: str) -> None:
+        """Replace the row of a trajectory by a count if it was dropped: its id is used again."""
+        self._fold_trajectories("state = 'dropped' AND trajectory_id = ?", trajectory_id)
+
+    def _fold_trajectories(self, final: str, value: int | str) -> None:
+        self.add_statement(
+            "INSERT INTO folded SELECT state, coalesce(reason, ''), count(*) FROM trajectories "
+            f"WHERE {final} GROUP BY state, reason "
+            "ON CONFLICT DO UPDATE SET number = number + excluded.number",
+            (value,),
+        )
+        self.add_statement(f"DELETE FROM trajectories WHERE {final}", (value,))
 
     def delete_after(self, step: int) -> None:
         """Delete steps, versions and checkpoints after this one, which a rollback undoes."""

@@ -216,11 +216,30 @@ MUTANTS: Final = (
         (QUEUE,),
     ),
     Mutant(
+        "branch-cannot-come-again",
+        "A branch that one run of its trajectory made, the next one did not and a third one does ends the run.",
+        "async_rl/queue/ledger.py",
+        "            self._tables.fold_dropped(branch_id)\n",
+        "",
+        ("tests/unit/test_ledger.py",),
+    ),
+    Mutant(
+        "failure-in-an-evaluation-restarts-an-engine-again",
+        "An engine that failed in an evaluation is quarantined again after the run has restarted it.",
+        "async_rl/evaluation/service.py",
+        "if lent_as is None or self._lent_as(name) != lent_as:",
+        "if self._lent_as(name) is None:",
+        (
+            "tests/simulation/test_evaluation.py"
+            "::test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_dies",
+        ),
+    ),
+    Mutant(
         "routing-of-another-model-is-packed",
         "Routing of another model is trained on instead of dropped.",
         "async_rl/queue/packing.py",
         "                    self._check_model(trajectory)\n",
-        "",
+        "                    pass\n",
         (QUEUE,),
     ),
     Mutant(

@@ -91,7 +91,7 @@ def make_config(folder: Path, *, num_engines: int = 2, **evaluation: Any) -> Con
                 "num_engines": num_engines,
                 "decode_step_s": 0.05,
                 "mean_new_tokens": 12,
-                "restart_delay_s": 0.1,
+                "restart_delay_s": 0.0,
                 "stall_s": 5.0,
             },
             "rollout": {
@@ -449,7 +449,7 @@ def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_dies(t
     first, *others = world.records
     assert (first.weight_version, first.status, first.scores) == (2, "missing", {})
     assert died[0] in first.reason or "no engine" in first.reason
-    assert world.cluster.restarts[0] == died[0]
+    assert world.cluster.restarts == died
     assert [r.status for r in others] == ["done"] * len(others)
     assert others[-1].weight_version == 6
 

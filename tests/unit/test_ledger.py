@@ -125,6 +125,21 @@ def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: L
     ledger._tables._changes.clear()  # nothing more can come of this ledger
 
 
+def test_a_branch_is_counted_each_time_when_runs_of_its_trajectory_differ(ledger: Ledger, path: Path) -> None:
+    """Damaged or lost frames are sampled again: the second run makes no branch, the third one does."""
+    dispatch(ledger, 0)
+    ledger.add_branches("g0-0", ["g0-0.1"])
+    ledger.flush()
+    ledger.drop_trajectories(["g0-0.1"], "restart")
+    ledger.add_branches("g0-0", ["g0-0.1"])
+    expected = Conservation(dispatched=4, in_flight=3, queued=0, trained=0, dropped={"restart": 1})
+    assert ledger.audit() == expected
+    again = reopened(ledger, path)
+    assert again.counts() == expected
+    assert again.group("g0").in_flight == {"g0-0", "g0-0.1", "g0-1"}
+    again.close()
+
+
 def test_everything_is_there_when_it_was_flushed_before_a_kill(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0, 1, 2)
     queue(ledger, 0, 1)
