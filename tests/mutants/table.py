@@ -217,7 +217,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "branch-cannot-come-again",
-        "A branch that one run of its trajectory made, the next one did not and a third one does ends the run.",
+        "A branch that a run of its trajectory makes again after another one did not ends the run.",
         "async_rl/queue/ledger.py",
         "            self._tables.fold_dropped(branch_id)\n",
         "",
