@@ -253,8 +253,12 @@ class Chaos:
             self._signal(blow, start_again=start_again)
 
     def _pick_victim(self, blow: Blow) -> psutil.Process | None:
-        victims = [each for each in self.processes.look().get(blow.victim, []) if not _is_stopped(each)]
-        if not victims:
+        def candidates() -> list[psutil.Process]:
+            return [each for each in self.processes.look().get(blow.victim, []) if not _is_stopped(each)]
+
+        # On a busy machine it may take long to start again after the blow before.
+        self._until(lambda: bool(candidates()), STRIKE_S, f"a {blow.victim} to strike", must=False)
+        if not (victims := candidates()):
             self._note(f"no {blow.victim} to strike: it is being started")
             return None
         victim = sorted(victims, key=lambda process: process.pid)[int(blow.pick * len(victims))]
