@@ -15,11 +15,13 @@ import os
 import select
 import shutil
 import signal
+import ssl
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
@@ -29,8 +31,10 @@ from agent_loops.parsing import MalformedCall, ToolParser, load_parser, recognis
 from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
 from async_rl.openai_api.endpoint import MAX_BODY_BYTES, Endpoint, EndpointAccess
 from async_rl.rollout.session.api import Session
+from async_rl.runtime.addresses import is_loopback
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.threads import call_in_thread
+from async_rl.runtime.tls import load_certificate
 from async_rl.runtime.user_processes import marked
 from async_rl.types import StopReason, Task
 
@@ -51,7 +55,8 @@ class AgentAPI:
         ...     await api.client.chat.completions.create(model=api.model, messages=task.messages)
     """
 
-    def __init__(self, access: EndpointAccess) -> None:
+    def __init__(self, access: EndpointAccess, certificate: str | None = None) -> None:
+        self._certificate = certificate
         self.base_url = access.base_url
         """Ends in `/v1`."""
         self.api_key = access.api_key
@@ -69,7 +74,7 @@ class AgentAPI:
         bounds the whole trajectory.
         """
         if self._client is None:
-            http = _openai().DefaultAsyncHttpxClient(**http_settings())
+            http = _openai().DefaultAsyncHttpxClient(**http_settings(self._certificate))
             self._client = _openai().AsyncOpenAI(
                 base_url=self.base_url, api_key=self.api_key, timeout=None, http_client=http
             )
@@ -79,7 +84,7 @@ class AgentAPI:
     def sync_client(self) -> openai.OpenAI:
         """OpenAI's own client for sync agents, which run in threads."""
         if self._sync_client is None:
-            http = _openai().DefaultHttpxClient(**http_settings())
+            http = _openai().DefaultHttpxClient(**http_settings(self._certificate))
             self._sync_client = _openai().OpenAI(
                 base_url=self.base_url, api_key=self.api_key, timeout=None, http_client=http
             )
@@ -112,8 +117,13 @@ class OpenAIAgentLoop(AgentLoop):
             the format that the model's chat template teaches.
         opens_thought: Whether the chat template itself opens `<think>` for each turn.
         model: The name under which the policy is served.
-        host: Address to bind to.
-        port: The port; 0 takes a free one.
+        host: Address to bind to. Agents on other hosts need one that is not loopback; `0.0.0.0` binds to all.
+        port: The port; 0 takes a free one. Each rollout worker serves on its own node, so several on a node
+            need 0.
+        public_host: The name or address in the URLs that agents receive; by default `host`, or the node's
+            address if that means all.
+        tls_certificate: PEM file of a certificate: the API is served over TLS.
+        tls_key: PEM file of its key.
         max_body_bytes: The largest request body.
 
     Raises:
@@ -132,6 +142,9 @@ class OpenAIAgentLoop(AgentLoop):
         model: str = "policy",
         host: str = "127.0.0.1",
         port: int = 0,
+        public_host: str | None = None,
+        tls_certificate: str | None = None,
+        tls_key: str | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         if (agent is None) == (command is None):
@@ -154,14 +167,25 @@ class OpenAIAgentLoop(AgentLoop):
         self._reader = None if parser is None else CallReader(load_parser(parser))
         self._parser_name = parser
         self._opens_thought = opens_thought
-        self.endpoint = Endpoint(host, port, model=model, max_body_bytes=max_body_bytes)
+        if (tls_certificate is None) != (tls_key is None):
+            raise ConfigError(
+                "rollout.agent_loop_args: tls_certificate and tls_key belong together: set both"
+            )
+        tls: ssl.SSLContext | None = None
+        if tls_certificate is not None and tls_key is not None:
+            tls = load_certificate(Path(tls_certificate), Path(tls_key))
+        self._certificate = tls_certificate
+        self._is_open = not is_loopback(host)
+        self.endpoint = Endpoint(
+            host, port, public_host=public_host, tls=tls, model=model, max_body_bytes=max_body_bytes
+        )
         self._serving = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Serve until the end of the run, so that late requests of a finished trajectory get an answer."""
         if self._function is not None:
             with suppress(EnvironmentNotReady):  # an agent with another client needs none
-                await asyncio.to_thread(http_settings)
+                await asyncio.to_thread(http_settings, self._certificate)
         await self._serving.enter_async_context(self.endpoint.serving())
         return self
 
@@ -174,7 +198,15 @@ class OpenAIAgentLoop(AgentLoop):
             known = self._parser_name or f"{recognise(chat_template)}, recognised from the chat template"
         except ConfigError as error:
             known = f"none, agents cannot call tools: {error}"
-        return [f"agent: {self._name}", f"tool-call parser: {known}"]
+        findings = [f"agent: {self._name}", f"tool-call parser: {known}"]
+        if self._is_open:
+            served = (
+                "TLS"
+                if self._certificate
+                else "plain HTTP: prompts, answers and keys are readable on the way"
+            )
+            findings.append(f"other hosts reach the OpenAI API with a trajectory's key, over {served}")
+        return findings
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Implements `AgentLoop.run`."""
@@ -200,7 +232,7 @@ class OpenAIAgentLoop(AgentLoop):
         return None
 
     async def _call(self, function: AgentFunction, task: Task, access: EndpointAccess) -> None:
-        async with aclosing(AgentAPI(access)) as api:
+        async with aclosing(AgentAPI(access, self._certificate)) as api:
             if inspect.iscoroutinefunction(function):
                 await function(task, api)
                 return
@@ -302,16 +334,22 @@ def _environment(ours: Mapping[str, str], access: EndpointAccess) -> dict[str, s
 
 
 @functools.cache
-def http_settings() -> dict[str, Any]:
+def http_settings(certificate: str | None = None) -> dict[str, Any]:
     """Return what the HTTP clients of all agents share.
 
-    A client by itself reads all certificates anew, which takes 32 to 50 ms of the event loop, although the
-    endpoint is plain HTTP. It is called directly, whatever proxy the environment names.
+    A client by itself reads all certificates anew, which takes 32 to 50 ms of the event loop. The endpoint is
+    called directly, whatever proxy the environment names.
+
+    Args:
+        certificate: PEM file of the endpoint's own certificate, which need not come from a known authority.
     """
     _openai()
     import httpx
 
-    return {"verify": httpx.create_ssl_context(), "trust_env": False}
+    verify = httpx.create_ssl_context()
+    if certificate is not None:
+        verify.load_verify_locations(certificate)
+    return {"verify": verify, "trust_env": False}
 
 
 def _openai() -> Any:

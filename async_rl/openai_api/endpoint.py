@@ -1,4 +1,6 @@
-"""The OpenAI-compatible HTTP server: one for all trajectories of a run, on loopback by default.
+"""The OpenAI-compatible HTTP server: one for all trajectories of a process, on loopback by default.
+
+An agent on another host needs an address that it reaches, so the server can bind to others, with TLS.
 
 A key identifies a trajectory, as the API key or in the path (`/s/<key>/v1`). Keys are signed with a secret of
 this process, which distinguishes an unknown key (401) from that of a finished trajectory (410) without a list
@@ -13,6 +15,7 @@ import hmac
 import logging
 import reprlib
 import secrets
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,6 +40,7 @@ from async_rl.openai_api.chat_completions import (
 from async_rl.openai_api.history import Exchange, message_digests
 from async_rl.openai_api.request_handler import RequestHandler, trajectory_over
 from async_rl.rollout.session.api import Session
+from async_rl.runtime.addresses import reachable_address
 from async_rl.runtime.http_listener import (
     TRANSFER_S,
     Handler,
@@ -48,6 +52,7 @@ from async_rl.runtime.http_listener import (
 from async_rl.runtime.listeners import ByteBudget, ConnectionLimit, RepeatFilter
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.threads import LastingThread
+from async_rl.runtime.tls import Handshakes
 
 log = logging.getLogger(__name__)
 log.addFilter(RepeatFilter())
@@ -85,8 +90,11 @@ class Endpoint:
         ...     client = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
 
     Args:
-        host: Address to bind to.
+        host: Address to bind to; `0.0.0.0` and `::` bind to all.
         port: The port; 0 takes a free one.
+        public_host: The name or address in the URLs of agents; by default `host`, or the address
+            of this node if that means all.
+        tls: Encrypts the connections; None serves plain HTTP.
         model: The name under which the policy is served.
         max_body_bytes: The largest request body.
     """
@@ -96,11 +104,15 @@ class Endpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
+        public_host: str | None = None,
+        tls: ssl.SSLContext | None = None,
         model: str = "policy",
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self._host = host
         self._port = port
+        self._public_host = public_host
+        self._tls = tls
         self._model = model
         self._max_body_bytes = max_body_bytes
         self._secret = secrets.token_bytes(32)
@@ -184,18 +196,34 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._post_completion)
             app.router.add_get(f"{prefix}/v1/models", self._list_models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._show_model)
-        # A handler is cancelled with its connection, so that undelivered answers are recognised.
-        serving = serve_http(app, self._host, self._port, self._limit, handler_cancellation=True)
         server = AsyncExitStack()
+        handshakes: Handshakes | None = None
+        if self._tls is not None:
+            handshakes = await server.enter_async_context(Handshakes(self._tls))
+            server.callback(handshakes.cancel_tasks)
         try:
-            port = await server.enter_async_context(serving)
+            port = await server.enter_async_context(
+                serve_http(
+                    app,
+                    self._host,
+                    self._port,
+                    self._limit,
+                    handshakes=handshakes,
+                    # A handler is cancelled with its connection, so that undelivered answers are recognised.
+                    handler_cancellation=True,
+                )
+            )
         except OSError as error:
+            await server.aclose()
             raise EnvironmentNotReady(
                 f"cannot serve the OpenAI API on {self._host}:{self._port} ({error.strerror or error}): set "
                 "port in rollout.agent_loop_args to a free port, or to 0 for any"
             ) from error
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return server, f"http://{host}:{port}"
+        host = self._public_host
+        if host is None:
+            host = reachable_address() if self._host in ("0.0.0.0", "::") else self._host
+        scheme = "http" if self._tls is None else "https"
+        return server, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     # -- keys ------------------------------------------------------------------------------------------
 

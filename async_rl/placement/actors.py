@@ -20,7 +20,7 @@ from async_rl.config import SGLangEngines, parse_config
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
-from async_rl.runtime.addresses import is_loopback
+from async_rl.runtime.addresses import NODE_ADDRESS, is_loopback
 from async_rl.runtime.files import private_folder
 from async_rl.runtime.loading import add_import_folder, load_object
 from async_rl.runtime.package_warnings import hide_package_warnings
@@ -63,6 +63,7 @@ class NodeActor:
         if log_path is not None:
             redirect_output(log_path)
         use_interface_of(node_address())
+        os.environ[NODE_ADDRESS] = node_address()
         return this_process(ray.get_runtime_context().get_node_id())
 
 

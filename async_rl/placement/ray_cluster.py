@@ -35,6 +35,7 @@ from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.cluster import Cluster
 from async_rl.run.recovery import node_folder
+from async_rl.runtime.addresses import NODE_ADDRESS
 from async_rl.runtime.loading import IMPORT_FOLDERS
 from async_rl.runtime.processes import Process
 from async_rl.runtime.supervision import Nursery
@@ -59,7 +60,7 @@ class RayCluster(Cluster):
         spool_dir = config.queue.spool_dir
         directory = None if spool_dir is None else node_folder(spool_dir, run_dir)
         self._frame_readers = FrameReaders(self._setup, self._logs, directory)
-        self.node = node_address()
+        self.node = os.environ[NODE_ADDRESS] = node_address()
         self._engine_actors: dict[str, Any] = {}
         self._engine_placements = self._new_engine_placements()
         self._engines: dict[str, Engine] = {}

@@ -11,6 +11,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from async_rl.runtime.listeners import ConnectionLimit, RepeatFilter
+from async_rl.runtime.tls import Handshakes
 
 log = logging.getLogger(__name__)
 log.addFilter(RepeatFilter())  # aiohttp logs each invalid request with its traceback
@@ -30,7 +31,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def serve_http(
-    app: web.Application, host: str, port: int, limit: ConnectionLimit, *, handler_cancellation: bool = False
+    app: web.Application,
+    host: str,
+    port: int,
+    limit: ConnectionLimit,
+    *,
+    handshakes: Handshakes | None = None,
+    handler_cancellation: bool = False,
 ) -> AsyncIterator[int]:
     """Serve an application inside the block.
 
@@ -39,6 +46,7 @@ async def serve_http(
         host: The address to bind to.
         port: The port; 0 takes a free one.
         limit: The limit of its connections.
+        handshakes: Does those of TLS; None serves plain HTTP.
         handler_cancellation: Whether a handler is cancelled when its connection is lost.
 
     Yields:
@@ -61,7 +69,8 @@ async def serve_http(
     await runner.setup()
     try:
         assert runner.server is not None
-        make_protocol = limit.limited(runner.server)
+        secure = None if handshakes is None else handshakes.start
+        make_protocol = limit.limited(runner.server, secure)
         server = await asyncio.get_running_loop().create_server(make_protocol, host, port)
         try:
             yield server.sockets[0].getsockname()[1]

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, cast
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,9 @@ class ConnectionLimit:
         self.max_connections = most if max_connections is None else min(most, max_connections)
         self.max_per_key = max_per_key
         self._name = name
-        self._keys: dict[asyncio.BaseTransport, str] = {}
+        self._keys: dict[asyncio.WriteTransport, str] = {}
         """The connections that have shown a key."""
-        self._strangers: dict[asyncio.BaseTransport, None] = {}
+        self._strangers: dict[asyncio.WriteTransport, None] = {}
         """The others, the oldest first."""
         self._num_per_key: Counter[str] = Counter()
 
@@ -108,9 +108,18 @@ class ConnectionLimit:
         """Return the number of open connections."""
         return len(self._keys) + len(self._strangers)
 
-    def limited(self, make_protocol: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
-        """Return a factory of protocols for connections within the limit."""
-        return lambda: _LimitedProtocol(self, make_protocol)
+    def limited(
+        self,
+        make_protocol: Callable[[], asyncio.Protocol],
+        secure: Callable[[asyncio.Transport, LimitedProtocol], None] | None = None,
+    ) -> Callable[[], asyncio.Protocol]:
+        """Return a factory of protocols for connections within the limit.
+
+        Args:
+            make_protocol: Creates the protocol of one connection.
+            secure: Begins the TLS handshake of a connection, at whose end it calls `LimitedProtocol.begin`.
+        """
+        return lambda: LimitedProtocol(self, make_protocol, secure)
 
     def open(self, transport: asyncio.Transport) -> bool:
         """Add a new connection, and return whether it is within the limit."""
@@ -123,12 +132,11 @@ class ConnectionLimit:
             if (oldest := next(iter(self._strangers), None)) is None:
                 return False
             del self._strangers[oldest]
-            assert isinstance(oldest, asyncio.WriteTransport)
             oldest.abort()
         self._strangers[transport] = None
         return True
 
-    def admit(self, transport: asyncio.BaseTransport, key: str) -> bool:
+    def admit(self, transport: asyncio.WriteTransport, key: str) -> bool:
         """Count a connection for its key, and return whether the key may have it."""
         if self._keys.get(transport) == key:
             return True
@@ -141,6 +149,14 @@ class ConnectionLimit:
         self._num_per_key[key] += 1
         return True
 
+    def replace(self, transport: asyncio.WriteTransport, secured: asyncio.WriteTransport) -> bool:
+        """Count the encrypted transport of a connection instead, and return whether it is still open."""
+        if transport not in self._strangers:
+            return False
+        del self._strangers[transport]
+        self._strangers[secured] = None
+        return True
+
     def forget_key(self, key: str) -> None:
         """Treat all connections with a key as if they had shown none."""
         del self._num_per_key[key]
@@ -148,7 +164,7 @@ class ConnectionLimit:
             del self._keys[transport]
             self._strangers[transport] = None
 
-    def close(self, transport: asyncio.BaseTransport) -> None:
+    def close(self, transport: asyncio.WriteTransport) -> None:
         """Remove a connection."""
         self._strangers.pop(transport, None)
         if (key := self._keys.pop(transport, None)) is not None:
@@ -157,41 +173,76 @@ class ConnectionLimit:
                 del self._num_per_key[key]
 
 
-class _LimitedProtocol(asyncio.Protocol):
+class LimitedProtocol(asyncio.Protocol):
     """Creates the protocol of a connection if the limit allows it, and passes everything on to it."""
 
-    def __init__(self, limit: ConnectionLimit, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self,
+        limit: ConnectionLimit,
+        make_protocol: Callable[[], asyncio.Protocol],
+        secure: Callable[[asyncio.Transport, LimitedProtocol], None] | None,
+    ) -> None:
         self._limit = limit
         self._make_protocol = make_protocol
+        self._secure = secure
         self._protocol: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None
+        self._early: list[bytes] = []
+        """What arrived between the end of the handshake and the start of the protocol."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        if not self._limit.open(transport):
+        """Implements `asyncio.Protocol.connection_made`."""
+        accepted = cast(asyncio.Transport, transport)  # uvloop's, as in Ray's actors, is no subclass
+        if not self._limit.open(accepted):
+            accepted.abort()
+            return
+        self._transport = accepted
+        if self._secure is None:
+            self.begin(accepted)
+        else:
+            self._secure(accepted, self)
+
+    def begin(self, transport: asyncio.Transport) -> None:
+        """Start the protocol, over the encrypted transport if there was a handshake."""
+        if self._transport is None:
+            return  # the connection was lost meanwhile
+        if transport is not self._transport and not self._limit.replace(self._transport, transport):
             transport.abort()
             return
         self._transport, self._protocol = transport, self._make_protocol()
         self._protocol.connection_made(transport)
+        for data in self._early:
+            self._protocol.data_received(data)
+        self._early.clear()
 
     def data_received(self, data: bytes) -> None:
+        """Implements `asyncio.Protocol.data_received`."""
         if self._protocol is not None:
             self._protocol.data_received(data)
+        elif self._secure is not None:
+            self._early.append(data)
 
     def eof_received(self) -> bool | None:
+        """Implements `asyncio.Protocol.eof_received`."""
         return None if self._protocol is None else self._protocol.eof_received()
 
     def pause_writing(self) -> None:
+        """Implements `asyncio.Protocol.pause_writing`."""
         if self._protocol is not None:
             self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
+        """Implements `asyncio.Protocol.resume_writing`."""
         if self._protocol is not None:
             self._protocol.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._protocol is not None and self._transport is not None:
-            self._limit.close(self._transport)
+        """Implements `asyncio.Protocol.connection_lost`."""
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        self._limit.close(transport)
+        if self._protocol is not None:
             self._protocol.connection_lost(exc)
 
 

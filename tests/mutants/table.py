@@ -32,6 +32,7 @@ DIAGNOSIS: Final = "tests/unit/test_diagnosis.py"
 RUN_LOG: Final = "tests/unit/test_run_log.py"
 ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
 OPENAI_API: Final = "tests/unit/test_openai_api.py"
+EXTERNAL_AGENTS: Final = "tests/unit/test_external_agents.py"
 LISTENERS: Final = "tests/unit/test_listeners.py"
 SANDBOX: Final = "tests/unit/test_sandbox.py"
 REWARD_HACKS: Final = "tests/unit/test_reward_hacks.py"
@@ -2266,6 +2267,30 @@ MUTANTS: Final = (
         "if (oldest := next(iter(self._strangers), None)) is None:",
         "if (oldest := None) is None:",
         (LISTENERS,),
+    ),
+    Mutant(
+        "bytes-after-a-handshake-are-lost",
+        "A request that arrives with the end of its TLS handshake gets no answer.",
+        "async_rl/runtime/listeners.py",
+        "            self._early.append(data)",
+        "            pass",
+        (EXTERNAL_AGENTS,),
+    ),
+    Mutant(
+        "handshakes-are-no-connections",
+        "Connections without a handshake use up all descriptors.",
+        "async_rl/runtime/listeners.py",
+        "        if not self._limit.open(accepted):",
+        "        if self._secure is None and not self._limit.open(accepted):",
+        (EXTERNAL_AGENTS,),
+    ),
+    Mutant(
+        "the-endpoint-is-open-by-default",
+        "Other hosts reach the OpenAI endpoint although no config opens it.",
+        "async_rl/openai_api/endpoint.py",
+        '        host: str = "127.0.0.1",',
+        '        host: str = "0.0.0.0",',
+        (EXTERNAL_AGENTS,),
     ),
     Mutant(
         "a-key-has-any-number-of-connections",

@@ -1,0 +1,248 @@
+"""Agents on other hosts: the address and the TLS of the OpenAI endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+
+from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
+from async_rl.errors import ConfigError
+from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
+from async_rl.runtime import tls as tls_module
+from async_rl.runtime.addresses import NODE_ADDRESS, reachable_address
+from async_rl.runtime.tls import load_certificate
+from tests.support.certificates import make_certificate
+from tests.support.scripted_session import ScriptedSession
+from tests.unit.test_listeners import few_descriptors, port_of, strangers
+
+
+async def agent(task: Any, api: Any) -> None: ...
+
+
+HERE = "tests.unit.test_external_agents"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return make_certificate(tmp_path, "localhost", "127.0.0.1")
+
+
+@asynccontextmanager
+async def served(files: tuple[Path, Path], **settings: Any) -> AsyncIterator[EndpointAccess]:
+    endpoint = Endpoint(tls=load_certificate(*files), **settings)
+    async with endpoint.open_trajectory(ScriptedSession("Hello."), reader=None) as access:
+        yield access
+
+
+async def answer(access: EndpointAccess, certificate: Path) -> str:
+    async with aclosing(AgentAPI(access, str(certificate))) as api:
+        said = await api.client.chat.completions.create(
+            model=api.model, messages=[{"role": "user", "content": "Hi"}], stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in said])
+
+
+async def test_an_agent_that_trusts_the_certificate_is_answered_over_tls(files: tuple[Path, Path]) -> None:
+    async with served(files) as access:
+        assert access.base_url.startswith("https://127.0.0.1:")
+        assert access.session_url.startswith("https://")
+        assert await answer(access, files[0]) == "Hello."
+
+
+async def test_a_sync_agent_is_answered_over_tls(files: tuple[Path, Path]) -> None:
+    async with served(files) as access, aclosing(AgentAPI(access, str(files[0]))) as api:
+        models = await asyncio.to_thread(lambda: list(api.sync_client.models.list()))
+    assert [model.id for model in models] == ["policy"]
+
+
+async def test_nothing_is_sent_when_the_client_does_not_trust_the_certificate(
+    files: tuple[Path, Path],
+) -> None:
+    async with served(files) as access:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await client.get(f"{access.base_url}/models")
+        assert await answer(access, files[0]) == "Hello."
+
+
+async def test_plain_http_gets_no_answer_under_tls(files: tuple[Path, Path]) -> None:
+    async with served(files) as access:
+        plain = access.base_url.replace("https:", "http:")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with pytest.raises(httpx.TransportError):
+                await client.get(f"{plain}/models")
+        assert await answer(access, files[0]) == "Hello."
+
+
+async def test_old_versions_of_tls_are_refused(files: tuple[Path, Path]) -> None:
+    assert load_certificate(*files).minimum_version >= ssl.TLSVersion.TLSv1_2
+
+
+async def test_an_agent_is_answered_over_tls_while_strangers_hold_all_connections(
+    files: tuple[Path, Path],
+) -> None:
+    with few_descriptors(150):
+        async with served(files) as access, strangers(port_of(access.base_url), 600):
+            assert await answer(access, files[0]) == "Hello."
+
+
+async def test_a_connection_is_closed_when_its_handshake_takes_too_long(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_module, "HANDSHAKE_S", 0.1)
+    async with served(files) as access:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(access.base_url))
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+        assert await answer(access, files[0]) == "Hello."
+
+
+async def test_the_server_ends_while_a_client_is_in_its_handshake(files: tuple[Path, Path]) -> None:
+    async with AsyncExitStack() as silent:
+        async with asyncio.timeout(5), served(files) as access:
+            _, writer = await asyncio.open_connection("127.0.0.1", port_of(access.base_url))
+            silent.callback(writer.close)
+            await asyncio.sleep(0.05)
+
+
+async def test_a_request_sent_with_the_end_of_the_handshake_is_answered(files: tuple[Path, Path]) -> None:
+    """The client's last handshake message and its request arrive in one segment."""
+    trusting = ssl.create_default_context(cafile=str(files[0]))
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    async with served(files) as access:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(access.base_url))
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                writer.write(outgoing.read())
+                incoming.write(await reader.read(1 << 16))
+        client.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n")
+        client.write(f"Authorization: Bearer {access.api_key}\r\n\r\n".encode())
+        writer.write(outgoing.read())
+        answered = b""
+        async with asyncio.timeout(5):
+            while b"policy" not in answered:
+                incoming.write(await reader.read(1 << 16))
+                try:
+                    answered += client.read(1 << 16)
+                except ssl.SSLWantReadError:
+                    continue
+        writer.close()
+    assert answered.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_an_agent_is_answered_on_the_event_loop_of_a_ray_actor(
+    encrypted: bool, files: tuple[Path, Path]
+) -> None:
+    """Ray's actors use uvloop, whose transports are not those of asyncio; strangers are closed there too."""
+
+    async def ask() -> str:
+        with few_descriptors(150):
+            endpoint = Endpoint(tls=load_certificate(*files) if encrypted else None)
+            opened = endpoint.open_trajectory(ScriptedSession("Hello."), reader=None)
+            async with opened as access, strangers(port_of(access.base_url), 600):
+                return await answer(access, files[0])
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(ask()) == "Hello."
+
+
+# -- addresses --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("everything", ["0.0.0.0", "::"])
+async def test_agents_receive_the_nodes_address_when_the_server_binds_to_all(
+    everything: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NODE_ADDRESS, "10.1.2.3")
+    async with Endpoint(everything).serving() as url:
+        assert httpx.URL(url).host == "10.1.2.3"
+
+
+async def test_agents_receive_the_public_host_when_it_is_set() -> None:
+    async with Endpoint(public_host="policy.example.org").serving() as url:
+        assert httpx.URL(url).host == "policy.example.org"
+    async with Endpoint(public_host="fd00::7").serving() as url:
+        assert url.startswith("http://[fd00::7]:")
+
+
+async def test_a_server_on_the_nodes_address_is_reached_there_and_not_on_loopback() -> None:
+    here = reachable_address()
+    if here == "127.0.0.1":
+        pytest.skip("this machine has no other interface")
+    async with (
+        Endpoint(here).open_trajectory(ScriptedSession("Hello."), reader=None) as access,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        key = {"Authorization": f"Bearer {access.api_key}"}
+        assert (await client.get(f"{access.base_url}/models", headers=key)).status_code == 200
+        assert (await client.get(f"{access.base_url}/models")).status_code == 401
+        with pytest.raises(httpx.ConnectError):
+            await client.get(access.base_url.replace(here, "127.0.0.1") + "/models", headers=key)
+
+
+async def test_no_other_host_reaches_the_endpoint_by_default() -> None:
+    async with Endpoint().serving() as url:
+        assert httpx.URL(url).host == "127.0.0.1"
+        if (here := reachable_address()) != "127.0.0.1":
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection(here, port_of(url))
+
+
+def test_the_address_of_a_node_is_that_in_its_ray_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NODE_ADDRESS, "10.1.2.3")
+    assert reachable_address() == "10.1.2.3"
+
+
+# -- settings ---------------------------------------------------------------------------------------------
+
+
+def open_loop(**settings: Any) -> OpenAIAgentLoop:
+    return OpenAIAgentLoop(agent=f"{HERE}:agent", **settings)
+
+
+def test_check_says_who_reaches_the_api_and_whether_it_is_encrypted(files: tuple[Path, Path]) -> None:
+    def finding(**settings: Any) -> str:
+        return " ".join(open_loop(**settings).check(""))
+
+    keys = {"tls_certificate": str(files[0]), "tls_key": str(files[1])}
+    assert "other hosts" not in finding()
+    assert "over plain HTTP: prompts, answers and keys are readable" in finding(host="0.0.0.0")
+    assert "other hosts reach the OpenAI API with a trajectory's key, over TLS" in finding(
+        host="10.0.0.1", **keys
+    )
+
+
+def test_certificate_and_key_belong_together(files: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match="tls_certificate and tls_key belong together"):
+        open_loop(tls_certificate=str(files[0]))
+    with pytest.raises(ConfigError, match="tls_certificate and tls_key belong together"):
+        open_loop(tls_key=str(files[1]))
+
+
+def test_a_certificate_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path, "localhost")
+    with pytest.raises(ConfigError, match=r"cannot read .*gone.pem: No such file"):
+        open_loop(tls_certificate=str(tmp_path / "gone.pem"), tls_key=str(key))
+    with pytest.raises(ConfigError, match="are not a certificate and its key"):
+        open_loop(tls_certificate=str(key), tls_key=str(certificate))
+    (other := tmp_path / "other").mkdir()
+    _, other_key = make_certificate(other, "localhost")
+    with pytest.raises(ConfigError, match="are not a certificate and its key"):
+        open_loop(tls_certificate=str(certificate), tls_key=str(other_key))
+    _, locked = make_certificate(other, "localhost", password=b"secret")
+    with pytest.raises(ConfigError, match="the key not encrypted"):
+        open_loop(tls_certificate=str(other / "certificate.pem"), tls_key=str(locked))
