@@ -23,8 +23,8 @@ class Extreme(msgspec.Struct, frozen=True, kw_only=True):
     """Position of the token in its trajectory, from 0, including the prompt."""
     token_id: int
     lag: int | None
-    """Versions between the weights that sampled the token and the trainer's; None where a restart has undone
-    those weights."""
+    """Versions between the weights that sampled the token and the trainer's; None where those are not
+    known, `TokenSpan.lag_unknown`."""
     rollout_log_prob: float
     """The engine's log-prob, nats."""
     log_prob: float

@@ -69,9 +69,10 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"
     weight_version: int
     engine_id: str
     finish_reason: FinishReason
-    undone: bool = False
-    """Whether a restart has undone the weights that sampled it. `weight_version` is then the oldest that they
-    can be, so that the staleness bound holds: no trainer ever has these weights again."""
+    lag_unknown: bool = False
+    """Whether `weight_version` is only the oldest version that can have sampled it, so that the bound on
+    staleness holds: a restart has undone the weights, or the engine may have changed them during the call and
+    has not reported which of them sampled what."""
 
 
 Segment = Context | Sampled
@@ -80,7 +81,7 @@ Segment = Context | Sampled
 def cap_versions(segments: Iterable[Segment], newest: int) -> tuple[Segment, ...]:
     """Lower the labels of segments to `newest`: a restart has undone the weight versions above it."""
     return tuple(
-        msgspec.structs.replace(segment, weight_version=newest, undone=True)
+        msgspec.structs.replace(segment, weight_version=newest, lag_unknown=True)
         if isinstance(segment, Sampled) and segment.weight_version > newest
         else segment
         for segment in segments
@@ -317,8 +318,9 @@ class TokenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The weights that sampled the tokens; -1 where the policy did not write them."""
     inherited: bool = False
     """Whether they belong to the trajectory that this one is a branch of, which trains them."""
-    undone: bool = False
-    """As `Sampled.undone`."""
+    lag_unknown: bool = False
+    """As `Sampled.lag_unknown`, or because a restart has undone the weights that computed the trajectory's
+    routing rows."""
 
     @property
     def is_sampled(self) -> bool:
@@ -338,6 +340,8 @@ class StoredRouting(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that no engine reported."""
     num_recomputed: int
     """Rows that a recovery computed anew."""
+    newest_version: int = NEVER_COMPUTED
+    """The newest weights that computed a row."""
 
 
 class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
@@ -398,7 +402,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
                     length=len(segment.token_ids),
                     weight_version=segment.weight_version if isinstance(segment, Sampled) else -1,
                     inherited=index < trajectory.num_inherited,
-                    undone=isinstance(segment, Sampled) and segment.undone,
+                    lag_unknown=isinstance(segment, Sampled) and segment.lag_unknown,
                 )
                 for index, segment in enumerate(trajectory.segments)
                 if len(segment.token_ids)
@@ -422,17 +426,29 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
         return msgspec.structs.replace(self, reward=parts["reward"], reward_parts=parts)
 
     def capped(self, newest: int) -> StoredTrajectory:
-        """Return the reference after `cap_versions`; itself where there is nothing to lower."""
-        if all(span.weight_version <= newest for span in self.spans):
+        """Return the reference after `cap_versions`; itself where there is nothing to lower.
+
+        Where undone weights have routed the trajectory, all its tokens are marked: under `routing.merge:
+        replace` their rows are those of its last call, so no weights would give these tokens these log-probs.
+        """
+        routing = self.routing
+        rerouted = routing is not None and routing.newest_version > newest
+        if not rerouted and all(span.weight_version <= newest for span in self.spans):
             return self
+        if routing is not None:
+            lowered = min(routing.newest_version, newest)
+            routing = msgspec.structs.replace(routing, newest_version=lowered)
         return msgspec.structs.replace(
             self,
             spans=tuple(
-                msgspec.structs.replace(span, weight_version=newest, undone=True)
-                if span.weight_version > newest
+                msgspec.structs.replace(
+                    span, weight_version=min(span.weight_version, newest), lag_unknown=True
+                )
+                if span.weight_version > (-1 if rerouted else newest)
                 else span
                 for span in self.spans
             ),
+            routing=routing,
         )
 
     @property
@@ -473,9 +489,9 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
         return np.repeat(np.array([span.weight_version for span in self.spans], np.int32), self._lengths)
 
     @property
-    def undone(self) -> BoolArray:
-        """Which tokens were sampled by weights that a restart has undone, `[T] bool`."""
-        return np.repeat(np.array([span.undone for span in self.spans], np.bool_), self._lengths)
+    def lag_unknown(self) -> BoolArray:
+        """Which tokens cannot be compared at the lag that their versions give, `[T] bool`."""
+        return np.repeat(np.array([span.lag_unknown for span in self.spans], np.bool_), self._lengths)
 
     def loss_mask(self, masked_below: int | None = None) -> BoolArray:
         """Return which tokens are trained on, `[T] bool`; `num_trained_tokens` describes the argument."""
@@ -498,6 +514,7 @@ def _summarize_trace(trace: RoutingTrace) -> StoredRouting:
         moe_layers=trace.moe_layers,
         num_invalid=sum(s.end - s.start for s in trace.spans if s.weight_version == NEVER_COMPUTED),
         num_recomputed=sum(end - start for start, end in trace.recomputed),
+        newest_version=max((span.weight_version for span in trace.spans), default=NEVER_COMPUTED),
     )
 
 
@@ -658,9 +675,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_experts: int = 0
     moe_layers: tuple[int, ...] = ()
     """The layers of the model that the L_moe rows belong to, counted from 0."""
-    undone: np.ndarray | None = (
-        None  # [S] bool, sampled by weights that a restart has undone; None: no token is
-    )
+    lag_unknown: np.ndarray | None = None  # [S] bool, `TokenSpan.lag_unknown`; None: of no token
     turn_reward_positions: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.int64))
     """`[R] int64`, the index of the last token of each turn that has a reward of its own."""
     turn_reward_values: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))

@@ -5,7 +5,7 @@ difference = trainer's log-prob before the update - engine's, of each trained to
     lag 0        same weights: the mismatch of two programs        ─► kl_mismatch
       with the trainer's own routing, minus with the engine's rows ─► kl_routing (a probe)
     lag 1, 2+    older weights: the excess over the mismatch       ─► kl_staleness
-    unknown      weights that a restart has undone: in none of the parts
+    unknown      weights that a restart has undone, or unreported: in none of the parts
 ```
 
 The parts are halves of mean squares (k2, an estimate of the KL divergence for small differences). Squares of

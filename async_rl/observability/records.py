@@ -134,7 +134,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_lag_unknown: Annotated[
         int,
         figure(
-            "Trained tokens of weights that a restart has undone; in no figure by lag.", from_trainer=True
+            "Trained tokens whose weights a restart has undone or no engine reported; in no figure by lag.",
+            from_trainer=True,
         ),
     ] = 0
     kl_mismatch: Annotated[

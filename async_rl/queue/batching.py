@@ -39,7 +39,7 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         for offset, trajectory in zip(offsets[:-1].tolist(), trajectories, strict=True)
         for each in trajectory.turn_rewards
     ]
-    has_undone = any(span.undone for trajectory in trajectories for span in trajectory.spans)
+    any_unknown = any(span.lag_unknown for trajectory in trajectories for span in trajectory.spans)
     batch = TrainBatch(
         batch_id=taken.batch_id,
         trainer_version=taken.trainer_version,
@@ -55,7 +55,7 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         routing_valid=valid,
         num_experts=taken.num_experts,
         moe_layers=taken.moe_layers,
-        undone=np.concatenate([trajectory.undone for trajectory in trajectories]) if has_undone else None,
+        lag_unknown=np.concatenate([each.lag_unknown for each in trajectories]) if any_unknown else None,
         turn_reward_positions=np.array([offset + each.end - 1 for offset, each in rewarded], np.int64),
         turn_reward_values=np.array([each.reward for _, each in rewarded], np.float32),
     )

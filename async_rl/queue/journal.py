@@ -77,6 +77,11 @@ class OpenCall(Protocol):
     versions: list[VersionSpan]
 
     @property
+    def lag_unknown(self) -> bool:
+        """As `Sampled.lag_unknown`, of all its tokens."""
+        ...
+
+    @property
     def token_ids(self) -> Int32Array:
         """A view of its tokens, `[n] int32`; the elements of a view never change."""
         ...
@@ -596,4 +601,5 @@ def _pieces(call: OpenCall, start: int) -> Iterator[Sampled]:
                 weight_version=span.weight_version,
                 engine_id=call.engine_id,
                 finish_reason="abort",
+                lag_unknown=call.lag_unknown,
             )

@@ -154,6 +154,8 @@ class FaultyEngine(SimulatedEngine):
         """Whether it has confirmed that no call runs, and its weights may change."""
         self._remote_calls = 0
         self._verified: int | None = None
+        self._rollbacks = 0
+        """How often trainers had gone back when its weights were published, `InvariantChecker.weights_of`."""
         self._refusals: set[FaultKind] = set()
         """Refusals that have not taken effect yet."""
         self._refused_status: int | None = None
@@ -243,6 +245,7 @@ class FaultyEngine(SimulatedEngine):
     def restart(self) -> None:
         """Implements `SimulatedEngine.restart`."""
         super().restart()
+        self._rollbacks = 0
         self._stopped = False
         self._verified = self._refused_status = None
         self._refused = 0
@@ -407,7 +410,7 @@ class FaultyEngine(SimulatedEngine):
     def _sample(self, call: SimulatedCall) -> tuple[int, float]:
         digest = call.digest
         token, log_prob = super()._sample(call)
-        self._checker.says(digest, token, self._version, log_prob)
+        self._checker.says(digest, token, self._version, self._rollbacks, log_prob)
         return token, log_prob
 
     def _next_fault(self, kinds: frozenset[str]) -> Fault | None:
@@ -452,12 +455,12 @@ class FaultyEngine(SimulatedEngine):
             self._checker.met(fault)
         if isinstance(update, DistributedUpdate):
             self._check_alive()
-            sent = await self._broadcasts.receive(update.group_name)
-            if sent != update.weight_version:
-                self._checker.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
+            weights = await self._broadcasts.receive(update.group_name)
             self._check_alive(deaths)
         elif isinstance(update, TensorUpdate):
-            await self._load_buckets(update, deaths)
+            weights = await self._load_buckets(update, deaths)
+        else:
+            weights = self._read_files(update)
         if self._hold_s:
             hold_s, self._hold_s = self._hold_s, 0.0
             self._checker.met("hold_all")
@@ -469,29 +472,34 @@ class FaultyEngine(SimulatedEngine):
             await asyncio.Future()
         if fault == "die_in_update":
             self.die()
-        self._check_files(update)
         await super().update_weights(update, flush=flush)
-        self._check_files(update)
+        if isinstance(update, DiskUpdate) and (later := self._read_files(update)) != weights:
+            self._checker.fail(f"{self._engine_id} reads {weights}, then {later}")
+        version, _, rollbacks = weights.partition(".")
+        if version != str(update.weight_version):
+            self._checker.fail(f"{self._engine_id} gets {version} as version {update.weight_version}")
+        self._rollbacks = int(rollbacks or 0)
         self._checker.published(self._engine_id, update.weight_version)
         if fault == "late_error":
             raise WeightSyncError(f"{self._engine_id} has new weights, and fails all the same")
 
-    async def _load_buckets(self, update: TensorUpdate, deaths: int) -> None:
+    async def _load_buckets(self, update: TensorUpdate, deaths: int) -> str:
+        sent = set()
         async with aclosing(update.buckets()) as buckets:
             async for payloads in buckets:
                 await asyncio.sleep(self._update_s / update.num_buckets)
                 self._check_alive(deaths)
-                if (sent := int(payloads[0])) != update.weight_version:
-                    self._checker.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
+                sent.add(bytes(payloads[0]).decode())
+        if len(sent) != 1:
+            self._checker.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
+        return min(sent)
 
-    def _check_files(self, update: WeightUpdate) -> None:
+    def _read_files(self, update: DiskUpdate) -> str:
         """Published files hold their version for as long as an engine reads them."""
-        if not isinstance(update, DiskUpdate) or update.path == self._model_path:
-            return
+        if update.path == self._model_path:
+            return "0.0"
         path = Path(update.path) / "weights"
-        found = path.read_text() if path.exists() else "nothing"
-        if found != str(update.weight_version):
-            self._checker.fail(f"{self._engine_id} reads {found} for version {update.weight_version}")
+        return path.read_text() if path.exists() else "nothing"
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Implements `Engine.release_memory`."""
@@ -538,30 +546,30 @@ class SimulatedFolder(HostFolder):
         self._engine_id = engine_id
         self._checker = checker
         self._seconds = seconds
-        self._version: int | None = None
+        self._version: str | None = None
 
     async def copy_version(self, path: str, version: int) -> str:
         """Implements `WeightFolder.copy_version`."""
         await asyncio.sleep(self._seconds)
         source = Path(path) / "weights"
         found = source.read_text() if source.exists() else "nothing"
-        if found != str(version):
+        if found.partition(".")[0] != str(version):
             self._checker.fail(f"the host of {self._engine_id} copies {found} as version {version}")
-        return self._put(Path(path).parent, version)
+        return self._put(Path(path).parent, found)
 
     async def apply_delta(self, path: str) -> str:
         """Implements `WeightFolder.apply_delta`."""
         await asyncio.sleep(self._seconds)
-        base, version = map(int, Path(path).read_text().split())  # noqa: ASYNC240 - no time passes here
+        base, weights = Path(path).read_text().split()  # noqa: ASYNC240 - no time passes here
         if base != self._version:
             raise DeltaRefused(f"{path} is of version {base}, held is {self._version}", "base")
-        return self._put(Path(path).parent, version)
+        return self._put(Path(path).parent, weights)
 
-    def _put(self, directory: Path, version: int) -> str:
+    def _put(self, directory: Path, weights: str) -> str:
         folder = directory / f"host of {self._engine_id}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "weights").write_text(str(version))
-        self._version = version
+        (folder / "weights").write_text(weights)
+        self._version = weights
         return str(folder)
 
 

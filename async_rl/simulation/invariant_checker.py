@@ -107,9 +107,10 @@ class InvariantChecker:
         self._decisions = hashlib.blake2b(digest_size=8)
         self._numbers: dict[str, dict[str | None, int]] = defaultdict(dict)
         """The names that decisions are about, by kind, each numbered by its first appearance."""
-        self._said: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}
-        """Versions and log-probs of the tokens that engines drew, by the digest of the text before. The
-        garbage collector does not visit tuples of numbers; it would visit lists."""
+        self._said: dict[tuple[int, int], tuple[tuple[int, int, float], ...]] = {}
+        """Versions, rollbacks before them (`weights_of`) and log-probs of the tokens that engines drew, by
+        the digest of the text before. The garbage collector does not visit tuples of numbers; it would visit
+        lists."""
         self._heads: dict[str, dict[str, list[int]]] = defaultdict(dict)
         """The tokens that the next call of a trajectory must continue, by root and name."""
         self._unaccounted: Counter[str] = Counter()
@@ -231,13 +232,20 @@ class InvariantChecker:
         self.decided("load", version, *self._numbered("engine", engine_id))
         self._newest = max(self._newest, version)
 
-    def says(self, digest: int, token: int, version: int, log_prob: float) -> None:
-        """An engine has drawn a token after the text of a digest."""
+    def weights_of(self, version: int) -> str:
+        """What a trainer gives away as a version: its number, and how often trainers had gone back by then.
+
+        A trainer that has gone back gives other weights the same numbers.
+        """
+        return f"{version}.{len(self._rollbacks)}"
+
+    def says(self, digest: int, token: int, version: int, rollbacks: int, log_prob: float) -> None:
+        """An engine that has the weights `version.rollbacks` has drawn a token after the text of a digest."""
         self.tokens_said += 1
         if self._digests:
             self.decided("sample", digest, token, version, log_prob)
         key = digest, token
-        self._said[key] = (*self._said.get(key, ()), (version, float(np.float32(log_prob))))
+        self._said[key] = (*self._said.get(key, ()), (version, rollbacks, float(np.float32(log_prob))))
 
     def _forget_tokens(self, below: int) -> None:
         """Forget the tokens that were sampled before a version: they are too old to be trained."""
@@ -409,7 +417,8 @@ class InvariantChecker:
             part = slice(*bounds)
             self._check_tokens(name, batch, part, version, times)
             if batch.routed_experts is not None and batch.routing_valid is not None:
-                self._check_rows(name, batch, part, batch.routed_experts[part], batch.routing_valid[part])
+                rows, valid = batch.routed_experts[part], batch.routing_valid[part]
+                self._check_rows(name, batch, part, rows, valid, version)
 
     def _decide_batch(self, batch: TrainBatch, version: int, step: int) -> None:
         """Add a batch to the digest of decisions."""
@@ -437,44 +446,46 @@ class InvariantChecker:
         if (trained & (versions < 0)).any():
             self.fail(f"trajectory {name}: trained on tokens that were never sampled")
         digest = 0
-        undone = np.zeros(len(tokens), np.bool_) if batch.undone is None else batch.undone[part]
-        for token, seen, log_prob, counts, is_undone in zip(
+        unknown = np.zeros(len(tokens), np.bool_) if batch.lag_unknown is None else batch.lag_unknown[part]
+        for token, seen, log_prob, counts, is_unknown in zip(
             tokens.tolist(),
             versions.tolist(),
             batch.rollout_log_probs[part].tolist(),
             trained.tolist(),
-            undone.tolist(),
+            unknown.tolist(),
             strict=True,
         ):
             times[digest, token] += counts
             if times[digest, token] > len(self._said.get((digest, token), ())):
                 self.fail(f"trajectory {name}: token {token} is trained more often than it was sampled")
                 return
-            if seen >= 0 and not self._was_said(name, digest, token, seen, log_prob, undone=is_undone):
+            if seen >= 0 and not self._was_said(name, digest, token, seen, log_prob, unknown=is_unknown):
                 known = self._said.get((digest, token))
                 self.fail(
                     f"trajectory {name}: no engine said token {token} at version {seen} "
-                    f"{'(undone) ' if is_undone else ''}with log-prob {log_prob} there; known: {known}"
+                    f"{'(or later) ' if is_unknown else ''}with log-prob {log_prob} there; known: {known}"
                 )
                 return
             digest = zlib.crc32(token.to_bytes(8, "little"), digest)
 
     def _was_said(
-        self, name: str, digest: int, token: int, version: int, log_prob: float, *, undone: bool
+        self, name: str, digest: int, token: int, version: int, log_prob: float, *, unknown: bool
     ) -> bool:
-        """Tokens may count as older than they are: by versions that a checkpoint did not reach as its own,
-        once it was restored, which must then be marked, and of a call that ended without an account as old as
-        the call.
+        """Whether some engine drew a token, by the very weights that the label names unless it is marked.
+
+        Tokens may count as older than they are, and must be marked then: those of weights that a trainer has
+        undone by going back count as the checkpoint's, and those of a call that ended without an account as
+        old as the call. Exact labels may be marked too, where rows are of such weights.
         """
-        return any(
-            log_prob == spoken
-            and (
-                (version == said and not undone)
-                or (version < said and version in self._rollbacks and undone)
-                or (version < said and self._is_unaccounted(name))
-            )
-            for said, spoken in self._said.get((digest, token), ())
-        )
+        for said, rollbacks, spoken in self._said.get((digest, token), ()):
+            if log_prob != spoken or version > said:
+                continue
+            exact = version == said and min(self._rollbacks[rollbacks:], default=said) >= said
+            undone = bool(self._rollbacks) and (version == said or version in self._rollbacks)
+            unreported = self._config.weights.interrupt != "abort" and self._is_unaccounted(name)
+            if undone or unreported if unknown else exact:
+                return True
+        return False
 
     def _is_unaccounted(self, name: str) -> bool:
         """Whether a call of a trajectory, or of one that it is a branch of, ended without an account."""
@@ -505,7 +516,13 @@ class InvariantChecker:
                     self.fail(f"the tokens that {name} inherits are trained never or twice")
 
     def _check_rows(
-        self, name: str, batch: TrainBatch, part: slice, experts: ExpertIdArray, valid: BoolArray
+        self,
+        name: str,
+        batch: TrainBatch,
+        part: slice,
+        experts: ExpertIdArray,
+        valid: BoolArray,
+        version: int,
     ) -> None:
         tokens, sampled = batch.token_ids[part][:-1], batch.weight_versions[part][1:]
         if valid[-1]:
@@ -522,6 +539,15 @@ class InvariantChecker:
         failed = sum(how not in _NO_FAILURES for how in recoveries)
         if failed < _MAX_RECOVERIES and (missing := np.count_nonzero(~valid[sampled >= 0])):
             self.fail(f"trajectory {name}: {missing} rows are missing; its recoveries: {recoveries}")
+        # The mismatch of two programs is measured on tokens of the trainer's very weights: these must have
+        # computed what the trainer replays before them, too.
+        marked = (
+            np.zeros(len(sampled), np.bool_) if batch.lag_unknown is None else batch.lag_unknown[part][1:]
+        )
+        compared = np.flatnonzero((sampled == version) & batch.loss_mask[part][1:] & ~marked)
+        before = seen[: np.count_nonzero(valid[: compared[-1] + 1])] if len(compared) else seen[:0]
+        if newer := sorted(set(before[before > version].tolist())):
+            self.fail(f"trajectory {name}: tokens count as those of {version}, their rows are of {newer}")
         if self._config.weights.interrupt == "in_place" or self._rollbacks:
             return  # old rows stay beside new ones
         if self._config.routing.merge == "replace" and len(set(seen.tolist())) > 1:

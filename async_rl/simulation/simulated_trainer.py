@@ -38,7 +38,7 @@ class Broadcasts:
         self._joined: dict[str, dict[str, asyncio.Event]] = {}
         self._receiving: dict[str, asyncio.Event] = {}
         self._sent: dict[str, asyncio.Event] = {}
-        self._content: dict[str, int] = {}
+        self._content: dict[str, str] = {}
 
     async def join(self, group_name: str, side: str, other: str) -> None:
         """Wait until both ends have joined.
@@ -54,8 +54,8 @@ class Broadcasts:
         except TimeoutError as error:
             raise WeightSyncError(f"the {other} did not join {group_name} in {_JOIN_S} s") from error
 
-    async def receive(self, group_name: str) -> int:
-        """An engine listens, as long as it takes; the version that was sent."""
+    async def receive(self, group_name: str) -> str:
+        """An engine listens, as long as it takes; the weights that were sent."""
         self._sent[group_name] = asyncio.Event()
         self._event(group_name).set()
         try:
@@ -64,14 +64,14 @@ class Broadcasts:
             self._event(group_name).clear()
         return self._content[group_name]
 
-    async def send(self, group_name: str, version: int) -> bool:
+    async def send(self, group_name: str, weights: str) -> bool:
         """Wait until the engine listens, and send; False when it does not in time."""
         try:
             async with asyncio.timeout(_JOIN_S):
                 await self._event(group_name).wait()
         except TimeoutError:
             return False
-        self._content[group_name] = version
+        self._content[group_name] = weights
         self._sent[group_name].set()
         return True
 
@@ -211,23 +211,24 @@ class SimulatedTrainer:
                 raise TrainerError("the simulated trainer could not publish")
             if weight_version != version():
                 self._checker.fail(f"version {weight_version} is published from weights of {version()}")
-            _write(Path(directory) / "weights", str(weight_version).encode())
+            _write(Path(directory) / "weights", self._checker.weights_of(weight_version).encode())
 
     async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
         """Implements `TrainerRank.publish_delta`."""
         fault = self._fault("publish_fails")
         self._needs_memory("publish")
-        writes, self._kept = base is not None and base == self._kept, None
+        base, self._kept = base if base == self._kept else None, None
         async with self._giving_away() as version:
             await asyncio.sleep(self._speeds.update_s)
             if fault is not None:
                 raise TrainerError("the simulated trainer could not publish a delta")
             if weight_version != version():
                 self._checker.fail(f"version {weight_version} is a delta from weights of {version()}")
-            if writes:
-                _write(Path(path), f"{base} {weight_version}".encode())
+            if base is not None:
+                both = self._checker.weights_of(base), self._checker.weights_of(weight_version)
+                _write(Path(path), " ".join(both).encode())
             self._kept = weight_version
-            return writes
+            return base is not None
 
     async def offload(self) -> None:
         """Implements `TrainerRank.offload`."""
@@ -300,7 +301,8 @@ class SimulatedTrainer:
             await asyncio.sleep(self._speeds.update_s)
             if fault is not None:
                 raise TrainerError("the simulated trainer died while it sent weights")
-            reached = [await self._broadcasts.send(name, version()) for name in group_names]
+            weights = self._checker.weights_of
+            reached = [await self._broadcasts.send(name, weights(version())) for name in group_names]
         if group_names and not any(reached):
             raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
 
@@ -315,7 +317,7 @@ class SimulatedTrainer:
             raise TrainerError("the simulated trainer died while it sent weights")
         async with self._giving_away() as version:
             await asyncio.sleep(self._speeds.update_s / 3)
-            return [str(version()).encode()] * copies
+            return [self._checker.weights_of(version()).encode()] * copies
 
     async def close(self) -> None:
         """Implements `TrainerRank.close`."""

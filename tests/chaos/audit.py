@@ -17,6 +17,10 @@ from tests.chaos.engine_faults import EngineFaults
 from tests.chaos.evidence import LedgerWatch, Processes
 from tests.chaos.exposure import Exposure
 
+_LARGEST_MISMATCH = 1e-4
+"""Mean over a step's tokens of lag 0, nats: two programs in float32 differ by 1e-7 to 1e-6; tokens of weights
+one step older by 1e-2."""
+
 
 class Finding(msgspec.Struct, frozen=True):
     """The result of one check."""
@@ -47,6 +51,7 @@ def audit(
         _positions(done, watch),
         _rewards(every, watch),
         _rows(faults.sent_rows(), faults.trained_rows()),
+        _mismatch(config, run_dir),
     ]
     orphans = processes.left()
     findings.append(Finding("no process is left", not orphans, ", ".join(orphans) or "none"))
@@ -115,6 +120,20 @@ def _rows(sent: np.ndarray, trained: np.ndarray) -> Finding:
         "replayed routing is what engines sent",
         not unknown and len(trained) > 0,
         f"{len(trained)} rows replayed, {len(sent)} sent, replayed but not sent: {unknown}",
+    )
+
+
+def _mismatch(config: Config, run_dir: Path) -> Finding:
+    """Checks that the trainer's very weights gave the log-probs of all tokens that count as theirs."""
+    records = [each for each in step_record_log(run_dir / "metrics.jsonl").read() if each.tokens_lag0]
+    worst = max(records, key=lambda each: each.lag0_log_prob_abs_diff or 0.0)
+    mean = worst.lag0_log_prob_abs_diff
+    mixed = config.routing.merge == "splice"  # replays rows of older weights on purpose
+    return Finding(
+        "tokens at lag 0 are of the trainer's weights",
+        mixed or (mean is not None and mean <= _LARGEST_MISMATCH),
+        f"{mean} nats at step {worst.step}, the most of {len(records)} steps"
+        + (", with rows of older weights (routing.merge: splice)" if mixed else ""),
     )
 
 

@@ -63,7 +63,7 @@ def store_batch(folder: Path, batch: TrainBatch) -> TakenBatch:
     """Store each trajectory of a batch that was made in memory, and return references to them."""
     folder.mkdir(parents=True, exist_ok=True)
     trajectories = []
-    undone = np.zeros(batch.num_tokens, np.bool_) if batch.undone is None else batch.undone
+    unknown = np.zeros(batch.num_tokens, np.bool_) if batch.lag_unknown is None else batch.lag_unknown
     for index, name in enumerate(batch.trajectory_ids):
         part = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
         fed = slice(part.start, part.stop - 1)
@@ -88,7 +88,7 @@ def store_batch(folder: Path, batch: TrainBatch) -> TakenBatch:
         origins = zip(
             batch.weight_versions[part].tolist(),
             batch.loss_mask[part].tolist(),
-            undone[part].tolist(),
+            unknown[part].tolist(),
             strict=True,
         )
         spans = [
@@ -96,9 +96,9 @@ def store_batch(folder: Path, batch: TrainBatch) -> TakenBatch:
                 length=len(list(tokens)),
                 weight_version=version,
                 inherited=version >= 0 and not is_trained,
-                undone=is_undone,
+                lag_unknown=is_unknown,
             )
-            for (version, is_trained, is_undone), tokens in groupby(origins)
+            for (version, is_trained, is_unknown), tokens in groupby(origins)
         ]
         trajectories.append(
             StoredTrajectory(

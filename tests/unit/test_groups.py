@@ -128,6 +128,7 @@ class Call:
     """A running engine call."""
 
     engine_id = "engine-0"
+    lag_unknown = False
 
     def __init__(self, *versions: int, since: int) -> None:
         self.since_version = since

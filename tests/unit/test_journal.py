@@ -134,6 +134,7 @@ class Call:
 
     engine_id = "engine-0"
     since_version = 0
+    lag_unknown = False
 
     def __init__(self, count: int) -> None:
         self.ids, self.probs = GrowingArray(np.int32), GrowingArray(np.float32)

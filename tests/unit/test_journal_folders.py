@@ -144,7 +144,7 @@ def test_undone_versions_stay_undone_when_a_second_restart_reads_the_same_journa
     assert (known[NAME].oldest_version, known[NAME].newest_version) == (4, 4)
     claim = folders.claim_trajectory(NAME, known.values())
     (state,) = read(claim)[0].values()
-    spans = [(s.weight_version, s.undone) for s in state.segments if isinstance(s, Sampled)]
+    spans = [(s.weight_version, s.lag_unknown) for s in state.segments if isinstance(s, Sampled)]
     assert spans == [(4, False), (4, True)]
     ledger.close()
 

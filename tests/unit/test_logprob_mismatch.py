@@ -150,7 +150,7 @@ def test_tokens_of_weights_that_a_restart_has_undone_count_for_no_lag(batch: Tra
     undone = np.zeros(batch.num_tokens, bool)
     undone[: batch.offsets[5]] = True  # whole trajectories: positions before and after the shift agree
     labels = np.where(undone & (batch.weight_versions >= 0), batch.trainer_version, batch.weight_versions)
-    restored = msgspec.structs.replace(batch, weight_versions=labels.astype(np.int32), undone=undone)
+    restored = msgspec.structs.replace(batch, weight_versions=labels.astype(np.int32), lag_unknown=undone)
     wanted = make_targets(restored)
     far = start + np.where(undone, 1.0, 0.0).astype(np.float32)  # what the undone weights had learned
     without = replace(honest, mask=honest.mask & ~undone)

@@ -54,12 +54,24 @@ def test_inherited_tokens_are_neither_sampled_nor_trained_by_the_branch() -> Non
 
 
 def test_a_restart_lowers_the_versions_that_it_has_undone_and_marks_their_tokens() -> None:
-    trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5)))
+    trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5)), routing=False)
     lowered, expected = stored(trajectory).capped(4), capped(trajectory, 4)
     assert np.array_equal(lowered.weight_versions, expected.weight_versions)
-    undone = [isinstance(s, Sampled) and s.undone for s in expected.segments for _ in s.token_ids]
-    assert lowered.undone.tolist() == undone == [False] * 4 + [True] * 3
+    undone = [isinstance(s, Sampled) and s.lag_unknown for s in expected.segments for _ in s.token_ids]
+    assert lowered.lag_unknown.tolist() == undone == [False] * 4 + [True] * 3
     assert stored(trajectory).capped(5) == stored(trajectory)
+
+
+def test_a_restart_marks_all_tokens_of_a_trajectory_that_undone_weights_have_routed() -> None:
+    """An update interrupted it after two tokens, and its rows are those of the call that went on."""
+    went_on = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5)))
+    recovered = make_trajectory("t", prompt=2, sampled=((2, 3), (0, 5)))  # no tokens, only rows
+    for trajectory in (went_on, recovered):
+        lowered = stored(trajectory).capped(4)
+        assert lowered.weight_versions.tolist() == [-1] * 2 + [3] * 2 + [4] * (trajectory.num_tokens - 4)
+        assert lowered.lag_unknown.tolist() == [False] * 2 + [True] * (trajectory.num_tokens - 2)
+        assert lowered.capped(4) is lowered
+    assert stored(went_on).capped(5) == stored(went_on)
 
 
 def test_a_summary_survives_the_serializer() -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from async_rl.types import BoolArray, Float32Array, Int32Array, Int64Array, TrainBatch
 
 UNKNOWN_LAG: Final = -1
-"""The lag of tokens whose weights a restart has undone."""
+"""The lag of tokens of which the weights are not known, `TokenSpan.lag_unknown`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +195,8 @@ def make_targets(batch: TrainBatch) -> Targets:
     ends = batch.offsets[1:][np.diff(batch.offsets) > 0] - 1
     trajectory = np.repeat(np.arange(batch.num_trajectories), np.diff(batch.offsets))
     lag = batch.trainer_version - batch.weight_versions
-    if batch.undone is not None:
-        lag[batch.undone] = UNKNOWN_LAG
+    if batch.lag_unknown is not None:
+        lag[batch.lag_unknown] = UNKNOWN_LAG
     return Targets(
         labels=shift_left(batch.token_ids, ends),
         mask=shift_left(batch.loss_mask, ends),

@@ -76,9 +76,10 @@ def entry_without_journal(trajectory_id: str, inherited: Sequence[Segment]) -> J
 class _RunningCall:
     """The tokens that one engine call has delivered so far."""
 
-    def __init__(self, engine_id: str, since_version: int) -> None:
+    def __init__(self, engine_id: str, since_version: int, *, one_version: bool) -> None:
         self.engine_id = engine_id
         self.since_version = since_version
+        self._one_version = one_version
         self._token_ids = GrowingArray(np.int32)
         self._log_probs = GrowingArray(np.float32)
         self.versions: list[VersionSpan] = []
@@ -118,10 +119,18 @@ class _RunningCall:
     @property
     def spans(self) -> Sequence[VersionSpan]:
         """The versions that the engine reported, or the call's own version if it ended before that."""
+        return self.finish.version_spans if self.finish is not None and self._is_reported else self.versions
+
+    @property
+    def lag_unknown(self) -> bool:
+        """Implements `OpenCall.lag_unknown`: updates that do not abort calls change weights during them."""
+        return not (self._one_version or self._is_reported)
+
+    @property
+    def _is_reported(self) -> bool:
+        """Whether the engine has reported the versions."""
         finish = self.finish
-        if finish is None or (finish.reason == "abort" and not finish.version_spans):
-            return self.versions
-        return finish.version_spans
+        return finish is not None and (finish.reason != "abort" or len(finish.version_spans) > 0)
 
     def _truncate(self, length: int) -> None:
         self._token_ids.truncate(length)
@@ -262,7 +271,11 @@ class Transcript(TokenWriter):
         tokens, metrics, clock = self.tokens, self._context.metrics, self._context.clock
         prompt = len(tokens)
         async with self._context.calls.lease(self.trajectory_id, prompt + budget, prompt=prompt) as lease:
-            call = self._entry.call = _RunningCall(lease.engine.engine_id, lease.weight_version)
+            call = self._entry.call = _RunningCall(
+                lease.engine.engine_id,
+                lease.weight_version,
+                one_version=self._context.interrupt == "abort",
+            )
             if resumed:
                 tokens.num_resumes += 1
                 metrics.resumes_total.inc()
@@ -380,6 +393,7 @@ class Transcript(TokenWriter):
                     weight_version=span.weight_version,
                     engine_id=lease.engine.engine_id,
                     finish_reason=reason,
+                    lag_unknown=call.lag_unknown,
                 )
             )
         self._context.metrics.sampled_tokens_total.inc(len(call.token_ids))
