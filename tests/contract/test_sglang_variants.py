@@ -140,6 +140,7 @@ def test_sets_and_counts_are_the_same_when_prefill_is_chunked_or_nothing_overlap
     assert plain.info["chunked_prefill_size"] > max(len(prompt) for prompt in PROMPTS)
     assert other.info["chunked_prefill_size"] == 16
     assert not plain.info["disable_overlap_schedule"]
+    assert plain.info["disaggregation_mode"] == "null"  # other values are refused
     assert other.info["disable_overlap_schedule"] == ("no overlap" in name)
     for left, right in zip(plain.calls[1:], other.calls[1:], strict=True):
         assert left.token_ids == right.token_ids

@@ -987,6 +987,14 @@ MUTANTS: Final = (
         (PAYLOAD_GATE,),
     ),
     Mutant(
+        "disaggregated-server-is-accepted",
+        "Trajectories of a server that decodes what another prefilled have no rows for their prompts.",
+        "async_rl/engines/sglang/client.py",
+        'info.disaggregation_mode != "null"',
+        "False",
+        (SGLANG,),
+    ),
+    Mutant(
         "interrupt-ignores-progress",
         "Healthy engines fail an interrupt because what their calls had to deliver took long.",
         "async_rl/engines/sglang/client.py",

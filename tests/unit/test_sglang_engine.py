@@ -824,6 +824,8 @@ async def test_a_server_is_at_version_zero_when_it_starts_without_a_number(serve
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "tree speculation"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "bypasses the recorded top-k"),
         ({"moe_runner_backend": "flashinfer_mxfp4"}, "bypasses the recorded top-k"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill .*routing.replay=off"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode .*routing.replay=off"),
     ],
 )
 async def test_a_server_is_refused_when_its_routing_would_be_wrong(

@@ -109,6 +109,7 @@ class _ServerInfo(msgspec.Struct):
     speculative_algorithm: str | None = None
     speculative_eagle_topk: int | None = None
     moe_runner_backend: str | None = None
+    disaggregation_mode: str = "null"
 
 
 class SGLangEngine:
@@ -591,6 +592,8 @@ class SGLangEngine:
                 f"--moe-runner-backend {info.moe_runner_backend} (it bypasses the recorded top-k)": any(
                     name in (info.moe_runner_backend or "") for name in ("trtllm", "mxfp4")
                 ),
+                f"--disaggregation-mode {info.disaggregation_mode} (the decoding server was never fed the "
+                f"prompt, so it has no rows for it)": info.disaggregation_mode != "null",
             }
             for option, found in incompatible.items():
                 if found:
