@@ -87,6 +87,23 @@ class PayloadProgress(msgspec.Struct, frozen=True):
     """
 
 
+class Retraction(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine took the KV cache of a running call away, and prefilled all tokens of the call again later.
+
+    With n tokens sampled by then, the rows before that of the n-th are not those that sampled: they were
+    recomputed. Engines report n only as the range `[at_least, at_most]`, the tokens between two events.
+
+    Example:
+        An event has 5 tokens, the next one has 13 and reports a retraction: `at_least=5, at_most=12`, because
+        the 13th was sampled after it.
+    """
+
+    at_least: int
+    at_most: int
+    count: int = 1
+    """How many retractions there were between the two events."""
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The end of a call."""
 
@@ -98,6 +115,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """None when it was not requested, when the engine had none (an abort in its queue), or when the call was
     aborted without `rows_if_aborted`."""
     cached_tokens: int = 0
+    retractions: tuple[Retraction, ...] = ()
+    """For lack of memory, and by `interrupt("retract")`, in order."""
 
 
 class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -251,7 +251,7 @@ def invalid_rows(trace: RoutingTrace) -> int:
 
 
 def recomputed_rows(trace: RoutingTrace) -> int:
-    """Return the number of rows that a recovery computed anew: they may differ from those sampled with."""
+    """Return the number of rows that were computed anew: they may differ from those sampled with."""
     return sum(end - start for start, end in trace.recomputed)
 
 

@@ -117,8 +117,8 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tru
     """`routing.hash_tokens` of what was fed, `token_ids[:T-1]`: rows of another text are invalid. 0 where the
     text is not known: straight from an engine."""
     recomputed: tuple[tuple[int, int], ...] = ()
-    """Half-open ranges of rows that a recovery computed anew: by another forward pass than the one that
-    sampled, or under other weights."""
+    """Half-open ranges of rows that a recovery, or an engine that had retracted the call, computed anew: by
+    another forward pass than the one that sampled, or under other weights."""
 
     @cached_property
     def valid(self) -> BoolArray:
@@ -339,7 +339,7 @@ class StoredRouting(msgspec.Struct, frozen=True, kw_only=True):
     num_invalid: int
     """Rows that no engine reported."""
     num_recomputed: int
-    """Rows that a recovery computed anew."""
+    """Rows that were computed anew after the sampling."""
     newest_version: int = NEVER_COMPUTED
     """The newest weights that computed a row."""
 

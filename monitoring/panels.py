@@ -354,6 +354,7 @@ ENGINES: Final = (
             Query(increase("engine_quarantined_total", "engine"), "{{engine}} quarantined"),
             Query(increase("engine_stalls_total", "kind"), "stall: {{kind}}"),
             Query(increase("engine_busy_total", "engine"), "{{engine}} refuses calls"),
+            Query(increase("engine_retractions_total", "engine"), "{{engine}} retracts calls"),
             Query(increase("local_shortages_total"), "no descriptors in the driver"),
             Query(increase("engine_restarts_total", "result"), "restart: {{result}}"),
         ),

@@ -33,6 +33,7 @@ from async_rl.engine_protocol import (
     InterruptMode,
     MemoryPart,
     PayloadProgress,
+    Retraction,
     RoutingPayload,
     WeightUpdate,
 )
@@ -66,7 +67,7 @@ _TINY: Final = EngineFacts(
 )
 """The dimensions of an engine that is given no model."""
 
-CallFault = Literal["die", "hang", "wrong_rows", "nan", "lose", "repeat", "busy"]
+CallFault = Literal["die", "hang", "wrong_rows", "nan", "lose", "repeat", "busy", "retract"]
 UpdateFault = Literal["refuse_flush", "partial_update"]
 MemoryFault = Literal["refuse_memory", "hang_memory"]
 _CALL_FAULTS = frozenset(get_args(CallFault))
@@ -84,6 +85,7 @@ class Fault(msgspec.Struct, frozen=True):
     lose: a chunk is never delivered, and what comes after it does not fit the engine's count.
     repeat: a chunk comes twice, and once too often for the engine's count.
     busy: the call is refused because the engine has too many.
+    retract: the engine takes the memory of the call for others, and prefills it again.
     refuse_flush: an update loads the weights and is refused the flush at first.
     partial_update: an update fails halfway; the engine still reports the old version.
     refuse_memory: device memory is released or taken, and the answer is an error.
@@ -128,7 +130,7 @@ class SimulatedCall:
         self.row_versions: list[int] = []
         self.cached_tokens = 0
         self.has_slot = False
-        self.retractions = 0
+        self.retractions: list[Retraction] = []
         self.aborted = False
         self.dead = False
         self.finish: Finish | None = None
@@ -156,16 +158,23 @@ class SimulatedCall:
 
     async def sleep(self, seconds: float) -> bool:
         """Work for some time; returns False when the call was aborted or retracted meanwhile."""
-        retractions = self.retractions
+        retractions = len(self.retractions)
         try:
             async with asyncio.timeout(seconds):
-                while not (self.aborted or self.dead or self.retractions > retractions):
+                while not (self.aborted or self.dead or len(self.retractions) > retractions):
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
-            return self.retractions == retractions
+            return len(self.retractions) == retractions
         self.check_alive()
         return False
+
+    def lose_memory(self) -> None:
+        """Forget what was computed: it is prefilled again when it gets a slot."""
+        self.has_slot = False
+        self.row_versions = []  # its memory is free: nothing of it may reach the prefix cache
+        self.retractions.append(Retraction(at_least=self.num_sampled, at_most=self.num_sampled))
+        self.changed.set()
 
     @property
     def is_over(self) -> bool:
@@ -384,11 +393,11 @@ class SimulatedEngine:
         while not call.is_over or not call.row_versions:
             if not await self._prefill(call):
                 return
-            retractions = call.retractions  # it may have a slot again by the time of the check
-            while call.retractions == retractions and not call.is_over:
+            retractions = len(call.retractions)  # it may have a slot again by the time of the check
+            while len(call.retractions) == retractions and not call.is_over:
                 if not await call.until(lambda: not self._paused or not call.has_slot):
                     return
-                if call.retractions > retractions:
+                if len(call.retractions) > retractions:
                     break
                 if not await call.sleep(self._chunk_tokens * self._config.decode_step_s) or self._paused:
                     if call.aborted:
@@ -408,6 +417,7 @@ class SimulatedEngine:
                 version_spans=_spans(call.sampled_versions),
                 routing=call.routing_payload(self._version),
                 cached_tokens=call.cached_tokens,
+                retractions=tuple(call.retractions),
             )
             self._free_slot(call)
         return call.finish
@@ -442,6 +452,11 @@ class SimulatedEngine:
                 return (chunk,)
             case "lose":
                 return ()
+            case "retract" if call.has_slot and not call.is_over:
+                call.lose_memory()
+                self._running.remove(call)
+                self._queue.append(call)
+                self._fill_slots()
         return (chunk,)
 
     async def _prefill(self, call: SimulatedCall) -> bool:
@@ -529,10 +544,7 @@ class SimulatedEngine:
         self._resumed.clear()
         if mode == "retract":
             for call in reversed(self._running):
-                call.has_slot = False
-                call.row_versions = []  # its memory is free: nothing of it may reach the prefix cache
-                call.retractions += 1
-                call.changed.set()
+                call.lose_memory()
                 self._queue.appendleft(call)
             self._running.clear()
 

@@ -492,6 +492,13 @@ class EngineMetrics(Instruments):
         source="engines.pool, when it happens",
         bad="Rises: the engine fails again and again; see its log and docs/design/engines.md.",
     )
+    engine_retractions_total = counter(
+        "Times an engine took the KV cache of a running call for others and prefilled the call again later.",
+        "engine",
+        source="rollout.session.routing_rows, with each answer",
+        bad="Rises: its calls do not fit its memory. Their tokens are prefilled again, and the routing rows "
+        "that sampled them are lost (`routing_rows_recomputed_total`); lower `engine.max_running_requests`.",
+    )
     engine_busy_total = counter(
         "Calls that an engine refused because it takes no more for now (429, 503 with Retry-After, a full "
         "queue).",

@@ -491,11 +491,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     routing_rows_recomputed: Annotated[
         int,
         figure(
-            "Routing rows that a recovery computed anew, after the sampling or under newer weights.",
+            "Routing rows that a recovery, or an engine short of memory, computed anew after the sampling.",
             counter="routing_rows_recomputed_total",
             section="routing",
             unit="rows",
-            bad="Above 1% of `routing_rows_total`: engines die often, or trajectories end without an answer.",
+            bad="Above 1% of `routing_rows_total`: engines die often, trajectories end without an answer, or "
+            "engines have too little memory (`engine_retractions_total`).",
         ),
     ] = 0
     wait_s: Annotated[

@@ -299,6 +299,9 @@ async def test_a_call_goes_on_under_new_weights_when_it_stood_still(subject: Sub
     assert check_partition(spans, 200)
     assert [span.weight_version for span in spans] == [0, 1]
     check(running.trace, len(running.sequence), running.trace.moe_layers)
+    # The session tells retractions of updates from others by the change of the version.
+    retractions = [(each.at_least <= spans[0].end <= each.at_most) for each in running.finish.retractions]
+    assert retractions == [True] * flush
     fresh = await subject.expert_sets(running.sequence)
     old = len(PROMPT) + spans[0].end - 1
     same = (running.expert_sets == fresh).all(axis=-1)

@@ -75,6 +75,16 @@ def test_no_engine_is_blamed_while_its_payloads_arrive(tmp_path: Path) -> None:
     assert [violations(small_run(seed, faults), tmp_path / str(seed)) for seed in range(3)] == [(), (), ()]
 
 
+@pytest.mark.parametrize(
+    ("interrupt", "merge"), [("abort", "replace"), ("retract", "replace"), ("in_place", "splice")]
+)
+def test_nothing_is_lost_when_engines_retract_calls(interrupt: str, merge: str, tmp_path: Path) -> None:
+    faults: tuple[FaultKind, ...] = ("retract",) * 6
+    for seed in range(3):
+        run = small_run(seed, faults, interrupt=interrupt, merge=merge)
+        assert violations(run, tmp_path / str(seed)) == ()
+
+
 def test_no_log_prob_is_nan_when_an_engine_says_it_and_dies(tmp_path: Path) -> None:
     faults: tuple[FaultKind, ...] = ("nan", "disconnect", "nan", "die")
     assert [violations(small_run(seed, faults), tmp_path / str(seed)) for seed in range(3)] == [(), (), ()]

@@ -46,7 +46,7 @@ class SGLangWorld:
                 seed=seed,
             )
             write_byte_tokenizer(path, vocab_size=VOCAB_SIZE)
-            _never_stop(path)
+            never_stop(path)
         self.facts = load_facts(self.weights[0])
         self.server = SGLangServer(
             SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
@@ -100,7 +100,7 @@ def in_trainer_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: tensors[name] for name in sorted(tensors, key=place)}
 
 
-def _never_stop(model: Path) -> None:
+def never_stop(model: Path) -> None:
     """Take the end-of-text token away: calls last until they are interrupted or have what they asked for."""
     for name in ("config.json", "generation_config.json"):
         config = json.loads((model / name).read_text())

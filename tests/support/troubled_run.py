@@ -30,6 +30,7 @@ TROUBLE: dict[CallFault, bytes] = {
     "hang": b"async_rl_engine_stalls_total{",
     "busy": b"async_rl_engine_busy_total{",
     "nan": b"async_rl_answers_discarded_total{",
+    "retract": b"async_rl_engine_retractions_total{",
 }
 """Engine faults and the metrics that count them."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import EvaluationConfig, SimulatedEngines
-from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest
+from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest, Retraction
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineBusy, EngineError, LocalShortage
@@ -377,6 +377,111 @@ async def test_the_versions_of_rows_are_those_of_tokens_when_an_engine_does_not_
     trajectory = await bench.finish()
     assert row_versions(trajectory.trace) == [0] * (PROMPT + 1) + [1] * 3
     assert trajectory.oldest_weight_version == 0
+
+
+# -- retractions ----------------------------------------------------------------------------------------
+
+
+def retracted(*found: Retraction, count: int = 20, start: int = 0, updates: tuple[int, ...] = ()) -> Script:
+    """A call that was retracted; `updates` says how many tokens it had at each weight update."""
+    chunk, finish = sampled(count, "stop", len(updates), prompt=PROMPT, start=start)
+    edges = [0, *updates, count]
+    spans = tuple(
+        VersionSpan(start=edges[i], end=edges[i + 1], weight_version=i) for i in range(len(edges) - 1)
+    )
+    return lambda request: [chunk, msgspec.structs.replace(finish, version_spans=spans, retractions=found)]
+
+
+def at(tokens: int, at_most: int | None = None, count: int = 1) -> Retraction:
+    return Retraction(at_least=tokens, at_most=tokens if at_most is None else at_most, count=count)
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize(
+    ("found", "marked", "counted"),
+    [
+        ((), (), 0),
+        ((at(5),), ((0, PROMPT + 4),), 1),  # the 5th token was fed first after it, so its row is exact
+        ((at(5), at(9)), ((0, PROMPT + 8),), 2),
+        ((at(5, 12),), ((0, PROMPT + 11),), 1),
+        ((at(5, count=3),), ((0, PROMPT + 4),), 3),
+        ((at(0),), (), 0),  # no token was sampled with what it dropped
+    ],
+)
+async def test_rows_before_a_retraction_count_as_recomputed(
+    interrupt: Any, found: tuple[Retraction, ...], marked: tuple, counted: int
+) -> None:
+    merge = "splice" if interrupt == "in_place" else "replace"
+    bench = scripted(retracted(*found), interrupt=interrupt, merge=merge, max_new_tokens=32)
+    await bench.session.generate()
+    assert (await bench.finish()).trace.recomputed == marked
+    assert bench.counted("engine_retractions_total", engine="engine-0") == counted
+
+
+@pytest.mark.parametrize(
+    ("found", "marked", "counted"),
+    [
+        ((at(6),), (), 0),
+        ((at(6, count=2),), (), 0),  # two updates, and no token between them
+        ((at(4, 9),), (), 0),
+        ((at(4, 9, count=2),), ((0, PROMPT + 8),), 1),
+        ((at(3), at(6)), (), 1),  # its rows were recomputed again, under the new weights
+        ((at(6), at(8)), ((0, PROMPT + 7),), 1),
+        ((), (), 0),  # it was still queued
+    ],
+)
+async def test_a_retraction_by_a_weight_update_is_none_for_memory(
+    found: tuple[Retraction, ...], marked: tuple, counted: int
+) -> None:
+    bench = scripted(retracted(*found, updates=(6,)), interrupt="retract", max_new_tokens=32)
+    await bench.session.generate()
+    trace = (await bench.finish()).trace
+    assert trace.recomputed == marked
+    assert row_versions(trace) == [1] * (PROMPT + 19)
+    assert bench.counted("engine_retractions_total", engine="engine-0") == counted
+
+
+async def test_rows_are_of_the_weights_of_their_recomputation_when_others_were_loaded_in_place() -> None:
+    script = retracted(at(10), updates=(4, 8, 15))
+    bench = scripted(script, interrupt="in_place", merge="splice", max_new_tokens=32)
+    await bench.session.generate()
+    trace = (await bench.finish()).trace
+    assert row_versions(trace) == [2] * (PROMPT + 14) + [3] * 5
+    assert trace.recomputed == ((0, PROMPT + 9),)
+
+
+@in_virtual_time
+async def test_only_rows_of_the_retracted_call_count_as_recomputed() -> None:
+    """Those before its delta were fetched earlier, and are what sampled."""
+    engine = recorded(Watched(stop_at=[20, 60]))
+    bench = Bench(engine, **LONG)
+    bench.start()
+    await bench.session.generate()
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    engine.faults.append(Fault("retract", after_tokens=10))
+    await bench.session.generate()
+    trajectory = await bench.finish()
+    assert engine.asked == [0, 19]
+    assert_whole(trajectory, 0)
+    prompt = len(engine.finished[1][0].input_ids)
+    assert trajectory.trace.recomputed == ((19, prompt + 11 - 1),)
+    assert bench.counted("engine_retractions_total", engine="engine-0") == 1
+
+
+@pytest.mark.parametrize(("interrupt", "merge"), [("retract", "replace"), ("in_place", "splice")])
+@in_virtual_time
+async def test_a_call_is_retracted_and_updated_under_way(interrupt: Any, merge: str) -> None:
+    policy = Watched(stop_at=[80])
+    engine = recorded(policy)
+    engine.faults.append(Fault("retract", after_tokens=40))
+    bench = Bench(engine, interrupt=interrupt, merge=merge, **LONG)
+    trajectory = await interrupted(bench, policy, [PROMPT + 20])
+    (old, new) = [len(segment.token_ids) for segment in trajectory.sampled]
+    assert 20 <= old < 40 < old + new
+    # The retraction, after 41 tokens, is later than the update: all before it is of the new weights.
+    assert_whole(trajectory, 1)
+    assert trajectory.trace.recomputed == ((0, PROMPT + 40),)
+    assert bench.counted("engine_retractions_total", engine="engine-0") == 1
 
 
 # -- what is asked for ----------------------------------------------------------------------------------

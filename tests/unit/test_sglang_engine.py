@@ -21,6 +21,7 @@ from async_rl.engine_protocol import (
     DistributedUpdate,
     Finish,
     GenerateRequest,
+    Retraction,
     RoutingPayload,
     TensorSpec,
 )
@@ -140,6 +141,27 @@ async def test_nothing_comes_twice_when_an_abort_repeats_the_last_token(server: 
     assert ended.log_probs == [-1.0, -2.0]
     assert ended.finish.reason == "abort"
     assert ended.finish.routing is None
+
+
+async def test_retractions_are_between_the_events_that_report_them(server: FakeSGLang) -> None:
+    server.streams = [
+        [
+            event([10], 1, num_retractions=0),
+            event([11, 12, 13], 4, num_retractions=1),  # after 1, 2 or 3 tokens
+            event([14], 5, num_retractions=1),
+            event([15], 6, num_retractions=3),  # twice after 5
+            event(
+                [15], 6, num_retractions=0, finish_reason=finish("abort", message="Abort in waiting queue")
+            ),
+        ]
+    ]
+    async with server.client() as engine:
+        ended = await call(engine, PROMPT, 8)
+    assert ended.token_ids == [10, 11, 12, 13, 14, 15]
+    assert ended.finish.retractions == (
+        Retraction(at_least=1, at_most=3),
+        Retraction(at_least=5, at_most=5, count=2),
+    )
 
 
 async def test_a_call_ends_with_nothing_when_it_never_left_the_queue(server: FakeSGLang) -> None:

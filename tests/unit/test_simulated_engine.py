@@ -20,6 +20,7 @@ from async_rl.engine_protocol import (
     GenerateRequest,
     InterruptMode,
     PayloadProgress,
+    Retraction,
 )
 from async_rl.engines.simulated import Fault, SimulatedEngine, routing_rows
 from async_rl.errors import AlignmentError, EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
@@ -184,6 +185,21 @@ def test_one_row_too_many_is_refused_when_it_is_decoded() -> None:
 def test_one_log_prob_is_no_number_when_that_fault_is_due() -> None:
     ended = run_virtual(call(engine(Fault("nan", after_tokens=2)), PROMPT, 5))
     assert [math.isnan(value) for value in ended.log_probs] == [False, False, True, False, False]
+
+
+def test_a_call_goes_on_as_before_when_its_memory_was_taken_for_another() -> None:
+    whole = run_virtual(call(engine(), PROMPT, 9))
+    ended = run_virtual(call(engine(Fault("retract", after_tokens=4)), PROMPT, 9))
+    assert (ended.token_ids, ended.log_probs) == (whole.token_ids, whole.log_probs)
+    assert np.array_equal(ended.trace.rows, whole.trace.rows)
+    assert whole.finish.retractions == ()
+    assert ended.finish.retractions == (Retraction(at_least=5, at_most=5),)
+
+
+def test_no_call_is_retracted_when_it_has_sampled_its_last_token() -> None:
+    ended = run_virtual(call(engine(Fault("retract", after_tokens=4)), PROMPT, 5))
+    assert ended.finish.retractions == ()
+    assert len(ended.token_ids) == 5
 
 
 def test_a_call_ends_at_the_gap_when_a_chunk_is_lost() -> None:

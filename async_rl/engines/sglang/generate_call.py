@@ -10,7 +10,14 @@ from typing import Final, Literal, cast
 
 import msgspec
 
-from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, RoutingPayload, check_partition
+from async_rl.engine_protocol import (
+    Chunk,
+    Finish,
+    GenerateRequest,
+    Retraction,
+    RoutingPayload,
+    check_partition,
+)
 from async_rl.engines.sglang.aborted_rows import OMIT_ABORTED_ROWS
 from async_rl.engines.sglang.routing_payload import RoutingText
 from async_rl.errors import (
@@ -68,6 +75,7 @@ class _Meta(msgspec.Struct, gc=False):
     weight_version: str | None = None
     weight_versions: list[_WeightSpan] | None = None
     cached_tokens: int = 0
+    num_retractions: int = 0
     routed_experts: msgspec.Raw = msgspec.Raw()
 
 
@@ -176,6 +184,8 @@ class CallAccount:
         self._vocab_size = vocab_size
         self._token_ids: list[int] = []  # those of `take_chunk`
         self._log_probs: list[float] = []
+        self._num_retractions = 0
+        self._retractions: list[Retraction] = []
 
     @property
     def max_event_bytes(self) -> int:
@@ -223,6 +233,8 @@ class CallAccount:
         finish = meta.finish_reason
         if finish is not None and finish.type == "abort" and finish.status_code is not None:
             raise self._refusal(_Refusal(message=finish.message or "", code=finish.status_code))
+        if meta.num_retractions > self._num_retractions:
+            self._add_retractions(meta)
         self._add_tokens(event.output_ids, meta)
         if finish is None:
             return None
@@ -250,6 +262,17 @@ class CallAccount:
             return False
         stopped = event.output_ids and event.output_ids[-1] in request.sampling.stop_token_ids
         return not stopped and meta.completion_tokens < request.max_new_tokens
+
+    def _add_retractions(self, meta: _Meta) -> None:
+        """Record retractions that an event is the first to report, before its tokens are added."""
+        self._retractions.append(
+            Retraction(
+                at_least=self.delivered,
+                at_most=max(self.delivered, meta.completion_tokens - 1),
+                count=meta.num_retractions - self._num_retractions,
+            )
+        )
+        self._num_retractions = meta.num_retractions
 
     def _add_tokens(self, token_ids: list[int], meta: _Meta) -> None:
         """Adds the new tokens of an event.
@@ -328,6 +351,7 @@ class CallAccount:
             version_spans=() if omits_rows and meta.weight_version is None else self._spans(meta),
             routing=routing,
             cached_tokens=meta.cached_tokens,
+            retractions=tuple(self._retractions),
         )
 
     def _payload(self, text: RoutingText | memoryview, version: int) -> RoutingPayload:

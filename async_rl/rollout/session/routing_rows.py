@@ -11,6 +11,10 @@ bytes, but it is valid only if the rows before it still count: under `splice` al
 while the same engine serves the same weights. If an engine has recomputed the rows before a delta
 (`retract`), the delta is useless and the next fetch starts from 0. Rows of tokens that the trajectory no
 longer has are dropped.
+
+An engine that lacks memory retracts calls: it drops their KV cache and their rows, and prefills them again.
+Such rows are marked as recomputed, and the retractions counted. Those of a weight update are neither: it
+recomputes all rows under the new weights, as an abort does.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import numpy as np
 
 from async_rl import routing
 from async_rl.config import RoutingConfig
-from async_rl.engine_protocol import Engine, EngineFacts, Finish, InterruptMode, RoutingPayload
+from async_rl.engine_protocol import Engine, EngineFacts, Finish, InterruptMode, Retraction, RoutingPayload
 from async_rl.errors import AlignmentError, EngineError
 from async_rl.observability.metrics import Metrics
 from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
@@ -45,9 +49,9 @@ class _HeldRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Number of tokens that the call received; it sampled those after them."""
     spans: tuple[VersionSpan, ...]
     """Weight versions of the rows, counted from the first of them."""
-    recomputed_from: int
-    """Position from which on the rows were computed anew, by another forward pass than the one that sampled
-    or under other weights; `end` if none was."""
+    recomputed: tuple[int, int]
+    """The rows that were computed anew, by another forward pass than the one that sampled or under other
+    weights: a half-open range of positions."""
 
     @property
     def end(self) -> int:
@@ -150,7 +154,7 @@ class RoutingRows:
         *,
         recovered_version: int | None = None,
     ) -> None:
-        """Keep the rows of an answer, if it has usable ones.
+        """Keep the rows of an answer, if it has usable ones, and count the retractions of its call.
 
         Args:
             engine: The engine that answered, which decodes the payload later.
@@ -161,6 +165,12 @@ class RoutingRows:
                 their rows alone. They are exact as far as the engine still had them cached, under the same
                 weights.
         """
+        # SGLang counts those of `interrupt: retract` too: they are where the version of the tokens changes.
+        updates = [span.start for span in finish.version_spans[1:]] if self._interrupt == "retract" else []
+        retractions = _for_memory(finish.retractions, updates)
+        if retractions:
+            count = sum(each.count for each in retractions)
+            self._metrics.engine_retractions_total.labels(engine.engine_id).inc(count)
         payload = finish.routing
         if payload is None:
             return
@@ -170,16 +180,19 @@ class RoutingRows:
         if mixture := self._mixture(finish.version_spans, payload):
             self._report_mixture(engine, mixture)
             return  # no single version computed these rows; they are fetched again
-        recomputed_from = end = payload.start + payload.num_rows
+        end = payload.start + payload.num_rows
+        # Rows before that of the last token sampled by then. An update replaces all rows in any case.
+        sampled = [each.at_most for each in retractions if each.at_most > max(updates, default=0)]
+        recomputed = 0, prompt + max(sampled) - 1 if sampled else 0
         if recovery:
-            recomputed_from = finish.cached_tokens if payload.weight_version == recovered_version else 0
+            recomputed = finish.cached_tokens if payload.weight_version == recovered_version else 0, end
         new = _HeldRows(
             engine=engine,
             payload=payload,
             prefix_hash=routing.hash_tokens(token_ids[:end]),
             prompt=prompt,
-            spans=self._row_spans(finish.version_spans, payload, prompt),
-            recomputed_from=recomputed_from,
+            spans=self._row_spans(finish.version_spans, payload, prompt, recomputed[1]),
+            recomputed=recomputed,
         )
         before = self._held[-1].end if self._held else 0
         if payload.start > before:
@@ -264,9 +277,9 @@ class RoutingRows:
         """Yield the ranges of rows in the merged trace that were not computed as the tokens were sampled."""
         kept = 0
         for held in self._held:
-            begin = max(kept, held.payload.start, held.recomputed_from)
-            if begin < held.end:
-                yield begin, held.end
+            begin = max(kept, held.payload.start, held.recomputed[0])
+            if begin < (end := min(held.recomputed[1], held.end)):
+                yield begin, end
             kept = held.end
 
     # -- weight versions -------------------------------------------------------------------------------
@@ -290,18 +303,19 @@ class RoutingRows:
         )
 
     def _row_spans(
-        self, sampled: Sequence[VersionSpan], payload: RoutingPayload, prompt: int
+        self, sampled: Sequence[VersionSpan], payload: RoutingPayload, prompt: int, recomputed: int
     ) -> tuple[VersionSpan, ...]:
         """Return the version of each row: of the token that it sampled, unless rows are recomputed."""
         count, version = payload.num_rows, payload.weight_version
         if self._interrupt != "in_place" or not sampled:
             return _one_span(count, version)
-        # Row prompt - 1 sampled the first token; the rows before it were prefilled under the same weights.
+        # Row prompt - 1 sampled the first token; the rows before it were prefilled under the same weights. So
+        # were recomputed rows and the one after them.
         offset = prompt - 1 - payload.start
         spans, begin = [], 0
         for span in sampled:
             end = min(offset + span.end, count)
-            if end > begin:
+            if end > max(begin, recomputed - payload.start):
                 spans.append(VersionSpan(start=begin, end=end, weight_version=span.weight_version))
                 begin = end
         return tuple(spans) if begin == count else _one_span(count, version)
@@ -331,6 +345,25 @@ class RoutingRows:
         after = trace.rows[old.prompt : old.end]
         if before.size and before.shape == after.shape:
             self._metrics.routing_flip_ratio.observe(routing.flip_ratio(before, after))
+
+
+def _for_memory(retractions: Sequence[Retraction], updates: Sequence[int]) -> list[Retraction]:
+    """Return the retractions of a call for lack of memory, without those of weight updates.
+
+    A retraction before the first token is left out: no token was sampled with what it dropped.
+
+    Args:
+        retractions: All of the call.
+        updates: For each update that retracted it, the tokens that it had sampled by then.
+    """
+    found = []
+    for each in retractions:
+        explained = sum(each.at_least <= update <= each.at_most for update in updates)
+        if explained and each.at_least == each.at_most:
+            continue  # updates in a row may also retract a call that has sampled nothing in between
+        if each.at_most and each.count > explained:
+            found.append(msgspec.structs.replace(each, count=each.count - explained))
+    return found
 
 
 def _one_span(count: int, version: int) -> tuple[VersionSpan, ...]:
