@@ -226,6 +226,10 @@ class RayFrameReader(FrameReader):
         """Implements `FrameReader.begin_keep_only`."""
         return self._answer(self._actor.keep_only.remote(set(known), set(in_use)), _ANSWER_LIMIT_S)
 
+    def end(self) -> None:
+        """Implements `FrameReader.end`."""
+        self._readers.forget(self._node)
+
     def _answer(self, reference: Any, limit_s: float) -> Callable[[], Any]:
         def wait() -> Any:
             try:

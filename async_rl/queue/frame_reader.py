@@ -65,6 +65,10 @@ class FrameReader(Protocol):
         """
         ...
 
+    def end(self) -> None:
+        """End it, whatever it does: another reader takes its place."""
+        ...
+
 
 class LocalFrameReader(FrameReader):
     """The frames on the node of this process."""
@@ -123,6 +127,9 @@ class LocalFrameReader(FrameReader):
             elif path.name not in in_use:
                 self.begin_end_folder(str(path), known)
         return _nothing_left
+
+    def end(self) -> None:
+        """Implements `FrameReader.end`: this process goes on."""
 
     def _remove_folder(self, folder: str) -> None:
         with contextlib.suppress(OSError):  # it has frames still

@@ -23,7 +23,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -225,6 +225,8 @@ class Spool(FrameStore):
         """Nodes that do not answer: a batch waits for their frames."""
         self.lost: set[str] = set()
         """Nodes among them that have been absent for too long: their frames are lost."""
+        self.writers = Counter[str]()
+        """By node: rollout workers that answer and store frames there."""
         numbers = (path.name.partition("-")[0] for path in directory.iterdir())
         self._numbers = count(max((int(number) for number in numbers if number.isdecimal()), default=0) + 1)
         # Made before others are removed: no number occurs twice, even if an earlier process still runs.
@@ -415,6 +417,14 @@ class Spool(FrameStore):
             with self._lock:  # once the node is back
                 self._discarded += [(node, path) for path in paths]
 
+    def replace_reader(self, node: str) -> None:
+        """End the reader of a node that does not answer; the next `ping_nodes` starts another one."""
+        with self._opening:
+            reader = self._readers.pop(node, None)
+        if reader is not None:
+            reader.end()
+        self.lost.discard(node)  # what is stored there from now on waits for the next reader
+
     def give_up(self, node: str) -> None:
         """Take a node that is absent for lost."""
         self.lost.add(node)
@@ -517,6 +527,11 @@ class NoSpool(FrameStore):
 
     absent: Collection[str] = ()
     """As `Spool.absent`."""
+
+    def __init__(self) -> None:
+        """Begin without workers."""
+        self.writers = Counter[str]()
+        """As `Spool.writers`."""
 
     def new_folder(self, name: str) -> None:
         """Return no folder."""

@@ -255,7 +255,9 @@ class RecoveredState:
     async def _watch_nodes(self) -> None:
         """Find nodes that do not answer, and give up those that have not for `queue.node_lost_s`.
 
-        Their absence is counted in ticks of the driver, which may have stalled itself.
+        Where a rollout worker of the node answers, the node is there: its reader is replaced. What the worker
+        stores would else be lost again and again. Absence is counted in ticks of the driver, which may have
+        stalled itself.
         """
         spool, ticks, tick_s = self.spool, dict[str, int](), self._node_lost_s / _TICKS
         while True:
@@ -266,7 +268,12 @@ class RecoveredState:
                 with waiting("idle"):
                     await asyncio.to_thread(spool.ping_nodes, tick_s)
             ticks = {node: ticks.get(node, 0) + 1 for node in spool.absent}
-            for node in {node for node, number in ticks.items() if number >= _TICKS} - spool.lost:
+            overdue = {node for node, number in ticks.items() if number >= _TICKS}
+            for node in {node for node in overdue if spool.writers[node]}:
+                log.warning("the reader of frames on node %s does not answer, its worker does", node)
+                await asyncio.to_thread(spool.replace_reader, node)
+                del ticks[node]
+            for node in overdue & ticks.keys() - spool.lost:
                 log.error(
                     "node %s has not answered for queue.node_lost_s = %s: finished trajectories that it has "
                     "are sampled again",

@@ -21,7 +21,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NOTE = "in service "
+
+_END_LIMIT_S: Final = 120.0
+"""Services that were cancelled may wait for the end of processes, on nodes that do not answer for 80 s."""
 
 _OBSERVE_AGAIN_S: Final = 5.0
 """Seconds after which an observer that failed starts again."""
@@ -61,16 +64,18 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
         if not closing:
             raise ServiceExited(f"{name} returned while the run was still going")
 
-    async with _TaskGroup() as group:
-        tasks = [group.create_task(supervise(name, loop), name=name) for name, loop in loops.items()]
-        for task in tasks:
-            task.add_done_callback(_mark)
-        try:
-            yield
-        finally:
-            closing = True
+    with ExitStack() as ending:
+        async with _TaskGroup() as group:
+            tasks = [group.create_task(supervise(name, loop), name=name) for name, loop in loops.items()]
             for task in tasks:
-                task.cancel()
+                task.add_done_callback(_mark)
+            try:
+                yield
+            finally:
+                closing = True
+                for task in tasks:
+                    task.cancel()
+                ending.enter_context(waiting("drain", limit_s=_END_LIMIT_S))
 
 
 def observer(

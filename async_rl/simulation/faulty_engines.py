@@ -644,9 +644,10 @@ class SimulatedCluster:
                 happened = ends[kind](injection.engine)
             if happened:
                 self._checker.met(kind)
-                if kind == "cut_off_worker":
+                if kind in ("cut_off_worker", "deafen_worker"):
                     silent_s = self._scenario.config.rollout.worker_stall_s
                     self._checker.worker_is_unaware(2 * silent_s + CUT_OFF_S)
+                if kind == "cut_off_worker":
                     self._checker.cut_off_folders |= workers.cut_off_folders
         elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]

@@ -126,10 +126,12 @@ class Simulation:
     """Incarnations of a driver, one after the other; `async_rl.simulation.soak` makes a long one of it."""
 
     max_incarnations = 24
-    max_incarnation_s = 3000.0
-    """Virtual seconds within which an incarnation must end: many times the sum of all timeouts."""
-    max_incarnation_steps = 400_000
-    """Callbacks of the loop, so that an incarnation that loops without time passing is noticed."""
+    max_stuck_s = 3000.0
+    """Virtual seconds within which a new version must come, or the end: many times the sum of timeouts."""
+    max_stuck_steps = 400_000
+    """The same in callbacks of the loop, so that an incarnation that loops without time passing is noticed.
+    Neither counts from the beginning: where most attempts exceed their time limit, a version can take 400
+    virtual seconds."""
     look_every = 8
     """Steps between two looks at what is in memory."""
     scrape_every = 64
@@ -213,7 +215,8 @@ class Simulation:
             thread_s=self._thread_s if self._scenario.speeds.thread_s else None,
             after_step=self._after_step,
         )
-        self._loop, self._born_s = loop, self._now_s
+        self._loop, self._newest_version = loop, -1
+        self._note_progress()
         self._checker.begin_incarnation(self._config, loop.time)
         loop.set_exception_handler(self._unhandled)
         for name in ("checkpoints", "logs"):
@@ -314,6 +317,8 @@ class Simulation:
                 after = replace(before, max_failed_share=1.0)
             else:
                 after = before
+            if after == before and "rollout.trajectory_timeout_s" in str(cause):
+                after = replace(before, trajectory_timeout_s=4 * before.trajectory_timeout_s)
             allowed = after != before or believed
             self._config = replace(self._config, rollout=after)
         if not allowed:
@@ -365,8 +370,8 @@ class Simulation:
         self._steps += 1
         self._incarnation_steps += 1
         if (
-            self._incarnation_steps > self.max_incarnation_steps
-            or self._loop.time() - self._born_s > self.max_incarnation_s
+            self._incarnation_steps - self._progress_steps > self.max_stuck_steps
+            or self._loop.time() - self._progress_s > self.max_stuck_s
         ):
             self._halt_stuck()
         if self._clearing:
@@ -420,8 +425,11 @@ class Simulation:
             if engine.moves_payload and any(silence in str(cause) for silence in _SILENCE):
                 checker.fail(f"{engine.engine_id} is blamed for silence while it moves a payload: {cause}")
 
+    def _note_progress(self) -> None:
+        self._progress_steps, self._progress_s = self._incarnation_steps, self._loop.time()
+
     def _halt_stuck(self) -> None:
-        """Neither the end nor an error in all this time."""
+        """Neither a new version nor the end nor an error in all this time."""
         where = (
             "while it was cleared away"
             if self._clearing
@@ -505,7 +513,8 @@ class Simulation:
         self._checker.deaf = self._clearing = True
         self._disk.full = self._disk.no_files = False
         self._disk.die_at = None
-        self._incarnation_steps, self._born_s = 0, self._loop.time()
+        self._incarnation_steps = 0
+        self._note_progress()
         ended, cause = self._ended, self._cause
         self._task.cancel()
         with suppress(_Halt, asyncio.CancelledError):
@@ -530,8 +539,12 @@ class Simulation:
 
     def before_step(self) -> None:
         """Compare the ledger with what was seen, before each step and checkpoint of the trainer."""
+        version = self._cluster.trainer.step
+        if version > self._newest_version:
+            self._newest_version = version
+            self._note_progress()
         with self._disk.open_to_checks():
-            self._checker.check_ledger(self._run_dir, settled=self._cluster.trainer.step)
+            self._checker.check_ledger(self._run_dir, settled=version)
 
     def _thread_s(self) -> tuple[float, float]:
         mean = self._scenario.speeds.thread_s

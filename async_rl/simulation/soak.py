@@ -50,10 +50,6 @@ from async_rl.simulation.simulate import Simulation
 _CALLBACKS_PER_VERSION: Final = 4000
 """Roughly: injections and deaths fall at any moment of a version."""
 
-_STUCK_S: Final = 3000.0
-_STUCK_STEPS: Final = 2_000_000
-"""Virtual seconds and callbacks within which a version must come."""
-
 _FORGET_EVERY: Final = 10
 """Versions within which an injected fault takes effect, if it can."""
 
@@ -265,6 +261,7 @@ class Soak(Simulation):
     """
 
     max_incarnations = 100_000
+    max_stuck_steps = 2_000_000
     look_every = scrape_every = 512
 
     def __init__(
@@ -320,7 +317,6 @@ class Soak(Simulation):
         self._due_version = self._version + self._rng.randint(1, plan.max_versions_between)
         if self._setting != "any":  # its own faults take a while to take effect
             self._due_version += 3
-        self.max_incarnation_s, self.max_incarnation_steps = _STUCK_S, _STUCK_STEPS
         folder = self._run_dir
         super().run_incarnation(incarnation, death)
         if folder != self._run_dir:
@@ -372,8 +368,6 @@ class Soak(Simulation):
             return
         self._version = version
         self.steps_done += 1
-        self.max_incarnation_s = self._loop.time() - self._born_s + _STUCK_S
-        self.max_incarnation_steps = self._incarnation_steps + _STUCK_STEPS
         queue = self._orchestrator.queue
         assert queue is not None
         self.counts = queue.statistics().counts

@@ -3,10 +3,26 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from async_rl.queue.outstanding import OutstandingGroups
-from async_rl.simulation.scenario import draw, with_workers
+from async_rl.queue.spool import Spool
+from async_rl.simulation.faults import FaultKind
+from async_rl.simulation.scenario import NODES, Injection, Scenario, draw, with_workers
 from async_rl.simulation.simulate import simulate
+from tests.support.small_run import small_run
+
+
+def on_nodes(fault: FaultKind, step: int, *, num_workers: int) -> Scenario:
+    """A run whose frames stay on the nodes of its workers, with one fault."""
+    run = small_run(0)
+    config = replace(
+        run.config,
+        rollout=replace(run.config.rollout, num_workers=num_workers),
+        queue=replace(run.config.queue, spool_dir=NODES, node_lost_s=5.0),
+    )
+    fault_there = Injection(step=step, kind=fault, engine=0, amount=0.5)
+    return replace(run, config=config, injections=(fault_there,))
 
 
 @pytest.mark.parametrize(
@@ -23,6 +39,25 @@ def test_a_run_goes_on_when_nodes_with_frames_do_not_answer(seed: int, tmp_path:
     assert outcome.faults.keys() & {"node_lost", "node_absent"}
 
 
+def test_a_node_is_kept_while_its_worker_answers_and_its_reader_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given up, it would cost everything that its worker stores until its reader is back (seed 566)."""
+    given_up: list[str] = []
+    replaced: list[str] = []
+    monkeypatch.setattr(Spool, "give_up", lambda self, node: given_up.append(node))
+    replace_reader = Spool.replace_reader
+
+    def note(self: Spool, node: str) -> None:
+        replaced.append(node)
+        replace_reader(self, node)
+
+    monkeypatch.setattr(Spool, "replace_reader", note)
+    outcome = simulate(0, tmp_path, scenario=on_nodes("node_absent", 600, num_workers=1))
+    assert (outcome.violations, outcome.incarnations) == ((), ("finished",))
+    assert (set(given_up), set(replaced)) == (set(), {"node-0-0"})
+
+
 def test_what_a_lost_node_had_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reopened: list[str] = []
     restore = OutstandingGroups.restore_in_flight
@@ -33,6 +68,8 @@ def test_what_a_lost_node_had_is_sampled_again(tmp_path: Path, monkeypatch: pyte
         restore(self, group)
 
     monkeypatch.setattr(OutstandingGroups, "restore_in_flight", note)
-    outcome = simulate(153, tmp_path, scenario=with_workers(draw(153)))
-    assert outcome.violations == ()
+    for step in (600, 1200, 1800, 2400):
+        (folder := tmp_path / str(step)).mkdir()
+        outcome = simulate(0, folder, scenario=on_nodes("node_lost", step, num_workers=2))
+        assert (outcome.violations, outcome.incarnations) == ((), ("finished",))
     assert reopened

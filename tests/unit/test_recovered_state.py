@@ -99,9 +99,18 @@ def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None
     second.queue.close()
 
 
+@pytest.mark.parametrize(
+    ("worker_ends", "expected"),
+    [
+        pytest.param(None, [0] * 8 + [1] * 16, id="no-worker"),
+        pytest.param(12, [0] * 16 + [1] * 8, id="a-worker-that-ends"),
+        pytest.param(24, [0] * 24, id="a-worker"),
+    ],
+)
 def test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker_ends: int | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """While a worker there answers, only its reader is silent: it is replaced every 8 ticks."""
     scenario = small_run(0)
     tree = to_builtins(scenario.config)
     for override in (f"queue.spool_dir={tmp_path / 'disk'}", "queue.node_lost_s=16"):
@@ -109,18 +118,29 @@ def test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config(
     recovered = recover(parse_config(tree), tmp_path)
     (stored,) = SpoolFolder(tmp_path / "disk" / "a", "a").store_tree([make_trajectory("t")])
     recovered.spool.hold([stored])
+    recovered.spool.writers["a"] = 0 if worker_ends is None else 1
+    replace_reader, replaced = recovered.spool.replace_reader, list[str]()
+
+    def note(node: str) -> None:
+        replaced.append(node)
+        replace_reader(node)
+
+    monkeypatch.setattr(recovered.spool, "replace_reader", note)
     lost_after: list[int] = []
 
     async def sleep(delay_s: float) -> None:
         assert delay_s == 2.0
         lost_after.append(len(recovered.spool.lost))
-        if len(lost_after) == 12:
+        if len(lost_after) == worker_ends:
+            recovered.spool.writers["a"] -= 1
+        if len(lost_after) == 24:
             raise asyncio.CancelledError
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(recovered.services["spool nodes"]())
-    assert lost_after == [0] * 8 + [1] * 4
+    assert lost_after == expected
+    assert replaced == ["a"] * {None: 0, 12: 1, 24: 2}[worker_ends]
     monkeypatch.undo()
     recovered.write_and_close()
     recovered.queue.close()

@@ -22,6 +22,7 @@ from async_rl.runtime.supervision import (
     service_of,
     services,
 )
+from async_rl.runtime.waits import Waits, acting
 from async_rl.simulation.virtual_time import in_virtual_time
 
 
@@ -42,6 +43,23 @@ async def test_services_are_cancelled_and_awaited_when_the_block_ends() -> None:
     async with services(loop=loop):
         await asyncio.sleep(0)
     assert ended == ["loop"]
+
+
+async def test_the_end_of_services_is_a_wait_with_a_name() -> None:
+    """It can last as long as a process on a node that does not answer takes to end."""
+    waits, named = Waits(asyncio.get_running_loop().time), list[str]()
+
+    async def loop() -> None:
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(0)
+            named.extend(wait.on for wait in waits.open_waits() if wait.who.kind == "run")
+
+    with acting("run", waits=waits):
+        async with services(loop=loop):
+            await asyncio.sleep(0)
+    assert (named, waits.open_waits()) == (["drain"], [])
 
 
 async def test_the_block_is_cancelled_and_fails_when_a_service_fails() -> None:

@@ -458,6 +458,7 @@ class WorkerBackend(RolloutBackend):
     async def _receive_messages(self, worker: WorkerHandle) -> str:
         """Receive a worker's messages until it ends, and return why it ended."""
         self.workers[worker.name] = worker
+        self._spool.writers[worker.frame_node] += 1
         self._starting.discard(worker.name)
         if worker.folder is not None:
             worker.post(OpenJournal(folder=str(worker.folder)))
@@ -478,6 +479,7 @@ class WorkerBackend(RolloutBackend):
             return cause
         finally:
             del self.workers[worker.name]
+            self._spool.writers[worker.frame_node] -= 1
             self._starting.add(worker.name)
             worker.fail_requests(cause)
             worker.close()
