@@ -14,7 +14,7 @@ else of the project.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -532,7 +532,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return min((v for v in versions if v is not None), default=None)
 
 
-class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
+class TakenBatch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A batch for the trainer: references to the trajectories of whole groups.
 
     Each rank plans the micro-batches of all ranks from the summaries, in the same way, and reads the frames
@@ -555,7 +555,11 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Its layers with experts, counted from 0."""
     top_k: int = 0
 
-    @property
+    def __reduce__(self) -> tuple[Callable[[bytes], TakenBatch], tuple[bytes]]:
+        """Pickle as msgpack, by which Ray sends it to a rank in a tenth of the time of pickled objects."""
+        return _decode_taken_batch, (msgspec.msgpack.encode(self),)
+
+    @cached_property
     def trajectory_ids(self) -> tuple[str, ...]:
         """The ids of the trajectories."""
         return tuple(each.trajectory_id for each in self.trajectories)
@@ -565,17 +569,17 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
         """The bytes of all frames."""
         return sum(each.nbytes for each in self.trajectories)
 
-    @property
+    @cached_property
     def staleness(self) -> tuple[int, ...]:
         """The staleness of the oldest trained token."""
         return tuple(self.trainer_version - self._oldest_trained(each) for each in self.trajectories)
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens."""
         return tuple(each.num_tokens for each in self.trajectories)
 
-    @property
+    @cached_property
     def sampled_lengths(self) -> tuple[int, ...]:
         """The number of tokens that the policy wrote, each counted with the one trajectory that trains it."""
         return tuple(each.num_sampled_tokens for each in self.trajectories)
@@ -585,7 +589,7 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
         """The rewards."""
         return tuple(each.reward or 0.0 for each in self.trajectories)
 
-    @property
+    @cached_property
     def attempt_rewards(self) -> tuple[float, ...]:
         """The reward of each attempt, the mean over its conversations."""
         attempts: dict[str, list[float]] = {}
@@ -603,7 +607,7 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
         """How many engine calls continued an interrupted turn."""
         return tuple(each.num_resumes for each in self.trajectories)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """The tokens of all trajectories."""
         return sum(self.lengths)
@@ -613,7 +617,7 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
         """The tokens that the policy wrote."""
         return sum(self.sampled_lengths)
 
-    @property
+    @cached_property
     def num_masked_tokens(self) -> int:
         """Sampled tokens that are too old to be trained."""
         trained = sum(each.num_trained_tokens(self.masked_below) for each in self.trajectories)
@@ -646,6 +650,10 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
             if span.is_sampled and (self.masked_below is None or span.weight_version >= self.masked_below)
         )
         return min(trained, default=self.trainer_version)
+
+
+def _decode_taken_batch(packed: bytes) -> TakenBatch:
+    return msgspec.msgpack.decode(packed, type=TakenBatch)
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):

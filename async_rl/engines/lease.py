@@ -286,8 +286,14 @@ class Lease:
         self.overtaken_s: float | None = None
         self.receives_payload = False
         """Whether its routing payload arrives, or waits to be read: `PayloadGate` bounds the time of both."""
+        self.withdrawn = False
+        """Whether the call is not wanted any more, and has no engine yet."""
         self.holder: LeaseHolder | None = None
         """The other process that makes the call."""
+        self.wait: waiting | None = None
+        """The wait for its call."""
+        self.on_drop: Callable[[str], None] | None = None
+        """Called when its call is dropped, with the reason."""
         self._listener = listener
         self._failures = failures
         self._clock = clock
@@ -296,8 +302,6 @@ class Lease:
         self._cancelled = False
         self._cancellations = 0
         self._dropped: EngineError | None = None
-        self._wait: waiting | None = None
-        """The wait for a call that another process makes."""
 
     def place(self, slot: EngineSlot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
         """Assign the call to an engine."""
@@ -412,25 +416,6 @@ class Lease:
         self.heard_s = slot.progress_s = self._clock()
         self.overtaken_s = None
 
-    async def wait_for_call(self, ended: asyncio.Future[None]) -> None:
-        """Wait for the end of a call that another process makes under this lease.
-
-        Raises:
-            CallLost: The call was dropped meanwhile.
-        """
-        engine_id = self.engine.engine_id
-        try:
-            with waiting("first chunk", engine_id) as self._wait:
-                self._await_event()
-                await asyncio.wait([ended])
-        except asyncio.CancelledError:
-            if self._is_cancelled_by_drop():
-                assert self._dropped is not None
-                raise self._dropped from None
-            raise
-        finally:
-            self._waiter = None
-
     def record_strike(self, error: EngineError) -> None:
         """Report an implausible answer; an engine that gives several is quarantined."""
         self._failures.record_strike(self.engine.engine_id, error)
@@ -440,6 +425,8 @@ class Lease:
         if self._dropped is not None:
             return
         self._dropped = CallLost(why)
+        if self.on_drop is not None:
+            self.on_drop(why)
         if self._waiter is not None:
             self._cancelled = True
             self._waiter.cancel()
@@ -463,8 +450,8 @@ class Lease:
     def record_chunk(self, tokens: int) -> None:
         """Record that tokens of the call have arrived."""
         slot, now = self.slot, self._clock()
-        if self._wait is not None:
-            self._wait.renew("chunk")
+        if self.wait is not None:
+            self.wait.renew("chunk")
         self.received += tokens
         self.heard_s = slot.progress_s = now
         slot.recompute_tokens = 0

@@ -71,7 +71,7 @@ class LeaseDispatcher:
         self._clock = clock
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._num_asked = self._num_placed = 0
-        self._waiting_line: list[tuple[str, int, Lease, asyncio.Future[None]]] = []
+        self._waiting_line: list[tuple[str, int, Lease, Callable[[Lease], None]]] = []
         self._pause: asyncio.TimerHandle | None = None
         self._pause_s = _SHORTAGE_PAUSE_S
         self._shortage = ""
@@ -86,24 +86,61 @@ class LeaseDispatcher:
             tokens: Tokens that the call holds on the engine at most, prompt and answer.
             prompt: Of these, tokens of the prompt.
         """
-        lease = Lease(self, self._failures, self._clock, key, tokens, prompt, self._cached_prefixes.get(key))
-        self._num_asked += 1
-        if self._waiting_line or not self._place_lease(lease):
-            await self._wait_for_engine(lease)
+        placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def record_placed(lease: Lease) -> None:
+            if not placed.done():  # cancelled at this moment
+                placed.set_result(None)
+
+        lease = self.request_lease(key, tokens, prompt=prompt, on_placed=record_placed)
         try:
+            if not lease.placed:
+                with waiting("engine", why=self.describe_states):
+                    await placed
             yield lease
         finally:
+            self.return_lease(lease)
+
+    def request_lease(
+        self, key: str, tokens: int, *, prompt: int = 0, on_placed: Callable[[Lease], None]
+    ) -> Lease:
+        """Ask for an engine, for a call that another process makes: no task waits for it.
+
+        Args:
+            key: As in `lease`.
+            tokens: As in `lease`.
+            prompt: As in `lease`.
+            on_placed: Called once the lease has its engine: before this returns if one has capacity now.
+
+        Returns:
+            The lease, for `return_lease`.
+        """
+        lease = Lease(self, self._failures, self._clock, key, tokens, prompt, self._cached_prefixes.get(key))
+        self._num_asked += 1
+        if not self._waiting_line and self._place_lease(lease):
+            on_placed(lease)
+        else:
+            heapq.heappush(self._waiting_line, (key, self._num_asked, lease, on_placed))
+            self.admit_waiting()
+        return lease
+
+    def return_lease(self, lease: Lease) -> None:
+        """End a lease, or the wait for its engine."""
+        if lease.placed:
             self._end_lease(lease)
+        else:
+            lease.withdrawn = True
 
     def admit_waiting(self) -> None:
         """Give engines to the calls that wait, in order, until one finds no capacity."""
         while self._waiting_line:
-            *_, lease, admitted = self._waiting_line[0]
-            if not admitted.done():
-                if not self._place_lease(lease):
-                    return
-                admitted.set_result(None)
+            *_, lease, on_placed = self._waiting_line[0]
+            if not lease.withdrawn and not self._place_lease(lease):
+                return
             heapq.heappop(self._waiting_line)
+            if not lease.withdrawn:
+                self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - lease.asked_s)
+                on_placed(lease)
 
     def pause_calls(self, why: str) -> None:
         """Begin no calls for a while, because this process cannot connect; longer each time in a row."""
@@ -159,22 +196,6 @@ class LeaseDispatcher:
         self._metrics.prefilled_again_tokens_total.labels(cause).inc(tokens)
 
     # -- inside -------------------------------------------------------------------------------------------
-
-    async def _wait_for_engine(self, lease: Lease) -> None:
-        """Wait in line; the line advances when an engine serves, a call has its first token, or one ends."""
-        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting_line, (lease.key, self._num_asked, lease, admitted))
-        self.admit_waiting()
-        try:
-            with waiting("engine", why=self._describe_states):
-                await admitted
-        except BaseException:
-            if lease.placed:  # cancelled at the moment it was admitted
-                self._end_lease(lease)
-            else:
-                admitted.cancel()
-            raise
-        self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - lease.asked_s)
 
     def _place_lease(self, lease: Lease) -> bool:
         """Give a lease an engine; False when none has capacity."""
@@ -235,7 +256,8 @@ class LeaseDispatcher:
         if len(self._cached_prefixes) > _MAX_CACHED_PREFIXES:
             self._cached_prefixes.popitem(last=False)
 
-    def _describe_states(self) -> str:
+    def describe_states(self) -> str:
+        """Return why calls may wait: what the engines do."""
         if self._pause is not None:
             return self._shortage
         if len(self._slots) > _NAMED_STATES:

@@ -101,6 +101,16 @@ class EnginePool(EngineCalls, LeaseHolder):
         """Implements `EngineCalls.lease`."""
         return self.dispatcher.lease(key, tokens, prompt=prompt)
 
+    def request_lease(
+        self, key: str, tokens: int, *, prompt: int = 0, on_placed: Callable[[Lease], None]
+    ) -> Lease:
+        """Ask for an engine without waiting: see `LeaseDispatcher.request_lease`."""
+        return self.dispatcher.request_lease(key, tokens, prompt=prompt, on_placed=on_placed)
+
+    def return_lease(self, lease: Lease) -> None:
+        """End a lease, or the wait for its engine."""
+        self.dispatcher.return_lease(lease)
+
     def share_cached_prefix(self, key: str, other: str) -> None:
         """Implements `EngineCalls.share_cached_prefix`."""
         self.dispatcher.share_cached_prefix(key, other)

@@ -294,6 +294,8 @@ def _step_record(
 ) -> StepRecord:
     """Build the record of a step; figures that are not of the step itself are as of its end."""
     batch, result = done.batch, done.result
+    staleness, sampled_lengths = np.array(batch.staleness), np.array(batch.sampled_lengths)
+    staleness_p50, staleness_p95 = np.percentile(staleness, (50, 95))
     measured: dict[str, Any] = {name: result.metrics.get(name) for name in FIGURES}
     measured |= {name: int(result.metrics.get(name, 0)) for name in COUNTS}
     return StepRecord(
@@ -305,15 +307,15 @@ def _step_record(
         reward_max=max(batch.rewards),
         **measured,
         extremes=result.extremes,
-        staleness_mean=float(np.mean(batch.staleness)),
-        staleness_p50=float(np.percentile(batch.staleness, 50)),
-        staleness_p95=float(np.percentile(batch.staleness, 95)),
+        staleness_mean=float(np.mean(staleness)),
+        staleness_p50=float(staleness_p50),
+        staleness_p95=float(staleness_p95),
         staleness_max=max(batch.staleness),
-        staleness_counts=tuple(np.bincount(batch.staleness).tolist()),
+        staleness_counts=tuple(np.bincount(staleness).tolist()),
         length_ks=length_ks,
         trajectories=len(batch.trajectory_ids),
         interrupted=sum(1 for resumes in batch.resumes if resumes),
-        sampled_tokens_mean=float(np.mean(batch.sampled_lengths)),
+        sampled_tokens_mean=float(np.mean(sampled_lengths)),
         sampled_tokens_min=min(batch.sampled_lengths),
         sampled_tokens_max=max(batch.sampled_lengths),
         masked_tokens=batch.num_masked_tokens,

@@ -339,15 +339,23 @@ class acting:
         self._token: Token[acting] | None = None
 
     def __enter__(self) -> Self:
-        self.waits.acting[self] = None
         self._token = _acting.set(self)
-        return self
+        return self.begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._token is not None
         _acting.reset(self._token)
+        self.end()
+
+    def begin(self) -> Self:
+        """Act without a block, for what has no task of its own; `end` it."""
+        self.waits.acting[self] = None
+        return self
+
+    def end(self) -> None:
+        """End what `begin` began."""
         del self.waits.acting[self]
 
 
@@ -387,20 +395,28 @@ class waiting:
         """Whether `end` ended the wait."""
 
     def __enter__(self) -> Self:
-        self.actor = actor = _acting.get()
+        return self.begin(_acting.get())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end(succeeded=kind is None)
+
+    def begin(self, actor: acting) -> Self:
+        """Wait without a block, in the name of an actor; `end` it."""
+        self.actor = actor
         waits = actor.waits
         self.since_s = waits.clock()
         waits.open[self] = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def end(self, *, succeeded: bool = True) -> None:
+        """End what `begin` began."""
         actor = self.actor
         waits = actor.waits
         del waits.open[self]
         actor.touched_s = now = waits.clock()
-        if kind is None and now - self.since_s > waits.longest_s.get(self.on, 0.0):
+        if succeeded and now - self.since_s > waits.longest_s.get(self.on, 0.0):
             waits.longest_s[self.on] = now - self.since_s
 
     async def __aenter__(self) -> Self:

@@ -57,7 +57,7 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
 
 
 @pytest.mark.parametrize(
-    "within", ["WorkerBackend._keep_worker", "RelayedLeases._hold_lease", "RemoteCalls.lease"]
+    "within", ["WorkerBackend._keep_worker", "WorkerBackend.run_attempt", "RemoteCalls.lease"]
 )
 def test_nothing_is_lost_when_a_run_with_workers_is_cancelled(tmp_path: Path, within: str) -> None:
     faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker")

@@ -117,7 +117,6 @@ async def through_worker(
             "rollout-worker-0",
             pool,
             ours.post,
-            tasks,
             lease_s=lease_s,
             clock=clock,
             on_lease=lambda *of: None,

@@ -195,7 +195,6 @@ class Driver:
             "rollout-worker-0",
             self.pool,
             self.posted.append,
-            nursery,
             lease_s=LEASE_S,
             clock=self.clock,
             on_lease=lambda *of: self.leased.append(of),

@@ -16,6 +16,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -23,7 +25,7 @@ from async_rl.engine_protocol import Finish
 from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.lease import Lease
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import CallLost, EngineBusy, EngineError, RequestRefused
+from async_rl.errors import EngineBusy, EngineError, RequestRefused
 from async_rl.rollout.workers.messages import (
     CallFinish,
     CallProgress,
@@ -40,7 +42,6 @@ from async_rl.rollout.workers.messages import (
     RevokeLeases,
     TrajectoryForgotten,
 )
-from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import acting, waiting
 
 log = logging.getLogger(__name__)
@@ -53,23 +54,33 @@ _SILENT_S: Final = 1.0
 
 
 class _RelayedLease:
-    """One lease of the worker, from its request to its return."""
+    """One lease of the worker, from its request to its return. It has no task: messages are its events."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    __slots__ = ("actor", "call", "lease", "lease_id", "wait")
+
+    def __init__(self, lease_id: int, key: str) -> None:
+        self.lease_id = lease_id
         self.lease: Lease | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The lease of the pool, once that has been asked for it."""
+        self.actor = acting("trajectory", key).begin()
+        self.wait: waiting | None = None
+        """What the trajectory waits for."""
+        self.call: AbstractContextManager[None] | None = None
+        """The call as its engine counts it, once it may begin."""
+
+    @property
+    def placed(self) -> Lease | None:
+        """The lease if it has an engine."""
+        return self.lease if self.call is not None else None
 
 
 class RelayedLeases(LeaseHolder):
     """The leases of one incarnation of a worker.
 
     Example:
-        >>> async with Nursery() as nursery:
-        ...     leases = RelayedLeases("rollout-worker-0", pool, link.post, nursery, lease_s=5.0, clock=clock)
-        ...     leases.handle_message(message)  # for each message of the worker that concerns engines
-        ...     await leases.expire()  # the worker has ended
+        >>> leases = RelayedLeases("rollout-worker-0", pool, link.post, lease_s=5.0, clock=clock)
+        >>> leases.handle_message(message)  # for each message of the worker that concerns engines
+        >>> await leases.expire()  # the worker has ended
     """
 
     def __init__(
@@ -77,7 +88,6 @@ class RelayedLeases(LeaseHolder):
         name: str,
         pool: EnginePool,
         post: Callable[[Message], None],
-        nursery: Nursery,
         *,
         lease_s: float,
         clock: Callable[[], float],
@@ -89,7 +99,6 @@ class RelayedLeases(LeaseHolder):
             name: The worker.
             pool: The engines.
             post: Sends a message to the worker.
-            nursery: Runs a task for each lease.
             lease_s: How long leases are valid after a heartbeat that was answered.
             clock: Monotonic seconds.
             on_lease: Called with a trajectory and the version that its call samples under, and with None when
@@ -98,7 +107,6 @@ class RelayedLeases(LeaseHolder):
         self._name = name
         self._pool = pool
         self._post = post
-        self._nursery = nursery
         self._lease_s = lease_s
         self._clock = clock
         self._on_lease = on_lease
@@ -119,11 +127,7 @@ class RelayedLeases(LeaseHolder):
                 if message.lease_id <= self._newest_id:  # repeated
                     return
                 self._newest_id = message.lease_id
-                relayed = self._leases[message.lease_id] = _RelayedLease(message.key)
-                # The task's name tells which trajectory's call it is.
-                relayed.task = self._nursery.start_task(
-                    f"trajectory {message.key}", self._hold_lease(message, relayed)
-                )
+                self._request_lease(message)
             case CallStarted():
                 self._record_progress(message.lease_id, message.received)
             case LeaseEnded():
@@ -144,13 +148,13 @@ class RelayedLeases(LeaseHolder):
         """Take over the progress that a heartbeat reports, and renew the leases."""
         if self.is_silent:
             for relayed in self._leases.values():
-                if relayed.lease is not None:
-                    relayed.lease.excuse_silence()
+                if relayed.placed is not None:
+                    relayed.placed.excuse_silence()
         for call in calls:
             self._record_progress(call.lease_id, call.received)
             reported = self._leases.get(call.lease_id)
-            if call.payload_arrives and reported is not None and reported.lease is not None:
-                reported.lease.record_payload()
+            if call.payload_arrives and reported is not None and reported.placed is not None:
+                reported.placed.record_payload()
         self._renewed_s = self._clock()
         self._post(LeasesRenewed(number=number))
 
@@ -163,7 +167,7 @@ class RelayedLeases(LeaseHolder):
 
     def holds_lease_of(self, engine_id: str) -> bool:
         """Implements `LeaseHolder.holds_lease_of`."""
-        held = (relayed.lease for relayed in self._leases.values())
+        held = (relayed.placed for relayed in self._leases.values())
         return any(lease is not None and lease.engine.engine_id == engine_id for lease in held)
 
     async def revoke_leases(self, engine_id: str) -> None:
@@ -212,64 +216,71 @@ class RelayedLeases(LeaseHolder):
 
     def _return_leases(self) -> None:
         """Return leases that the worker can no longer use."""
-        for relayed in list(self._leases.values()):
-            if relayed.lease is None and relayed.task is not None:
-                relayed.task.cancel()  # it was never granted
-            if not relayed.ended.done():
-                relayed.ended.set_result(None)
+        for lease_id in list(self._leases):
+            self._return_lease(lease_id)
 
-    async def _hold_lease(self, message: LeaseWanted, relayed: _RelayedLease) -> None:
-        """Hold a lease of the pool until the worker returns it."""
-        try:
-            with acting("trajectory", message.key):
-                async with self._pool.lease(message.key, message.tokens, prompt=message.prompt) as lease:
-                    relayed.lease, engine = lease, lease.engine
-                    lease.holder = self
-                    self._on_lease(message.key, lease.weight_version)
-                    self._post(
-                        LeaseGranted(
-                            lease_id=message.lease_id,
-                            engine_id=engine.engine_id,
-                            address=engine.address,
-                            weight_version=lease.weight_version,
-                            restart_count=lease.restart_count,
-                            epoch=lease.epoch,
-                        )
-                    )
-                    with engine.remote_call():
-                        try:
-                            await lease.wait_for_call(relayed.ended)
-                        except CallLost as error:
-                            self._post(DropCall(lease_id=message.lease_id, why=str(error)))
-                            with waiting("chunk", engine.engine_id):
-                                await asyncio.wait([relayed.ended])
-        finally:
-            self._leases.pop(message.lease_id, None)
-            self._on_lease(message.key, None)
+    def _request_lease(self, message: LeaseWanted) -> None:
+        """Ask the pool for a lease, which the worker is granted at once if an engine has capacity."""
+        relayed = self._leases[message.lease_id] = _RelayedLease(message.lease_id, message.key)
+        grant = partial(self._grant_lease, relayed)
+        relayed.lease = self._pool.request_lease(
+            message.key, message.tokens, prompt=message.prompt, on_placed=grant
+        )
+        if relayed.call is None:
+            wait = waiting("engine", why=self._pool.dispatcher.describe_states)
+            relayed.wait = wait.begin(relayed.actor)
+
+    def _grant_lease(self, relayed: _RelayedLease, lease: Lease) -> None:
+        """Let the worker call the engine that the pool has given to its lease."""
+        if relayed.wait is not None:
+            relayed.wait.end()
+        engine, lease_id = lease.engine, relayed.lease_id
+        relayed.wait = lease.wait = waiting("first chunk", engine.engine_id).begin(relayed.actor)
+        relayed.call = engine.remote_call()
+        relayed.call.__enter__()
+        lease.holder = self
+        lease.on_drop = lambda why: self._post(DropCall(lease_id=lease_id, why=why))
+        self._on_lease(lease.key, lease.weight_version)
+        self._post(
+            LeaseGranted(
+                lease_id=lease_id,
+                engine_id=engine.engine_id,
+                address=engine.address,
+                weight_version=lease.weight_version,
+                restart_count=lease.restart_count,
+                epoch=lease.epoch,
+            )
+        )
+
+    def _return_lease(self, lease_id: int) -> None:
+        """Return a lease to the pool, or withdraw the request for it."""
+        relayed = self._leases.pop(lease_id)
+        assert relayed.lease is not None, "it was requested"
+        if relayed.wait is not None:
+            relayed.wait.end(succeeded=relayed.call is not None)
+        relayed.actor.end()
+        self._on_lease(relayed.lease.key, None)
+        if relayed.call is not None:
+            relayed.call.__exit__(None, None, None)
+        self._pool.return_lease(relayed.lease)  # others may be granted at once
 
     def _record_progress(self, lease_id: int, received: int) -> None:
         relayed = self._leases.get(lease_id)
-        if relayed is not None and (lease := relayed.lease) is not None and received > lease.received:
+        if relayed is not None and (lease := relayed.placed) is not None and received > lease.received:
             lease.record_chunk(received - lease.received)
 
     def _end_lease(self, lease_id: int, received: int, finish: CallFinish | None) -> None:
-        relayed = self._leases.get(lease_id)
-        if relayed is None:
+        if lease_id not in self._leases:
             return
         self._record_progress(lease_id, received)
-        if relayed.lease is None:
-            assert relayed.task is not None, "it is set before the first await"
-            relayed.task.cancel()
-            return
-        if finish is not None:
+        if finish is not None and (lease := self._leases[lease_id].placed) is not None:
             end = Finish(
                 reason="abort" if finish.aborted else "stop",
                 version_spans=(),
                 cached_tokens=finish.cached_tokens,
             )
-            relayed.lease.record_finish(finish.prompt, end)
-        if not relayed.ended.done():
-            relayed.ended.set_result(None)
+            lease.record_finish(finish.prompt, end)
+        self._return_lease(lease_id)
 
     def _record_report(self, report: EngineReport) -> None:
         pool, engine_id, text = self._pool, report.engine_id, report.text

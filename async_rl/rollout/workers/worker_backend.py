@@ -5,7 +5,6 @@
  keeper     one worker's messages   the next message    the worker; its end   inbox entries, a restart
  watch      ticks                   the next tick       time                  the end of a silent worker
  attempt    its inbox               the answer          the worker; its end   trajectories
- lease      the worker's request    an engine, the end  the pool; the worker  a lease of the pool
 ```
 
 A worker that ends, or does not answer for `rollout.worker_stall_s`, is restarted. Its attempts raise
@@ -447,7 +446,6 @@ class WorkerBackend(RolloutBackend):
             worker.name,
             self._pool,
             worker.post,
-            self._keepers,
             lease_s=LEASE_S,
             clock=self._clock,
             on_lease=worker.record_lease,
