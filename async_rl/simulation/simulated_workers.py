@@ -130,8 +130,9 @@ class MemoryLink(Link):
                 self._news.clear()
                 await self._news.wait()
             number, encoded = self._arrived.popleft()
+            (message,) = decode(encoded)
             if self.numbers.is_next(number):
-                return self.at_node(decode(encoded))
+                return self.at_node(message)
 
     def close(self) -> None:
         """Implements `Link.close`: what is under way from here arrives first."""

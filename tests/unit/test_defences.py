@@ -112,13 +112,15 @@ def test_no_mutation_of_a_message_makes_anything_but_the_documented_error() -> N
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**40, (1 << 30) + 1])
 async def test_a_length_that_no_message_has_allocates_nothing(length: int) -> None:
-    reader = asyncio.StreamReader()
-    reader.feed_data(length.to_bytes(8, "little") + bytes(64))
-    async with link.listen("127.0.0.1") as listener:
-        _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    async with link.listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
+        connecting = tasks.create_task(link.connect_link("127.0.0.1", listener.port, listener.key))
+        ours = await listener.accept_link()
+        theirs = await connecting
+        theirs.transport.write(length.to_bytes(8, "little") + bytes(64))
         with pytest.raises(WorkerLost, match=f"a message of {length} bytes"):
-            await link.StreamLink(reader, writer).receive()
-        writer.close()
+            await ours.receive()
+        ours.close()
+        theirs.close()
 
 
 # -- files that others wrote --

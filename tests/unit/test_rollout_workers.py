@@ -48,12 +48,14 @@ from async_rl.rollout.workers import messages
 from async_rl.rollout.workers.link import StreamLink, connect_link, listen
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
+    CallStarted,
     CancelRequest,
     DropCall,
     Failure,
     Heartbeat,
     LeaseEnded,
     LeaseGranted,
+    LeaseWanted,
     Message,
     MetricIncrement,
     StartAttempt,
@@ -824,6 +826,30 @@ async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
     theirs.close()
 
 
+async def test_messages_that_may_wait_share_a_frame_and_keep_their_order() -> None:
+    ours, theirs = await connected_links()
+    writes: list[bytes] = []
+    write = theirs.transport.write
+
+    def record(data: bytes) -> None:
+        writes.append(data)
+        write(data)
+
+    theirs.transport.write = record  # type: ignore[method-assign]
+    theirs.post(CallStarted(lease_id=1, received=1))
+    theirs.post(LeaseEnded(lease_id=1))
+    theirs.post(LeaseWanted(lease_id=2, key="x", tokens=1, prompt=1))  # waits for nothing
+    names = [type(await ours.receive()).__name__ for _ in range(3)]
+    assert names == ["CallStarted", "LeaseEnded", "LeaseWanted"]
+    assert len(writes) == 1
+    theirs.post(LeaseEnded(lease_id=2))
+    await asyncio.sleep(0)
+    assert len(writes) == 1
+    assert isinstance(await ours.receive(), LeaseEnded)  # alone, when it has waited
+    ours.close()
+    theirs.close()
+
+
 async def test_a_connection_is_refused_without_the_key() -> None:
     async with listen("127.0.0.1") as listener:
         with pytest.raises(EnvironmentNotReady):
@@ -840,8 +866,8 @@ async def test_a_connection_is_refused_without_the_key() -> None:
 )
 async def test_a_link_is_lost_when_an_invalid_message_comes(data: bytes) -> None:
     ours, theirs = await connected_links()
-    theirs.writer.write(data)
-    theirs.writer.write_eof()
+    theirs.transport.write(data)
+    theirs.transport.write_eof()
     with pytest.raises(WorkerLost):
         await ours.receive()
     ours.close()
@@ -869,7 +895,7 @@ async def test_what_was_posted_before_a_link_was_closed_arrives() -> None:
 async def test_a_message_that_arrives_again_is_discarded() -> None:
     ours, theirs = await connected_links()
     for number in (1, 1, 2, 3, 1, 2, 4):
-        theirs.writer.write(numbered(number))
+        theirs.transport.write(numbered(number))
     assert [(await ours.receive()).request_id for _ in range(4)] == [1, 2, 3, 4]  # type: ignore[attr-defined]
     ours.close()
     theirs.close()
@@ -879,7 +905,7 @@ async def test_a_message_that_arrives_again_is_discarded() -> None:
 async def test_a_link_is_lost_when_a_message_is_missing_or_late(numbers: tuple[int, ...]) -> None:
     ours, theirs = await connected_links()
     for number in numbers:
-        theirs.writer.write(numbered(number))
+        theirs.transport.write(numbered(number))
 
     async def receive_all() -> None:
         for _ in numbers:

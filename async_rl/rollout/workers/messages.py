@@ -32,9 +32,10 @@ from __future__ import annotations
 import logging
 import os
 import struct
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import Any, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import google_crc32c
 import msgspec
@@ -55,8 +56,11 @@ log = logging.getLogger(__name__)
 log.addFilter(RepeatFilter())
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True, array_like=True):
     """Base class of everything that goes over a link."""
+
+    may_wait_s: ClassVar[float] = 0.0
+    """How long it may wait for another message, so that both go in one frame; order is always kept."""
 
 
 # -- from the driver ---------------------------------------------------------------------------------------
@@ -70,6 +74,8 @@ class OpenJournal(Message, frozen=True, kw_only=True, eq=False):
 
 class EntriesReleased(Message, frozen=True, kw_only=True, eq=False):
     """Tells a worker that its journal need not have trajectories any longer."""
+
+    may_wait_s: ClassVar[float] = 0.1
 
     trajectory_ids: tuple[str, ...]
 
@@ -158,12 +164,16 @@ class LeaseWanted(Message, frozen=True, kw_only=True, eq=False):
 class CallStarted(Message, frozen=True, kw_only=True, eq=False):
     """Reports the first tokens of a call."""
 
+    may_wait_s: ClassVar[float] = 0.1
+
     lease_id: int
     received: int
 
 
 class LeaseEnded(Message, frozen=True, kw_only=True, eq=False):
     """Returns a lease: its call has ended, or is not wanted any more."""
+
+    may_wait_s: ClassVar[float] = 0.02
 
     lease_id: int
     received: int = 0
@@ -172,7 +182,7 @@ class LeaseEnded(Message, frozen=True, kw_only=True, eq=False):
     """What the engine reported at the end, if it did."""
 
 
-class CallFinish(msgspec.Struct, frozen=True, kw_only=True):
+class CallFinish(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What the pool needs of a call's `Finish`."""
 
     prompt: int
@@ -194,12 +204,16 @@ class EngineReport(Message, frozen=True, kw_only=True, eq=False):
 class PrefixShared(Message, frozen=True, kw_only=True, eq=False):
     """Reports that a trajectory begins with the tokens of another: see `EngineCalls.share_cached_prefix`."""
 
+    may_wait_s: ClassVar[float] = 0.02
+
     key: str
     other: str
 
 
 class TrajectoryForgotten(Message, frozen=True, kw_only=True, eq=False):
     """Reports that a trajectory makes no more calls: see `EngineCalls.forget_trajectory`."""
+
+    may_wait_s: ClassVar[float] = 0.1
 
     key: str
 
@@ -218,6 +232,8 @@ class WorkerFailed(Message, frozen=True, kw_only=True, eq=False):
 
 class AttemptEnded(Message, frozen=True, kw_only=True, eq=False):
     """Reports an attempt that succeeded."""
+
+    may_wait_s: ClassVar[float] = 0.02
 
     request_id: int
     end: AttemptEnd
@@ -241,7 +257,7 @@ class GroupScored(Message, frozen=True, kw_only=True, eq=False):
     """Why the whole call failed, if it did."""
 
 
-class TrajectoryScore(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryScore(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The reward of one trajectory, or why it has none."""
 
     parts: dict[str, float] = {}
@@ -269,7 +285,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
     """The size of the worker's journal."""
 
 
-class CallProgress(msgspec.Struct, frozen=True, kw_only=True):
+class CallProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How far a call is."""
 
     lease_id: int
@@ -278,7 +294,7 @@ class CallProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a piece of its routing payload has arrived since the last tick."""
 
 
-class AttemptProgress(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How far one trajectory of an attempt is."""
 
     request_id: int
@@ -286,7 +302,7 @@ class AttemptProgress(msgspec.Struct, frozen=True, kw_only=True):
     report: ProgressReport
 
 
-class MetricIncrement(msgspec.Struct, frozen=True, kw_only=True):
+class MetricIncrement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The increment of a counter, or of a histogram's sum and buckets."""
 
     name: str
@@ -295,7 +311,7 @@ class MetricIncrement(msgspec.Struct, frozen=True, kw_only=True):
     buckets: tuple[float, ...] = ()
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An error that occurred on the other side of the link."""
 
     kind: str
@@ -348,35 +364,52 @@ def _unpack_array(code: int, packed: memoryview) -> Any:
 
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_pack_array)
-_decoder: Final = msgspec.msgpack.Decoder(
-    reduce(or_, Message.__subclasses__()), dec_hook=codec.pass_array, ext_hook=_unpack_array
-)
+_Any: Final = reduce(or_, Message.__subclasses__())
+_decoder: Final = msgspec.msgpack.Decoder(list[_Any], dec_hook=codec.pass_array, ext_hook=_unpack_array)  # type: ignore[valid-type]
+
+_LIST: Final = struct.Struct(">BI")
+_LIST_CODE: Final = 0xDD
+"""How msgpack begins a list: `array 32`, then the number of its items."""
 
 
-def encode(message: Message) -> bytes:
-    """Encode a message: a checksum, then msgpack.
+def pack(message: Message) -> bytes:
+    """Encode a message for `encode_packed`.
 
     Raises:
         TypeError: The message contains something else than msgpack types, numpy scalars and arrays.
     """
-    packed = _encoder.encode(message)
+    return _encoder.encode(message)
+
+
+def encode_packed(messages: Sequence[bytes]) -> bytes:
+    """Encode a frame of messages: a checksum, then a list in msgpack."""
+    packed = b"".join((_LIST.pack(_LIST_CODE, len(messages)), *messages))
     return _CHECKSUM.pack(google_crc32c.value(packed)) + packed
 
 
-def decode(encoded: bytes) -> Message:
-    """Decode a message.
+def encode(message: Message) -> bytes:
+    """Encode a frame of one message.
 
     Raises:
-        WorkerLost: It is damaged, or no message of this program.
+        TypeError: As `pack`.
+    """
+    return encode_packed([pack(message)])
+
+
+def decode(encoded: bytes) -> list[Message]:
+    """Decode a frame.
+
+    Raises:
+        WorkerLost: It is damaged, or not of messages of this program.
     """
     checksum, packed = encoded[: _CHECKSUM.size], encoded[_CHECKSUM.size :]
     if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != google_crc32c.value(packed):
         raise WorkerLost("the link of a rollout worker delivered a damaged message")
     try:
-        message: Message = _decoder.decode(packed)
+        messages: list[Message] = _decoder.decode(packed)
     except (CorruptFrame, *codec.UNREADABLE) as error:
         raise WorkerLost(f"the link of a rollout worker delivered an invalid message: {error}") from error
-    return message
+    return messages
 
 
 class MessageNumbers:
@@ -434,6 +467,14 @@ class Link(Protocol):
     def post(self, message: Message) -> None:
         """Send a message without waiting; a lost link ignores it, and `receive` raises."""
         ...
+
+    def receive_arrived(self) -> Message | None:
+        """Return the next message if it has arrived; links may always return None.
+
+        Raises:
+            WorkerLost: The link is lost.
+        """
+        return None
 
     async def receive(self) -> Message:
         """Return the next message.

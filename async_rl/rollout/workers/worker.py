@@ -168,8 +168,9 @@ class RolloutWorker:
                 ):
                     try:
                         while True:
-                            with waiting("idle"):
-                                message = await link.receive()
+                            if (message := link.receive_arrived()) is None:
+                                with waiting("idle"):
+                                    message = await link.receive()
                             self._handle_message(message, attempts)
                     finally:
                         self._calls.close()

@@ -160,7 +160,6 @@ class WorkerHandle:
         """The folder of its frames; empty: it writes none."""
         self.post = link.post
         self.close = link.close
-        self.receive = link.receive
         self.inboxes: dict[int, _Inbox] = {}
         self.attempts: dict[int, Attempt] = {}
         """Its running attempts, by request."""
@@ -466,8 +465,9 @@ class WorkerBackend(RolloutBackend):
         try:
             async with services(watch=lambda: self._watch_silence(worker)):
                 while True:
-                    with waiting("idle"):
-                        message = await worker.receive()
+                    if (message := worker.link.receive_arrived()) is None:
+                        with waiting("idle"):
+                            message = await worker.link.receive()
                     self._deliver_message(worker, message)
         except ExceptionGroup as errors:
             lost = first_error(errors)
