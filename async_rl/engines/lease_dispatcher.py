@@ -68,6 +68,9 @@ class LeaseDispatcher:
         self._balancer = balancer
         self._failures = failures
         self._metrics = metrics
+        self._first_token_seconds = {
+            kind: metrics.first_token_seconds.labels(kind) for kind in ("new", "again", "next")
+        }
         self._clock = clock
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._num_asked = self._num_placed = 0
@@ -188,7 +191,7 @@ class LeaseDispatcher:
             self._balancer.end_prefill(engine_id, lease.prefill_tokens)
             self._balancer.limit_calls(engine_id, pressure.max_calls)
         kind = "new" if lease.cached_prefix is None else "again" if lease.cause is not None else "next"
-        self._metrics.first_token_seconds.labels(kind).observe(waited_s)
+        self._first_token_seconds[kind].observe(waited_s)
         self.admit_waiting()
 
     def record_recomputed_tokens(self, tokens: int, cause: Recomputed) -> None:
@@ -227,7 +230,6 @@ class LeaseDispatcher:
         self._balancer.begin_call(chosen, tokens=lease.tokens, prefill_tokens=prefill_tokens)
         self._num_placed += 1
         lease.place(slot, self._num_placed, prefill_tokens, cause)
-        self._metrics.engine_running_requests.labels(chosen).set(slot.num_calls)
         return True
 
     def _end_lease(self, lease: Lease) -> None:
@@ -244,7 +246,6 @@ class LeaseDispatcher:
         if prefilled or lease.cached_prefix is None:
             self._remember_prefix(lease, lease.prompt + lease.received if prefilled else 0)
         self._balancer.end_call(engine_id, lease.tokens)
-        self._metrics.engine_running_requests.labels(engine_id).set(slot.num_calls)
         self.admit_waiting()
 
     def _remember_prefix(self, lease: Lease, tokens: int) -> None:

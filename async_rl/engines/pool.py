@@ -131,6 +131,9 @@ class EnginePool(EngineCalls, LeaseHolder):
         slot = EngineSlot(engine, self._clock())
         slot.newcomer = newcomer
         self._slots[engine.engine_id] = slot
+        # Evaluated at the scrape: a gauge that follows each call would cost as much as placing the call.
+        running = self._metrics.engine_running_requests.labels(engine.engine_id)
+        running.set_function(lambda: slot.num_calls)
         self._balancer.add_engine(engine.engine_id)
         self._enter_state(slot, EngineState.JOINING)
 

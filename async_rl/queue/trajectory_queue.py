@@ -50,7 +50,6 @@ from async_rl.queue.packing import Packer
 from async_rl.queue.progress import ProgressReport
 from async_rl.queue.restored_groups import GroupRestorer
 from async_rl.queue.spool import Spool
-from async_rl.runtime.threads import run_uncancellable
 from async_rl.staleness import Backlog, StalenessPolicy
 from async_rl.types import Group, TakenBatch
 
@@ -287,10 +286,8 @@ class TrajectoryQueue:
                 except SpoolFull as error:
                     await self.wait_for_space(error)
             self.finished.forget_unscored(trajectory_ids)
+            # The ledger is written with other changes: a crash before that leaves the group in flight, ended.
             self._groups.queue_group(group.group_id, group.trajectories)
-            _, cancelled = await run_uncancellable(self._threads, self.flush_ledger)
-            if cancelled is not None:
-                raise cancelled
 
     async def wait_for_space(self, shortage: SpoolFull) -> None:
         """Wait until a step has freed space.

@@ -38,6 +38,7 @@ from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import Spool, no_other_nodes
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import observer
+from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
 from async_rl.types import Task, root_of
 
@@ -45,6 +46,9 @@ log = logging.getLogger(__name__)
 
 _TICKS: Final = 8
 """A node's absence is counted in this many ticks of the driver."""
+
+_LEDGER_S: Final = 1.0
+"""Interval between writes of the ledger where no journal is written, seconds."""
 
 _ARCHIVE_S: Final = 1.0
 """Interval between writes of finished trajectories, seconds."""
@@ -236,6 +240,15 @@ class RecoveredState:
             if unneeded := self.journals.take_unneeded():
                 await asyncio.to_thread(self.journals.delete_folders, unneeded)
 
+    async def _write_ledger(self) -> None:
+        """Write the ledger every second in a run without a journal: ended groups are not sampled again."""
+        while True:
+            with waiting("idle"):
+                await asyncio.sleep(_LEDGER_S)
+            _, cancelled = await run_uncancellable(None, self.queue.flush_ledger)
+            if cancelled is not None:
+                raise cancelled
+
     def _release_entries(self, root_ids: Sequence[str]) -> None:
         assert self.journal is not None, "it is the owner that releases"
         self.journal.remove_entries(root_ids)
@@ -244,8 +257,9 @@ class RecoveredState:
     def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """The loops that must run as services of the incarnation."""
         loops: dict[str, Callable[[], Awaitable[None]]] = {}
-        if self.journal is not None:
-            loops["journal"] = self._write_journal
+        loops["ledger" if self.journal is None else "journal"] = (
+            self._write_ledger if self.journal is None else self._write_journal
+        )
         if self._has_nodes:
             loops["spool nodes"] = self._watch_nodes
         if self.archive is not None:

@@ -581,8 +581,8 @@ MUTANTS: Final = (
         "worker-takes-over-all-attempts",
         "A worker runs more attempts than its memory was planned for.",
         "async_rl/rollout/workers/worker_backend.py",
-        "if max_attempts is None or len(w.attempts) < max_attempts]",
-        "]",
+        "return max_attempts is None or len(worker.attempts) < max_attempts",
+        "return True",
         (WORKERS,),
     ),
     Mutant(

@@ -60,6 +60,7 @@ def end(queue: TrajectoryQueue, trajectory: Trajectory, *, scored: bool = True) 
 
 async def put(queue: TrajectoryQueue, group: MadeGroup) -> None:
     await queue.put_group(group.stored_in(SPOOLS[queue].directory))
+    queue.flush_ledger()
 
 
 def journalled(name: str, *versions: int) -> tuple[str, ProgressReport]:

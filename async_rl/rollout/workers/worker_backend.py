@@ -14,9 +14,10 @@ A worker that ends, or does not answer for `rollout.worker_stall_s`, is restarte
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from itertools import count
@@ -200,6 +201,34 @@ class WorkerHandle:
             inbox.put_message(WorkerLost(cause))
 
 
+class _WorkerLoad:
+    """The worker with the fewest requests, in O(log workers)."""
+
+    def __init__(self, workers: Mapping[str, WorkerHandle]) -> None:
+        self._workers = workers
+        self._numbers = count()
+        self._heap: list[tuple[int, str, int, WorkerHandle]] = []  # outdated entries are skipped
+
+    def offer(self, worker: WorkerHandle) -> None:
+        """Note the number of requests of a worker, after each change of it."""
+        if len(self._heap) > 8 * len(self._workers) + 64:
+            self._heap = [self._entry(each) for each in self._workers.values()]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, self._entry(worker))
+
+    def _entry(self, worker: WorkerHandle) -> tuple[int, str, int, WorkerHandle]:
+        return len(worker.inboxes), worker.name, next(self._numbers), worker
+
+    def least_loaded(self) -> WorkerHandle | None:
+        """Return the worker, if any is alive."""
+        while self._heap:
+            load, *_, worker = self._heap[0]
+            if self._workers.get(worker.name) is worker and len(worker.inboxes) == load:
+                return worker
+            heapq.heappop(self._heap)
+        return None
+
+
 class WorkerBackend(RolloutBackend):
     """Runs attempts in the rollout workers of a run.
 
@@ -252,6 +281,7 @@ class WorkerBackend(RolloutBackend):
         self._starting: set[str] = set()
         self._leases: list[RelayedLeases] = []
         """Those of all workers that may still run."""
+        self._load = _WorkerLoad(self.workers)
         self._worker_free = asyncio.Event()
         self._request_ids = count(1)
         self._keepers = Nursery()
@@ -289,6 +319,7 @@ class WorkerBackend(RolloutBackend):
         worker = await self._choose_worker(self._max_attempts, node)
         request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
         worker.inboxes[request_id] = inbox
+        self._load.offer(worker)
         worker.attempts[request_id] = worker.by_trajectory[name] = attempt
         loop = attempt.task.agent_loop or self._config.agent_loop
         worker.post(
@@ -323,6 +354,7 @@ class WorkerBackend(RolloutBackend):
             ) from error
         finally:
             del worker.inboxes[request_id], worker.attempts[request_id], worker.by_trajectory[name]
+            self._load.offer(worker)
             self._worker_free.set()
             if answer is None:
                 worker.post(CancelRequest(request_id=request_id))
@@ -344,6 +376,7 @@ class WorkerBackend(RolloutBackend):
             worker = await self._choose_worker()
             request_id, inbox = next(self._request_ids), _Inbox()
             worker.inboxes[request_id] = inbox
+            self._load.offer(worker)
             worker.post(ScoreGroup(request_id=request_id, task=task, completions=tuple(completions)))
             answer: Message | None = None
             try:
@@ -357,6 +390,7 @@ class WorkerBackend(RolloutBackend):
                 continue
             finally:
                 del worker.inboxes[request_id]
+                self._load.offer(worker)
                 if answer is None:
                     worker.post(CancelRequest(request_id=request_id))
             assert isinstance(answer, GroupScored), "the only answer to a ScoreGroup"
@@ -372,9 +406,15 @@ class WorkerBackend(RolloutBackend):
         memory. Where only one node has the journal of an attempt, it waits for a worker there while one is
         starting; without one, it begins anew elsewhere.
         """
+
+        def has_room(worker: WorkerHandle) -> bool:
+            return max_attempts is None or len(worker.attempts) < max_attempts
+
         while True:
-            workers = self.workers.values()
-            free = [w for w in workers if max_attempts is None or len(w.attempts) < max_attempts]
+            worker = None if node is not None or self._spool.absent else self._load.least_loaded()
+            if worker is not None and has_room(worker):
+                return worker
+            free = [w for w in self.workers.values() if has_room(w)]
             if near := [w for w in free if w.link.peer_node == node]:
                 free = near
             elif node is not None and self._starting:
@@ -456,6 +496,7 @@ class WorkerBackend(RolloutBackend):
         """Receive a worker's messages until it ends, and return why it ended."""
         self.workers[worker.name] = worker
         self._spool.writers[worker.frame_node] += 1
+        self._load.offer(worker)
         self._starting.discard(worker.name)
         if worker.folder is not None:
             worker.post(OpenJournal(folder=str(worker.folder)))
