@@ -26,7 +26,7 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Final
+from typing import Final, cast
 
 from async_rl.errors import EnvironmentNotReady, WorkerLost
 from async_rl.rollout.workers.messages import Link, Message, MessageNumbers, decode, encode_packed, pack
@@ -62,8 +62,7 @@ class _Connection(asyncio.Protocol):
         self._news: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # that of uvloop is not one by its class
 
     def data_received(self, data: bytes) -> None:
         self._arrived += data
