@@ -129,7 +129,8 @@ _WORKLOAD_FLAGS = (
         "bytes of one token's routing; default: computed from model.path, if it exists",
     ),
     ("network-bytes-per-s", float, "what a node receives at most"),
-    ("disk-bytes-per-s", float, "what the driver's host writes at most"),
+    ("disk-bytes-per-s", float, "what a node writes at most"),
+    ("engines-per-node", float, "engines on one node, for frames on nodes (queue.spool_dir)"),
 )
 """Flags that are fields of `simulation.workload.Workload`."""
 

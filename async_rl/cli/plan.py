@@ -7,6 +7,7 @@ it: flags and past runs become a `Workload`, plans become a table and a sentence
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -89,9 +90,10 @@ def plan(
         given = config.rollout.num_workers
         # The config's own number of workers fits its own number of engines only.
         workers = given if isinstance(given, int) and not engines else requested_workers(job)
-        loads.append(process_load(plans[-1], work, measured, workers))
+        nodes = frame_nodes(job, work, workers)
+        loads.append(process_load(plans[-1], work, measured, workers, frame_nodes=nodes))
         sentence = process_bottleneck(loads[-1], work) or bottleneck(plans[-1], job, work)
-        sentences.append(sentence + queue_remark(plans[-1], job) + workers_remark(loads[-1]))
+        sentences.append(sentence + queue_remark(plans[-1], job, nodes) + workers_remark(loads[-1]))
     if as_json:
         rows = [
             msgspec.to_builtins(p) | {"processes": msgspec.to_builtins(q), "bottleneck": s}
@@ -353,10 +355,13 @@ def process_bottleneck(load: ProcessLoad, workload: Workload) -> str:
             f"node has {_size(int(workload.network_bytes_per_s))}; raise rollout.num_workers, or leave out "
             "routing rows (routing.replay)."
         )
+    where, remedy = "The disk of each node with frames", "use more nodes for rollout workers, faster drives"
+    if load.frame_nodes == 1:
+        where = "The disk of the run folder"
+        remedy = "keep frames on the nodes of rollout workers (queue.spool_dir), use faster drives"
     return (
-        f"The disk of the driver's host: it would write {_size(int(load.disk_bytes_per_s))} per second of "
-        f"{_size(int(workload.disk_bytes_per_s))}; use faster drives, or leave out routing rows "
-        "(routing.replay)."
+        f"{where}: it would take {_size(int(load.disk_bytes_per_s))} per second of "
+        f"{_size(int(workload.disk_bytes_per_s))}; {remedy}, or leave out routing rows (routing.replay)."
     )
 
 
@@ -372,12 +377,21 @@ def workers_remark(load: ProcessLoad) -> str:
     return f" Request rollout.num_workers={load.workers}: {cpus}, the driver {load.driver_load:.0%} of one."
 
 
-def queue_remark(plan: JobPlan, config: Config) -> str:
-    """Return a sentence if the queue needs more than `queue.max_bytes`, else nothing."""
-    if plan.queue_bytes_peak <= config.queue.max_bytes:
+def frame_nodes(job: Config, workload: Workload, workers: int) -> int:
+    """Return how many nodes keep frames, if workers are spread over as many nodes as the engines need."""
+    if job.queue.spool_dir is None or not workers:
+        return 1
+    return min(workers, math.ceil(num_engines(job) / workload.engines_per_node))
+
+
+def queue_remark(plan: JobPlan, config: Config, nodes: int = 1) -> str:
+    """Return a sentence if the queue needs more than `queue.max_bytes` on each node, else nothing."""
+    on_each = plan.queue_bytes_peak / nodes
+    if on_each <= config.queue.max_bytes:
         return ""
+    place = f" on each of {nodes} nodes" * (nodes > 1)
     return (
-        f" Finished groups take up to {_size(plan.queue_bytes_peak)}: with queue.max_bytes = "
+        f" Finished groups take up to {_size(int(on_each))}{place}: with queue.max_bytes = "
         f"{_size(config.queue.max_bytes)} admission would wait for space."
     )
 
@@ -454,7 +468,8 @@ def load_rows(loads: Sequence[ProcessLoad]) -> list[tuple[str, list[str]]]:
         ("driver CPU a second", [f"{load.driver_load:.3f} s" for load in loads]),
         ("CPU a second of a worker", [f"{load.worker_load:.3f} s" for load in loads]),
         ("received a second by one process", [_size(int(load.network_bytes_per_s)) for load in loads]),
-        ("written a second by the driver's host", [_size(int(load.disk_bytes_per_s)) for load in loads]),
+        ("nodes with frames", [f"{load.frame_nodes:,}" for load in loads]),
+        ("written a second by each", [_size(int(load.disk_bytes_per_s)) for load in loads]),
     ]
 
 

@@ -86,8 +86,10 @@ class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
     """CPU seconds a second of each worker."""
     network_bytes_per_s: float
     """What the busiest worker receives, or the driver without workers: events and routing rows."""
+    frame_nodes: int
+    """Nodes that keep frames: with `queue.spool_dir` those of the workers, otherwise that of the run."""
     disk_bytes_per_s: float
-    """What the driver's host writes: frames of finished trajectories."""
+    """What each of them writes: frames of finished trajectories."""
 
 
 def read_costs(path: Path = MEASURED_COSTS) -> list[ProcessCosts]:
@@ -140,7 +142,12 @@ def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:
 
 
 def process_load(
-    plan: JobPlan, workload: Workload, costs: Sequence[ProcessCosts], workers: int
+    plan: JobPlan,
+    workload: Workload,
+    costs: Sequence[ProcessCosts],
+    workers: int,
+    *,
+    frame_nodes: int = 1,
 ) -> ProcessLoad:
     """Compute what a planned job demands.
 
@@ -149,6 +156,7 @@ def process_load(
         workload: Its lengths.
         costs: Measured costs; the largest events are assumed.
         workers: The number of rollout workers: that of the config, or as `workers_needed` says.
+        frame_nodes: The number of nodes that keep frames of finished trajectories.
     """
     tokens_per_s, finished_per_s = plan.tokens_per_s, plan.trajectories_per_s
     chosen = choose_costs(costs, with_workers=bool(workers)) or choose_costs(costs, with_workers=not workers)
@@ -161,7 +169,8 @@ def process_load(
         driver_load=driver_load(chosen, tokens_per_s, finished_per_s),
         worker_load=tokens_per_s / chosen.worker_tokens_per_s / workers if workers else 0.0,
         network_bytes_per_s=wire_bytes * tokens_per_s / max(1, workers),
-        disk_bytes_per_s=stored * finished_per_s,
+        frame_nodes=frame_nodes,
+        disk_bytes_per_s=stored * finished_per_s / frame_nodes,
     )
 
 

@@ -67,7 +67,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     network_bytes_per_s: float = 3e9
     """What a node receives at most: 25 Gbit/s."""
     disk_bytes_per_s: float = 2e9
-    """What the driver's host writes at most: one NVMe drive."""
+    """What a node writes at most: one NVMe drive."""
+    engines_per_node: float = 4.0
+    """Engines on one node: rollout workers are spread over as many nodes as the engines need."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated."""
@@ -79,6 +81,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             "prefill_tokens_per_s",
             "network_bytes_per_s",
             "disk_bytes_per_s",
+            "engines_per_node",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")

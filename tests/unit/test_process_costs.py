@@ -7,7 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from async_rl.cli.plan import process_bottleneck, requested_workers, with_engines, workers_remark
+from async_rl.cli.plan import (
+    frame_nodes,
+    process_bottleneck,
+    queue_remark,
+    requested_workers,
+    with_engines,
+    workers_remark,
+)
 from async_rl.config import parse_config
 from async_rl.config.worker_count import TRAJECTORIES_PER_WORKER
 from async_rl.errors import ConfigError
@@ -141,6 +148,32 @@ def test_network_and_disk_are_named_when_routing_rows_fill_them() -> None:
     assert process_bottleneck(process_load(job(1024), rows, [APART], 256), rows).startswith("The network:")
     rows = msgspec.structs.replace(rows, disk_bytes_per_s=2e9, network_bytes_per_s=1e15)
     assert process_bottleneck(process_load(job(1024), rows, [APART], 256), rows).startswith("The disk")
+
+
+def test_frames_on_nodes_share_their_disks_and_the_limit_of_each() -> None:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "engine": {"kind": "sglang", "num_engines": 64, "max_running_requests": 128},
+        "rollout": {"max_concurrent_trajectories": 8192},
+        "queue": {"max_bytes": 1 << 20},
+    }
+    shared = parse_config(tree)
+    spread = parse_config(tree | {"queue": {"max_bytes": 1 << 20, "spool_dir": "/scratch"}})
+    assert frame_nodes(shared, LONG, 16) == 1
+    assert frame_nodes(spread, LONG, 16) == 16
+    assert frame_nodes(spread, msgspec.structs.replace(LONG, engines_per_node=8), 16) == 8
+    rows = msgspec.structs.replace(LONG, routing_row_bytes=600)
+    one, eight = (process_load(job(64), rows, [APART], 16, frame_nodes=nodes) for nodes in (1, 8))
+    assert one.disk_bytes_per_s == pytest.approx(8 * eight.disk_bytes_per_s)
+    slow = msgspec.structs.replace(
+        rows, network_bytes_per_s=1e15, disk_bytes_per_s=2 * eight.disk_bytes_per_s
+    )
+    assert process_bottleneck(one, slow).startswith("The disk of the run folder")
+    assert process_bottleneck(eight, slow) == ""
+    full = msgspec.structs.replace(job(64), queue_bytes_peak=4 << 20)
+    assert "queue.max_bytes" in queue_remark(full, shared)
+    assert queue_remark(full, spread, 8) == ""
 
 
 def test_a_plan_takes_the_rows_of_all_numbers_of_workers_together(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Only counters and histograms are added, because they are sums over processes. Ga
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from async_rl.observability.metrics import Metrics, declared
@@ -44,7 +45,7 @@ class IncrementCollector:
 
 def add_increments(increments: Iterable[MetricIncrement], metrics: Metrics) -> None:
     """Add increments to the metrics of this process."""
-    names = {name for name, _ in _summed(metrics)}
+    names = _names_summed(type(metrics))
     for increment in increments:
         if increment.name not in names:
             continue  # from a worker of another version
@@ -71,7 +72,16 @@ def _sums(metrics: Metrics) -> Iterator[tuple[str, tuple[str, ...], tuple[float,
 
 
 def _summed(metrics: Metrics) -> Iterator[tuple[str, Any]]:
-    for section in declared(type(metrics)):
-        for name, declaration in section.declarations.items():
-            if declaration.kind != "gauge":
-                yield name, getattr(metrics, name)
+    for name in _names_summed(type(metrics)):
+        yield name, getattr(metrics, name)
+
+
+@cache
+def _names_summed(kind: type[Metrics]) -> dict[str, None]:
+    """Return the names of counters and histograms, in order; heartbeats ask for them all the time."""
+    return {
+        name: None
+        for section in declared(kind)
+        for name, declaration in section.declarations.items()
+        if declaration.kind != "gauge"
+    }

@@ -69,7 +69,7 @@ LEASE_S: Final = 10.0
 """How long a worker may call engines after a heartbeat that the driver has answered. If a driver is blocked
 for longer, calls end with the tokens they have, and go on."""
 
-_REPORT_S: Final = 2.0
+_REPORT_S: Final = 8.0
 _REPORTS_PER_STALL: Final = 8
 """A call that receives tokens is reported so often, and so often in `engine.stall_s` at least: in time for
 the driver, which takes a silent engine out of service, and seldom, for there are hundreds of calls."""
