@@ -12,7 +12,8 @@ Costs are process CPU time with all threads. The driver's includes every process
 such as Ray's own; it is reduced by what the run takes while no engine decodes (`driver_idle`, CPU seconds a
 second). Over the lengths of one run a line is fitted to the driver's CPU time: a slope per token and an
 intercept per trajectory. `worker_tokens_per_s` counts tokens per CPU second of a worker, and of the driver
-where there is none (`workers: 0`).
+where there is none (`workers: 0`). The longest pause is that of the event loop which reads the events: of a
+worker, in its own process, or of the driver.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only mod
 from async_rl.config.worker_count import TRAJECTORIES_PER_WORKER
 from async_rl.observability.records import step_record_log
 from async_rl.simulation.process_costs import CostRow, ProcessCosts, fit_costs
+from benchmarks.support.loop_pauses import FOLDER, longest_pauses
 from benchmarks.support.paced_server import Counts, Pace
 from tests.support.mortal_rank import PLAN
 
@@ -188,7 +191,7 @@ def run_config(folder: Path, workers: int, streams: int, longest: int, urls: Seq
         "data": {"path": str(folder / "tasks.jsonl")},
         "engine": {"urls": list(urls), "device": "cpu", "max_running_requests": SLOTS},
         "rollout": {
-            "agent_loop": "agent_loops.single_turn:SingleTurnLoop",
+            "agent_loop": "benchmarks.support.loop_pauses:PausesLoop",
             "reward": "async_rl.simulation.workload:no_reward",
             "group_size": GROUP_SIZE,
             "max_concurrent_trajectories": streams,
@@ -216,6 +219,7 @@ def training(folder: Path, config: dict[str, Any]) -> Iterator[subprocess.Popen[
     path.write_text(json.dumps(config))
     environment = os.environ | {
         PLAN: str(folder / "deaths.json"),
+        FOLDER: str(folder),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
@@ -303,13 +307,15 @@ async def measure_length(
 ) -> CostRow:
     """Measure the run for a while."""
     counts, times, start_s = await engines.counts(), processes.times(), time.perf_counter()
-    steps = len(step_record_log(run_dir / "metrics.jsonl").read())
+    steps, since_s = len(step_record_log(run_dir / "metrics.jsonl").read()), time.time()
     await asyncio.sleep(seconds)
     after, spent = await engines.counts(), processes.times().since(times)
     wall_s = time.perf_counter() - start_s
     tokens, answers = after.tokens - counts.tokens, after.answers - counts.answers
     driver_s = max(0.0, spent.driver - idle.driver * wall_s)
     worker_s = max(0.0, spent.workers - idle.workers * wall_s) or driver_s
+    pauses = longest_pauses(run_dir.parent, since_s)
+    events = max(1, after.events - counts.events)
     return CostRow(
         workers=0,
         streams=0,
@@ -326,16 +332,21 @@ async def measure_length(
         driver_cpu_s=driver_s,
         worker_cpu_s=spent.workers,
         late_share=(after.late_steps - counts.late_steps) / max(1, tokens),
+        worker_us_an_event=1e6 * worker_s / events,
+        worker_longest_pause_ms=1e3 * pauses.longest_s,
+        worker_longest_pause_cpu_ms=1e3 * pauses.longest_cpu_s,
+        load=os.getloadavg()[0],
     )
 
 
 def show(rows: Sequence[CostRow], fits: Sequence[ProcessCosts]) -> None:
     """Print rows and lines with their limits."""
-    console = Console(width=150)
+    console = Console(width=180)
     table = Table(title="costs" + " (quick: fewer streams, shorter)" * any(row.quick for row in rows))
     for column in (
         *("workers", "streams", "answer", "tokens/event", "driver µs/token", "driver ms/trajectory"),
-        *("worker tokens/CPU s", "driver idle", "trajectories", "steps", "late"),
+        *("worker tokens/CPU s", "µs/event", "pause ms (CPU)", "driver idle", "trajectories"),
+        *("steps", "late"),
     ):
         table.add_column(column, justify="right")
     for r in rows:
@@ -346,6 +357,8 @@ def show(rows: Sequence[CostRow], fits: Sequence[ProcessCosts]) -> None:
                 f"{r.driver_ms_a_trajectory:.2f}",
                 f"{r.worker_tokens_per_s:,.0f}",
             ),
+            f"{r.worker_us_an_event:.1f}",
+            f"{r.worker_longest_pause_ms:.0f} ({r.worker_longest_pause_cpu_ms:.0f})",
             *(f"{r.driver_idle:.3f}", f"{r.trajectories:,}", str(r.steps), f"{r.late_share:.1%}"),
         )
     console.print(table)
@@ -367,6 +380,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, help="of each worker")
     parser.add_argument("--events-per-s", type=float, help="of all streams together")
     parser.add_argument("--seconds", type=float, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all runs are made, in turn")
     o = parser.parse_args()
     lengths = tuple(o.lengths or (512, 4096, 32768))
     usual = (4.0, 5.0, 9.0) if o.quick else (20.0, 30.0, 60.0)
@@ -383,11 +397,10 @@ def main() -> None:
     rows: list[CostRow] = []
     try:
         write_inputs(folder)
-        for interval in plan.intervals:
-            for workers in plan.workers:
-                rows += asyncio.run(measure_run(plan, folder, workers, interval))
-                if o.json is not None:
-                    o.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        for _, interval, workers in product(range(o.rounds), plan.intervals, plan.workers):
+            rows += asyncio.run(measure_run(plan, folder, workers, interval))
+            if o.json is not None:
+                o.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     show(rows, fit_costs(rows))

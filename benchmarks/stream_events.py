@@ -7,6 +7,7 @@ step one event for each running request, as one HTTP chunk. The path is the real
 events, pool, session, tokens, and a journal that writes every second. CPU time is that of this process with
 all its threads, from the first request to the last finish; the calls themselves are part of it. `paced` has a
 decode step every `--step-ms`, `flat out` has no pause between steps. Figures are medians of the rounds.
+The longest pause is how late a timer of the event loop was, and in parentheses the CPU time of its thread.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +28,8 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.config import RolloutConfig, RoutingConfig
 from async_rl.data.chat_format import ChatFormat
@@ -37,12 +41,16 @@ from async_rl.queue.journal import Journal
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
+from async_rl.runtime.short_collections import short_collections
 from async_rl.types import Task
+from benchmarks.support.loop_pauses import PauseRecorder, Pauses
 
 PROMPT = np.arange(256, dtype=np.int32) % 500
 VOCAB = 151_936
 FACTS = facts_of({"num_hidden_layers": 2, "vocab_size": VOCAB, "max_position_embeddings": 10**7})
 JOURNAL_S = 1.0
+_STARTED_PER_TURN = 16
+_SETTLE_S = 1.0
 
 
 # -- the server, in a process of its own ----------------------------------------------------------------
@@ -163,8 +171,8 @@ class _Chat:
         return ""
 
 
-async def _turns(url: str, streams: int, tokens: int, folder: Path) -> tuple[float, float]:
-    """Run one turn in each stream; returns seconds of wall and CPU time."""
+async def _turns(url: str, streams: int, tokens: int, folder: Path) -> tuple[float, float, Pauses]:
+    """Run one turn in each stream; returns seconds of wall and CPU time, and pauses of the event loop."""
     metrics = Metrics()
     engine = SGLangEngine("engine-0", url, FACTS)
     pool = EnginePool(metrics, time.monotonic)
@@ -200,20 +208,25 @@ async def _turns(url: str, streams: int, tokens: int, folder: Path) -> tuple[flo
         session.start([])
         if len((await session.generate()).token_ids) != tokens:
             raise RuntimeError("a turn has the wrong number of tokens")
+        recorder.stop()  # all streams end at once here, and in no run
         pool.dispatcher.forget_trajectory(name)
         journal.remove_entries([name])
 
     writer = asyncio.create_task(write_journal())
+    recorder = PauseRecorder()
+    asyncio.get_running_loop().call_later(_SETTLE_S, recorder.start)
     begin, cpu = time.perf_counter(), time.process_time()
     async with asyncio.TaskGroup() as group:
         for number in range(streams):
             group.create_task(turn(number))
+            if number % _STARTED_PER_TURN == 0:  # as the dispatcher and the messages of a worker do
+                await asyncio.sleep(0)
     wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
     writer.cancel()
     await asyncio.gather(writer, return_exceptions=True)
     journal.close()
     await engine.close()
-    return wall, cpu
+    return wall, cpu, recorder.pauses
 
 
 def _measure(streams: int, events: int, per_event: int, step_s: float) -> dict[str, float]:
@@ -227,7 +240,8 @@ def _measure(streams: int, events: int, per_event: int, step_s: float) -> dict[s
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             url = f"http://127.0.0.1:{receiver.recv()}"
-            wall, cpu = asyncio.run(_turns(url, streams, tokens, Path(folder)))
+            with short_collections():  # as every process of a run
+                wall, cpu, pauses = asyncio.run(_turns(url, streams, tokens, Path(folder)))
     finally:
         server.terminate()
         server.join()
@@ -236,6 +250,8 @@ def _measure(streams: int, events: int, per_event: int, step_s: float) -> dict[s
         "us_a_token": 1e6 * cpu / (streams * tokens),
         "tokens_per_cpu_s": streams * tokens / cpu,
         "cpu_share": cpu / wall,
+        "longest_pause_ms": 1e3 * pauses.longest_s,
+        "longest_pause_cpu_ms": 1e3 * pauses.longest_cpu_s,
     }
 
 
@@ -251,7 +267,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the same rows there")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
-    print(f"{'':<10} {'tokens/event':>12} {'us/event':>9} {'us/token':>9} {'tokens/CPU s':>13} {'CPU':>5}")
+    columns = f"{'us/event':>9} {'us/token':>9} {'tokens/CPU s':>13} {'CPU':>5} {'pause ms (CPU)':>15}"
+    print(f"{'':<10} {'tokens/event':>12} {columns}")
     for mode, step_s in (("paced", arguments.step_ms / 1e3), ("flat out", 0.0)):
         for per_event in arguments.tokens_per_event:
             rounds = [
@@ -269,7 +286,8 @@ def main() -> None:
             rows.append(row)
             print(
                 f"{mode:<10} {per_event:>12} {pick('us_an_event'):>9.1f} {pick('us_a_token'):>9.2f} "
-                f"{pick('tokens_per_cpu_s'):>13.0f} {pick('cpu_share'):>5.2f}",
+                f"{pick('tokens_per_cpu_s'):>13.0f} {pick('cpu_share'):>5.2f} "
+                f"{pick('longest_pause_ms'):>9.1f} ({pick('longest_pause_cpu_ms'):.1f})",
                 flush=True,
             )
     if arguments.json:

@@ -40,6 +40,10 @@ _SHORTAGE_PAUSE_MAX_S: Final = 30.0
 _MAX_CACHED_PREFIXES: Final = 65536
 """Remembered sticky engines; the oldest are forgotten first, which costs a prefix-cache hit, no more."""
 
+_GRANTS_PER_TURN: Final = 32
+"""Waiting calls that are given engines before the event loop comes round: an update's end admits thousands,
+and each takes up to a millisecond to begin."""
+
 _NAMED_STATES: Final = 8
 """Engines listed by name in the reason for which a call waits; more engines are counted by state."""
 
@@ -75,6 +79,8 @@ class LeaseDispatcher:
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._num_asked = self._num_placed = 0
         self._waiting_line: list[tuple[str, int, Lease, Callable[[Lease], None]]] = []
+        self._more: asyncio.Handle | None = None
+        """Goes on with `admit_waiting` in the next turn of the event loop."""
         self._pause: asyncio.TimerHandle | None = None
         self._pause_s = _SHORTAGE_PAUSE_S
         self._shortage = ""
@@ -136,7 +142,9 @@ class LeaseDispatcher:
 
     def admit_waiting(self) -> None:
         """Give engines to the calls that wait, in order, until one finds no capacity."""
-        while self._waiting_line:
+        for _ in range(_GRANTS_PER_TURN):
+            if not self._waiting_line:
+                return
             *_, lease, on_placed = self._waiting_line[0]
             if not lease.withdrawn and not self._place_lease(lease):
                 return
@@ -144,6 +152,12 @@ class LeaseDispatcher:
             if not lease.withdrawn:
                 self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - lease.asked_s)
                 on_placed(lease)
+        if self._more is None:
+            self._more = asyncio.get_running_loop().call_soon(self._admit_more)
+
+    def _admit_more(self) -> None:
+        self._more = None
+        self.admit_waiting()
 
     def pause_calls(self, why: str) -> None:
         """Begin no calls for a while, because this process cannot connect; longer each time in a row."""

@@ -483,7 +483,7 @@ class EngineMetrics(Instruments):
     engine_running_requests = gauge(
         "Open calls of an engine.",
         "engine",
-        source="engines.lease_dispatcher, when a call begins or ends",
+        source="engines.pool, at the scrape",
         bad="Very unequal between engines: see `engine_load_imbalance`.",
     )
     engine_quarantined_total = counter(

@@ -59,6 +59,14 @@ class CostRow(msgspec.Struct, kw_only=True):
     worker_cpu_s: float
     late_share: float
     """Share of the tokens that came late because a server or a reader was behind."""
+    worker_us_an_event: float = 0.0
+    """CPU time of a worker for one event of a stream, all of its work together."""
+    worker_longest_pause_ms: float = 0.0
+    """The longest time for which the event loop of a worker did not come round, other load included."""
+    worker_longest_pause_cpu_ms: float = 0.0
+    """The most CPU time that it took without coming round."""
+    load: float = 0.0
+    """The machine's load average at the end."""
     quick: bool = False
     """Whether streams were fewer and measurements shorter."""
 
@@ -73,6 +81,8 @@ class ProcessCosts(msgspec.Struct, frozen=True, kw_only=True):
     driver_ms_a_trajectory: float
     driver_idle: float
     worker_tokens_per_s: float
+    driver_idle_a_worker: float = 0.0
+    """What each worker adds to `driver_idle`, which is that without workers then: heartbeats."""
 
 
 class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):

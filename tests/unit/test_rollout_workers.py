@@ -470,7 +470,7 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
         await workers.trajectories(workers.attempt())
     assert len(sizes) > 50
     assert median(sizes) < 400
-    assert 5 <= len(calls) <= 8, "a call of 15 s is reported every 2 s, for its engine's health"
+    assert 1 <= len(calls) <= 3, "a call of 15 s is reported every 7.5 s, for its engine's health"
     lengths = [report.num_sampled_tokens for report in reports]
     assert 5 < len(lengths) < 20, "a trajectory is reported when it has changed enough"
     assert all(now <= before * 5 // 4 + 100 for before, now in pairwise(lengths))

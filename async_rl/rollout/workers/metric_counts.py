@@ -45,7 +45,7 @@ class IncrementCollector:
 
 def add_increments(increments: Iterable[MetricIncrement], metrics: Metrics) -> None:
     """Add increments to the metrics of this process."""
-    names = _names_summed(type(metrics))
+    names = _names_summed()
     for increment in increments:
         if increment.name not in names:
             continue  # from a worker of another version
@@ -72,16 +72,16 @@ def _sums(metrics: Metrics) -> Iterator[tuple[str, tuple[str, ...], tuple[float,
 
 
 def _summed(metrics: Metrics) -> Iterator[tuple[str, Any]]:
-    for name in _names_summed(type(metrics)):
+    for name in _names_summed():
         yield name, getattr(metrics, name)
 
 
 @cache
-def _names_summed(kind: type[Metrics]) -> dict[str, None]:
+def _names_summed() -> dict[str, None]:
     """Return the names of counters and histograms, in order; heartbeats ask for them all the time."""
     return {
         name: None
-        for section in declared(kind)
+        for section in declared(Metrics)
         for name, declaration in section.declarations.items()
         if declaration.kind != "gauge"
     }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,6 +74,10 @@ _REPORT_S: Final = 8.0
 _REPORTS_PER_STALL: Final = 8
 """A call that receives tokens is reported so often, and so often in `engine.stall_s` at least: in time for
 the driver, which takes a silent engine out of service, and seldom, for there are hundreds of calls."""
+
+_MESSAGES_PER_TURN: Final = 16
+"""After so many messages the event loop comes round: an update's end grants hundreds of calls by one frame,
+and each takes up to a millisecond to begin."""
 
 _MIN_REPORTED_WAIT_S: Final = 5.0
 """A heartbeat reports waits that have lasted at least this long."""
@@ -167,11 +172,13 @@ class RolloutWorker:
                     Nursery() as attempts,
                 ):
                     try:
-                        while True:
+                        for number in count(1):
                             if (message := link.receive_arrived()) is None:
                                 with waiting("idle"):
                                     message = await link.receive()
                             self._handle_message(message, attempts)
+                            if number % _MESSAGES_PER_TURN == 0:
+                                await asyncio.sleep(0)
                     finally:
                         self._calls.close()
                         attempts.cancel_tasks()

@@ -91,6 +91,9 @@ _TICKS: Final = 8
 """Silence is counted in this many ticks of the driver, so that a driver that stalled itself does not take its
 workers for dead."""
 
+_MESSAGES_PER_TURN: Final = 64
+"""After so many messages of one worker the event loop comes round."""
+
 _MAX_FAILED_STARTS: Final = 3
 """The run ends after this many failed starts of one worker in a row: user code that cannot be loaded now
 cannot be loaded later."""
@@ -407,14 +410,14 @@ class WorkerBackend(RolloutBackend):
         starting; without one, it begins anew elsewhere.
         """
 
-        def has_room(worker: WorkerHandle) -> bool:
+        def has_capacity(worker: WorkerHandle) -> bool:
             return max_attempts is None or len(worker.attempts) < max_attempts
 
         while True:
             worker = None if node is not None or self._spool.absent else self._load.least_loaded()
-            if worker is not None and has_room(worker):
+            if worker is not None and has_capacity(worker):
                 return worker
-            free = [w for w in self.workers.values() if has_room(w)]
+            free = [w for w in self.workers.values() if has_capacity(w)]
             if near := [w for w in free if w.link.peer_node == node]:
                 free = near
             elif node is not None and self._starting:
@@ -505,11 +508,14 @@ class WorkerBackend(RolloutBackend):
         cause = f"{worker.name} is ended with the run"
         try:
             async with services(watch=lambda: self._watch_silence(worker)):
-                while True:
+                for number in count(1):
                     if (message := worker.link.receive_arrived()) is None:
                         with waiting("idle"):
                             message = await worker.link.receive()
                     self._deliver_message(worker, message)
+                    if number % _MESSAGES_PER_TURN == 0:
+                        await asyncio.sleep(0)
+                raise AssertionError("a worker's messages end by an error")
         except ExceptionGroup as errors:
             lost = first_error(errors)
             if not isinstance(lost, WorkerLost):
