@@ -1773,6 +1773,22 @@ MUTANTS: Final = (
         (f"{LEASES}::test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated",),
     ),
     Mutant(
+        "unwanted-lease-takes-an-engine",
+        "A worker's call that is not wanted any more is given an engine, and never returned.",
+        "async_rl/engines/lease_dispatcher.py",
+        "            lease.withdrawn = True",
+        "            pass",
+        (f"{LEASES}::test_a_lease_that_is_not_wanted_any_more_takes_no_engine",),
+    ),
+    Mutant(
+        "waiting-calls-are-forgotten",
+        "Calls that wait for an engine begin only when another call ends.",
+        "async_rl/engines/lease_dispatcher.py",
+        "            self._more = asyncio.get_running_loop().call_soon(self._admit_more)",
+        "            pass",
+        (f"{LEASES}::test_all_waiting_calls_begin_in_turns_of_the_event_loop",),
+    ),
+    Mutant(
         "repeated-request-takes-a-lease",
         "A request for a lease that arrives twice takes two, and one is never returned.",
         "async_rl/rollout/workers/relayed_leases.py",

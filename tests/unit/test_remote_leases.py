@@ -245,6 +245,38 @@ async def test_a_repeated_message_takes_no_second_lease_and_returns_no_other() -
 
 
 @in_virtual_time
+async def test_a_lease_that_is_not_wanted_any_more_takes_no_engine() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        driver.pool.hold_engine("engine-0")
+        for number in (1, 2):
+            driver.leases.handle_message(LeaseWanted(lease_id=number, key=str(number), tokens=9, prompt=4))
+        driver.leases.handle_message(LeaseEnded(lease_id=1))
+        driver.pool.serve_engine("engine-0", 4)
+        await asyncio.sleep(0.01)
+        granted = [message.lease_id for message in driver.posted if isinstance(message, LeaseGranted)]
+        assert granted == [2]
+        assert driver.num_calls == 1
+        driver.leases.handle_message(LeaseEnded(lease_id=2))
+        assert driver.num_calls == 0
+
+
+@in_virtual_time
+async def test_all_waiting_calls_begin_in_turns_of_the_event_loop() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        driver.pool.hold_engine("engine-0")
+        for number in range(1, 101):
+            driver.leases.handle_message(LeaseWanted(lease_id=number, key=str(number), tokens=9, prompt=4))
+        driver.pool.serve_engine("engine-0", 4)
+        assert 0 < driver.num_calls < 50
+        await asyncio.sleep(0.01)
+        assert driver.num_calls == 100
+        for number in range(1, 101):
+            driver.leases.handle_message(LeaseEnded(lease_id=number))
+
+
+@in_virtual_time
 async def test_an_engine_is_interrupted_when_workers_have_confirmed_that_they_send_nothing_more() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
