@@ -315,6 +315,7 @@ STALENESS: Final = (
             Query(increase("resume_discarded_tokens_total"), "of no use"),
             Query(increase("journal_corrupt_records_total"), "damaged records"),
             Query(increase("attempts_restarted_total"), "attempts begun anew"),
+            Query(increase("late_results_total"), "results of earlier owners"),
         ),
         width=12,
         colors={"damaged records": RED},

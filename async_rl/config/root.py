@@ -102,6 +102,14 @@ def check_sharing(config: Config) -> None:
             f"placement.shared: engine.device is {engine.device} and trainer.device is {trainer.device}: set "
             "both to the same"
         )
+    if isinstance(engine, SGLangEngines) and any(
+        argument.startswith("--tokenizer-worker-num") and argument != "--tokenizer-worker-num=1"
+        for argument in engine.extra_args
+    ):
+        raise ValueError(
+            "placement.shared: engine.extra_args has --tokenizer-worker-num, but only one process of a "
+            "server can refuse calls while its devices are released: remove it"
+        )
     if weights.interrupt != "abort":
         raise ValueError(
             f"placement.shared: weights.interrupt is {weights.interrupt}, which leaves calls on engines that "

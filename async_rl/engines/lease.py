@@ -398,10 +398,12 @@ class Lease:
                 self._failures.record_strike(engine_id, error)
             raise
         except EngineBusy as error:
-            self._failures.record_back_pressure(engine_id, error)
+            if not self.interrupted:  # a refusal of an earlier epoch says nothing about this one
+                self._failures.record_back_pressure(engine_id, error)
             raise
         except RequestRefused as error:
-            self._failures.record_refused_request(engine_id, self.key, error)
+            if not self.interrupted:
+                self._failures.record_refused_request(engine_id, self.key, error)
             raise
         except LocalShortage as error:
             self._failures.record_local_shortage(error)

@@ -406,6 +406,12 @@ class PartialMetrics(Instruments):
         bad="More than a few when a process ends: a node was lost with its journal (`queue.journal_dir`) or "
         "with frames (`queue.spool_dir`).",
     )
+    late_results_total = counter(
+        "What counted for nothing because another owner has the trajectory: results of attempts and rewards "
+        "that the driver no longer waited for, and trajectories in journals of earlier owners.",
+        source="rollout.workers.worker_backend, with a message; queue.journal_folders, for an attempt",
+        bad="Grows although no worker ends and nothing is cancelled: two processes work on one trajectory.",
+    )
     resumed_tokens_total = counter(
         "Sampled tokens restored from the journal after a restart.",
         unit="tokens",

@@ -181,6 +181,7 @@ class JournalReader:
             return {}
         trees = [await self._read_tree(source, trajectory_id) for source in claim.sources]
         tree = newest_tree(trajectory_id, trees)
+        self._metrics.late_results_total.inc(sum(map(len, trees)) - len(tree))
         oldest = min(
             (v for state in tree.values() if (v := state.oldest_weight_version) is not None), default=None
         )

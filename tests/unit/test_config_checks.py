@@ -65,6 +65,12 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("{placement: {shared: true}, weights: {interrupt: retract}}", "set weights.interrupt=abort"),
         ("{placement: {shared: true}, weights: {transport: distributed}}", "set weights.transport=disk"),
         (
+            "{placement: {shared: true}, weights: {interrupt: abort, transport: disk}, "
+            "engine: {kind: sglang, device: cpu, extra_args: [--tokenizer-worker-num, '2']}, "
+            "trainer: {device: cpu}}",
+            "engine.extra_args has --tokenizer-worker-num",
+        ),
+        (
             "{placement: {shared: true}, data: {path: x.jsonl, validation: [{path: y.jsonl}]}, "
             "engine: {num_engines: 2}, evaluation: {at_start: true, engines: 1}}",
             "evaluation.engines is 1, but engines reserved for evaluation would hold their devices",

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue import journal_folders
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
@@ -80,7 +80,9 @@ def test_what_a_process_writes_counts_for_nothing_when_it_has_lost_the_trajector
     assert owner.pop_written_claims() == [NAME]
     write(lost, NAME, sampled(500), epoch=1)
     for folders in ([lost, owner], [owner, lost]):
-        assert lengths(read(claim_of(*(each.directory for each in folders)))[0]) == {"": 5}
+        metrics, claim = Metrics(), claim_of(*(each.directory for each in folders))
+        left = asyncio.run(JournalReader(metrics).read_claim(claim, NAME, 1))
+        assert (lengths(left), value_of(metrics.late_results_total)) == ({"": 5}, 1)
     found = asyncio.run(JournalFolders(tmp_path, 2, {}).restore([NAME]))
     assert found[NAME].num_sampled_tokens == 5
     lost.close()

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -322,3 +323,8 @@ async def test_a_call_whose_client_has_left_does_not_reach_the_released_memory_o
             assert again.status == 200
             assert await again.content.readexactly(1) == b"x"
     assert server.died_of == ""
+
+
+def test_a_server_that_takes_calls_in_several_processes_is_refused() -> None:
+    with pytest.raises(SystemExit, match="--tokenizer-worker-num is 3: 3 processes"):
+        memory_gate.install(SimpleNamespace(tokenizer_worker_num=3))

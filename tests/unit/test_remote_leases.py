@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from async_rl.engines.lease import EngineState, Lease
 from async_rl.engines.membership import EngineMembership
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
-from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError
+from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError, RequestRefused
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
     DropCall,
@@ -83,6 +84,11 @@ async def dropped(worker: Worker) -> str:
     return str(error.value)
 
 
+async def refused(worker: Worker, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        await worker.call()
+
+
 def request() -> GenerateRequest:
     return GenerateRequest(
         request_id="0" * 32,
@@ -130,6 +136,31 @@ async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
     assert isinstance(end, Finish)
     assert (end.reason, lease.interrupted) == ("abort", True)
     assert isinstance(worker.posted[-1], LeaseEnded)
+
+
+@pytest.mark.parametrize("error", [EngineBusy("503", 5.0), RequestRefused("400")])
+@pytest.mark.parametrize("revoked", [False, True])
+@in_virtual_time
+async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: bool, error: Exception) -> None:
+    """Whose memory is released refuses calls; the report would arrive in its next epoch."""
+    worker = Worker()
+    worker.calls.renew(worker.clock())
+
+    async def refuse(request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
+        await asyncio.sleep(0.5)
+        raise error
+        yield
+
+    worker.engine.generate = refuse  # type: ignore[assignment]
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(refused(worker, type(error)))
+        await asyncio.sleep(0)
+        worker.grant(1)
+        await asyncio.sleep(0.1)
+        if revoked:
+            worker.calls.revoke(RevokeLeases(engine_id="engine-0", number=7))
+        await calling
+    assert any(isinstance(message, EngineReport) for message in worker.posted) == (not revoked)
 
 
 @in_virtual_time

@@ -31,7 +31,7 @@ from async_rl.errors import (
     SpoolFull,
     WorkerLost,
 )
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, value_of
 from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue import journal as journal_module
 from async_rl.queue.archive import InspectedTrajectories
@@ -711,6 +711,7 @@ async def test_no_frame_is_left_of_an_attempt_that_is_not_wanted_any_more(late_s
             playing.cancel()
         assert playing.cancelled()
         await asyncio.sleep(1.0)
+        assert value_of(workers.metrics.late_results_total) == 1
         assert len(frames_in(workers.spool)) == 1
         workers.spool.delete_discarded()
         assert frames_in(workers.spool) == []

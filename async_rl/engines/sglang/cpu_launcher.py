@@ -169,9 +169,10 @@ def main(arguments: list[str]) -> None:
     if "--skip-server-warmup" in arguments:
         # Without a warm-up it asks before the server listens: it has no effect but a traceback in the log.
         http_server._freeze_gc_after_server_warmup = lambda _: None
-    memory_gate.install()
     try:
-        run_server(prepare_server_args(arguments))
+        given = prepare_server_args(arguments)
+        memory_gate.install(given)
+        run_server(given)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -11,7 +11,8 @@ server's sockets until its client has left, and memory is released.
   └───────── all parts resumed ◄──────────── /resume_memory_occupation ◄── weights loaded ◄──────┘
 ```
 
-It uses SGLang's HTTP API only, so it fits every version. `cpu_launcher.py` and `narrow_launcher.py` install
+The gate is in one process, so servers with several tokenizer workers, which take calls too, are refused. It
+uses SGLang's HTTP API only, so it fits every version. `cpu_launcher.py` and `narrow_launcher.py` install
 it too. SGLang adds the check of keys afterwards, in front of it, so that the admin key is needed to close it.
 """
 
@@ -218,8 +219,18 @@ class MemoryGate:
         return status, text
 
 
-def install() -> None:
-    """Put the gate into SGLang's HTTP server, in this process."""
+def install(given: Any) -> None:
+    """Put the gate into SGLang's HTTP server, in this process; end it if others would take calls as well.
+
+    Args:
+        given: The server's arguments, as SGLang has read them.
+    """
+    if given.tokenizer_worker_num > 1:
+        sys.exit(
+            f"--tokenizer-worker-num is {given.tokenizer_worker_num}: {given.tokenizer_worker_num} processes "
+            "would take calls, and the gate that refuses them while the server lacks its memory is in this "
+            "one only; remove it from engine.extra_args"
+        )
     from sglang.srt.entrypoints import http_server
 
     http_server.app.add_middleware(MemoryGate)
@@ -275,7 +286,7 @@ def main(arguments: list[str]) -> None:
     load_plugins()
     try:
         given = prepare_server_args(arguments)
-        install()
+        install(given)
         run_server(given)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -362,6 +362,7 @@ class WorkerBackend(RolloutBackend):
             if answer is None:
                 worker.post(CancelRequest(request_id=request_id))
                 if isinstance(unheard := inbox.message, AttemptEnded):
+                    self._metrics.late_results_total.inc()
                     self._spool.discard(unheard.end.trajectories)
         worker.has_completed_attempt = True
         if isinstance(answer, AttemptFailed):
@@ -544,10 +545,12 @@ class WorkerBackend(RolloutBackend):
                 if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
                     self._spool.hold(end.trajectories)
                 else:  # the attempt is not wanted any more
+                    self._metrics.late_results_total.inc()
                     self._spool.refuse(end.trajectories)
             case AttemptFailed() | GroupScored():
-                if (inbox := worker.inboxes.get(message.request_id)) is not None:
-                    inbox.put_message(message)
+                inbox = worker.inboxes.get(message.request_id)
+                if inbox is None or not inbox.put_message(message):
+                    self._metrics.late_results_total.inc()
             case WorkerFailed():
                 raise message.failure.error
             case (
