@@ -82,7 +82,7 @@ class ProcessCosts(msgspec.Struct, frozen=True, kw_only=True):
     driver_idle: float
     worker_tokens_per_s: float
     driver_idle_a_worker: float = 0.0
-    """What each worker adds to `driver_idle`, which is that without workers then: heartbeats."""
+    """What each worker adds to `driver_idle`: its heartbeats."""
 
 
 class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +116,22 @@ def read_costs(path: Path = MEASURED_COSTS) -> list[ProcessCosts]:
         ) from error
     if not rows:
         raise ConfigError(f"--costs {path}: no rows; expected those of `benchmarks/driver_scale.py --json`")
-    return fit_costs([msgspec.structs.replace(row, workers=min(row.workers, 1)) for row in rows])
+    idle, idle_a_worker = _fit_idle([row for row in rows if row.workers])
+    return [
+        msgspec.structs.replace(cost, driver_idle=idle, driver_idle_a_worker=idle_a_worker)
+        if cost.workers
+        else cost
+        for cost in fit_costs([msgspec.structs.replace(row, workers=min(row.workers, 1)) for row in rows])
+    ]
+
+
+def _fit_idle(rows: Sequence[CostRow]) -> tuple[float, float]:
+    """Fit what the driver takes idle by a constant and the share of each worker; 0 for one number of them."""
+    workers, idle = np.array([row.workers for row in rows]), np.array([row.driver_idle for row in rows])
+    if len(set(workers.tolist())) < 2:
+        return (float(idle.mean()) if rows else 0.0), 0.0
+    slope, constant = np.polyfit(workers, idle, 1)
+    return max(0.0, float(constant)), max(0.0, float(slope))
 
 
 def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:
@@ -176,7 +191,7 @@ def process_load(
     stored = (FRAME_BYTES + workload.routing_row_bytes) * workload.trajectory_tokens
     return ProcessLoad(
         workers=workers,
-        driver_load=driver_load(chosen, tokens_per_s, finished_per_s),
+        driver_load=driver_load(chosen, tokens_per_s, finished_per_s, workers),
         worker_load=tokens_per_s / chosen.worker_tokens_per_s / workers if workers else 0.0,
         network_bytes_per_s=wire_bytes * tokens_per_s / max(1, workers),
         frame_nodes=frame_nodes,
@@ -190,7 +205,10 @@ def choose_costs(costs: Sequence[ProcessCosts], *, with_workers: bool) -> Proces
     return max(fitting, key=lambda cost: (cost.tokens_per_event, cost.workers), default=None)
 
 
-def driver_load(costs: ProcessCosts, tokens_per_s: float, trajectories_per_s: float) -> float:
+def driver_load(
+    costs: ProcessCosts, tokens_per_s: float, trajectories_per_s: float, workers: int = 0
+) -> float:
     """Return the CPU seconds a second that the driver takes."""
     by_tokens = 1e-6 * costs.driver_us_a_token * tokens_per_s
-    return costs.driver_idle + by_tokens + 1e-3 * costs.driver_ms_a_trajectory * trajectories_per_s
+    idle = costs.driver_idle + costs.driver_idle_a_worker * workers
+    return idle + by_tokens + 1e-3 * costs.driver_ms_a_trajectory * trajectories_per_s
