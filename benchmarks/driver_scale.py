@@ -44,7 +44,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.config.worker_count import TRAJECTORIES_PER_WORKER
+from async_rl.engines.pool import EnginePool
+from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import step_record_log
+from async_rl.rollout.workers.link import connect_link, listen
+from async_rl.rollout.workers.messages import Heartbeat
+from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
+from async_rl.rollout.workers.relayed_leases import RelayedLeases
+from async_rl.rollout.workers.worker import LEASE_S
 from async_rl.simulation.process_costs import CostRow, ProcessCosts, fit_costs
 from benchmarks.support.loop_pauses import FOLDER, longest_pauses
 from benchmarks.support.paced_server import Counts, Pace
@@ -252,6 +259,7 @@ async def measure_run(plan: Plan, folder: Path, workers: int, interval: int | No
     """Start a run with so many workers, and measure all lengths in it."""
     streams = plan.streams * max(1, workers)
     rows = []
+    heartbeat_us = await measure_heartbeat() if workers else 0.0
     with server_processes(max(1, workers), max(-(-streams // SLOTS), workers)) as urls:
         async with aiohttp.ClientSession() as session:
             engines = Servers(session, urls)
@@ -276,10 +284,38 @@ async def measure_run(plan: Plan, folder: Path, workers: int, interval: int | No
                     )
                     await asyncio.sleep(_SETTLE_S)
                     row = await measure_length(engines, processes, folder / "run", idle, seconds)
-                    row.workers, row.streams = workers, streams
+                    row.workers, row.streams, row.heartbeat_us = workers, streams, heartbeat_us
                     row.answer_tokens, row.quick = length, plan.quick
                     rows.append(row)
     return rows
+
+
+async def measure_heartbeat(rounds: int = 2000) -> float:
+    """Return the CPU time of a heartbeat with its answer over a link, of both ends, in microseconds."""
+    clock, metrics = asyncio.get_running_loop().time, Metrics()
+    collector, pool = IncrementCollector(metrics), EnginePool(metrics, clock)
+    async with listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
+        connecting = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
+        ours = await listener.accept_link()
+        theirs = await connecting
+        leases = RelayedLeases(
+            "worker", pool, ours.post, lease_s=LEASE_S, clock=clock, on_lease=lambda *of: None
+        )
+        metrics.event_loop_lag_seconds.observe(0.001)
+        metrics.sampled_tokens_total.inc()
+        increments = collector.collect_increments()
+        begin_s = time.thread_time()
+        for number in range(rounds):
+            theirs.post(Heartbeat(number=number, increments=increments))
+            heartbeat = await ours.receive()
+            assert isinstance(heartbeat, Heartbeat)
+            add_increments(heartbeat.increments, metrics)
+            leases.renew(heartbeat.number, heartbeat.calls)
+            await theirs.receive()
+        spent_s = time.thread_time() - begin_s
+        ours.close()
+        theirs.close()
+    return 1e6 * spent_s / rounds
 
 
 async def wait_for_streams(engines: Servers, driver: subprocess.Popen[bytes], streams: int) -> None:

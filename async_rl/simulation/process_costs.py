@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import ConfigError
+from async_rl.rollout.workers.worker import TICK_S
 from async_rl.simulation.planned_job import FRAME_BYTES, JobPlan
 from async_rl.simulation.workload import Workload
 
@@ -59,6 +60,8 @@ class CostRow(msgspec.Struct, kw_only=True):
     worker_cpu_s: float
     late_share: float
     """Share of the tokens that came late because a server or a reader was behind."""
+    heartbeat_us: float = 0.0
+    """CPU time of a heartbeat over a link, of both ends: more than the driver's part."""
     worker_us_an_event: float = 0.0
     """CPU time of a worker for one event of a stream, all of its work together."""
     worker_longest_pause_ms: float = 0.0
@@ -116,22 +119,7 @@ def read_costs(path: Path = MEASURED_COSTS) -> list[ProcessCosts]:
         ) from error
     if not rows:
         raise ConfigError(f"--costs {path}: no rows; expected those of `benchmarks/driver_scale.py --json`")
-    idle, idle_a_worker = _fit_idle([row for row in rows if row.workers])
-    return [
-        msgspec.structs.replace(cost, driver_idle=idle, driver_idle_a_worker=idle_a_worker)
-        if cost.workers
-        else cost
-        for cost in fit_costs([msgspec.structs.replace(row, workers=min(row.workers, 1)) for row in rows])
-    ]
-
-
-def _fit_idle(rows: Sequence[CostRow]) -> tuple[float, float]:
-    """Fit what the driver takes idle by a constant and the share of each worker; 0 for one number of them."""
-    workers, idle = np.array([row.workers for row in rows]), np.array([row.driver_idle for row in rows])
-    if len(set(workers.tolist())) < 2:
-        return (float(idle.mean()) if rows else 0.0), 0.0
-    slope, constant = np.polyfit(workers, idle, 1)
-    return max(0.0, float(constant)), max(0.0, float(slope))
+    return fit_costs([msgspec.structs.replace(row, workers=min(row.workers, 1)) for row in rows])
 
 
 def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:
@@ -161,6 +149,7 @@ def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:
                 driver_ms_a_trajectory=1e3 * float(line[1]),
                 driver_idle=float(np.mean([r.driver_idle for r in run])),
                 worker_tokens_per_s=sum(r.tokens for r in run) / max(worker_cpu_s, 1e-9),
+                driver_idle_a_worker=1e-6 * float(np.mean([r.heartbeat_us for r in run])) / TICK_S,
             )
         )
     return found
