@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from async_rl.types import Float32Array, Int32Array, RoutingTrace, VersionSpan
+from async_rl.types import Float32Array, Int32Array, RoutingTrace, SamplingMask, VersionSpan
 
 InterruptMode = Literal["abort", "retract", "in_place"]
 
@@ -28,8 +28,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled, however likely they are."""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -41,6 +47,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     input_ids: Int32Array  # [P]
     max_new_tokens: int
     sampling: SamplingParams
+    return_mask: bool = False
+    """Whether each token comes with those that truncated sampling kept at its position, and with its log-prob
+    among them."""
     return_routing: bool = False
     routing_start: int = 0
     """Position of the first requested routing row, at most P: the session has the earlier rows."""
@@ -73,11 +82,22 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     token_ids: Int32Array  # [n]
     log_probs: Float32Array  # [n], nats
+    mask: SamplingMask | None = None
+    """Of its n tokens, if the request asks for it."""
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], log_probs: Sequence[float]) -> Chunk:
+    def of(
+        cls, token_ids: Sequence[int], log_probs: Sequence[float], mask: SamplingMask | None = None
+    ) -> Chunk:
         """Return a chunk of these tokens."""
-        return cls(token_ids=np.array(token_ids, np.int32), log_probs=np.array(log_probs, np.float32))
+        return cls(
+            token_ids=np.array(token_ids, np.int32), log_probs=np.array(log_probs, np.float32), mask=mask
+        )
+
+    def first(self, length: int) -> Chunk:
+        """Return a chunk of the first tokens."""
+        mask = None if self.mask is None else self.mask[:length]
+        return Chunk(token_ids=self.token_ids[:length], log_probs=self.log_probs[:length], mask=mask)
 
 
 class PayloadProgress(msgspec.Struct, frozen=True):

@@ -180,7 +180,7 @@ class DataError(AsyncRLError):
 
 
 class AlignmentError(DataError):
-    """Routing rows do not fit the tokens they belong to."""
+    """Routing rows or sampling masks do not fit the tokens they belong to."""
 
     def __init__(self, message: str, reason: Misalignment = "payload") -> None:
         super().__init__(message)

@@ -29,6 +29,8 @@ BoolArray = npt.NDArray[np.bool_]
 ExpertIdArray = npt.NDArray[Any]
 """uint8 where the model has at most 256 experts, else uint16."""
 
+_MAX_KEPT = (1 << 16) - 1
+
 FinishReason = Literal["stop", "length", "abort", "failover"]
 """Why one engine call ended: `abort` when it was interrupted, `failover` when its engine died during it."""
 
@@ -61,6 +63,74 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="context"
     token_ids: np.ndarray  # [n] int32
 
 
+class SamplingMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The tokens that truncated sampling (`top_k`, `top_p`, `min_p`) kept at each of n positions, ragged.
+
+    Example:
+        >>> mask = SamplingMask.of([[5, 9], []])  # 5 and 9 could be sampled; then any token
+        >>> mask[:1].token_ids  # [2]
+    """
+
+    counts: np.ndarray  # [n] uint16, 0 where every token of the vocabulary could be sampled
+    token_ids: np.ndarray  # [sum(counts)] uint16, or uint32 where an id does not fit
+
+    @classmethod
+    def of(cls, kept: Sequence[Sequence[int]]) -> SamplingMask:
+        """Return the mask of these ids, one list for each position."""
+        flat = np.array([token_id for ids in kept for token_id in ids], np.int64)
+        counts = np.array([len(ids) for ids in kept], np.int64)
+        if counts.max(initial=0) > _MAX_KEPT or (len(flat) and not 0 <= flat.min() <= flat.max() < 1 << 32):
+            raise ValueError(f"a sampling mask has at most {_MAX_KEPT} token ids of 32 bits per position")
+        wide = flat.max(initial=0) > _MAX_KEPT
+        return cls(counts=counts.astype(np.uint16), token_ids=flat.astype(np.uint32 if wide else np.uint16))
+
+    @classmethod
+    def untruncated(cls, length: int) -> SamplingMask:
+        """Return the mask of positions at which every token could be sampled."""
+        return cls(counts=np.zeros(length, np.uint16), token_ids=np.zeros(0, np.uint16))
+
+    @classmethod
+    def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """Return the masks one after the other; the ids get the widest type among them."""
+        if not masks:
+            return cls.untruncated(0)
+        return cls(
+            counts=np.concatenate([mask.counts for mask in masks]),
+            token_ids=np.concatenate([mask.token_ids for mask in masks]),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of positions, n."""
+        return len(self.counts)
+
+    def __getitem__(self, positions: slice) -> SamplingMask:
+        """Return the mask of consecutive positions, as views where possible."""
+        start, stop, _ = positions.indices(len(self.counts))
+        first = int(self.counts[:start].sum(dtype=np.int64))
+        last = first + int(self.counts[start:stop].sum(dtype=np.int64))
+        return SamplingMask(counts=self.counts[start:stop], token_ids=self.token_ids[first:last])
+
+    def take(self, positions: np.ndarray) -> SamplingMask:
+        """Return the mask of any positions, `[m]`, in their order."""
+        ends = np.cumsum(self.counts, dtype=np.int64)
+        counts = self.counts[positions].astype(np.int64)
+        moved = (ends - self.counts)[positions] - (np.cumsum(counts) - counts)
+        index = np.repeat(moved, counts) + np.arange(int(counts.sum()))
+        return SamplingMask(counts=counts.astype(np.uint16), token_ids=self.token_ids[index])
+
+    @property
+    def rows(self) -> Int64Array:
+        """The position of each id, `[sum(counts)]`."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def keeps(self, token_ids: np.ndarray) -> BoolArray:
+        """Return whether each position keeps a token, `[n]`; where every token is kept, it does."""
+        found: BoolArray = self.counts == 0
+        rows = self.rows
+        found[rows[self.token_ids == token_ids[rows]]] = True
+        return found
+
+
 class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"):
     """Tokens of one engine call under one weight version."""
 
@@ -73,6 +143,9 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"
     """Whether `weight_version` is only the oldest version that can have sampled it, so that the bound on
     staleness holds: a restart has undone the weights, or the engine may have changed them during the call and
     has not reported which of them sampled what."""
+    mask: SamplingMask | None = None
+    """The tokens that truncated sampling kept at each of its n positions; None where sampling was not
+    truncated. `rollout_log_probs` are those of the truncated distribution."""
 
 
 Segment = Context | Sampled
@@ -295,6 +368,20 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True,
                     segment.weight_version if isinstance(segment, Sampled) else -1,
                     np.int32,
                 )
+                for segment in self.segments
+            ]
+        )
+
+    @cached_property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The tokens that truncated sampling kept at each position, T; None if it truncated nothing."""
+        if all(isinstance(segment, Context) or segment.mask is None for segment in self.segments):
+            return None
+        return SamplingMask.joined(
+            [
+                SamplingMask.untruncated(len(segment.token_ids))
+                if isinstance(segment, Context) or segment.mask is None
+                else segment.mask
                 for segment in self.segments
             ]
         )
@@ -688,6 +775,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """`[R] int64`, the index of the last token of each turn that has a reward of its own."""
     turn_reward_values: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
     """`[R] float32`, these rewards, which `rewards` includes."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled at each of the S positions; None if sampling was not truncated."""
 
     @property
     def attempt_index(self) -> Int32Array:

@@ -44,6 +44,7 @@ from trainer.losses.advantages import (
 )
 from trainer.losses.corrections import rejected_answers
 from trainer.losses.kl import kl_estimate, sums_to_go
+from trainer.losses.log_probs import KeptTokens
 from trainer.losses.objectives import token_weights
 from trainer.losses.policy_loss import SUMS, TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
@@ -83,6 +84,7 @@ class PlacedMicroBatch:
     rows: torch.Tensor  # [n] int64, the rows of the hidden states that predict trained tokens
     token_indices: Int64Array  # [n] indices in the batch of the predicting positions
     labels: torch.Tensor  # [n] int64
+    kept: KeptTokens | None = None  # the tokens that could be sampled in each of the n rows; None: all could
 
 
 @dataclass(frozen=True)
@@ -453,13 +455,15 @@ class TrainerWorker:
         for packing in level_packings(packings) if model.level_lengths else packings:
             inputs, source = model.place_inputs(packing, batch.token_ids, rows, valid)
             trained = np.flatnonzero((source >= 0) & wanted.mask[source])
-            tokens = source[trained]
+            tokens, mask = source[trained], batch.sampling_mask
             placed.append(
                 PlacedMicroBatch(
                     inputs=inputs,
                     rows=torch.from_numpy(trained).to(model.device),
                     token_indices=tokens,
                     labels=torch.from_numpy(wanted.labels[tokens].astype(np.int64)).to(model.device),
+                    # The mask is at the sampled token, which the position before it predicts.
+                    kept=None if mask is None else KeptTokens.of(mask.take(tokens + 1), model.device),
                 )
             )
         return placed
@@ -480,9 +484,11 @@ class TrainerWorker:
     def log_probs_and_entropy(
         self, micro_batch: PlacedMicroBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probs of trained tokens under the sampling temperature, and entropies, `[n]` each."""
-        trained = hidden.index_select(0, micro_batch.rows)
-        return self.model.log_probs(trained, micro_batch.labels, self.config.rollout.temperature)
+        """Returns log-probs of trained tokens under the distribution that was sampled, and entropies, `[n]`
+        each.
+        """
+        trained, temperature = hidden.index_select(0, micro_batch.rows), self.config.rollout.temperature
+        return self.model.log_probs(trained, micro_batch.labels, temperature, micro_batch.kept)
 
     def compute_old_log_probs(
         self, placed: list[PlacedMicroBatch], num_tokens: int

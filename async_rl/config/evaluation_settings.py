@@ -47,6 +47,10 @@ class EvaluationConfig(Strict, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-1)] | None,
         Meta(description="Top-k sampling, -1 disables it; null takes that of rollouts."),
     ] = None
+    min_p: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)] | None,
+        Meta(description="Min-p sampling, 0 disables it; null takes that of rollouts."),
+    ] = None
     max_new_tokens: Annotated[
         PositiveInt | None,
         Meta(description="Maximum number of tokens of one turn; null takes that of rollouts."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from async_rl.config.base import Meta, PositiveFloat, PositiveInt, Strict
 
@@ -104,6 +104,10 @@ class HttpReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag=
     max_concurrent: Annotated[
         PositiveInt | None, Meta(description="Maximum number of concurrent requests; null sets no limit.")
     ] = 64
+
+
+LARGEST_MASK: Final = 4096
+"""The most kept tokens per position that SGLang returns by default (`--sampling-mask-max-tokens`)."""
 
 
 class RolloutConfig(Strict, frozen=True, kw_only=True):
@@ -246,10 +250,37 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=1,
-            description="Nucleus sampling; below 1, log-probs are those of the truncated distribution.",
+            description="Nucleus sampling; 1 disables it. Below 1, `top_k` must be set.",
         ),
     ] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, description="Top-k sampling; -1 disables it.")] = -1
+    top_k: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description=(
+                "Top-k sampling; -1 disables it. With `top_p` or `min_p` it must be set, to at most 4096: "
+                "engines return at most so many kept tokens."
+            ),
+        ),
+    ] = -1
+    min_p: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="Tokens less likely than this share of the likeliest are not sampled; 0: all are.",
+        ),
+    ] = 0.0
+    replay_sampling: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Carry the tokens that `top_k`, `top_p` and `min_p` kept to the trainer, whose log-probs are "
+                "then those of the truncated distribution. Without, every log-prob and gradient of a "
+                "truncated run is biased."
+            )
+        ),
+    ] = True
     trajectory_timeout_s: Annotated[
         float,
         Meta(
@@ -340,3 +371,8 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 0.5
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether sampling is truncated, and the kept tokens are replayed in training."""
+        return self.replay_sampling and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)

@@ -12,7 +12,7 @@ from async_rl.config.base import Strict
 from async_rl.config.data_settings import DataConfig
 from async_rl.config.engine_settings import RoutingConfig, SGLangEngines, SimulatedEngines, WeightsConfig
 from async_rl.config.evaluation_settings import EvaluationConfig
-from async_rl.config.rollout_settings import RolloutConfig
+from async_rl.config.rollout_settings import LARGEST_MASK, RolloutConfig
 from async_rl.config.run_settings import (
     DoctorConfig,
     MetricsConfig,
@@ -238,6 +238,13 @@ def check_sampling(config: Config) -> None:
         )
     if rollout.top_k == 0:
         raise ValueError("rollout.top_k is 0, so that no token could be sampled: use -1 for no limit")
+    if rollout.needs_masks and not 1 <= rollout.top_k <= LARGEST_MASK:
+        raise ValueError(
+            f"rollout.top_k is {rollout.top_k} with top_p = {rollout.top_p:g} and min_p = {rollout.min_p:g}: "
+            f"engines return at most {LARGEST_MASK} kept tokens per position, and without them the trainer "
+            f"cannot compute log-probs of the truncated distribution. Set rollout.top_k to 1 to "
+            f"{LARGEST_MASK}, or top_p=1, min_p=0 and top_k=-1 (replay_sampling=false: biased gradients)"
+        )
     context = engine.context_length if isinstance(engine, SGLangEngines) else None
     if context is not None and context < rollout.max_context_tokens:
         raise ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import struct
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -47,7 +48,7 @@ from async_rl.errors import (
     RequestRefused,
     WeightSyncError,
 )
-from async_rl.types import ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
+from async_rl.types import ExpertIdArray, Int32Array, RoutingTrace, SamplingMask, VersionSpan
 
 Policy = Callable[[Sequence[int], random.Random], int | None]
 """Returns the next token after a prefix; None stands for the stop token of the request. The generator is
@@ -67,7 +68,7 @@ _TINY: Final = EngineFacts(
 )
 """The dimensions of an engine that is given no model."""
 
-CallFault = Literal["die", "hang", "wrong_rows", "nan", "lose", "repeat", "busy", "retract"]
+CallFault = Literal["die", "hang", "wrong_rows", "wrong_mask", "nan", "lose", "repeat", "busy", "retract"]
 UpdateFault = Literal["refuse_flush", "partial_update"]
 MemoryFault = Literal["refuse_memory", "hang_memory"]
 _CALL_FAULTS = frozenset(get_args(CallFault))
@@ -81,6 +82,7 @@ class Fault(msgspec.Struct, frozen=True):
     die: the engine dies, and all its connections are lost; it stays dead until `restart`.
     hang: the call goes silent, and ends in a timeout after `stall_s`.
     wrong_rows: the routing has one row too many.
+    wrong_mask: a sampling mask does not keep its token.
     nan: a log-prob is not a number.
     lose: a chunk is never delivered, and what comes after it does not fit the engine's count.
     repeat: a chunk comes twice, and once too often for the engine's count.
@@ -115,6 +117,12 @@ def routing_rows(
     layer = 11 * np.arange(len(facts.moe_layers))
     ids = first[:, None, None] + layer[None, :, None] + np.arange(facts.top_k)[None, None, :]
     return (ids % facts.num_experts).astype(routing.id_dtype(facts.num_experts))
+
+
+def kept_tokens(token: int, log_prob: float, top_k: int) -> list[int]:
+    """Returns the tokens that truncated sampling kept, which its result gives: up to four, it among them."""
+    draw = zlib.crc32(struct.pack("<if", token, log_prob))
+    return sorted({token, *((token + draw % 7 + 3 * i) % 256 for i in range(draw % min(top_k, 4)))})
 
 
 class SimulatedCall:
@@ -372,7 +380,7 @@ class SimulatedEngine:
                 f"{request.routing_start} of a prompt of {len(request.input_ids)} tokens"
             )
         self.check_open()
-        fault = self._next_fault(_CALL_FAULTS)
+        fault = self._next_fault(_CALL_FAULTS if request.return_mask else _CALL_FAULTS - {"wrong_mask"})
         if fault is not None and fault.kind == "busy":
             raise EngineBusy(f"{self._engine_id} has too many calls")
         call = SimulatedCall(request, fault)
@@ -448,6 +456,10 @@ class SimulatedEngine:
             case "nan":
                 log_probs = [*chunk.log_probs[:-1].tolist(), math.nan]
                 return (Chunk.of(chunk.token_ids.tolist(), log_probs),)
+            case "wrong_mask":
+                if chunk.mask is not None:
+                    others = [[(token + 1) % 256] for token in chunk.token_ids.tolist()]
+                    return (msgspec.structs.replace(chunk, mask=SamplingMask.of(others)),)
             case "repeat":
                 return (chunk,)
             case "lose":
@@ -476,7 +488,12 @@ class SimulatedEngine:
         sampled = [self._sample(call)]
         while len(sampled) < self._chunk_tokens and not call.is_over:
             sampled.append(self._sample(call))
-        return Chunk.of([token for token, _ in sampled], [log_prob for _, log_prob in sampled])
+        mask = None
+        if call.request.return_mask:
+            mask = SamplingMask.of(
+                [kept_tokens(token, log_prob, call.request.sampling.top_k) for token, log_prob in sampled]
+            )
+        return Chunk.of([token for token, _ in sampled], [log_prob for _, log_prob in sampled], mask)
 
     def _sample(self, call: SimulatedCall) -> tuple[int, float]:
         """Draw the next token and its log-prob; the token before it is fed, which gives it a row."""

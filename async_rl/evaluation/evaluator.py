@@ -60,6 +60,8 @@ def evaluation_config(config: Config) -> Config:
         "temperature": evaluation.temperature,
         "top_p": evaluation.top_p,
         "top_k": evaluation.top_k,
+        "min_p": evaluation.min_p,
+        "replay_sampling": False,  # answers are not trained on
         "max_new_tokens": longest and min(longest, rollout.max_context_tokens - 1),
         "agent_loop": evaluation.agent_loop,
         "agent_loop_args": None if evaluation.agent_loop is None else evaluation.agent_loop_args,

@@ -434,9 +434,9 @@ class RoutingMetrics(Instruments):
     answers_discarded_total = counter(
         "Answers of engines that were discarded: without a finish (`no_finish`), versions that do not cover "
         "the tokens (`wrong_versions`), weights older than the lease (`older_weights`), log-probs that are "
-        "not finite (`not_finite`).",
+        "not finite (`not_finite`), sampling masks that are missing or exclude their token (`wrong_mask`).",
         "reason",
-        source="rollout.session.transcript, when a call has ended",
+        source="rollout.session.transcript, when a call has ended; `wrong_mask` when tokens arrive",
         bad="Above 0: the engine gets a strike, and its log says more. `older_weights`: its server was "
         "restarted under a call, or answers a request of an earlier epoch.",
     )

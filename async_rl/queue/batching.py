@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
 import numpy as np
 
 from async_rl import routing
 from async_rl.errors import AlignmentError
 from async_rl.queue import frames
-from async_rl.types import StoredTrajectory, TakenBatch, TrainBatch
+from async_rl.types import SamplingMask, StoredTrajectory, TakenBatch, TrainBatch
 
 
 def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -> TrainBatch:
@@ -59,10 +60,33 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         turn_reward_positions=np.array([offset + each.end - 1 for offset, each in rewarded], np.int64),
         turn_reward_values=np.array([each.reward for _, each in rewarded], np.float32),
     )
+    masks: dict[int, SamplingMask] = {}
     for index in range(len(trajectories)) if indices is None else indices:
         columns = frames.read_columns(trajectories[index])
         _copy_columns(batch, int(offsets[index]), int(offsets[index + 1]), trajectories[index], columns)
-    return batch
+        if frames.MASK_COUNTS in columns:
+            masks[index] = _read_mask(trajectories[index], columns)
+    if not masks:
+        return batch
+    known = [
+        masks.get(index) or SamplingMask.untruncated(length) for index, length in enumerate(taken.lengths)
+    ]
+    return msgspec.structs.replace(batch, sampling_mask=SamplingMask.joined(known))
+
+
+def _read_mask(trajectory: StoredTrajectory, columns: Mapping[str, np.ndarray]) -> SamplingMask:
+    mask = SamplingMask(counts=columns[frames.MASK_COUNTS], token_ids=columns[frames.MASK_TOKEN_IDS])
+    token_ids = columns[frames.TOKEN_IDS]
+    if len(mask) != len(token_ids) or int(mask.counts.sum(dtype=np.int64)) != len(mask.token_ids):
+        raise AlignmentError(
+            f"{trajectory.path} holds sampling masks of {len(mask)} tokens for {len(token_ids)} tokens",
+            "wrong_shape",
+        )
+    if not mask.keeps(token_ids).all():
+        raise AlignmentError(
+            f"{trajectory.path} holds a sampled token that its sampling mask excludes", "wrong_shape"
+        )
+    return mask
 
 
 def _copy_columns(

@@ -25,6 +25,8 @@ from async_rl.types import StoredTrajectory, Trajectory
 
 TOKEN_IDS: Final = "token_ids"  # [T] int32
 ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"  # [T] float32, nats, 0 where not sampled
+MASK_COUNTS: Final = "mask_counts"  # [T] uint16; absent, like the next, where sampling was not truncated
+MASK_TOKEN_IDS: Final = "mask_token_ids"  # [sum of the counts] uint16 | uint32
 ROUTED_EXPERTS: Final = "routed_experts"  # [T-1, L_moe, K] uint8 | uint16
 ROUTING_VALID: Final = "routing_valid"  # [T-1] bool; absent where all rows are valid
 
@@ -45,6 +47,8 @@ def encode_trajectory(trajectory: Trajectory) -> Frame:
         TOKEN_IDS: trajectory.token_ids,
         ROLLOUT_LOG_PROBS: trajectory.rollout_log_probs,
     }
+    if (mask := trajectory.sampling_mask) is not None:
+        columns[MASK_COUNTS], columns[MASK_TOKEN_IDS] = mask.counts, mask.token_ids
     if (trace := trajectory.trace) is not None:
         columns[ROUTED_EXPERTS] = trace.rows
         if not trace.valid.all():

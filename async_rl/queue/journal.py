@@ -49,6 +49,7 @@ from async_rl.types import (
     Float32Array,
     Int32Array,
     Sampled,
+    SamplingMask,
     Segment,
     VersionSpan,
     root_of,
@@ -89,6 +90,10 @@ class OpenCall(Protocol):
     @property
     def log_probs(self) -> Float32Array:
         """A view of their log-probs, `[n] float32`, nats."""
+        ...
+
+    def mask(self, start: int, end: int) -> SamplingMask | None:
+        """Return the sampling mask of tokens; None if sampling is not truncated."""
         ...
 
 
@@ -598,6 +603,7 @@ def _pieces(call: OpenCall, start: int) -> Iterator[Sampled]:
             yield Sampled(
                 token_ids=call.token_ids[begin : span.end],
                 rollout_log_probs=call.log_probs[begin : span.end],
+                mask=call.mask(begin, span.end),
                 weight_version=span.weight_version,
                 engine_id=call.engine_id,
                 finish_reason="abort",

@@ -21,7 +21,7 @@ import numpy as np
 from async_rl import codec
 from async_rl.errors import CorruptFrame
 from async_rl.queue.progress import ProgressReport
-from async_rl.types import Context, Sampled, Segment, cap_versions, root_of
+from async_rl.types import Context, Sampled, SamplingMask, Segment, cap_versions, root_of
 
 _MAGIC: Final = b"ASYNCRL\0"
 
@@ -92,9 +92,13 @@ class JournalledTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             if isinstance(segment, Context):
                 copies.append(msgspec.structs.replace(segment, token_ids=token_ids))
                 continue
-            log_probs = segment.rollout_log_probs.copy()
+            log_probs, mask = segment.rollout_log_probs.copy(), segment.mask
             log_probs.flags.writeable = False
-            copies.append(msgspec.structs.replace(segment, token_ids=token_ids, rollout_log_probs=log_probs))
+            if mask is not None:
+                mask = SamplingMask(counts=mask.counts.copy(), token_ids=mask.token_ids.copy())
+            copies.append(
+                msgspec.structs.replace(segment, token_ids=token_ids, rollout_log_probs=log_probs, mask=mask)
+            )
         return msgspec.structs.replace(self, segments=tuple(copies))
 
     def after(self, prefix: Sequence[Segment]) -> JournalledTrajectory | None:
@@ -242,7 +246,10 @@ def _shortened(piece: Sampled, length: int) -> Sampled:
     if length >= len(piece.token_ids):
         return piece
     return msgspec.structs.replace(
-        piece, token_ids=piece.token_ids[:length], rollout_log_probs=piece.rollout_log_probs[:length]
+        piece,
+        token_ids=piece.token_ids[:length],
+        rollout_log_probs=piece.rollout_log_probs[:length],
+        mask=None if piece.mask is None else piece.mask[:length],
     )
 
 
@@ -259,6 +266,9 @@ def _joined(pieces: Sequence[Sampled]) -> list[Sampled]:
             run[0],
             token_ids=np.concatenate([piece.token_ids for piece in run]),
             rollout_log_probs=np.concatenate([piece.rollout_log_probs for piece in run]),
+            mask=None
+            if run[0].mask is None
+            else SamplingMask.joined([piece.mask for piece in run if piece.mask is not None]),
         )
         for run in runs
     ]

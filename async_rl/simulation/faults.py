@@ -66,6 +66,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "die_in_call": FaultRow("call", "the engine dies during a call"),
     "hang": FaultRow("call", "a call goes silent and ends in a timeout"),
     "wrong_rows": FaultRow("call", "a call returns one routing row too many"),
+    "wrong_mask": FaultRow("call", "a sampling mask excludes its token", 0.2),
     "nan": FaultRow("call", "a log-prob is NaN"),
     "lose": FaultRow("call", "a chunk is lost"),
     "repeat": FaultRow("call", "a chunk arrives twice"),

@@ -219,7 +219,7 @@ class FaultyEngine(SimulatedEngine):
             self.failing_restarts += 1 + int(3 * injection.amount)
         elif kind == "die_in_call":
             self.faults.append(Fault("die", after_tokens=int(8 * injection.amount)))
-        elif kind in ("hang", "wrong_rows", "nan", "lose", "repeat", "retract"):
+        elif kind in ("hang", "wrong_rows", "wrong_mask", "nan", "lose", "repeat", "retract"):
             self.faults.append(Fault(cast(CallFault, kind), after_tokens=int(8 * injection.amount)))
         elif kind == "disconnect":
             self._call_faults.append(kind)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import math
 import os
 import sqlite3
@@ -34,13 +35,21 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
-from async_rl.engines.simulated import routing_rows
+from async_rl.engines.simulated import kept_tokens, routing_rows
 from async_rl.errors import EngineError
 from async_rl.run.recovery import node_folder
 from async_rl.simulation.compact_set import CompactSet
 from async_rl.simulation.faults import ENGINE_FAULTS, FaultKind
 from async_rl.simulation.scenario import FACTS, Scenario
-from async_rl.types import BoolArray, ExpertIdArray, Int32Array, StoredTrajectory, TrainBatch, root_of
+from async_rl.types import (
+    BoolArray,
+    ExpertIdArray,
+    Int32Array,
+    SamplingMask,
+    StoredTrajectory,
+    TrainBatch,
+    root_of,
+)
 
 _KEPT_EVENTS: Final = 60
 _HOLDING: Final = frozenset({"in_flight", "queued", "trained"})
@@ -295,6 +304,9 @@ class InvariantChecker:
             how = type(failure).__name__ if failure else finish.reason if finish else "was left"
             self._recoveries[name.split()[-1]].append(how)  # its task may be the end of the trajectory
             return
+        chunks = list(
+            itertools.takewhile(_has_right_mask, chunks)
+        )  # the session leaves a call at a wrong one
         sampled = [token for chunk in chunks for token in chunk.token_ids.tolist()]
         log_probs = [value for chunk in chunks for value in chunk.log_probs.tolist()]
         fit = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), len(log_probs))
@@ -467,6 +479,31 @@ class InvariantChecker:
                 )
                 return
             digest = zlib.crc32(token.to_bytes(8, "little"), digest)
+        self._check_mask(name, batch, part)
+
+    def _check_mask(self, name: str, batch: TrainBatch, part: slice) -> None:
+        """Compare the sampling masks of sampled tokens with those that engines give them."""
+        rollout, sampled = self._config.rollout, batch.weight_versions[part] >= 0
+        if not rollout.needs_masks or batch.sampling_mask is None:
+            if rollout.needs_masks or batch.sampling_mask is not None:
+                self.fail(f"trajectory {name}: sampling masks are missing, or there although none are needed")
+            return
+        expected = SamplingMask.of(
+            [
+                kept_tokens(token, log_prob, rollout.top_k) if is_sampled else []
+                for token, log_prob, is_sampled in zip(
+                    batch.token_ids[part].tolist(),
+                    batch.rollout_log_probs[part].tolist(),
+                    sampled.tolist(),
+                    strict=True,
+                )
+            ]
+        )
+        found = batch.sampling_mask[part]
+        if not np.array_equal(found.counts, expected.counts) or not np.array_equal(
+            found.token_ids, expected.token_ids
+        ):
+            self.fail(f"trajectory {name}: its sampling masks are not those of its tokens")
 
     def _was_said(
         self, name: str, digest: int, token: int, version: int, log_prob: float, *, unknown: bool
@@ -745,6 +782,10 @@ def _frame_of(stored: bytes) -> str:
     """Return the file that a row of the ledger refers to, relative to the spool."""
     path = Path(msgspec.msgpack.decode(stored, type=StoredTrajectory).path)
     return f"{path.parent.name}/{path.name}"
+
+
+def _has_right_mask(chunk: Chunk) -> bool:
+    return chunk.mask is None or bool(chunk.mask.keeps(chunk.token_ids).all())
 
 
 def _is_answer(name: str) -> bool:

@@ -39,6 +39,9 @@ FACTS: Final = EngineFacts(
 _EVALUATED: Final = 0.15
 """Share of the seeds that evaluate beside training."""
 
+_MASKED: Final = 0.3
+"""Share of the seeds whose sampling is truncated."""
+
 NODES: Final = "nodes"
 """The folder with the disks of nodes, in that of a simulation."""
 
@@ -117,6 +120,9 @@ def draw(seed: int) -> Scenario:
         injections=_injections(rng),
         deaths=_deaths(rng),
     )
+    if random.Random(f"sampling masks {seed}").random() < _MASKED:
+        rollout = replace(scenario.config.rollout, top_p=0.9, top_k=4)
+        scenario = replace(scenario, config=replace(scenario.config, rollout=rollout))
     scenario = _with_own_streams(scenario, "any")
     return evaluating(scenario) if random.Random(f"evaluation {seed}").random() < _EVALUATED else scenario
 

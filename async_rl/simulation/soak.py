@@ -198,6 +198,8 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "tool_timeout_s": 1.0,
             "reward_timeout_s": 2.0,
             "max_failed_share": 1.0,
+            "top_p": 0.9,
+            "top_k": 4,
             "num_workers": 2 if setting == "workers" else 0,
         },
         "queue": {

@@ -34,6 +34,7 @@ ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_whe
 OPENAI_API: Final = "tests/unit/test_openai_api.py"
 EXTERNAL_AGENTS: Final = "tests/unit/test_external_agents.py"
 LISTENERS: Final = "tests/unit/test_listeners.py"
+SAMPLING_MASKS: Final = "tests/unit/test_sampling_masks.py"
 SANDBOX: Final = "tests/unit/test_sandbox.py"
 REWARD_HACKS: Final = "tests/unit/test_reward_hacks.py"
 USER_PROCESSES: Final = "tests/unit/test_user_processes.py"
@@ -2517,6 +2518,46 @@ MUTANTS: Final = (
         "(folder, trust_remote_code=False)",
         "(folder)",
         ("tests/unit/test_defences.py::test_no_code_of_a_models_folder_is_run",),
+    ),
+    Mutant(
+        "journal-drops-masks-of-running-calls",
+        "After a crash, tokens of truncated sampling are trained as if all tokens could have been sampled.",
+        "async_rl/queue/journal.py",
+        "                mask=call.mask(begin, span.end),",
+        "                mask=None,",
+        (SAMPLING_MASKS,),
+    ),
+    Mutant(
+        "masks-that-exclude-their-token-pass",
+        "A wrong sampling mask renormalises log-probs over tokens that the engine did not choose from.",
+        "async_rl/rollout/session/transcript.py",
+        "            if not mask.keeps(chunk.token_ids).all():",
+        "            if False:",
+        (SAMPLING_MASKS,),
+    ),
+    Mutant(
+        "log-probs-of-all-tokens-stay-in-the-normaliser",
+        "Truncated sampling is trained with log-probs of the untruncated distribution.",
+        "trainer/losses/log_probs.py",
+        "            if kept is not None:\n                kept.exclude(logits, rows.start, first)\n",
+        "",
+        ("tests/unit/test_log_probs.py",),
+    ),
+    Mutant(
+        "gradients-reach-tokens-that-were-not-kept",
+        "The backward pass ignores sampling masks.",
+        "trainer/losses/log_probs.py",
+        "            if ctx.kept is not None:",
+        "            if False:",
+        ("tests/unit/test_log_probs.py",),
+    ),
+    Mutant(
+        "untruncated-log-probs-are-recorded",
+        "The log-probs of a truncated run are those that SGLang reports for the whole vocabulary.",
+        "async_rl/engines/sglang/generate_call.py",
+        "            entries = [(value, 0, None) for value in meta.output_token_sampling_logprobs]\n",
+        "",
+        (SAMPLING_MASKS,),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,

@@ -37,6 +37,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "check_sampling": [
         ("rollout={max_new_tokens: 64, max_context_tokens: 64}", "leaves no tokens for a prompt"),
         ("rollout.top_k=0", "no token could be sampled: use -1 for no limit"),
+        ("rollout.top_p=0.9", "engines return at most 4096 kept tokens per position"),
         ("engine.context_length=100", "engine.context_length is 100, below rollout.max_context_tokens"),
     ],
     "check_loss": [

@@ -126,13 +126,13 @@ def test_sampling_and_loop_are_the_rollouts_unless_they_are_given():
     def settings(**evaluation):
         return evaluation_config(config(**evaluation)).rollout
 
-    same = {"num_workers": 0, "max_concurrent_trajectories": 64}
+    same = {"num_workers": 0, "max_concurrent_trajectories": 64, "replay_sampling": False}
     assert settings() == msgspec.structs.replace(config().rollout, **same)
     changed = settings(temperature=0.0, max_new_tokens=7, agent_loop="m:Other")
     assert (changed.temperature, changed.max_new_tokens) == (0.0, 7)
     assert (changed.agent_loop, changed.agent_loop_args) == ("m:Other", {})
-    changed = settings(top_p=0.5, top_k=3, agent_loop="m:Other", agent_loop_args={"a": 1})
-    assert (changed.top_p, changed.top_k, changed.agent_loop_args) == (0.5, 3, {"a": 1})
+    changed = settings(top_p=0.5, top_k=3, min_p=0.1, agent_loop="m:Other", agent_loop_args={"a": 1})
+    assert (changed.top_p, changed.top_k, changed.min_p, changed.agent_loop_args) == (0.5, 3, 0.1, {"a": 1})
 
 
 def test_short_answers_need_no_other_settings_of_training():

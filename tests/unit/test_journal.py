@@ -143,6 +143,9 @@ class Call:
     token_ids = property(lambda self: self.ids.values)
     log_probs = property(lambda self: self.probs.values)
 
+    def mask(self, start: int, end: int) -> None:
+        return None
+
     def take(self, count: int) -> None:
         self.ids.extend(range(len(self.ids), len(self.ids) + count))
         self.probs.extend([-0.5] * count)

@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 import torch
 
+from async_rl.types import SamplingMask
 from benchmarks.logits_memory import PeakBytes
 from trainer.losses import log_probs as log_probs_module
-from trainer.losses.log_probs import vocab_parallel_log_probs
+from trainer.losses.log_probs import KeptTokens, vocab_parallel_log_probs
 
 ROWS, HIDDEN, VOCABULARY = 9, 6, 17
 
@@ -51,6 +53,56 @@ def test_gradients_are_those_of_autograd_when_log_prob_and_entropy_are_in_the_lo
     upstream, other = torch.randn(ROWS), torch.randn(ROWS)
     for one, expected in zip(gradients(vocab_parallel_log_probs), gradients(plain), strict=True):
         torch.testing.assert_close(one, expected, atol=1e-5, rtol=1e-4)
+
+
+MASK = SamplingMask.of([[0, 3, 5], [16], [], [2, 1, 7, 9], [4, 16], [8, 0], [11, 12], [], [6, 10, 13]])
+"""Rows 2 and 7 are not truncated, row 1 keeps one token."""
+
+LABELS = torch.tensor([3, 16, 2, 9, 4, 0, 11, 16, 13])
+
+
+def truncated(hidden, weight, labels, temperature):
+    """As `plain`, over the kept tokens of `MASK` only."""
+    logits = (hidden.double() @ weight.double().t()) / temperature
+    kept = torch.zeros(ROWS, VOCABULARY, dtype=torch.bool)
+    for row in range(ROWS):
+        ids = MASK[row : row + 1].token_ids.astype(np.int64)
+        kept[row, ids if len(ids) else slice(None)] = True
+    log_p = torch.log_softmax(logits.masked_fill(~kept, -torch.inf), -1)
+    of_label = log_p.gather(1, labels[:, None])[:, 0]
+    log_p = log_p.masked_fill(~kept, 0)
+    return of_label, -(log_p.exp() * log_p * kept).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_truncated_distributions_are_renormalised_with_their_gradients(temperature, entropy):
+    hidden, weight, _ = inputs()
+    kept = KeptTokens.of(MASK, torch.device("cpu"))
+    found = vocab_parallel_log_probs(hidden, weight, LABELS, temperature, kept=kept)
+    expected = truncated(hidden, weight, LABELS, temperature)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-6, rtol=1e-5)
+    assert found[0][1] == 0  # one token was kept, so it is certain
+    upstream, other = torch.randn(ROWS), torch.randn(ROWS)
+
+    def gradients(results):
+        total = (results[0] * upstream).sum() + (results[1] * other).sum() * entropy
+        return torch.autograd.grad(total, (hidden, weight))
+
+    for one, expected_one in zip(gradients(found), gradients(expected), strict=True):
+        torch.testing.assert_close(one, expected_one, atol=1e-5, rtol=1e-4)
+
+
+def test_tokens_of_other_parts_of_the_vocabulary_are_left_to_their_ranks():
+    kept = KeptTokens.of(MASK, torch.device("cpu"))
+    whole = torch.randn(ROWS, VOCABULARY)
+    parts = [whole[:, :9].clone(), whole[:, 9:].clone()]
+    kept.exclude(parts[0], 0, 0)
+    kept.exclude(parts[1], 0, 9)
+    kept.exclude(whole, 0, 0)
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert (whole > -1e29).sum(1).tolist() == [3, 1, 17, 4, 2, 2, 2, 17, 3]
 
 
 def test_gradients_have_the_type_of_the_model_and_are_rounded_once_when_it_is_bfloat16():

@@ -373,7 +373,9 @@ async def test_a_turn_of_no_tokens_is_refused(wanted):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 3}], ids=lambda s: next(iter(s))
+    "setting",
+    [{"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}],
+    ids=lambda s: next(iter(s)),
 )
 async def test_the_policy_is_sampled_as_the_config_says(setting):
     seen = []
@@ -382,6 +384,6 @@ async def test_the_policy_is_sampled_as_the_config_says(setting):
         seen.append(request.sampling)
         return sampled(3, "stop", 0, prompt=PROMPT)
 
-    await bench([script], **setting).session.generate()
+    await bench([script], replay_sampling=False, **setting).session.generate()
     ((name, value),) = setting.items()
     assert getattr(seen[0], name) == value

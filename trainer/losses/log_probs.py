@@ -10,19 +10,68 @@ With `x` the tempered logits of a row, `m` the largest, `y = x - m` and `Z = sum
 - `log p = y - log Z` at the label, and the entropy is `H = log Z - sum(e^y y) / Z`.
 - Every derivative by `x` has the form `e^y (a y + b)`, with `a` and `b` of the row; at the label the log-prob
   adds 1.
+
+Where sampling was truncated, only the kept tokens of a row have logits: those of the others count as minus
+infinity, so that log-probs, entropies and gradients are those of the renormalised distribution.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from async_rl.types import Int64Array, SamplingMask
+
 LOGITS_AT_ONCE = 1 << 27
 """The logits of one part: 883 rows of a vocabulary of 152 thousand, 256 MiB in bfloat16."""
+
+
+_EXCLUDED = -1e30
+"""The logit of tokens that were not kept. It is finite, so that its product with a probability of 0 is 0."""
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The tokens that truncated sampling kept in each of n rows, on the device; none: it kept all of them."""
+
+    ends: Int64Array  # [n] where the ids of each row end, on the host: slices need no synchronisation
+    rows: torch.Tensor  # [m] int64, ascending
+    token_ids: torch.Tensor  # [m] int64, global
+    untruncated: torch.Tensor  # [n] bool, rows that kept all tokens
+
+    @classmethod
+    def of(cls, mask: SamplingMask, device: torch.device) -> KeptTokens:
+        """Returns a sampling mask on a device."""
+        return cls(
+            ends=np.cumsum(mask.counts, dtype=np.int64),
+            rows=torch.from_numpy(mask.rows).to(device),
+            token_ids=torch.from_numpy(mask.token_ids.astype(np.int64)).to(device),
+            untruncated=torch.from_numpy(mask.counts == 0).to(device),
+        )
+
+    def exclude(self, logits: torch.Tensor, start: int, first: int) -> None:
+        """Overwrites the logits of tokens that were not kept.
+
+        Args:
+            logits: `[part, V / ranks]`, of the rows from `start` on.
+            start: The first row.
+            first: The first token of this rank's part of the vocabulary.
+        """
+        stop, size = start + len(logits), logits.shape[1]
+        begin, end = (int(self.ends[row - 1]) if row else 0 for row in (start, stop))
+        local = self.token_ids[begin:end] - first
+        # One more column takes the tokens of other ranks' parts.
+        local = torch.where((local >= 0) & (local < size), local, size)
+        kept = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
+        kept[self.rows[begin:end] - start, local] = True
+        kept |= self.untruncated[start:stop, None]
+        logits.masked_fill_(~kept[:, :size], max(_EXCLUDED, torch.finfo(logits.dtype).min))
 
 
 def vocab_parallel_log_probs(
@@ -31,6 +80,7 @@ def vocab_parallel_log_probs(
     labels: torch.Tensor,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-prob of each label and the entropy of each distribution, in float32.
 
@@ -41,6 +91,7 @@ def vocab_parallel_log_probs(
         labels: `[n]` int64, global token ids.
         temperature: The sampling temperature; log-probs are those of the distribution that was sampled from.
         group: The ranks that share the vocabulary, in its order; None for a single rank.
+        kept: The tokens that could be sampled in each row, each label among them; None: all could.
 
     Returns:
         Log-probs and entropies (nats), `[n]` each, both with gradient.
@@ -48,12 +99,12 @@ def vocab_parallel_log_probs(
     Source: the exchange of maxima and sums is that of Megatron-Core, `tensor_parallel/cross_entropy.py`;
     recomputing logits in parts is that of arXiv 2411.09009 (Cut Cross-Entropy).
     """
-    return _VocabParallelLogProbs.apply(hidden, weight, labels, temperature, group)
+    return _VocabParallelLogProbs.apply(hidden, weight, labels, temperature, group, kept)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature, group):
+    def forward(ctx, hidden, weight, labels, temperature, group, kept):
         first = len(weight) * (dist.get_rank(group) if _parallel(group) else 0)
         local = labels - first
         ours = (local >= 0) & (local < len(weight))
@@ -61,6 +112,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         own_largest, normaliser, weighted, predicted = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         for rows in _parts(hidden, weight):
             logits = hidden[rows] @ weight.t()
+            if kept is not None:
+                kept.exclude(logits, rows.start, first)
             predicted[rows] = logits.gather(-1, index[rows])[:, 0]
             own_largest[rows], normaliser[rows], weighted[rows] = _fused(_row_sums, logits, temperature)
             del logits  # before the next part's
@@ -75,7 +128,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         log_probs = predicted - normaliser.log()
         entropy = normaliser.log() - weighted / normaliser
         ctx.save_for_backward(hidden, weight, index, ours, largest, normaliser, log_probs, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.kept, ctx.first = temperature, kept, first
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -96,9 +149,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         # Parts are added in float32, and rounded once.
         of_weight = torch.zeros_like(weight, dtype=torch.float32 if len(parts) > 1 else weight.dtype)
         for rows in parts:
+            logits = hidden[rows] @ weight.t()
+            if ctx.kept is not None:
+                ctx.kept.exclude(logits, rows.start, ctx.first)
             gradient = _fused(
                 _logit_gradients,
-                hidden[rows] @ weight.t(),
+                logits,
                 ctx.temperature,
                 largest[rows],
                 None if factor is None else factor[rows],
@@ -109,8 +165,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             gradient.scatter_(-1, index[rows], value)
             torch.mm(gradient, weight, out=of_hidden[rows])
             _add_product(of_weight, gradient.t(), hidden[rows])
-            del gradient  # before the next part's
-        return of_hidden, of_weight.to(weight.dtype), None, None, None
+            del gradient, logits  # before the next part's
+        return of_hidden, of_weight.to(weight.dtype), None, None, None, None
 
 
 def _parts(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:

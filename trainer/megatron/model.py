@@ -42,7 +42,7 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
-from trainer.losses.log_probs import vocab_parallel_log_probs
+from trainer.losses.log_probs import KeptTokens, vocab_parallel_log_probs
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import fuses_layers
@@ -344,7 +344,11 @@ class MegatronModel:
         return self._schedule(micro_batches, loss, through, forward_only=forward_only)
 
     def log_probs(
-        self, hidden: torch.Tensor, labels: torch.Tensor, temperature: float
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        temperature: float,
+        kept: KeptTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log-probs of labels and entropies, `[n]` each, on the last pipeline stage.
 
@@ -352,11 +356,12 @@ class MegatronModel:
             hidden: `[n, H]`, rows of the hidden states that a `LossFunction` gets.
             labels: `[n]` int64.
             temperature: The sampling temperature.
+            kept: The tokens that could be sampled in each row; None: all could.
         """
         model = unwrap_model(self.chunks[-1])
         shared = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        return vocab_parallel_log_probs(hidden, weight, labels, temperature, self.tensor_group)
+        return vocab_parallel_log_probs(hidden, weight, labels, temperature, self.tensor_group, kept)
 
     def record_routing(
         self, micro_batches: Sequence[MicroBatchInputs], loss: LossFunction[Result]

@@ -110,6 +110,8 @@ class _ServerInfo(msgspec.Struct):
     speculative_eagle_topk: int | None = None
     moe_runner_backend: str | None = None
     disaggregation_mode: str = "null"
+    sampling_mask_max_tokens: int | None = None
+    sampling_backend: str | None = None
 
 
 class SGLangEngine:
@@ -133,6 +135,7 @@ class SGLangEngine:
         api_key: str | None = None,
         admin_key: str | None = None,
         routing: bool = False,
+        mask_top_k: int | None = None,
         narrow_routing: bool = False,
         request_timeout_s: float = 60.0,
         stall_s: float = 60.0,
@@ -149,6 +152,8 @@ class SGLangEngine:
             admin_key: Key of its control endpoints; None takes `api_key`.
             routing: Whether calls will ask for routed experts; `wait_ready` then checks that the server can
                 return them.
+            mask_top_k: The `top_k` of calls that will ask for sampling masks, which `wait_ready` then checks
+                the server for; None if none will.
             narrow_routing: Whether the server was started to send narrow ids (`engine.narrow_routing`).
             request_timeout_s: Longest reply to a control request, except weight updates, which their caller
                 bounds.
@@ -159,6 +164,7 @@ class SGLangEngine:
         self._engine_id = engine_id
         self._facts = facts
         self._routing = routing
+        self._mask_top_k = mask_top_k
         self._wire = RoutingWire(facts=facts, narrow=narrow_routing)
         self._request_timeout_s = request_timeout_s
         self._start_timeout_s = start_timeout_s
@@ -601,8 +607,31 @@ class SGLangEngine:
                         f"{server} runs with {option}, which gives wrong routing: start it without, or set "
                         f"routing.replay=off"
                     )
+        if self._mask_top_k is not None:
+            self._check_masks(server, info, self._mask_top_k)
         if info.context_length is not None:
             self._context_length = info.context_length
+
+    def _check_masks(self, server: str, info: _ServerInfo, top_k: int) -> None:
+        """Refuse a server that cannot return the sampling masks that a run needs.
+
+        Source: `sglang/srt/managers/scheduler.py`, where requests with `return_sampling_mask` are checked.
+        """
+        remedy = "or disable top_k, top_p and min_p (or set rollout.replay_sampling=false: biased gradients)"
+        if info.sampling_mask_max_tokens is None:
+            raise ConfigError(f"{server} returns no sampling masks: use SGLang 0.5.23, {remedy}")
+        if top_k > info.sampling_mask_max_tokens:
+            raise ConfigError(
+                f"{server} returns at most {info.sampling_mask_max_tokens} kept tokens per position, below "
+                f"rollout.top_k = {top_k}: start it with --sampling-mask-max-tokens {top_k}, {remedy}"
+            )
+        if info.speculative_algorithm is not None:
+            raise ConfigError(
+                f"{server} runs with --speculative-algorithm, whose drafts have no sampling masks: start it "
+                f"without, {remedy}"
+            )
+        if info.sampling_backend == "ascend":
+            raise ConfigError(f"{server} runs with --sampling-backend ascend, which has no masks: {remedy}")
 
     async def close(self) -> None:
         """Implements `Engine.close`. A server that runs on is not left paused."""

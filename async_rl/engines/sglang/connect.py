@@ -103,6 +103,7 @@ def sglang_client(
         api_key=api_key,
         admin_key=admin_key,
         routing=config.routing.from_engine,
+        mask_top_k=config.rollout.top_k if config.rollout.needs_masks else None,
         narrow_routing=engine.narrow_routing,
         start_timeout_s=engine.start_timeout_s,
         request_timeout_s=engine.request_timeout_s,

@@ -29,7 +29,7 @@ from async_rl.errors import (
     VersionMismatch,
 )
 from async_rl.runtime.untrusted_json import UNREADABLE
-from async_rl.types import VersionSpan
+from async_rl.types import SamplingMask, VersionSpan
 
 
 class _SamplingParams(msgspec.Struct):
@@ -37,6 +37,7 @@ class _SamplingParams(msgspec.Struct):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     stop_token_ids: tuple[int, ...] | None
     stop: tuple[str, ...] | None
     # Stop strings may hold special tokens, and sampled tokens are never trimmed.
@@ -51,6 +52,7 @@ class _Body(msgspec.Struct):
     input_ids: list[int]
     sampling_params: _SamplingParams
     return_routed_experts: bool
+    return_sampling_mask: bool
     routed_experts_start_len: int
     return_logprob: bool = True
     stream: bool = True
@@ -76,6 +78,8 @@ class _Meta(msgspec.Struct, gc=False):
     weight_versions: list[_WeightSpan] | None = None
     cached_tokens: int = 0
     num_retractions: int = 0
+    output_token_sampling_mask: list[list[int]] = []
+    output_token_sampling_logprobs: list[float | None] = []
     routed_experts: msgspec.Raw = msgspec.Raw()
 
 
@@ -98,6 +102,11 @@ _LARGEST_EVENT_BYTES: Final = 1 << 20
 
 _TOKEN_BYTES: Final = 256
 """One token in an event: its id twice, its log-prob, and its text."""
+
+_KEPT_ID_BYTES: Final = 12
+"""One id of a sampling mask in an event, with its comma."""
+
+_LONGEST_MASK: Final = (1 << 16) - 1
 
 _STREAMS_PER_TOKEN: Final = 64
 """With 64 more streams, events have one more token: 64 streams at 40 tokens/s take a thirtieth of a core."""
@@ -141,12 +150,14 @@ def encode_request(request: GenerateRequest, stream_interval: int = 1) -> bytes:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
+                min_p=sampling.min_p,
                 stop_token_ids=sampling.stop_token_ids or None,
                 stop=sampling.stop or None,
                 stream_interval=request.stream_interval or stream_interval,
                 custom_params=None if request.rows_if_aborted else {OMIT_ABORTED_ROWS: True},
             ),
             return_routed_experts=request.return_routing,
+            return_sampling_mask=request.return_mask,
             routed_experts_start_len=request.routing_start,
         )
     )
@@ -186,11 +197,15 @@ class CallAccount:
         self._log_probs: list[float] = []
         self._num_retractions = 0
         self._retractions: list[Retraction] = []
+        self._kept: list[list[int]] = []
 
     @property
     def max_event_bytes(self) -> int:
         """The longest event that the call can need, without a payload that was separated from it."""
-        return _LARGEST_EVENT_BYTES + _TOKEN_BYTES * self._request.max_new_tokens
+        request, token_bytes = self._request, _TOKEN_BYTES
+        if request.return_mask:
+            token_bytes += _KEPT_ID_BYTES * max(1, request.sampling.top_k)
+        return _LARGEST_EVENT_BYTES + token_bytes * request.max_new_tokens
 
     @property
     def max_rows(self) -> int:
@@ -208,8 +223,9 @@ class CallAccount:
         """Returns the tokens of the events since the last call; None if there are none."""
         if not self._token_ids:
             return None
-        chunk = Chunk.of(self._token_ids, self._log_probs)
-        self._token_ids, self._log_probs = [], []
+        mask = SamplingMask.of(self._kept) if self._request.return_mask else None
+        chunk = Chunk.of(self._token_ids, self._log_probs, mask)
+        self._token_ids, self._log_probs, self._kept = [], [], []
         return chunk
 
     def read_event(self, document: bytes, payload: RoutingText | None) -> Finish | None:
@@ -283,7 +299,7 @@ class CallAccount:
         new = meta.completion_tokens - self.delivered
         entries = meta.output_token_logprobs
         capacity = 0 if self.cut_short else self._request.max_new_tokens - self.delivered
-        if new == len(token_ids) == len(entries) == 1 <= capacity:
+        if new == len(token_ids) == len(entries) == 1 <= capacity and not self._request.return_mask:
             log_prob, token_id = entries[0][0], token_ids[0]
             if log_prob is not None and log_prob <= _LOG_PROB_ROUNDING and 0 <= token_id < self._vocab_size:
                 self.delivered += (
@@ -306,6 +322,9 @@ class CallAccount:
             )
         if new < len(token_ids):
             token_ids = token_ids[len(token_ids) - new :]
+        if self._request.return_mask:
+            self._add_masks(meta, token_ids, new)
+            entries = [(value, 0, None) for value in meta.output_token_sampling_logprobs]
         if len(entries) > new:
             entries = entries[len(entries) - new :]
         elif len(entries) < new:
@@ -319,6 +338,24 @@ class CallAccount:
         self.delivered += len(token_ids)
         self._token_ids += token_ids
         self._log_probs += log_probs
+
+    def _add_masks(self, meta: _Meta, token_ids: list[int], new: int) -> None:
+        """Adds the sampling masks of an event's new tokens.
+
+        An aborted call may lack those of its last tokens, like their log-probs: `cut_short` then cuts both.
+        """
+        kept = meta.output_token_sampling_mask[-new:]
+        if len(kept) != len(meta.output_token_sampling_logprobs[-new:]):
+            raise EngineError(
+                f"{self._engine_id} sent {len(meta.output_token_sampling_mask)} sampling masks and "
+                f"{len(meta.output_token_sampling_logprobs)} log-probs of the same tokens"
+            )
+        ids = [token_id for each in kept for token_id in each]
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            raise EngineError(f"{self._engine_id} sent a sampling mask with ids outside the vocabulary")
+        if (longest := max(map(len, kept), default=0)) > _LONGEST_MASK:  # ties may exceed top_k
+            raise EngineError(f"{self._engine_id} kept {longest} tokens of one position")
+        self._kept += kept
 
     def _check_tokens(self, token_ids: list[int], log_probs: list[float]) -> None:
         request = self._request

@@ -310,9 +310,9 @@ class Conversation(Generic[Writer]):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """Temperature, top_p and top_k by which the policy is sampled."""
+        """Temperature, top_p, top_k and min_p by which the policy is sampled."""
         rollout = self._context.rollout
-        return {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+        return {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Implements `api.Session.pieces`; bytes of an incomplete character are replaced."""

@@ -14,9 +14,9 @@ from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.types import Int32Array, Segment
+from async_rl.types import Int32Array, SamplingMask, Segment
 
-Scalar = TypeVar("Scalar", np.int32, np.float32)
+Scalar = TypeVar("Scalar", np.int32, np.int64, np.uint32, np.float32)
 
 _INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
 """How tokenizers decode the bytes of an incomplete character."""
@@ -60,6 +60,41 @@ class GrowingArray(Generic[Scalar]):
     def truncate(self, length: int) -> None:
         """Remove all elements from `length` on."""
         self._buffer, self._length = self._buffer[:length].copy(), length  # views of the others stay
+
+
+class GrowingMask:
+    """The sampling mask of a running call, which grows with its tokens.
+
+    Invariant: as `GrowingArray`; a part is cut out in time that depends on its own size only.
+    """
+
+    def __init__(self) -> None:
+        self._token_ids = GrowingArray(np.uint32)
+        self._ends = GrowingArray(np.int64)
+        """Where the ids of each position end."""
+
+    def extend(self, mask: SamplingMask) -> None:
+        """Append the mask of further positions."""
+        self._ends.extend(len(self._token_ids) + np.cumsum(mask.counts, dtype=np.int64))
+        self._token_ids.extend(mask.token_ids)
+
+    def truncate(self, length: int) -> None:
+        """Remove all positions from `length` on."""
+        self._token_ids.truncate(self._end(length))
+        self._ends.truncate(length)
+
+    def part(self, start: int, end: int) -> SamplingMask:
+        """Return the mask of positions."""
+        ends, first = self._ends.values[start:end], self._end(start)
+        token_ids = self._token_ids.values[first : self._end(end)]
+        narrow = token_ids.max(initial=0) < 1 << 16
+        return SamplingMask(
+            counts=np.diff(ends, prepend=first).astype(np.uint16),
+            token_ids=token_ids.astype(np.uint16 if narrow else np.uint32),
+        )
+
+    def _end(self, length: int) -> int:
+        return int(self._ends.values[length - 1]) if length else 0
 
 
 class TokenLog:

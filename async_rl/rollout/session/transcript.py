@@ -43,7 +43,13 @@ from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
 from async_rl.rollout.session.routing_rows import RoutingRows
 from async_rl.rollout.session.stop_strings import StopStringAtSeam
-from async_rl.rollout.session.tokens import GrowingArray, TokenListener, TokenLog, TokenWriter
+from async_rl.rollout.session.tokens import (
+    GrowingArray,
+    GrowingMask,
+    TokenListener,
+    TokenLog,
+    TokenWriter,
+)
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
     Context,
@@ -52,6 +58,7 @@ from async_rl.types import (
     Int32Array,
     RoutingTrace,
     Sampled,
+    SamplingMask,
     Segment,
     VersionSpan,
 )
@@ -73,15 +80,20 @@ def entry_without_journal(trajectory_id: str, inherited: Sequence[Segment]) -> J
     return JournalEntry(trajectory_id, inherited=inherited)
 
 
+class _WrongMask(EngineError):
+    """An engine sent tokens whose sampling mask is missing or excludes them."""
+
+
 class _RunningCall:
     """The tokens that one engine call has delivered so far."""
 
-    def __init__(self, engine_id: str, since_version: int, *, one_version: bool) -> None:
+    def __init__(self, engine_id: str, since_version: int, *, one_version: bool, masked: bool) -> None:
         self.engine_id = engine_id
         self.since_version = since_version
         self._one_version = one_version
         self._token_ids = GrowingArray(np.int32)
         self._log_probs = GrowingArray(np.float32)
+        self._mask = GrowingMask() if masked else None
         self.versions: list[VersionSpan] = []
         self.finish: Finish | None = None
 
@@ -95,12 +107,27 @@ class _RunningCall:
         """A view of their log-probs, `[n] float32`, nats."""
         return self._log_probs.values
 
+    def mask(self, start: int, end: int) -> SamplingMask | None:
+        """Return the sampling mask of tokens; None if sampling is not truncated."""
+        return None if self._mask is None else self._mask.part(start, end)
+
     def add_chunk(self, chunk: Chunk) -> None:
         """Keep tokens that the engine delivered.
 
         Only the engine's finish reports which weights sampled them. Until then they count as old as the call,
         because a token may have been in transit while the weights changed.
+
+        Raises:
+            _WrongMask: Their sampling mask is missing or wrong. A wrong one would renormalise their
+                log-probs in the trainer over tokens that the engine did not choose from.
         """
+        if self._mask is not None:
+            mask = chunk.mask
+            if mask is None or len(mask) != len(chunk.token_ids) or not (mask.counts > 0).all():
+                raise _WrongMask(f"engine {self.engine_id} sent tokens without their sampling masks")
+            if not mask.keeps(chunk.token_ids).all():
+                raise _WrongMask(f"engine {self.engine_id} sent a token that its sampling mask excludes")
+            self._mask.extend(mask)
         self._token_ids.extend(chunk.token_ids)
         self._log_probs.extend(chunk.log_probs)
         self._set_versions()
@@ -135,6 +162,8 @@ class _RunningCall:
     def _truncate(self, length: int) -> None:
         self._token_ids.truncate(length)
         self._log_probs.truncate(length)
+        if self._mask is not None:
+            self._mask.truncate(length)
         self._set_versions()
 
     def _set_versions(self) -> None:
@@ -220,6 +249,7 @@ class Transcript(TokenWriter):
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            min_p=rollout.min_p,
             stop_token_ids=tuple(self._context.chat.stop_token_ids),
             stop=tuple(stop),
         )
@@ -275,6 +305,7 @@ class Transcript(TokenWriter):
                 lease.engine.engine_id,
                 lease.weight_version,
                 one_version=self._context.interrupt == "abort",
+                masked=self._context.rollout.replay_sampling and sampling.truncates,
             )
             if resumed:
                 tokens.num_resumes += 1
@@ -291,9 +322,7 @@ class Transcript(TokenWriter):
                         if isinstance(event, Chunk):
                             end = None if seam is None else seam.find_end(event.token_ids.tolist())
                             if end is not None:
-                                event = Chunk(
-                                    token_ids=event.token_ids[:end], log_probs=event.log_probs[:end]
-                                )
+                                event = event.first(end)
                             call.add_chunk(event)
                             if listener is not None:
                                 listener.add_tokens(event.token_ids.tolist())
@@ -306,6 +335,10 @@ class Transcript(TokenWriter):
                             reason = event.reason
             except (EngineBusy, LocalShortage):
                 refused = True  # the pool makes it wait, so it counts as no failure of the attempt
+            except _WrongMask as error:
+                reason = "failover"
+                metrics.answers_discarded_total.labels("wrong_mask").inc()
+                lease.record_strike(error)
             except EngineError:
                 reason = "failover"
             else:
@@ -374,6 +407,7 @@ class Transcript(TokenWriter):
             input_ids=token_ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
+            return_mask=max_new_tokens > 0 and self._context.rollout.replay_sampling and sampling.truncates,
             return_routing=wanted,
             routing_start=start,
             rows_if_aborted=self._rows.needs_aborted,
@@ -390,6 +424,7 @@ class Transcript(TokenWriter):
                 Sampled(
                     token_ids=call.token_ids[span.start : span.end].copy(),
                     rollout_log_probs=call.log_probs[span.start : span.end].copy(),
+                    mask=call.mask(span.start, span.end),
                     weight_version=span.weight_version,
                     engine_id=lease.engine.engine_id,
                     finish_reason=reason,
