@@ -396,10 +396,6 @@ class OutstandingGroups:
             work.cancel()
         self.drop_group(group_id, reason)
 
-    def drop_corrupt(self, group: GroupRecord) -> None:
-        """Drop a group of an earlier process whose frame is damaged or missing; it was never added here."""
-        self._settle_dropped(sorted(group.queued), "corrupt")
-
     # -- statistics ---------------------------------------------------------------------------------------
 
     def observe_wait(self, stage: str, begin: float) -> None:

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class GroupRestorer:
     """Adds the outstanding groups of the ledger to a queue that has none yet.
 
-    A damaged frame settles its group as `corrupt` and makes its position pending. Frames that belong to no
-    group are deleted.
+    Frames of ready groups are verified with their batch, those of groups in flight now: a damaged one is
+    sampled again beside its siblings. Frames that belong to no group are deleted.
     """
 
     def __init__(
@@ -62,12 +62,6 @@ class GroupRestorer:
         self._spool.delete_discarded()
 
     def _restore_queued(self, group: GroupRecord) -> None:
-        # Frames on other nodes are verified with their batch.
-        flaws = self._spool.find_flaws([group.stored[name] for name in group.queued], here_only=True)
-        if flaws:
-            log.warning("group %s is dropped: %s", group.group_id, next(iter(flaws.values())))
-            self._groups.drop_corrupt(group)
-            return
         # Versions above ours were published after the checkpoint and are undone: they count as ours, or as
         # those of an earlier restart's checkpoint.
         ceiling = self._admission.next if group.ceiling is None else group.ceiling

@@ -218,6 +218,7 @@ class Spool(FrameStore):
         self._used_bytes: defaultdict[str, int] = defaultdict(int)  # by node
         self._stored_bytes: dict[str, int] = {}  # by node, of all groups that ever ended
         self._discarded: list[tuple[str, str]] = []  # node, path
+        self._verified: set[str] = set()  # at the start, by path
         self._deleting = threading.Lock()
         self._unanswered: list[tuple[str, list[str], Callable[[], None]]] = []  # node, paths to delete, wait
         self._in_use: set[str] = set()  # names of folders of processes that may still write
@@ -369,15 +370,21 @@ class Spool(FrameStore):
 
         Args:
             stored: The frames.
-            here_only: Leave out those on other nodes.
+            here_only: Leave out those on other nodes; the others are not verified again by the next call.
 
         Raises:
             NodeUnreachable: When the node of one of them does not answer; it is absent from now on.
         """
         by_node: defaultdict[str, list[StoredTrajectory]] = defaultdict(list)
         for entry in stored:
-            if not here_only or entry.node in self._local:
-                by_node[entry.node].append(entry)
+            if here_only:
+                if entry.node not in self._local:
+                    continue
+                self._verified.add(entry.path)
+            elif entry.path in self._verified:
+                self._verified.remove(entry.path)
+                continue
+            by_node[entry.node].append(entry)
         flaws: dict[str, str] = {}
         for _, answer in self._ask(by_node, lambda reader, node: reader.begin_find_flaws(by_node[node])):
             if isinstance(answer, NodeUnreachable):
@@ -516,6 +523,7 @@ class Spool(FrameStore):
 
     def _remove(self, path: str) -> bool:
         """Stop counting a frame; return whether it was counted."""
+        self._verified.discard(path)
         if (frame := self._used.pop(path, None)) is not None:
             self._used_bytes[frame.node] -= frame.nbytes
             return True

@@ -105,6 +105,8 @@ class InvariantChecker:
         """The nodes that were lost with their frames."""
         self.absent_until_s: dict[str, float] = {}
         """Until when nodes do not answer."""
+        self.unasked_nodes: set[str] = set()
+        """The nodes that this incarnation of the driver has asked for nothing."""
         self.cut_off_folders: set[str] = set()
         """The names of the folders of workers that were cut off from the driver."""
         self.deaf = False
@@ -724,12 +726,13 @@ class InvariantChecker:
         finally:
             database.close()
         # The driver never learns that a worker that was cut off has ended: the next start deletes its frames,
-        # and those on a node that does not answer at the end.
+        # and those on a node that does not answer at the end, or that this one has asked for nothing.
         files = (
             path
             for path in spooled_files(self._config, run_dir)
             if path.parent.name not in self.cut_off_folders
             and self.absent_until_s.get(path.parent.parent.name, 0.0) < self.now()
+            and path.parent.parent.name not in self.unasked_nodes
         )
         frames = {f"{path.parent.name}/{path.name}" for path in files}
         if left := frames - owned:

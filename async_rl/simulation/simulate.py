@@ -154,6 +154,7 @@ class Simulation:
         self._nodes = SimulatedNodes()
         self._checker.lost_nodes = self._nodes.lost
         self._checker.absent_until_s = self._nodes.absent_until_s
+        self._checker.unasked_nodes = self._nodes.unasked
         self._disk = Disk()
         self._disk.die = self._kill_on_disk
         self._threads = random.Random(f"threads {scenario.seed}")
@@ -218,6 +219,7 @@ class Simulation:
         self._loop, self._newest_version = loop, -1
         self._note_progress()
         self._checker.begin_incarnation(self._config, loop.time)
+        self._nodes.begin_incarnation()
         loop.set_exception_handler(self._unhandled)
         for name in ("checkpoints", "logs"):
             (self._run_dir / name).mkdir(parents=True, exist_ok=True)

@@ -262,11 +262,19 @@ class SimulatedNodes:
         """Begin with all nodes present."""
         self.lost: set[str] = set()
         self.absent_until_s: dict[str, float] = {}
+        self.unasked: set[str] = set()
+        """Nodes that this incarnation of the driver has asked for nothing."""
 
     def node_of(self, name: str) -> str:
         """Return the node that a worker starts on; another one takes the place of a lost one."""
         number = int(name.rpartition("-")[2]) % _NUM_NODES
         return next(node for i in count() if (node := f"node-{number}-{i}") not in self.lost)
+
+    def begin_incarnation(self) -> None:
+        """Let a new driver ask each node when it first needs something there."""
+        self.unasked |= {
+            f"node-{number}-{i}" for number in range(_NUM_NODES) for i in range(len(self.lost) + 1)
+        }
 
     def lose(self, node: str, folders: Iterable[Path]) -> None:
         """Let a node and its frames be gone."""
@@ -286,6 +294,7 @@ class SimulatedNodes:
         """
         reader = _SimulatedReader(directory, partial(self._require, node, clock))
         reader.begin_ping(0.0)()
+        self.unasked.discard(node)
         return reader
 
     def _require(self, node: str, clock: Callable[[], float]) -> None:

@@ -536,6 +536,14 @@ MUTANTS: Final = (
         ("tests/unit/test_journal_folders.py",),
     ),
     Mutant(
+        "frames-are-verified-twice",
+        "After a restart a frame is verified when it is restored and again with its batch.",
+        "async_rl/queue/spool.py",
+        "                self._verified.add(entry.path)\n",
+        "",
+        ("tests/unit/test_restored_groups.py",),
+    ),
+    Mutant(
         "restart-forgets-trajectories-with-branches",
         "After a restart the journals drop what is in flight and has branched.",
         "async_rl/run/recovery.py",

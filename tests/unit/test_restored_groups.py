@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import InvariantError
+from async_rl.queue import frames
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import read_columns
 from async_rl.queue.ledger import Ledger
@@ -133,6 +134,35 @@ async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tm
     assert [dict(left.finished) for left in queue.restored_groups] == [{}, {}]
     assert files(tmp_path) == []
     queue.close()
+
+
+async def test_each_frame_of_an_earlier_process_is_verified_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_queue(tmp_path, 0)
+    dispatch(first, "queued", "left")
+    await put(first, make_group("queued"))
+    end(first, make_group("left").trajectories[0])
+    first.close()
+    verified: list[str] = []
+    verify = frames.verify_frame
+
+    def note(stored: StoredTrajectory) -> None:
+        verified.append(stored.trajectory_id)
+        verify(stored)
+
+    monkeypatch.setattr(frames, "verify_frame", note)
+    second = open_queue(tmp_path, 0)
+    assert verified == ["left-0"]  # it may have to be sampled again
+    (left,) = second.restored_groups
+    rest = make_group("left").trajectories[1]
+    group = MadeGroup(group_id="left", task_id="task", trajectories=(left.finished["left-0"], rest))
+    await put(second, group)
+    batch = await second.next_batch(0)
+    assert batch is not None
+    await second.settle_batch(batch, 1)
+    assert sorted(verified) == ["left-0", "left-1", "queued-0", "queued-1"]
+    second.close()
 
 
 async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:

@@ -772,19 +772,22 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
         run.queue.close()
 
 
-async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path: Path) -> None:
+async def test_a_damaged_or_lost_frame_of_an_earlier_process_is_found_with_its_batch(tmp_path: Path) -> None:
+    """A start does not read all that is ready."""
     first = Run(tmp_path)
-    await first.ready("a", "b", "c")
+    await first.ready("a", "b", "c", "d")
     refs = {name: first.frame_of(name) for name in "abc"}
     damage(refs["a"])
     Path(refs["b"].path).unlink()
     make_group("orphan").stored_in(first.spool.directory)
 
     second = first.again()
-    assert second.position.pending == (0, 1)
+    assert second.queue.statistics().dropped == {}
+    assert (await second.take()).group_ids == ("c", "d")
+    assert second.ledger.data_position().pending == (0, 1)
     assert second.queue.statistics().dropped == {"corrupt": 4}
-    assert [group.group_id for group in second.ledger.outstanding()] == ["c"]
-    assert second.files == ["c-0", "c-1"]
+    second.queue.flush_ledger()
+    assert second.files == ["c-0", "c-1", "d-0", "d-1"]
     second.ledger.audit()
     for run in (first, second):
         run.queue.close()
@@ -792,10 +795,11 @@ async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path
 
 async def test_a_frame_of_another_trajectory_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
     first = Run(tmp_path)
-    await first.ready("a")
+    await first.ready("a", "b", "c")
     one, other = first.ledger.group("a").stored.values()
     Path(other.path).rename(one.path)
     second = first.again()
+    assert (await second.take()).group_ids == ("b", "c")
     assert second.queue.statistics().dropped == {"corrupt": 2}
     for run in (first, second):
         run.queue.close()
