@@ -36,7 +36,10 @@ class Slots:
 
     async def acquire_slot(self, holder: str = _DISPATCH) -> None:
         """Wait for a slot; without a holder it belongs to the dispatcher, which holds at most one."""
-        with waiting("slot", why=self._why):
+        if self._free.locked():
+            with waiting("slot", why=self._why):
+                await self._free.acquire()
+        else:
             await self._free.acquire()
         self._holders[holder] = None
 

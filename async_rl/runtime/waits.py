@@ -283,8 +283,8 @@ class Waits:
         """Time since the run last made progress."""
         return self.clock() - self.progressed_s
 
-    def open_waits(self) -> list[Wait]:
-        """Return the open waits, the first begun first."""
+    def open_waits(self, min_age_s: float = 0.0) -> list[Wait]:
+        """Return the open waits that have lasted so long, the first begun first."""
         now = self.clock()
         return [
             Wait(
@@ -296,6 +296,7 @@ class Waits:
                 why=wait.why() if wait.why is not None else None,
             )
             for wait in list(self.open)
+            if now - wait.since_s >= min_age_s
         ]
 
     def actors(self) -> list[WaitingActor]:

@@ -354,10 +354,8 @@ class RolloutWorker:
         """Return what trajectories have been waiting for, the newest wait of each."""
         return {
             wait.who.id: f"{phrase(wait.on, wait.target, wait.why)} for {wait.age_s:.0f} s"
-            for wait in self._waits.open_waits()
-            if wait.who.kind == "trajectory"
-            and wait.age_s >= _MIN_REPORTED_WAIT_S
-            and wait.on != "agent loop"
+            for wait in self._waits.open_waits(_MIN_REPORTED_WAIT_S)
+            if wait.who.kind == "trajectory" and wait.on != "agent loop"
         }
 
 
