@@ -305,9 +305,9 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
         PositiveInt | None,
         Meta(
             description=(
-                "Every this many versions, checksums of each engine's weights are compared with those of the "
-                "last time: an alert fires when they have not changed and the trainer's have. null turns "
-                "it off."
+                "Every this many versions, checksums of each engine's weights, and with `interrupt: abort` "
+                "its log-probs of a fixed text, are compared with those of the last time: an alert fires "
+                "when they have not changed and the trainer's weights have. null turns it off."
             )
         ),
     ] = 20

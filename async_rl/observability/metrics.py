@@ -632,8 +632,8 @@ class TrainerMetrics(Instruments):
         bad="The longest phase is where the time goes; docs/design/weight-updates.md.",
     )
     served_weights_unchanged = gauge(
-        "1 if an engine's weights had the checksums of an earlier version although the trainer's had "
-        "changed, when it was last compared (`weights.watch_every`).",
+        "1 if an engine had the checksums, or the log-probs of a fixed text, of an earlier version although "
+        "the trainer's weights had changed, when it was last compared (`weights.watch_every`).",
         "engine",
         unit="1",
         source="weights.checksums, after each update to a version that is watched",

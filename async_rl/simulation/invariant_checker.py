@@ -50,6 +50,7 @@ from async_rl.types import (
     TrainBatch,
     root_of,
 )
+from async_rl.weights.checksums import CANARY_SUFFIX
 
 _KEPT_EVENTS: Final = 60
 _HOLDING: Final = frozenset({"in_flight", "queued", "trained"})
@@ -274,6 +275,10 @@ class InvariantChecker:
         """A session calls an engine that serves `version` and was last verified at `verified`."""
         name = _task_name()
         self.note(f"{name}: {engine_id} gets {len(request.input_ids)} tokens at version {version}")
+        if request.request_id.endswith(CANARY_SUFFIX):
+            if verified != version:
+                self.fail(f"{engine_id} serves version {version} to a canary, verified is {verified}")
+            return
         who = *self._numbered("trajectory", name), *self._numbered("engine", engine_id)
         if self._digests:
             self.decided("call", *who, version, request.max_new_tokens, request.input_ids.tobytes())
@@ -300,7 +305,7 @@ class InvariantChecker:
     ) -> None:
         """A session's call is over; its next one must continue what is kept of it."""
         name, failed = _task_name(), failure is not None
-        if _is_answer(name):
+        if _is_answer(name) or request.request_id.endswith(CANARY_SUFFIX):
             return
         if request.max_new_tokens == 0:
             how = type(failure).__name__ if failure else finish.reason if finish else "was left"

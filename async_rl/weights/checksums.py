@@ -6,18 +6,27 @@ An engine sums the parameters it computes with, after fusing and sharding them. 
 2. an engine that has loaded the version from files, with the same ranks and parameters;
 3. failing that, the first engine that has taken the version: an engine that differs from it is taken out of
    service, loads from files, and becomes the reference for the others.
+
+Between versions, sums and the log-probs of a canary (a fixed call) must change when the trainer's weights do.
+The canary also finds what no sum shows: an engine that computes with copies of its parameters.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any, Final
+
+import numpy as np
 
 from async_rl.config import WeightsConfig
-from async_rl.engine_protocol import Engine
+from async_rl.engine_protocol import Chunk, Engine, GenerateRequest, SamplingParams
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import EngineError, TrainerError, VersionMismatch
+from async_rl.errors import AsyncRLError, TrainerError, VersionMismatch
 from async_rl.observability.metrics import Metrics
 from async_rl.trainer_protocol import Trainer
 
@@ -25,6 +34,16 @@ log = logging.getLogger(__name__)
 
 Sums = tuple[dict[str, str], ...]
 """For each tensor-parallel rank: the sum over every parameter, by name."""
+
+CANARY_SUFFIX: Final = "-canary"
+"""How the ids of canaries end, in the logs of engines."""
+
+_CANARY_TOKENS: Final = 16
+"""Tokens of the canary's prompt and of its answer. A change of the weights hardly leaves so many log-probs
+equal to the bit, and they take a fraction of a second."""
+
+_CANARY_S: Final = 10.0
+"""How long a canary may hold up an update."""
 
 
 class VersionVerifier:
@@ -47,9 +66,14 @@ class VersionVerifier:
         self._trainer = trainer
         self._metrics = metrics
         self._comparison = ChecksumComparison()
-        self._changes = ChangeWatch()
-        self._without_sums: set[str] = set()
-        """Engines that were reported because they return no sums."""
+        self._watches = {
+            "checksum of its parameters": ChangeWatch(),
+            "log-prob of a fixed text": ChangeWatch(),
+        }
+        # A paused engine looks at a call only when it resumes. Then others run, and batches change log-probs.
+        self._asks_canary = config.interrupt == "abort"
+        self._unwatched: set[tuple[str, str]] = set()
+        """Engines, each with what was reported because it does not return it."""
 
     async def expect_version(self, version: int) -> None:
         """Let the trainer sum its weights, which do not change meanwhile."""
@@ -64,7 +88,8 @@ class VersionVerifier:
             log.warning("cannot watch whether weights change at version %d: %s", version, error)
             return
         self._comparison.expect_sums(version, sums)
-        self._changes.expect_sums(version, sums)
+        for watch in self._watches.values():
+            watch.expect_sums(version, sums)
 
     def _is_watched(self, version: int) -> bool:
         return self._watch_every is not None and version > 0 and version % self._watch_every == 0
@@ -104,30 +129,66 @@ class VersionVerifier:
 
     async def _watch_changes(self, engine: Engine, version: int) -> None:
         """Report an engine whose weights are those of an earlier version, although the trainer's changed."""
-        try:
-            sums = await engine.checksums()
-        except EngineError as error:
-            if engine.engine_id not in self._without_sums:
-                self._without_sums.add(engine.engine_id)
-                log.warning("cannot watch whether the weights of %s change: %s", engine.engine_id, error)
-            return
-        since = self._changes.unchanged_since(engine.engine_id, version, sums)
-        self._metrics.served_weights_unchanged.labels(engine.engine_id).set(since is not None)
-        if since is not None:
-            log.error(
-                "engine %s reports version %d and serves the weights of version %d: no checksum of its "
-                "parameters has changed, and the trainer's have; set weights.verify: checksum",
-                engine.engine_id,
-                version,
-                since,
-            )
+        engine_id, is_stuck = engine.engine_id, []
+        for (what, watch), read in zip(self._watches.items(), (_read_sums, _ask_canary), strict=True):
+            if read is _ask_canary and not self._asks_canary:
+                continue
+            try:
+                found = await read(engine)
+            except (AsyncRLError, TimeoutError) as error:
+                if (engine_id, what) not in self._unwatched:
+                    self._unwatched.add((engine_id, what))
+                    log.warning(
+                        "cannot watch whether the weights of %s change: no %s: %s", engine_id, what, error
+                    )
+                continue
+            since = watch.unchanged_since(engine_id, version, found)
+            is_stuck.append(since is not None)
+            if since is not None:
+                log.error(
+                    "engine %s reports version %d and serves the weights of version %d: no %s has changed, "
+                    "and the trainer's weights have; restart it, and set weights.verify: checksum",
+                    engine_id,
+                    version,
+                    since,
+                    what,
+                )
+        if is_stuck:
+            self._metrics.served_weights_unchanged.labels(engine_id).set(any(is_stuck))
+
+
+async def _read_sums(engine: Engine) -> Any:
+    """Return the engine's sums over its parameters."""
+    return await engine.checksums()
+
+
+async def _ask_canary(engine: Engine) -> Any:
+    """Return what an idle engine answers to the canary: greedily sampled tokens, and their log-probs.
+
+    Raises:
+        AsyncRLError: It did not answer.
+        TimeoutError: Not in time.
+    """
+    request = GenerateRequest(
+        request_id=f"{secrets.token_hex(16)}{CANARY_SUFFIX}",
+        input_ids=np.arange(1, _CANARY_TOKENS + 1, dtype=np.int32),
+        max_new_tokens=_CANARY_TOKENS,
+        sampling=SamplingParams(temperature=0.0),
+    )
+    answer: list[tuple[int, float]] = []
+    stream: Any = engine.generate(request)
+    async with asyncio.timeout(_CANARY_S), aclosing(stream):
+        async for event in stream:
+            if isinstance(event, Chunk):
+                answer += zip(event.token_ids.tolist(), event.log_probs.tolist(), strict=True)
+    return answer
 
 
 class ChangeWatch:
     """Finds engines whose weights do not change although the trainer's do.
 
     Unlike `ChecksumComparison` it needs no parameter that trainer and engine sum alike, so it holds for any
-    fusing, sharding and quantization.
+    fusing, sharding and quantization, and for whatever else of an engine depends on its weights.
 
     Example:
         >>> watch = ChangeWatch()
@@ -141,20 +202,26 @@ class ChangeWatch:
     def __init__(self) -> None:
         self._version = -1
         self._expected: Mapping[str, str] = {}
-        self._last: dict[str, tuple[int, Mapping[str, str], Sums]] = {}
-        """For each engine: the oldest version with its newest sums, and the trainer's sums then."""
+        self._last: dict[str, tuple[int, Mapping[str, str], Any]] = {}
+        """For each engine: the oldest version with what was found last, and the trainer's sums then."""
 
     def expect_sums(self, version: int, sums: Mapping[str, str]) -> None:
         """Set the trainer's sums over a version."""
         self._version, self._expected = version, sums
 
-    def unchanged_since(self, engine_id: str, version: int, sums: Sums) -> int | None:
-        """Returns the version whose weights an engine still has, if the trainer's have changed since."""
+    def unchanged_since(self, engine_id: str, version: int, found: Any) -> int | None:
+        """Returns the version whose weights an engine still has, if the trainer's have changed since.
+
+        Args:
+            engine_id: The engine.
+            version: The version that it reports.
+            found: Its sums, or what else depends on its weights alone.
+        """
         if version != self._version:
             return None  # overtaken: it will load again
         last = self._last.get(engine_id)
-        if last is None or last[2] != sums:
-            self._last[engine_id] = (version, self._expected, sums)
+        if last is None or last[2] != found:
+            self._last[engine_id] = (version, self._expected, found)
             return None
         return last[0] if last[1] != self._expected else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ from async_rl.types import TrainBatch
 from tests.support.engine_calls import Call, call, request
 from tests.support.sampled_batches import batch_of
 from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld
-from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_glm4_moe, build_tiny_qwen2_moe
+from tests.support.tiny_model import (
+    build_tiny_deepseek_v3,
+    build_tiny_glm4_moe,
+    build_tiny_qwen2_moe,
+    build_tiny_qwen3_moe,
+)
 from tests.support.trainers import log_probs_of, native_rows, started, trainer_config
 from trainer.worker import TrainerWorker
 
@@ -37,8 +43,21 @@ BUILDERS = {
     "deepseek_v3": build_tiny_deepseek_v3,
     "glm4_moe": build_tiny_glm4_moe,
     "qwen2_moe": build_tiny_qwen2_moe,
+    # More experts than a byte can number, odd numbers of layers and of experts per token, dense layers first.
+    "qwen3_moe, 300 experts": partial(
+        build_tiny_qwen3_moe, num_experts=300, top_k=5, num_layers=5, expert_size=16
+    ),
+    "deepseek_v3, 320 experts": partial(
+        build_tiny_deepseek_v3, num_experts=320, top_k=6, top_groups=3, num_layers=5, dense_layers=2
+    ),
 }
-MOE_LAYERS = {"deepseek_v3": (1, 2), "glm4_moe": (1, 2), "qwen2_moe": (0, 1, 2)}
+MOE_LAYERS = {
+    "deepseek_v3": (1, 2),
+    "glm4_moe": (1, 2),
+    "qwen2_moe": (0, 1, 2),
+    "qwen3_moe, 300 experts": (0, 1, 2, 3, 4),
+    "deepseek_v3, 320 experts": (2, 3, 4),
+}
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 
 
@@ -132,6 +151,7 @@ async def test_rows_are_of_the_layers_with_experts_when_others_are_dense(
     rows = ended.trace.rows
     np.testing.assert_array_equal(rows, raw[:, facts.moe_layers])
     assert rows.max() < facts.num_experts
+    assert rows.dtype == (np.uint8 if facts.num_experts <= 256 else np.uint16)
     assert len(np.unique(rows)) > facts.top_k  # tokens differ in what they choose
     assert all(len(set(row)) == facts.top_k for row in rows.reshape(-1, facts.top_k).tolist())
 

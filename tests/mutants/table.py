@@ -1233,6 +1233,22 @@ MUTANTS: Final = (
         ("tests/unit/test_weight_sync.py",),
     ),
     Mutant(
+        "no-canary-is-asked",
+        "An engine that computes with copies which updates do not reach is not reported.",
+        "async_rl/weights/checksums.py",
+        '        self._asks_canary = config.interrupt == "abort"\n',
+        "        self._asks_canary = False\n",
+        ("tests/unit/test_weight_sync.py",),
+    ),
+    Mutant(
+        "canary-holds-up-updates",
+        "An engine that does not answer the canary is taken out of service by the limit of its update.",
+        "async_rl/weights/checksums.py",
+        "    async with asyncio.timeout(_CANARY_S), aclosing(stream):\n",
+        "    async with aclosing(stream):\n",
+        ("tests/unit/test_weight_sync.py",),
+    ),
+    Mutant(
         "learning-rate-zero-looks-stuck",
         "An engine is reported although the trainer's weights did not change either.",
         "async_rl/weights/checksums.py",

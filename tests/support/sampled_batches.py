@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_rl.engine_protocol import EngineFacts
+from async_rl.routing import id_dtype
 from async_rl.types import TrainBatch
 from tests.support.engine_calls import Call
 
@@ -18,7 +19,7 @@ def batch_of(calls: Sequence[Call], facts: EngineFacts, *, version: int = 0) -> 
     total = int(offsets[-1])
     mask, valid = np.zeros(total, bool), np.ones(total, bool)
     log_probs = np.zeros(total, np.float32)
-    rows = np.zeros((total, len(facts.moe_layers), facts.top_k), np.uint8)
+    rows = np.zeros((total, len(facts.moe_layers), facts.top_k), id_dtype(facts.num_experts))
     for call, start, end in zip(calls, offsets[:-1], offsets[1:], strict=True):
         sampled = slice(end - len(call.token_ids), end)
         mask[sampled], log_probs[sampled] = True, call.log_probs

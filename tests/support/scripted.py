@@ -20,6 +20,7 @@ from async_rl.engine_protocol import (
     WeightUpdate,
 )
 from async_rl.types import RoutingTrace, VersionSpan
+from async_rl.weights.checksums import CANARY_SUFFIX
 
 NUM_EXPERTS = 8
 TOP_K = 2
@@ -72,14 +73,24 @@ class ScriptedEngine:
         """What a parameter sums to in place of the version."""
         self.sums: dict[str, str] | None = None
         """All sums, in place of those of the version."""
+        self.answers_as: int | None = None
+        """The version whose log-probs it answers with, in place of its own."""
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
         # The session's buffer goes on changing after the call.
         self.requests.append(msgspec.structs.replace(request, input_ids=request.input_ids.copy()))
-        for event in self.scripts.pop(0)(request):
+        script = self._answer_canary if request.request_id.endswith(CANARY_SUFFIX) else self.scripts.pop(0)
+        for event in script(request):
             if isinstance(event, Exception):
                 raise event
             yield event
+
+    def _answer_canary(self, request: GenerateRequest) -> list[Chunk | Finish]:
+        """Answer the call that watches whether weights change: the log-prob tells the version."""
+        self._step("canary")
+        version = self.weight_version if self.answers_as is None else self.answers_as
+        spans = (VersionSpan(start=0, end=1, weight_version=self.weight_version),)
+        return [Chunk.of([7], [-1.0 - version]), Finish(reason="length", version_spans=spans)]
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
         self.decoded += 1

@@ -575,13 +575,55 @@ async def test_a_trainer_that_cannot_sum_its_weights_goes_on(tmp_path, caplog):
     assert "cannot watch whether weights change at version 1: rank 1 has no checksums" in caplog.text
 
 
-async def test_an_engine_without_checksums_is_named_once(tmp_path, caplog):
+@pytest.mark.parametrize(("step", "what"), [("sums", "checksum"), ("canary", "log-prob")])
+async def test_an_engine_that_cannot_be_watched_is_named_once(tmp_path, caplog, step, what):
     bench = Bench(tmp_path, watch_every=1)
     await bench.start()
-    bench.engines[0].fail_in, bench.engines[0].error = "sums", EngineError("404 for /weights_checker")
-    assert await update_to(bench, 1, 2) == [[None, 0]] * 2
-    assert caplog.text.count("cannot watch whether the weights of engine-0 change: 404") == 1
+    bench.engines[0].fail_in, bench.engines[0].error = step, EngineError("404 for it")
+    assert await update_to(bench, 1, 2) == [[0, 0]] * 2
+    assert caplog.text.count(f"cannot watch whether the weights of engine-0 change: no {what} of") == 1
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+
+
+@in_virtual_time
+async def test_an_update_goes_on_when_a_canary_hangs(tmp_path, caplog):
+    bench = Bench(tmp_path, watch_every=1, timeout_s=30.0)
+    await bench.start()
+
+    async def hang(request):
+        await asyncio.Future()
+        yield
+
+    bench.engines[0].generate = hang
+    assert await update_to(bench, 1, 2) == [[0, 0]] * 2
+    assert "cannot watch whether the weights of engine-0 change: no log-prob" in caplog.text
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+async def test_an_engine_is_reported_when_it_computes_with_old_copies_of_its_weights(
+    tmp_path, caplog, has_sums
+):
+    bench = Bench(tmp_path, watch_every=2)
+    await bench.start()
+    stuck = bench.engines[1]
+    if not has_sums:
+        stuck.fail_in, stuck.error = "sums", EngineError("404 for /weights_checker")
+    stuck.answers_as = 0
+    assert await update_to(bench, 1, 2, 3, 4) == [[None, None], [0, 0], [0, 0], [0, 1]]
+    assert "engine-1 reports version 4 and serves the weights of version 2: no log-prob of a" in caplog.text
+    assert [engine.log.count("canary") for engine in bench.engines] == [2, 2]
+    stuck.answers_as = None
+    assert await update_to(bench, 6) == [[0, 0]]
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
+async def test_a_paused_engine_gets_no_canary(tmp_path, interrupt):
+    bench = Bench(tmp_path, watch_every=1, interrupt=interrupt)
+    await bench.start()
+    assert await update_to(bench, 1, 2) == [[0, 0]] * 2
+    assert [engine.log.count("canary") for engine in bench.engines] == [0, 0]
+    assert [engine.log.count("sums") for engine in bench.engines] == [2, 2]
 
 
 # -- deltas ----------------------------------------------------------------------------------------------
