@@ -1636,6 +1636,14 @@ MUTANTS: Final = (
     ),
     # -- replay of routing ------------------------------------------------------------------------------
     Mutant(
+        "ids-cut-to-bytes-are-trained",
+        "Ids above 255 that became bytes choose other experts.",
+        "trainer/megatron/replay.py",
+        "    if np.iinfo(rows.dtype).max < batch.num_experts - 1:\n",
+        "    if False:\n",
+        (ROUTERS,),
+    ),
+    Mutant(
         "replay-mask-is-inverted",
         "Tokens with a row route natively, and those without one replay what their row holds.",
         "trainer/megatron/replay.py",

@@ -83,7 +83,7 @@ def log_probs_of(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
 
 
 def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
-    """Returns the experts that the trainer itself chooses, `[S, L_moe, K] uint8`; for a single rank."""
+    """Returns the experts that the trainer itself chooses, `[S, L_moe, K]`; for a single rank."""
     model = worker.model
     # Token ids that equal their index show where each token was placed.
     numbered = np.arange(batch.num_tokens, dtype=np.int32)
@@ -92,9 +92,10 @@ def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
     _, recorded = model.record_routing(
         [p.inputs for p in placed], lambda index, hidden: (hidden.sum(), 0, None)
     )
-    rows = np.zeros((batch.num_tokens, *recorded[0].routing[0].ids.shape[1:]), np.uint8)
-    for tokens, inputs in zip(order, recorded, strict=True):
-        rows[tokens.cpu().numpy()] = inputs.routing[0].ids.cpu().numpy()
+    ids = [inputs.routing[0].ids.cpu().numpy() for inputs in recorded]
+    rows = np.zeros((batch.num_tokens, *ids[0].shape[1:]), ids[0].dtype)
+    for tokens, chosen in zip(order, ids, strict=True):
+        rows[tokens.cpu().numpy()] = chosen
     return rows
 
 

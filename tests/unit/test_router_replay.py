@@ -183,3 +183,15 @@ def test_rows_that_are_not_valid_are_not_looked_at() -> None:
     batch.routed_experts[5:9] = 255
     batch.routing_valid[5:9] = False
     check_rows(batch, bare_config(num_moe_experts=8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("experts", "refused"), [(256, False), (257, True)])
+def test_rows_are_refused_when_their_type_cannot_name_every_expert(experts: int, refused: bool) -> None:
+    """Ids above 255 that became bytes name other experts. With one expert per token nothing else shows it."""
+    config: Any = bare_config(num_moe_experts=experts)
+    batch = msgspec.structs.replace(random_batch(layers=(1, 4)), num_experts=experts)
+    if refused:
+        with pytest.raises(AlignmentError, match="uint8, too narrow for 257 experts"):
+            check_rows(batch, config)
+    else:
+        check_rows(batch, config)

@@ -309,6 +309,10 @@ def check_rows(
             f"routing rows are of a model with {batch.num_experts} experts, but the trainer's has "
             f"{config.num_moe_experts}"
         )
+    if np.iinfo(rows.dtype).max < batch.num_experts - 1:
+        raise AlignmentError(
+            f"routing rows are {rows.dtype}, too narrow for {batch.num_experts} experts: ids were cut off"
+        )
     from_zero = tuple(number - 1 for number in layers)
     if batch.moe_layers != from_zero:
         raise AlignmentError(
