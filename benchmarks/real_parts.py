@@ -151,9 +151,12 @@ def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFa
 
 
 @contextlib.contextmanager
-def training(model: Path, *, dtype: str, replay: str = "r3") -> Iterator[TrainerWorker]:
+def training(
+    model: Path, *, dtype: str, replay: str = "r3", temperature: float = 1.0
+) -> Iterator[TrainerWorker]:
     """Runs a trainer of one rank in this process, one at a time, because Megatron's groups are global."""
-    with started(trainer_config(model, replay=replay, dtype=dtype, micro_batch_tokens=1024)) as worker:
+    settings = {"dtype": dtype, "temperature": temperature, "micro_batch_tokens": 1024}
+    with started(trainer_config(model, replay=replay, **settings)) as worker:
         yield worker
 
 

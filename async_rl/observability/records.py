@@ -382,8 +382,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             gauge="log_prob_diff_nats",
             section="agreement",
             unit="nats",
-            bad="A steady bias: sampling settings that the log-probs do not know of (`rollout.top_p` "
-            "below 1).",
+            bad="A steady bias: truncated sampling that is not replayed (`rollout.replay_sampling: false`).",
             from_trainer=True,
         ),
     ] = None

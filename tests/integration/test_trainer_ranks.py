@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
 
 from async_rl.errors import AlignmentError
+from async_rl.types import SamplingMask
 from async_rl.weights.buckets import size_of
 from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.live_bytes import LiveBytes
@@ -128,11 +130,33 @@ def batches():
     """An odd number of trajectories, so that one data-parallel rank has an empty micro-batch."""
     lengths = (13, 7, 30, 19, 5, 22, 37)
     return [
-        distinct_rows(
-            random_batch(seed, layers=(1, 2, 3), lengths=lengths, group_size=7), 3, EXPERTS, TOP_K, seed=seed
+        with_masks(
+            distinct_rows(
+                random_batch(seed, layers=(1, 2, 3), lengths=lengths, group_size=7),
+                3,
+                EXPERTS,
+                TOP_K,
+                seed=seed,
+            ),
+            seed,
         )
         for seed in (0, 1)
     ]
+
+
+def with_masks(batch, seed):
+    """Every other trajectory was sampled from six tokens at each position, anywhere in the vocabulary."""
+    rng = np.random.default_rng(seed)
+    kept, log_probs = [[]] * batch.num_tokens, batch.rollout_log_probs.copy()
+    for index in range(0, batch.num_trajectories, 2):
+        for position in range(batch.offsets[index], batch.offsets[index + 1]):
+            if batch.loss_mask[position]:
+                token = int(batch.token_ids[position])
+                kept[position] = sorted({token, *rng.integers(0, 96, 5).tolist()})
+                log_probs[position] += np.float32(
+                    2.77
+                )  # as much as the mean log-prob among six instead of 96
+    return msgspec.structs.replace(batch, sampling_mask=SamplingMask.of(kept), rollout_log_probs=log_probs)
 
 
 def single():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, SamplingParams
-from async_rl.types import RoutingTrace
+from async_rl.types import RoutingTrace, SamplingMask
 
 _numbers = itertools.count()
 
@@ -43,6 +43,7 @@ class Call:
         self.asked = asked
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
+        self.masks: list[SamplingMask] = []
         self.finish: Finish | None = None
         self.started = asyncio.Event()
         """Set in the step of the loop in which the engine is called."""
@@ -60,6 +61,7 @@ class Call:
                         assert len(event.token_ids) == len(event.log_probs) > 0
                         self.token_ids += event.token_ids.tolist()
                         self.log_probs += event.log_probs.tolist()
+                        self.masks += [] if event.mask is None else [event.mask]
                     elif isinstance(event, Finish):
                         self.finish = event
                     self._changed.notify_all()

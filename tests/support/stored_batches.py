@@ -71,6 +71,9 @@ def store_batch(folder: Path, batch: TrainBatch) -> TakenBatch:
             frames.TOKEN_IDS: batch.token_ids[part],
             frames.ROLLOUT_LOG_PROBS: batch.rollout_log_probs[part],
         }
+        if batch.sampling_mask is not None:
+            mask = batch.sampling_mask[part]
+            columns |= {frames.MASK_COUNTS: mask.counts, frames.MASK_TOKEN_IDS: mask.token_ids}
         routing = None
         if batch.routed_experts is not None and batch.routing_valid is not None:
             rows, valid = batch.routed_experts[fed], batch.routing_valid[fed]

@@ -1,0 +1,276 @@
+"""Measures whether replaying the kept tokens makes the trainer compute what truncated sampling computed.
+
+    python benchmarks/sampling_mask.py [--quick] [--model NAME …] [--seeds N] [--json FILE]
+
+A tiny MoE with random weights samples tokens on a real SGLang server in float32 under several settings of
+temperature, top_p, top_k and min_p; Megatron-Core, with the same weights and the engine's routing, gives its
+log-probs of the same tokens. They are compared with the log-probs by which the engine chose:
+
+    mask      over the tokens that the engine kept
+    none      over the whole vocabulary, as without replay
+    shifted   over those that it kept for the next token, and the token itself
+
+Only mask may be small. Where it is above 1e-5 nats, or shifted is not worse than mask, or none is not where
+sampling is truncated, the program says so and exits with 1. It also prints the bytes of the masks per sampled
+token beside those of routing, and the time that the loop takes for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
+
+from async_rl.engine_protocol import DiskUpdate, SamplingParams
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.types import Context, Int32Array, Sampled, SamplingMask, TrainBatch, Trajectory
+from benchmarks.real_parts import (
+    BUILDERS,
+    build_model,
+    make_batch,
+    make_trajectory,
+    random_prompts,
+    serving,
+    trace_of,
+    trainer_log_probs,
+    training,
+    write_json,
+)
+from tests.support.engine_calls import Call, request
+
+VARIANTS: Final = ("mask", "none", "shifted")
+
+SETTINGS: Final = (
+    SamplingParams(top_p=0.8, top_k=20),
+    SamplingParams(top_p=0.95, top_k=50),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=1),
+    SamplingParams(min_p=0.2, top_k=100),
+    SamplingParams(temperature=0.7, top_p=0.8, top_k=20),
+    SamplingParams(temperature=1.3, top_p=0.9, top_k=100),
+)
+_SHARPNESS: Final = {"qwen3_moe": 3.0, "deepseek_v3": 8.0}
+"""By how much the output layer of each model is scaled."""
+
+LIMIT_NATS: Final = 1e-5
+"""The largest mean difference with masks, in float32."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result."""
+
+    model: str
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    variant: str
+    mean_abs: float
+    """Mean |trainer - engine| over sampled tokens, nats."""
+    kept: float
+    """Kept tokens per position."""
+
+
+def sharpen(model: Path, factor: float) -> Path:
+    """Scales the output layer of a model: random weights alone give nearly uniform distributions."""
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name == "lm_head.weight":
+                tensors[name] = tensors[name] * factor
+        save_file(tensors, file, metadata={"format": "pt"})
+    return model
+
+
+async def sample(
+    engine: SGLangEngine, prompts: Sequence[Int32Array], tokens: int, sampling: SamplingParams
+) -> list[Trajectory]:
+    """Samples one call per prompt, all at once, with masks and routing."""
+
+    def asked(prompt: Int32Array) -> Any:
+        plain = request(prompt.tolist(), tokens)
+        return msgspec.structs.replace(plain, sampling=sampling, return_mask=True)
+
+    calls = [Call(engine, asked(prompt)) for prompt in prompts]
+    await asyncio.gather(*(call.run() for call in calls))
+    return [
+        make_trajectory(
+            f"{number:08d}",
+            (
+                Context(token_ids=call.asked.input_ids),
+                Sampled(
+                    token_ids=np.array(call.token_ids, np.int32),
+                    rollout_log_probs=np.array(call.log_probs, np.float32),
+                    weight_version=0,
+                    engine_id=engine.engine_id,
+                    finish_reason="length",
+                    mask=SamplingMask.joined(call.masks),
+                ),
+            ),
+            trace_of(call.trace, call.sequence),
+        )
+        for number, call in enumerate(calls)
+    ]
+
+
+def with_mask(batch: TrainBatch, variant: str) -> TrainBatch:
+    """Returns the batch with the masks of a variant."""
+    mask = batch.sampling_mask
+    assert mask is not None
+    if variant == "none":
+        return msgspec.structs.replace(batch, sampling_mask=None)
+    if variant == "shifted":
+        moved = mask.take(np.minimum(np.arange(len(mask)) + 1, len(mask) - 1))
+        kept: list[list[int]] = [[]] * len(mask)
+        for position in np.flatnonzero(batch.loss_mask).tolist():
+            token_ids = moved[position : position + 1].token_ids.tolist()
+            kept[position] = sorted({*token_ids, int(batch.token_ids[position])})
+        return msgspec.structs.replace(batch, sampling_mask=SamplingMask.of(kept))
+    return batch
+
+
+def differences(model: Path, batch: TrainBatch, temperature: float) -> dict[str, np.ndarray]:
+    """Trainer minus engine log-probs of the sampled tokens under each variant, `[n]` in nats."""
+    with training(model, dtype="float32", temperature=temperature) as worker:
+        return {
+            variant: (trainer_log_probs(worker, with_mask(batch, variant)) - batch.rollout_log_probs)[
+                batch.loss_mask
+            ]
+            for variant in VARIANTS
+        }
+
+
+def violations(sampling: SamplingParams, found: dict[str, float]) -> list[str]:
+    """Returns the expectations that the mean differences of the variants violate."""
+    wrong = []
+    if found["mask"] > LIMIT_NATS:
+        wrong.append(f"{sampling}: mean|Δ| with masks is {found['mask']:.2e}, above {LIMIT_NATS:g}")
+    wrong += [
+        f"{sampling}: {variant} has mean|Δ| {found[variant]:.2e}, hardly more than mask with "
+        f"{found['mask']:.2e}"
+        for variant in VARIANTS[1:]
+        if found[variant] < 100 * max(found["mask"], 1e-8)
+    ]
+    return wrong
+
+
+async def sample_all(
+    models: Sequence[Path], prompts: int, tokens: int, logs: Path
+) -> dict[SamplingParams, list[list[Trajectory]]]:
+    """Samples from each of the models under each setting, with one server for all."""
+    sampled: dict[SamplingParams, list[list[Trajectory]]] = {sampling: [] for sampling in SETTINGS}
+    async with serving(models[0], logs, dtype="float32") as engine:
+        for seed, model in enumerate(models):
+            await engine.update_weights(DiskUpdate(weight_version=0, path=str(model)), flush=True)
+            for sampling in SETTINGS:
+                drawn = await sample(engine, random_prompts(prompts, seed=seed), tokens, sampling)
+                sampled[sampling].append(drawn)
+    return sampled
+
+
+def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row], list[str], list[str]]:
+    """Returns the rows of a model, what is wrong with them, and what masks and routing cost."""
+    rows: list[Row] = []
+    wrong: list[str] = []
+    costs: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        models = [
+            sharpen(build_model(kind, folder / f"model_{seed}", seed=seed), _SHARPNESS[kind])
+            for seed in range(seeds)
+        ]
+        sampled = asyncio.run(sample_all(models, prompts, tokens, folder))
+        facts = load_facts(models[0])
+        for sampling, by_seed in sampled.items():
+            found: dict[str, list[np.ndarray]] = {variant: [] for variant in VARIANTS}
+            kept: list[int] = []
+            for model, trajectories in zip(models, by_seed, strict=True):
+                begin_s = time.process_time()
+                batch = make_batch(trajectories, 0, facts)
+                pack_s = time.process_time() - begin_s
+                assert batch.sampling_mask is not None
+                kept += batch.sampling_mask.counts[batch.loss_mask].tolist()
+                for variant, difference in differences(model, batch, sampling.temperature).items():
+                    found[variant].append(difference)
+            means = {variant: float(np.abs(np.concatenate(found[variant])).mean()) for variant in VARIANTS}
+            wrong += [f"{kind}: {sentence}" for sentence in violations(sampling, means)]
+            rows += [
+                Row(
+                    model=kind,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    min_p=sampling.min_p,
+                    variant=variant,
+                    mean_abs=means[variant],
+                    kept=float(np.mean(kept)),
+                )
+                for variant in VARIANTS
+            ]
+            costs.append(_costs(batch, pack_s))
+    return rows, wrong, costs
+
+
+def _costs(batch: TrainBatch, pack_s: float) -> str:
+    """What masks and routing take per sampled token in a batch."""
+    mask, tokens = batch.sampling_mask, int(batch.loss_mask.sum())
+    assert mask is not None
+    assert batch.routed_experts is not None
+    mask_bytes = mask.counts.nbytes + mask.token_ids.nbytes
+    return (
+        f"{mask_bytes / tokens:6.1f} B of masks and {batch.routed_experts.nbytes / tokens:6.1f} B of routing "
+        f"per sampled token; packing both takes {1e6 * pack_s / tokens:.2f} us"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one seed, fewer and shorter answers")
+    parser.add_argument("--model", nargs="+", choices=tuple(BUILDERS), default=list(BUILDERS))
+    parser.add_argument("--seeds", type=int, help="models and prompts (default: 3)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows; - is the standard output")
+    arguments = parser.parse_args()
+    seeds = arguments.seeds or (1 if arguments.quick else 3)
+    prompts, tokens = (8, 32) if arguments.quick else (32, 64)
+    torch.set_num_threads(1)
+    report = sys.stderr if arguments.json == "-" else sys.stdout
+    rows: list[Row] = []
+    wrong: list[str] = []
+    for kind in arguments.model:
+        found, violated, costs = measure(kind, seeds, prompts, tokens)
+        rows += found
+        wrong += violated
+        print(f"{kind}: {seeds} x {prompts} answers of {tokens} tokens, mean|Δ| in nats", file=report)
+        header = "".join(f"{variant:>11}" for variant in VARIANTS)
+        print(f"{'temp':>5}{'top_p':>7}{'top_k':>7}{'min_p':>7}{'kept':>7}{header}", file=report)
+        for index, cost in enumerate(costs):
+            of_setting = found[index * len(VARIANTS) : (index + 1) * len(VARIANTS)]
+            first = of_setting[0]
+            values = "".join(f"{row.mean_abs:>11.2e}" for row in of_setting)
+            settings = f"{first.temperature:>5g}{first.top_p:>7g}{first.top_k:>7}{first.min_p:>7g}"
+            print(f"{settings}{first.kept:>7.1f}{values}   {cost}", file=report, flush=True)
+    write_json(arguments.json, [asdict(row) for row in rows])
+    for sentence in wrong:
+        print(f"WRONG: {sentence}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
