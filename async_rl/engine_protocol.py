@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from async_rl.types import Float32Array, Int32Array, RoutingTrace, SamplingMask, VersionSpan
+from async_rl.types import Float32Array, Int32Array, RoutingTrace, SamplingMask, SamplingSettings, VersionSpan
 
 InterruptMode = Literal["abort", "retract", "in_place"]
 
@@ -31,6 +31,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """What is recorded with the tokens that are sampled so."""
+        return SamplingSettings(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p
+        )
 
     @property
     def truncates(self) -> bool:

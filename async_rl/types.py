@@ -131,6 +131,15 @@ class SamplingMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return found
 
 
+class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The settings that the distribution of a sampled token depends on, beside the weights."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+
+
 class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"):
     """Tokens of one engine call under one weight version."""
 
@@ -146,6 +155,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"
     mask: SamplingMask | None = None
     """The tokens that truncated sampling kept at each of its n positions; None where sampling was not
     truncated. `rollout_log_probs` are those of the truncated distribution."""
+    sampling: SamplingSettings | None = None
+    """How they were sampled, also if the run goes on with other settings; None where it was not recorded."""
 
 
 Segment = Context | Sampled
@@ -408,6 +419,8 @@ class TokenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lag_unknown: bool = False
     """As `Sampled.lag_unknown`, or because a restart has undone the weights that computed the trajectory's
     routing rows."""
+    sampling: SamplingSettings | None = None
+    """As `Sampled.sampling`."""
 
     @property
     def is_sampled(self) -> bool:
@@ -490,6 +503,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
                     weight_version=segment.weight_version if isinstance(segment, Sampled) else -1,
                     inherited=index < trajectory.num_inherited,
                     lag_unknown=isinstance(segment, Sampled) and segment.lag_unknown,
+                    sampling=segment.sampling if isinstance(segment, Sampled) else None,
                 )
                 for index, segment in enumerate(trajectory.segments)
                 if len(segment.token_ids)
@@ -574,6 +588,12 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     def weight_versions(self) -> Int32Array:
         """The version that sampled each token, `[T] int32`; -1 where the policy did not write it."""
         return np.repeat(np.array([span.weight_version for span in self.spans], np.int32), self._lengths)
+
+    @property
+    def temperatures(self) -> Float32Array:
+        """The temperature that each token was sampled at, `[T] float32`; NaN where it is not recorded."""
+        each = [np.nan if span.sampling is None else span.sampling.temperature for span in self.spans]
+        return np.repeat(np.array(each, np.float32), self._lengths)
 
     @property
     def lag_unknown(self) -> BoolArray:
@@ -777,6 +797,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """`[R] float32`, these rewards, which `rewards` includes."""
     sampling_mask: SamplingMask | None = None
     """The tokens that could be sampled at each of the S positions; None if sampling was not truncated."""
+    temperatures: np.ndarray | None = None  # [S] float32, `StoredTrajectory.temperatures`; None: all are NaN
 
     @property
     def attempt_index(self) -> Int32Array:

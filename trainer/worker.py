@@ -85,6 +85,7 @@ class PlacedMicroBatch:
     token_indices: Int64Array  # [n] indices in the batch of the predicting positions
     labels: torch.Tensor  # [n] int64
     kept: KeptTokens | None = None  # the tokens that could be sampled in each of the n rows; None: all could
+    scale: torch.Tensor | None = None  # [n] float32, the run's temperature over the row's; None: all are 1
 
 
 @dataclass(frozen=True)
@@ -464,9 +465,22 @@ class TrainerWorker:
                     labels=torch.from_numpy(wanted.labels[tokens].astype(np.int64)).to(model.device),
                     # The mask is at the sampled token, which the position before it predicts.
                     kept=None if mask is None else KeptTokens.of(mask.take(tokens + 1), model.device),
+                    scale=self._scale_of(batch, tokens + 1),
                 )
             )
         return placed
+
+    def _scale_of(self, batch: TrainBatch, tokens: np.ndarray) -> torch.Tensor | None:
+        """Returns the run's temperature over that of each token, `[n]` float32, or None if all are 1.
+
+        They differ for tokens that were sampled before the run was resumed with another temperature.
+        """
+        if batch.temperatures is None:
+            return None
+        temperature = np.float32(self.config.rollout.temperature)
+        sampled_at = batch.temperatures[tokens]
+        scale = np.where(np.isnan(sampled_at), np.float32(1), temperature / sampled_at)
+        return None if (scale == 1).all() else torch.from_numpy(scale).to(self.model.device)
 
     def _plan_micro_batches(self, lengths: np.ndarray, trajectories: Sequence[int]) -> list[MicroBatch]:
         """Returns this rank's micro-batches of one update; all ranks plan alike, from the lengths, `[N]`."""
@@ -488,6 +502,9 @@ class TrainerWorker:
         each.
         """
         trained, temperature = hidden.index_select(0, micro_batch.rows), self.config.rollout.temperature
+        if micro_batch.scale is not None:
+            # Logits are linear in the hidden state, so this divides those of a row by its own temperature.
+            trained = trained * micro_batch.scale[:, None].to(trained.dtype)
         return self.model.log_probs(trained, micro_batch.labels, temperature, micro_batch.kept)
 
     def compute_old_log_probs(

@@ -40,6 +40,7 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         for offset, trajectory in zip(offsets[:-1].tolist(), trajectories, strict=True)
         for each in trajectory.turn_rewards
     ]
+    any_recorded = any(span.sampling is not None for trajectory in trajectories for span in trajectory.spans)
     any_unknown = any(span.lag_unknown for trajectory in trajectories for span in trajectory.spans)
     batch = TrainBatch(
         batch_id=taken.batch_id,
@@ -57,6 +58,7 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         num_experts=taken.num_experts,
         moe_layers=taken.moe_layers,
         lag_unknown=np.concatenate([each.lag_unknown for each in trajectories]) if any_unknown else None,
+        temperatures=np.concatenate([each.temperatures for each in trajectories]) if any_recorded else None,
         turn_reward_positions=np.array([offset + each.end - 1 for offset, each in rewarded], np.int64),
         turn_reward_values=np.array([each.reward for _, each in rewarded], np.float32),
     )

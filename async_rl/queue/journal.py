@@ -50,6 +50,7 @@ from async_rl.types import (
     Int32Array,
     Sampled,
     SamplingMask,
+    SamplingSettings,
     Segment,
     VersionSpan,
     root_of,
@@ -80,6 +81,11 @@ class OpenCall(Protocol):
     @property
     def lag_unknown(self) -> bool:
         """As `Sampled.lag_unknown`, of all its tokens."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How its tokens are sampled."""
         ...
 
     @property
@@ -608,4 +614,5 @@ def _pieces(call: OpenCall, start: int) -> Iterator[Sampled]:
                 engine_id=call.engine_id,
                 finish_reason="abort",
                 lag_unknown=call.lag_unknown,
+                sampling=call.sampling,
             )

@@ -487,6 +487,9 @@ class InvariantChecker:
                 return
             digest = zlib.crc32(token.to_bytes(8, "little"), digest)
         self._check_mask(name, batch, part)
+        recorded = None if batch.temperatures is None else batch.temperatures[part]
+        if recorded is None or (recorded[versions >= 0] != self._config.rollout.temperature).any():
+            self.fail(f"trajectory {name}: the temperature of its sampled tokens is not recorded")
 
     def _check_mask(self, name: str, batch: TrainBatch, part: slice) -> None:
         """Compare the sampling masks of sampled tokens with those that engines give them."""

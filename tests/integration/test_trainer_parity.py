@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from async_rl.errors import ConfigError, TrainerError
 from tests.support.tiny_model import build_tiny_qwen3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import log_probs_of, native_rows, started, trainer_config, weights
+from tests.support.trainers import gradients, log_probs_of, native_rows, started, trainer_config, weights
 from trainer.megatron import architectures, bridge
 from trainer.validate import KNOWN_MODEL_TYPES
 
@@ -48,6 +49,28 @@ def test_log_probs_equal_hf_when_the_moe_model_is_float32(moe, temperature):
     reference = hf_log_probs(moe, batch, temperature)
     assert np.abs(ours - reference).max() < 1e-4
     assert reference.std() > 0.1
+
+
+def test_tokens_are_trained_at_the_temperature_at_which_they_were_sampled(moe):
+    """The run was resumed with another temperature than the one that sampled the first half."""
+    batch = random_batch(layers=2, routing=False)
+    both, half = {}, batch.num_tokens // 2
+    for temperature in (0.6, 1.0):
+        with started(trainer_config(moe, replay=False, temperature=temperature)) as worker:
+            recorded = np.full(batch.num_tokens, 0.6, np.float32)
+            mixed = np.where(np.arange(batch.num_tokens) < half, np.float32(0.6), np.float32(np.nan))
+            ours = log_probs_of(worker, msgspec.structs.replace(batch, temperatures=mixed))
+            plain = log_probs_of(worker, batch)
+            result = worker.train_on(msgspec.structs.replace(batch, temperatures=recorded), 1).metrics
+            both[temperature] = ours, plain, result, gradients(worker)
+    (_, at_06, expected, gradient), (ours, at_1, metrics, found) = both[0.6], both[1.0]
+    # Log-probs are at the position that predicts the token.
+    assert np.abs(ours - np.where(np.arange(batch.num_tokens) < half - 1, at_06, at_1)).max() < 1e-5
+    assert np.abs(at_06 - at_1).max() > 0.1
+    for name in ("loss", "entropy", "grad_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+    for name, value in gradient.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6)
 
 
 def test_log_probs_equal_hf_when_the_model_is_dense_and_tied(tmp_path):

@@ -969,6 +969,25 @@ MUTANTS: Final = (
         (SGLANG,),
     ),
     Mutant(
+        "journal-forgets-how-it-was-sampled",
+        "What a restart finds in the journal is trained at the temperature of the new config.",
+        "async_rl/queue/journal.py",
+        "                sampling=call.sampling,\n",
+        "",
+        ("tests/unit/test_sampling_masks.py",),
+    ),
+    Mutant(
+        "queued-data-is-trained-at-the-new-temperature",
+        "Log-probs of tokens that were sampled before a resume are of another distribution.",
+        "trainer/worker.py",
+        "        if micro_batch.scale is not None:\n",
+        "        if False:\n",
+        (
+            "tests/integration/test_trainer_parity.py"
+            "::test_tokens_are_trained_at_the_temperature_at_which_they_were_sampled",
+        ),
+    ),
+    Mutant(
         "recovery-gives-up-on-loans",
         "Rows stay missing when a few evaluations borrow the engine that recovers them.",
         "async_rl/engines/lease.py",

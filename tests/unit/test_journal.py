@@ -17,7 +17,7 @@ from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalRecord, read_journal
 from async_rl.rollout.session.tokens import GrowingArray
 from async_rl.simulation.virtual_time import in_virtual_time
-from async_rl.types import Sampled, VersionSpan
+from async_rl.types import Sampled, SamplingSettings, VersionSpan
 
 
 def sampled(count: int) -> Sampled:
@@ -135,6 +135,7 @@ class Call:
     engine_id = "engine-0"
     since_version = 0
     lag_unknown = False
+    sampling = SamplingSettings()
 
     def __init__(self, count: int) -> None:
         self.ids, self.probs = GrowingArray(np.int32), GrowingArray(np.float32)

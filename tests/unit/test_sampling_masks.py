@@ -15,7 +15,7 @@ from async_rl.engines.sglang.generate_call import CallAccount, encode_request
 from async_rl.errors import AlignmentError, ConfigError, EngineError, RequestRefused
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.journal import Journal
-from async_rl.types import SamplingMask, Trajectory, VersionSpan
+from async_rl.types import SamplingMask, SamplingSettings, Trajectory, VersionSpan
 from tests.support.fake_sglang import GOOD_SERVER, FakeSGLang, event, finish
 from tests.support.journals import continue_journals, reopen_entry
 from tests.support.scripted import ScriptedEngine
@@ -186,14 +186,21 @@ async def test_masks_of_a_running_call_are_restored_after_a_restart(tmp_path: Pa
     goes_on = Bench(
         ScriptedEngine("engine-0", [lambda r: [masked([200]), ended("stop", 0, 1)]]),
         entry=reopen_entry(journal, left["0" * 32].copied()),
-        **TRUNCATED,
+        **TRUNCATED | {"temperature": 0.5, "top_k": 7},
     )
     goes_on.start()
-    _, mask = await sampled_mask(goes_on)
+    trajectory, mask = await sampled_mask(goes_on)
     journal.close()
     running.cancel()
     assert mask[PROMPT:][:3] == [[100], [101, 102], [102]]
     assert mask[-1] == [200]
+    old, new = (segment.sampling for segment in trajectory.sampled)
+    assert old == SamplingSettings(top_p=0.9, top_k=4)
+    assert new == SamplingSettings(temperature=0.5, top_p=0.9, top_k=7)
+    group = MadeGroup(group_id="a", task_id="task", trajectories=(trajectory,))
+    found = read_trajectories(taken_batch(tmp_path / "frames", [group], 0)).temperatures
+    assert np.isnan(found[:PROMPT]).all()
+    assert found[PROMPT:].tolist() == [1.0, 1.0, 1.0, 0.5]
 
 
 # -- frames and batches -----------------------------------------------------------------------------------

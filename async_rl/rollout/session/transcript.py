@@ -59,6 +59,7 @@ from async_rl.types import (
     RoutingTrace,
     Sampled,
     SamplingMask,
+    SamplingSettings,
     Segment,
     VersionSpan,
 )
@@ -87,8 +88,17 @@ class _WrongMask(EngineError):
 class _RunningCall:
     """The tokens that one engine call has delivered so far."""
 
-    def __init__(self, engine_id: str, since_version: int, *, one_version: bool, masked: bool) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        since_version: int,
+        sampling: SamplingSettings,
+        *,
+        one_version: bool,
+        masked: bool,
+    ) -> None:
         self.engine_id = engine_id
+        self.sampling = sampling
         self.since_version = since_version
         self._one_version = one_version
         self._token_ids = GrowingArray(np.int32)
@@ -304,6 +314,7 @@ class Transcript(TokenWriter):
             call = self._entry.call = _RunningCall(
                 lease.engine.engine_id,
                 lease.weight_version,
+                sampling.settings,
                 one_version=self._context.interrupt == "abort",
                 masked=self._context.rollout.replay_sampling and sampling.truncates,
             )
@@ -429,6 +440,7 @@ class Transcript(TokenWriter):
                     engine_id=lease.engine.engine_id,
                     finish_reason=reason,
                     lag_unknown=call.lag_unknown,
+                    sampling=call.sampling,
                 )
             )
         self._context.metrics.sampled_tokens_total.inc(len(call.token_ids))
