@@ -19,6 +19,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -37,6 +38,7 @@ from async_rl.queue.ledger import Ledger
 from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import Spool, no_other_nodes
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.runtime.files import replace_file
 from async_rl.runtime.supervision import observer
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
@@ -49,6 +51,9 @@ _TICKS: Final = 8
 
 _LEDGER_S: Final = 1.0
 """Interval between writes of the ledger where no journal is written, seconds."""
+
+_NODE_FOLDERS: Final = "node_folders.txt"
+"""The file in the run's folder that names the folders on nodes."""
 
 _ARCHIVE_S: Final = 1.0
 """Interval between writes of finished trajectories, seconds."""
@@ -65,6 +70,24 @@ def node_folder(parent: str, run_dir: Path) -> Path:
     run_dir = run_dir.absolute()
     digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]  # runs of one name share no folder
     return Path(parent).expanduser().absolute() / f"{run_dir.name}-{digest}"
+
+
+def _report_moved(config: QueueConfig, run_dir: Path) -> None:
+    """Log which folders on nodes the run no longer writes into, because it or a setting was changed."""
+    parents = [parent for parent in (config.spool_dir, config.journal_dir) if parent is not None]
+    folders = {str(node_folder(parent, run_dir)) for parent in parents}
+    known = run_dir / _NODE_FOLDERS
+    with suppress(OSError):  # the disk may be full
+        before = set(known.read_text().splitlines()) if known.exists() else set()
+        for folder in sorted(before - folders):
+            log.warning(
+                "the run has left %s, which its nodes may have: it was moved, or queue.spool_dir or "
+                "queue.journal_dir was changed. Finished trajectories there are trained, journals there "
+                "are not read: delete the folder on all nodes once a checkpoint has been written",
+                folder,
+            )
+        if before != folders:
+            replace_file(known, "\n".join(sorted(folders)).encode())
 
 
 class RestoredProgress(NamedTuple):
@@ -100,6 +123,7 @@ async def restore_progress(
     Raises:
         AsyncRLError: The ledger cannot be rolled back to the step.
     """
+    _report_moved(config, run_dir)
     ledger = Ledger(run_dir / "ledger.sqlite")
     try:
         ledger.rollback(step)

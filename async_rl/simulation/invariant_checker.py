@@ -529,7 +529,9 @@ class InvariantChecker:
                 continue
             exact = version == said and min(self._rollbacks[rollbacks:], default=said) >= said
             undone = bool(self._rollbacks) and (version == said or version in self._rollbacks)
-            unreported = self._config.weights.interrupt != "abort" and self._is_unaccounted(name)
+            unreported = self._config.weights.interrupt != "abort" and (
+                version == said or self._is_unaccounted(name)
+            )
             if undone or unreported if unknown else exact:
                 return True
         return False

@@ -544,6 +544,14 @@ MUTANTS: Final = (
         ("tests/unit/test_restored_groups.py",),
     ),
     Mutant(
+        "moved-run-says-nothing",
+        "A run that was moved leaves folders on its nodes and names them nowhere.",
+        "async_rl/run/recovery.py",
+        "for folder in sorted(before - folders):",
+        "for folder in ():",
+        ("tests/unit/test_recovered_state.py",),
+    ),
+    Mutant(
         "restart-forgets-trajectories-with-branches",
         "After a restart the journals drop what is in flight and has branched.",
         "async_rl/run/recovery.py",

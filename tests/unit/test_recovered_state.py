@@ -13,7 +13,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
-from async_rl.run.recovery import RecoveredState, restore_progress
+from async_rl.run.recovery import RecoveredState, node_folder, restore_progress
 from async_rl.simulation.scenario import FACTS
 from tests.support.small_run import small_run
 from tests.support.trajectories import make_trajectory
@@ -144,3 +144,25 @@ def test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config(
     monkeypatch.undo()
     recovered.write_and_close()
     recovered.queue.close()
+
+
+def test_a_run_that_was_moved_says_what_it_left_on_its_nodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = to_builtins(small_run(0).config)
+    apply_override(tree, f"queue.spool_dir={tmp_path / 'disk'}")
+    config = parse_config(tree)
+
+    def start(run_dir: Path) -> list[str]:
+        caplog.clear()
+        run_dir.mkdir(exist_ok=True)
+        recovered = recover(config, run_dir)
+        recovered.write_and_close()
+        recovered.queue.close()
+        return [record.getMessage() for record in caplog.records if "has left" in record.getMessage()]
+
+    assert start(tmp_path / "here") == start(tmp_path / "here") == []
+    (tmp_path / "here").rename(tmp_path / "there")
+    (left,) = start(tmp_path / "there")
+    assert str(node_folder(str(tmp_path / "disk"), tmp_path / "here")) in left
+    assert start(tmp_path / "there") == []
