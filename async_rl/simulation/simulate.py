@@ -295,7 +295,8 @@ class Simulation:
         elif isinstance(cause, TrainerError):
             # A bit may flip after a batch was made, and before ranks read it: a hand-over can take long.
             flipped = "corrupt_frame" in met and "fails its checksum" in str(cause)
-            allowed = flipped or bool(met & TRAINER_FAULTS)
+            lost = "node_lost" in met and "does not exist" in str(cause)  # the same of a whole node
+            allowed = flipped or lost or bool(met & TRAINER_FAULTS)
         elif isinstance(cause, EngineError | EnvironmentNotReady):
             # A clock that jumps lets everything run past its time.
             allowed = bool(met & {*ENGINE_FAULTS, "clock_jump"})
