@@ -41,7 +41,16 @@ from async_rl.rollout.session.tokens import GrowingArray
 from async_rl.run.orchestrator import Cluster, Orchestrator, RunInputs
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
-from async_rl.types import Context, Float32Array, Int32Array, Sampled, TakenBatch, Task, VersionSpan
+from async_rl.types import (
+    Context,
+    Float32Array,
+    Int32Array,
+    Sampled,
+    SamplingSettings,
+    TakenBatch,
+    Task,
+    VersionSpan,
+)
 
 FACTS = EngineFacts(
     num_layers=4, moe_layers=(0, 1, 2, 3), num_experts=16, top_k=2, vocab_size=512, context_length=4096
@@ -274,6 +283,8 @@ class GrowingCall:
 
     engine_id = "engine-0"
     since_version = 0
+    lag_unknown = False
+    sampling = SamplingSettings()
 
     def __init__(self, tokens: int) -> None:
         self._token_ids, self._log_probs = GrowingArray(np.int32), GrowingArray(np.float32)
@@ -288,6 +299,9 @@ class GrowingCall:
     def log_probs(self) -> Float32Array:
         """Returns a view of their log-probs."""
         return self._log_probs.values
+
+    def mask(self, start: int, end: int) -> None:
+        """Returns no mask: sampling is not truncated."""
 
     def add_tokens(self, count: int) -> None:
         """Adds what an engine delivers."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from async_rl.queue import journal as journal_module
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
-from async_rl.types import Context, Sampled, VersionSpan
+from async_rl.types import Context, Sampled, SamplingSettings, VersionSpan
 from tests.support.journals import continue_journals, read_journals
 
 NAMES = ("a", "b", "c")
@@ -44,11 +44,16 @@ class Call:
     """A running engine call."""
 
     engine_id = "engine-0"
+    lag_unknown = False
+    sampling = SamplingSettings()
 
     def __init__(self) -> None:
         self.token_ids = np.empty(0, np.int32)
         self.log_probs = np.empty(0, np.float32)
         self.versions: list[VersionSpan] = []
+
+    def mask(self, start: int, end: int) -> None:
+        return None
 
     def take(self, tokens: np.ndarray, version: int) -> None:
         start = len(self.token_ids)
