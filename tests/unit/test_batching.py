@@ -192,7 +192,8 @@ def test_a_frame_of_another_trajectory_is_refused(tmp_path: Path) -> None:
     one.write_bytes(other.read_bytes())
     with pytest.raises(CorruptFrame, match="another frame than that of trajectory a-0"):
         read_trajectories(taken)
-    with pytest.raises(CorruptFrame, match="another frame than that of trajectory a-0"):
+    # A small frame is read at the length of its reference, at which a longer one is cut short.
+    with pytest.raises(CorruptFrame, match=r"another frame than that of trajectory a-0|cut short"):
         verify_frame(taken.trajectories[0])
 
 
