@@ -173,3 +173,32 @@ async def test_a_branch_has_the_rows_of_its_whole_text(engine: Engine, sglang_wo
         assert trajectory.trace.valid.all()
         rows = np.sort(trajectory.trace.rows, axis=-1)
         assert np.array_equal(rows, await expert_sets(engine, sglang_world, trajectory, 0))
+
+
+async def test_each_token_keeps_its_mask_when_updates_interrupt_truncated_sampling(
+    engine: Engine, sglang_world: Any
+) -> None:
+    watched = Watched(engine)
+    weights = [str(path) for path in sglang_world.weights]
+    limits = {"max_context_tokens": 1024, "max_new_tokens": LONG}
+    bench = Bench(
+        watched, facts=sglang_world.facts, weights=weights, top_p=0.8, top_k=20, temperature=0.9, **limits
+    )
+    bench.start()
+    async with asyncio.TaskGroup() as group:
+        turn = group.create_task(bench.session.generate())
+        await watched.has_tokens(20)
+        await bench.bump(1)
+        await watched.has_tokens(watched.tokens + 20)
+        await bench.abort()
+    assert turn.result().num_interruptions >= 1
+    trajectory = await bench.finish()
+    mask, sampled = trajectory.sampling_mask, trajectory.response_mask
+    assert mask is not None
+    assert set(trajectory.weight_versions[sampled].tolist()) == {0, 1}
+    assert mask.counts[sampled].min() >= 1
+    assert mask.counts[sampled].max() <= 20
+    assert mask.counts[~sampled].max() == 0
+    assert mask.keeps(trajectory.token_ids).all()
+    assert trajectory.rollout_log_probs[sampled].max() <= 0
+    assert bench.counted("answers_discarded_total", reason="wrong_mask") == 0
