@@ -144,7 +144,8 @@ def test_the_invariant_checker_fails_when_a_copy_is_made_too_early(
 
     monkeypatch.setattr(WeightSync, "update_from_snapshot", too_early)
     outcome, _ = run(overlapping(SLOW_SEND), tmp_path)
-    assert "is overwritten while it is read" in outcome.violations[0]
+    lost = "is overwritten while it is read", "version 4 is published from weights of 5"
+    assert any(sentence in outcome.violations[0] for sentence in lost)
 
 
 def test_the_invariant_checker_fails_when_engines_are_sent_what_the_trainer_has_now(

@@ -24,7 +24,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
         "LeaseDispatcher.lease",
         "Lease.generate",
         "Transcript._call_engine",
-        "RolloutManager._settle_group",
+        "RolloutManager._run_siblings",
         "LocalBackend._store_tree",
         "TrajectoryQueue.next_batch",
         "Journal.write_in_thread",
