@@ -8,6 +8,7 @@ folder of weights ─► SGLang server ─► calls ─► trajectories with rou
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -24,20 +25,24 @@ from safetensors.torch import load_file, save_file
 
 from async_rl import routing
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engine_protocol import EngineFacts
+from async_rl.engine_protocol import EngineFacts, GenerateRequest
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.types import (
+    Context,
     Float32Array,
     Group,
     Int32Array,
     Outcome,
     RoutingTrace,
+    Sampled,
+    SamplingMask,
     Segment,
     TrainBatch,
     Trajectory,
 )
+from tests.support.engine_calls import Call
 from tests.support.stored_batches import assemble_batch
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe, write_byte_tokenizer
 from tests.support.trainers import place, started, trainer_config
@@ -142,6 +147,30 @@ def make_trajectory(name: str, segments: Iterable[Segment], trace: RoutingTrace 
         trace=trace,
         outcome=Outcome(stop_reason="completed", reward=0.0),
     )
+
+
+async def sample_calls(engine: SGLangEngine, requests: Iterable[GenerateRequest]) -> list[Trajectory]:
+    """Makes all calls at once, and returns a trajectory for each."""
+    calls = [Call(engine, each) for each in requests]
+    await asyncio.gather(*(call.run() for call in calls))
+    return [
+        make_trajectory(
+            f"{number:08d}",
+            (
+                Context(token_ids=call.asked.input_ids),
+                Sampled(
+                    token_ids=np.array(call.token_ids, np.int32),
+                    rollout_log_probs=np.array(call.log_probs, np.float32),
+                    weight_version=0,
+                    engine_id=engine.engine_id,
+                    finish_reason="length",
+                    mask=SamplingMask.joined(call.masks) if call.masks else None,
+                ),
+            ),
+            trace_of(call.trace, call.sequence),
+        )
+        for number, call in enumerate(calls)
+    ]
 
 
 def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFacts) -> TrainBatch:

@@ -40,21 +40,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only mod
 from async_rl.engine_protocol import DiskUpdate
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.types import Context, ExpertIdArray, Int32Array, Sampled, TrainBatch, Trajectory
+from async_rl.types import ExpertIdArray, Int32Array, TrainBatch, Trajectory
 from benchmarks.real_parts import (
     BUILDERS,
     Mismatch,
     build_model,
     make_batch,
-    make_trajectory,
     random_prompts,
+    sample_calls,
     serving,
-    trace_of,
     trainer_log_probs,
     training,
     write_json,
 )
-from tests.support.engine_calls import Call, request
+from tests.support.engine_calls import request
 from trainer.worker import TrainerWorker
 
 VARIANTS = (
@@ -85,25 +84,8 @@ Samples = dict[str, list[np.ndarray]]
 
 async def sample(engine: SGLangEngine, prompts: Sequence[Int32Array], tokens: int) -> list[Trajectory]:
     """Samples one call per prompt, all at once, at temperature 1."""
-    calls = [Call(engine, request(prompt.tolist(), tokens, temperature=1.0)) for prompt in prompts]
-    await asyncio.gather(*(call.run() for call in calls))
-    return [
-        make_trajectory(
-            f"{number:08d}",
-            (
-                Context(token_ids=call.asked.input_ids),
-                Sampled(
-                    token_ids=np.array(call.token_ids, np.int32),
-                    rollout_log_probs=np.array(call.log_probs, np.float32),
-                    weight_version=0,
-                    engine_id=engine.engine_id,
-                    finish_reason="length",
-                ),
-            ),
-            trace_of(call.trace, call.sequence),
-        )
-        for number, call in enumerate(calls)
-    ]
+    asked = (request(prompt.tolist(), tokens, temperature=1.0) for prompt in prompts)
+    return await sample_calls(engine, asked)
 
 
 # -- the routing of each variant --------------------------------------------------------------------------

@@ -37,20 +37,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only mod
 from async_rl.engine_protocol import DiskUpdate, SamplingParams
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.types import Context, Int32Array, Sampled, SamplingMask, TrainBatch, Trajectory
+from async_rl.types import Int32Array, SamplingMask, TrainBatch, Trajectory
 from benchmarks.real_parts import (
     BUILDERS,
     build_model,
     make_batch,
-    make_trajectory,
     random_prompts,
+    sample_calls,
     serving,
-    trace_of,
     trainer_log_probs,
     training,
     write_json,
 )
-from tests.support.engine_calls import Call, request
+from tests.support.engine_calls import request
 
 VARIANTS: Final = ("mask", "none", "shifted")
 
@@ -106,26 +105,7 @@ async def sample(
         plain = request(prompt.tolist(), tokens)
         return msgspec.structs.replace(plain, sampling=sampling, return_mask=True)
 
-    calls = [Call(engine, asked(prompt)) for prompt in prompts]
-    await asyncio.gather(*(call.run() for call in calls))
-    return [
-        make_trajectory(
-            f"{number:08d}",
-            (
-                Context(token_ids=call.asked.input_ids),
-                Sampled(
-                    token_ids=np.array(call.token_ids, np.int32),
-                    rollout_log_probs=np.array(call.log_probs, np.float32),
-                    weight_version=0,
-                    engine_id=engine.engine_id,
-                    finish_reason="length",
-                    mask=SamplingMask.joined(call.masks),
-                ),
-            ),
-            trace_of(call.trace, call.sequence),
-        )
-        for number, call in enumerate(calls)
-    ]
+    return await sample_calls(engine, map(asked, prompts))
 
 
 def with_mask(batch: TrainBatch, variant: str) -> TrainBatch:
