@@ -455,7 +455,7 @@ class SimulatedEngine:
                     )
             case "nan":
                 log_probs = [*chunk.log_probs[:-1].tolist(), math.nan]
-                return (Chunk.of(chunk.token_ids.tolist(), log_probs),)
+                return (Chunk.of(chunk.token_ids.tolist(), log_probs, chunk.mask),)
             case "wrong_mask":
                 if chunk.mask is not None:
                     others = [[(token + 1) % 256] for token in chunk.token_ids.tolist()]

@@ -318,7 +318,9 @@ class InvariantChecker:
         log_probs = [value for chunk in chunks for value in chunk.log_probs.tolist()]
         fit = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), len(log_probs))
         if finish is None:  # it may have been left at a stop string, within a chunk
-            kept = _until_stop(request, sampled[:fit])
+            kept, stopped = _until_stop(request, sampled)
+            if fit < len(kept):  # an answer that ends by itself is judged as a whole
+                kept = [] if stopped else kept[:fit]
         else:  # it is judged as a whole
             right = fit == len(sampled) and check_partition(finish.version_spans, len(sampled))
             kept = sampled if right else []
@@ -754,14 +756,17 @@ class InvariantChecker:
             self.fail(f"published versions are left: {sorted(path.name for path in versions)}")
 
 
-def _until_stop(request: GenerateRequest, sampled: list[int]) -> list[int]:
-    """The tokens until the first that completes a stop string, perhaps together with the last one before."""
+def _until_stop(request: GenerateRequest, sampled: list[int]) -> tuple[list[int], bool]:
+    """The tokens until the first that completes a stop string, perhaps together with the last one before.
+
+    Also returns whether there is one.
+    """
     words = [str(request.input_ids[-1]), *map(str, sampled)]
     for count in range(1, len(sampled) + 1):
         pair = " ".join(words[count - 1 : count + 1])
         if any(stop in pair for stop in request.sampling.stop):
-            return sampled[:count]
-    return sampled
+            return sampled[:count], True
+    return sampled, False
 
 
 def versions_of_rows(rows: ExpertIdArray, tokens: Int32Array, newest: int) -> Int32Array:
