@@ -140,7 +140,7 @@ EFFECTS: Final[dict[str, str]] = {
     "routing.probe_every": "tests/integration/test_kl_parts.py::test_each_injection_moves_its_own_part_only",
     "queue.max_bytes": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.max_bytes-2000000]",
     "queue.spool_dir": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.spool_dir-disk]",
-    "queue.node_lost_s": "tests/unit/test_recovered_state.py::test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config",
+    "queue.node_lost_s": "tests/unit/test_recovered_state.py::test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config[no-worker]",
     "queue.journal_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[queue.journal_s=0.5]",
     "queue.journal_dir": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.journal_dir-fast]",
     "weights.transport": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.transport=tensor]",
