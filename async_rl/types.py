@@ -25,6 +25,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 ExpertIdArray = npt.NDArray[Any]
 """uint8 where the model has at most 256 experts, else uint16."""

@@ -1,5 +1,5 @@
-"""Checks, by config.json alone, that the trainer supports a model and its parallel layout. Pure, without
-torch.
+"""Checks, by config.json alone, that the trainer supports a model and its layout, and tries the user's own
+loss. Pure, and without torch unless the config names an objective of the user's.
 
 `async-rl check` and `async-rl train` check before they start anything, and every rank checks again.
 """
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError
+from trainer.losses.trial import try_loss
 
 KNOWN_MODEL_TYPES = (
     "deepseek_v3",
@@ -38,7 +39,7 @@ class ModelSizes(NamedTuple):
 
 
 def check(config: Config) -> None:
-    """Checks that the trainer can start with the config's model and layout.
+    """Checks that the trainer can start with the config's model, layout and loss.
 
     Raises:
         ConfigError: When it cannot.
@@ -53,6 +54,7 @@ def check(config: Config) -> None:
     groups = model.get("num_key_value_heads") or heads
     sizes = ModelSizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
     check_layout(config.trainer.layout, sizes)
+    try_loss(config)
 
 
 def check_model_type(kind: str, path: str) -> None:

@@ -38,16 +38,20 @@ from trainer.checkpoints import loading
 from trainer.checkpoints.saving import CheckpointSaver, make_saver
 from trainer.collectives import raise_on_all_ranks
 from trainer.losses.advantages import (
+    Estimator,
     estimate_advantages,
+    has_batch_baseline,
     lacks_baseline,
+    load_estimator,
     overlong_penalty,
 )
 from trainer.losses.corrections import rejected_answers
 from trainer.losses.kl import kl_estimate, sums_to_go
 from trainer.losses.log_probs import KeptTokens
-from trainer.losses.objectives import token_weights
+from trainer.losses.objectives import load_objective, token_weights
 from trainer.losses.policy_loss import SUMS, TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
+from trainer.losses.trial import try_loss
 from trainer.losses.turns import (
     find_turns,
     has_trained_tokens,
@@ -124,6 +128,11 @@ class TrainerWorker:
         return self._model
 
     @property
+    def _estimator(self) -> Estimator:
+        """The advantage estimator of the config."""
+        return load_estimator(self.config.trainer.loss)
+
+    @property
     def weights(self) -> WeightExport:
         """The export of weights to engines, available once `setup` has built it."""
         assert self._weights is not None, "setup comes first"
@@ -144,11 +153,12 @@ class TrainerWorker:
                 None starts from the weights in `model.path`.
 
         Raises:
-            ConfigError: When model, layout and routing replay are incompatible.
+            ConfigError: When model, layout, loss and routing replay are incompatible.
             EnvironmentNotReady: When the ranks cannot connect to each other.
             CheckpointError: When the checkpoint cannot be loaded.
         """
         config, trainer = self.config, self.config.trainer
+        try_loss(config)  # this node may lack the user's module
         device = choose_device(trainer.device, self._rank)
         saver = memory_saver() if config.placement.shared and device.type == "cuda" else None
         start_process_groups(
@@ -271,7 +281,7 @@ class TrainerWorker:
             )
         rejected = self._rejected_answers(batch, wanted, old)
         alone = np.zeros_like(rejected)
-        if trainer.loss.advantages != "reinforce++":
+        if not has_batch_baseline(self._estimator):
             alone = lacks_baseline(batch.group_index, batch.attempt_index, ~rejected)
         goal = UpdateInputs(
             targets=wanted,
@@ -399,7 +409,7 @@ class TrainerWorker:
         charges = None
         if reference is not None and loss.kl.where == "reward":
             charges = self._kl_charges(wanted, old, reference)
-            if loss.advantages != "reinforce++":
+            if not has_batch_baseline(self._estimator):
                 charged = np.bincount(wanted.trajectory, charges, minlength=batch.num_trajectories)
                 rewards, charges = (rewards - charged).astype(np.float32), None
 
@@ -421,7 +431,7 @@ class TrainerWorker:
             unit = np.full(batch.num_tokens, -1)
             unit[tokens] = np.arange(len(tokens))
         found = estimate_advantages(
-            loss.advantages, values, batch.group_index[of], batch.attempt_index[of], weights
+            self._estimator, values, batch.group_index[of], batch.attempt_index[of], weights
         )
         return np.append(found, np.float32(0))[unit]
 
@@ -586,6 +596,8 @@ class TrainerWorker:
             loss_config.aggregate, goal.attempt[part], self.config.rollout.max_new_tokens
         )
 
+        objective = load_objective(loss_config)
+
         def policy_loss(
             index: int, hidden: torch.Tensor
         ) -> tuple[torch.Tensor, int, tuple[torch.Tensor, torch.Tensor]]:
@@ -611,7 +623,7 @@ class TrainerWorker:
                 if goal.reference_log_probs is None
                 else values(goal.reference_log_probs),
             )
-            summed, sums = policy_sums(loss_config, log_probs, entropy, tokens)
+            summed, sums = policy_sums(loss_config, objective, log_probs, entropy, tokens)
             return summed, len(micro_batch.token_indices), (sums, log_probs.detach())
 
         parts = self.model.run_schedule([p.inputs for p in placed], policy_loss)

@@ -6,7 +6,7 @@ The message of each check names the settings, their values and the remedy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from async_rl.config.base import Strict
 from async_rl.config.data_settings import DataConfig
@@ -22,7 +22,7 @@ from async_rl.config.run_settings import (
     RunConfig,
 )
 from async_rl.config.sft_settings import SftConfig
-from async_rl.config.trainer_settings import TrainerConfig
+from async_rl.config.trainer_settings import ADVANTAGES, OBJECTIVES, TrainerConfig
 from async_rl.config.worker_count import WorkerCount, choose_workers
 
 
@@ -169,7 +169,8 @@ def check_groups(config: Config) -> None:
             "rollout.dynamic_filtering drops groups of equal rewards, and rollout.group_size is 1, so it "
             "would drop all: raise rollout.group_size"
         )
-    if config.trainer.loss.advantages != "reinforce++":
+    # The trainer's check asks a function of the user's whether its baseline is the group.
+    if config.trainer.loss.advantages in ADVANTAGES and config.trainer.loss.advantages != "reinforce++":
         raise ValueError(
             "rollout.group_size is 1, so a group's advantages are all zero: use at least 2, or set "
             "trainer.loss.advantages=reinforce++, whose baseline is the batch"
@@ -260,6 +261,8 @@ def check_loss(config: Config) -> None:
         ValueError: The settings do not fit together.
     """
     loss, rollout = config.trainer.loss, config.rollout
+    _check_function("advantages", loss.advantages, ADVANTAGES, loss.advantages_args)
+    _check_function("objective", loss.objective, OBJECTIVES, loss.objective_args)
     if loss.importance.low > loss.importance.high:
         raise ValueError(
             f"trainer.loss.importance.low is {loss.importance.low}, above its high = "
@@ -293,6 +296,19 @@ def check_loss(config: Config) -> None:
             "deviation of the group's rewards: where task rewards are equal the coefficient cancels, and "
             "advantages are as large for 1e-4 as for 1. Use where=loss, or advantages=dr_grpo, rloo, "
             "reinforce++ or reinforce++_baseline"
+        )
+
+
+def _check_function(key: str, name: str, known: tuple[str, ...], args: dict[str, Any]) -> None:
+    if name not in known and ":" not in name:
+        raise ValueError(
+            f"trainer.loss.{key} is {name!r}, expected one of {', '.join(known)}, or the dotted path "
+            "of a function of your own, `module:function`"
+        )
+    if args and name in known:
+        raise ValueError(
+            f"trainer.loss.{key}_args is {args}, but trainer.loss.{key}={name} takes no "
+            "arguments: set it to {}"
         )
 
 

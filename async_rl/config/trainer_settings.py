@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
 from async_rl.config.base import Meta, Strict
+
+ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
+"""The estimators of `trainer.losses.advantages`."""
+
+OBJECTIVES: Final = ("ppo", "gspo", "cispo")
+"""The objectives of `trainer.losses.objectives`."""
 
 
 class LayoutConfig(Strict, frozen=True, kw_only=True):
@@ -112,16 +118,20 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     """Advantages, the policy objective, and corrections for data of older weights."""
 
     advantages: Annotated[
-        Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"],
+        str,
         Meta(
             description=(
                 "Baseline and scale of rewards: `grpo` takes the group's mean and deviation, "
                 "`dr_grpo` its mean only, `rloo` the siblings' mean, `reinforce++` the batch's "
                 "mean and deviation, `reinforce++_baseline` the group's mean and the batch's "
-                "deviation."
+                "deviation; or the dotted path of a function of your own, `module:function`."
             )
         ),
     ] = "grpo"
+    advantages_args: Annotated[
+        dict[str, Any],
+        Meta(description="Keyword arguments of the function, if `advantages` is a dotted path."),
+    ] = {}
     turn_discount: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None,
         Meta(
@@ -142,14 +152,19 @@ class LossConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = None
     objective: Annotated[
-        Literal["ppo", "gspo", "cispo"],
+        str,
         Meta(
             description=(
                 "`ppo` clips each token's ratio, `gspo` the whole answer's; `cispo` clips the "
-                "ratio as a weight, so that every token keeps its gradient."
+                "ratio as a weight, so that every token keeps its gradient; or the dotted path of a "
+                "function of your own, `module:function`."
             )
         ),
     ] = "ppo"
+    objective_args: Annotated[
+        dict[str, Any],
+        Meta(description="Keyword arguments of the function, if `objective` is a dotted path."),
+    ] = {}
     clip_low: Annotated[
         float, Meta(gt=0, le=1, description="Lower clip: the minimum ratio is 1 minus this.")
     ] = 0.2

@@ -16,6 +16,7 @@ from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, trial, weights
 from trainer import logprob_mismatch
+from trainer.losses.objectives import ppo
 from trainer.losses.policy_loss import TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
 from trainer.megatron.packing import Targets, plan_micro_batches
@@ -119,7 +120,7 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
         weights=ones,
         sequences=one,
     )
-    _, sums = policy_sums(LossConfig(), current, ones, tokens)
+    _, sums = policy_sums(LossConfig(), ppo, current, ones, tokens)
     metrics = mean_metrics(sums.tolist(), 3, bypass=bypass, reference=False)
     wanted = Targets(
         labels=np.zeros(3, np.int32),

@@ -54,6 +54,12 @@ LOSSES = {
         "advantages": "dr_grpo",
         "dual_clip": 2.0,
     },
+    "custom": {
+        "advantages": "examples.custom_loss.losses:pass_at_k",
+        "advantages_args": {"k": 1},
+        "objective": "examples.custom_loss.losses:soft_gate",
+        "objective_args": {"bad": 2.0},
+    },
     "kl to go": {"kl": {"coefficient": 0.5, "where": "reward"}, "advantages": "reinforce++"},
 }
 

@@ -9,29 +9,31 @@ from hypothesis import strategies as st
 
 from async_rl.config import LossConfig
 from tests.unit.test_objectives import tokens
-from trainer.losses.advantages import estimate_advantages
-from trainer.losses.objectives import policy_objective, token_weights
+from trainer.losses.advantages import ESTIMATORS, estimate_advantages
+from trainer.losses.objectives import OBJECTIVES, token_weights
 from trainer.losses.sequences import Sequences
 
 
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=2, max_size=6),
-    objective=st.sampled_from(["ppo", "gspo", "cispo"]),
+    objective=st.sampled_from(sorted(OBJECTIVES)),
     aggregate=st.sampled_from(["token_mean", "sequence_mean", "constant"]),
     seed=st.integers(0, 99),
     data=st.data(),
 )
 def test_the_loss_does_not_depend_on_how_a_batch_is_cut(lengths, objective, aggregate, seed, data):
-    current, old, advantages, weights, sequences = tokens(*lengths, seed=seed)
+    each = tokens(*lengths, seed=seed)
+    current, sequences = each.log_probs, each.sequences
     counts = torch.from_numpy(token_weights(aggregate, sequences.index.numpy(), 10))
-    config = LossConfig(objective=objective, clip_low=0.1, clip_high=0.1)
+    config = LossConfig(clip_low=0.1, clip_high=0.1)
 
     def part(chosen: list[int]) -> torch.Tensor:
         mine = torch.isin(sequences.index, torch.tensor(chosen))
         own = Sequences(
             torch.searchsorted(torch.tensor(chosen), sequences.index[mine]), sequences.lengths[chosen]
         )
-        loss = policy_objective(config, current[mine], old[mine], advantages[mine], weights[mine], own).loss
+        part = each._replace(sequences=own, **{name: getattr(each, name)[mine] for name in each._fields[:5]})
+        loss = OBJECTIVES[objective](part, config).loss
         return (loss * counts[mine]).sum()
 
     whole = part(list(range(len(lengths))))
@@ -50,7 +52,7 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_cut(lengths, objective, aggr
         max_size=9,
     ),
     sizes=st.lists(st.integers(1, 4), min_size=9, max_size=9),
-    estimator=st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"]),
+    estimator=st.sampled_from(sorted(ESTIMATORS)),
 )
 def test_advantages_match_plain_loops_over_attempts(attempts, sizes, estimator):
     """Attempts of one to three conversations with a reward each, some of which do not count."""
@@ -94,7 +96,7 @@ def test_advantages_match_plain_loops_over_attempts(attempts, sizes, estimator):
                     value = (centred(a, reward) - mean(votes, centred)) / (deviation(votes, centred) + 1e-6)
             expected.append(value)
     actual = estimate_advantages(
-        estimator,
+        ESTIMATORS[estimator],
         np.array([r for each in attempts for r, _ in each], np.float32),
         np.repeat(group_of, [len(each) for each in attempts]).astype(np.int32),
         np.repeat(np.arange(len(attempts)), [len(each) for each in attempts]).astype(np.int32),

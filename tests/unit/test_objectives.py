@@ -7,19 +7,25 @@ import pytest
 import torch
 
 from async_rl.config import LossConfig
-from trainer.losses.objectives import cispo, gspo, policy_objective, ppo, token_weights
+from trainer.losses.objectives import OBJECTIVES, PolicyTokens, cispo, gspo, ppo, token_weights
 from trainer.losses.sequences import Sequences
 
 
-def tokens(*lengths: int, seed: int = 0):
-    """Current (with gradient) and old log-probs, advantages, weights, and whose tokens they are."""
+def policy_tokens(current, old, advantages, weights, sequences=None) -> PolicyTokens:
+    """Tokens as an objective sees them; without sequences, each is an answer of its own."""
+    alone = Sequences(torch.arange(len(old)), torch.ones(len(old), dtype=torch.int64))
+    return PolicyTokens(current, old, old, advantages, weights, sequences or alone)
+
+
+def tokens(*lengths: int, seed: int = 0) -> PolicyTokens:
+    """Tokens of answers of these lengths; the current log-probs have a gradient."""
     generator = torch.Generator().manual_seed(seed)
     index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     old = -torch.rand(len(index), generator=generator) * 3
     current = (old + torch.randn(len(index), generator=generator) * 0.3).requires_grad_()
     advantages = torch.randn(len(lengths), generator=generator)[index]
     weights = torch.rand(len(index), generator=generator) + 0.5
-    return current, old, advantages, weights, Sequences(index, torch.tensor(lengths))
+    return policy_tokens(current, old, advantages, weights, Sequences(index, torch.tensor(lengths)))
 
 
 def test_ppo_matches_the_hand_computed_case_when_three_tokens_differ():
@@ -27,7 +33,7 @@ def test_ppo_matches_the_hand_computed_case_when_three_tokens_differ():
     old = torch.log(torch.tensor([0.2, 0.2, 0.4]))
     current = torch.log(torch.tensor([0.3, 0.3, 0.2])).requires_grad_()
     advantages, weights = torch.tensor([1.0, -1.0, -1.0]), torch.tensor([1.0, 2.0, 1.0])
-    result = ppo(current, old, advantages, weights, 0.2, 0.25)
+    result = ppo(policy_tokens(current, old, advantages, weights), LossConfig(clip_low=0.2, clip_high=0.25))
     torch.testing.assert_close(result.loss, torch.tensor([-1.25, 3.0, 0.8]))
     assert result.clipped.tolist() == [1, 0, 1]
     result.loss.sum().backward()
@@ -38,7 +44,8 @@ def test_a_bad_token_counts_no_more_than_the_dual_clip_when_it_has_become_likely
     """Ratios 8 and 2, both bad, bound 3; a good token with ratio 8 is clipped by 1.2 as ever."""
     old = torch.log(torch.tensor([0.1, 0.1, 0.1]))
     current = torch.log(torch.tensor([0.8, 0.2, 0.8])).requires_grad_()
-    result = ppo(current, old, torch.tensor([-1.0, -1.0, 1.0]), torch.ones(3), 0.2, 0.2, 3.0)
+    bad = policy_tokens(current, old, torch.tensor([-1.0, -1.0, 1.0]), torch.ones(3))
+    result = ppo(bad, LossConfig(dual_clip=3.0))
     torch.testing.assert_close(result.loss, torch.tensor([3.0, 2.0, -1.2]))
     assert result.clipped.tolist() == [1, 0, 1]
     result.loss.sum().backward()
@@ -47,7 +54,8 @@ def test_a_bad_token_counts_no_more_than_the_dual_clip_when_it_has_become_likely
 
 def test_gspo_is_the_sources_objective_when_averaged_by_answers():
     """Equations 5 to 7 as loops over answers: value and gradient."""
-    current, old, advantages, _, sequences = tokens(4, 1, 7, 2)
+    each = tokens(4, 1, 7, 2)
+    current, old, _, advantages, _, sequences = each
     low, high = 0.05, 0.08
     answers = []
     for i, length in enumerate(sequences.lengths.tolist()):
@@ -58,7 +66,7 @@ def test_gspo_is_the_sources_objective_when_averaged_by_answers():
     expected = -torch.stack(answers).mean()
     (gradient,) = torch.autograd.grad(expected, current)
 
-    result = gspo(current, old, advantages, torch.ones(14), low, high, sequences)
+    result = gspo(each._replace(weights=torch.ones(14)), LossConfig(clip_low=low, clip_high=high))
     weights = token_weights("sequence_mean", sequences.index.numpy(), 99)
     loss = (result.loss * torch.from_numpy(weights)).sum()
     torch.testing.assert_close(loss, expected)
@@ -67,8 +75,9 @@ def test_gspo_is_the_sources_objective_when_averaged_by_answers():
 
 
 def test_cispo_gives_every_token_a_gradient_when_ratios_are_clipped():
-    current, old, advantages, weights, _ = tokens(5, 3)
-    result = cispo(current, old, advantages, weights, 1.0, 0.1)
+    each = tokens(5, 3)
+    current, old, _, advantages, weights, _ = each
+    result = cispo(each, LossConfig(clip_low=1.0, clip_high=0.1))
     (gradient,) = torch.autograd.grad(result.loss.sum(), current)
     for i in range(8):
         ratio = math.exp((current[i] - old[i]).item())
@@ -78,14 +87,14 @@ def test_cispo_gives_every_token_a_gradient_when_ratios_are_clipped():
     assert result.clipped.any()
 
 
-@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_an_objective_is_the_policy_gradient_when_nothing_has_changed_yet(objective):
     """At equal policies all of them have REINFORCE's gradient: a first update cannot tell them apart."""
-    _, old, advantages, weights, sequences = tokens(4, 6)
-    current = old.clone().requires_grad_()
-    config = LossConfig(objective=objective)
-    loss = policy_objective(config, current, old, advantages, weights, sequences).loss.sum()
-    torch.testing.assert_close(torch.autograd.grad(loss, current)[0], -weights * advantages)
+    each = tokens(4, 6)
+    each = each._replace(log_probs=each.old_log_probs.clone().requires_grad_())
+    loss = OBJECTIVES[objective](each, LossConfig()).loss.sum()
+    gradient = torch.autograd.grad(loss, each.log_probs)[0]
+    torch.testing.assert_close(gradient, -each.weights * each.advantages)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 
 from async_rl.config import ImportanceConfig, KLConfig, LossConfig
 from trainer.losses.corrections import rejected_answers
+from trainer.losses.objectives import load_objective, ppo
 from trainer.losses.policy_loss import SUMS, TrainedTokens, policy_sums
 from trainer.losses.sequences import Sequences
 
@@ -44,7 +45,7 @@ def test_the_loss_is_its_parts_as_often_as_tokens_count(where, of_kl):
         sequences=sequences,
         reference_log_probs=REFERENCE,
     )
-    loss, sums = policy_sums(config, log_probs, ENTROPY, tokens)
+    loss, sums = policy_sums(config, ppo, log_probs, ENTROPY, tokens)
     # Weights 2, truncated to 1.5, and 0.4; PPO's gains 1 and 1.25, clipped; the third token adds nothing.
     first = -1.5 * 1.0 + 0.5 * of_kl[0] - 0.1 * 0.5
     second = -0.4 * 1.25 + 0.5 * of_kl[1] - 0.1 * 1.5
@@ -114,5 +115,7 @@ def test_the_loss_changes_with_each_setting(change):
             sequences=sequences,
             reference_log_probs=current - 0.7,
         )
-        losses.append(policy_sums(config, current, ENTROPY.new_ones(4), tokens)[0].item())
+        losses.append(
+            policy_sums(config, load_objective(config), current, ENTROPY.new_ones(4), tokens)[0].item()
+        )
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)

@@ -1,4 +1,4 @@
-"""Advantages: how much better than its baseline a conversation was, one number for all of its tokens.
+"""Advantages: how much better than its baseline an attempt was.
 
 | estimator | baseline | scale |
 |---|---|---|
@@ -8,6 +8,9 @@
 | `reinforce++` | the batch's mean | the batch's standard deviation |
 | `reinforce++_baseline` | the group's mean | the batch's standard deviation |
 
+Each is a pure function of `ComparedRewards`; `trainer.loss.advantages` names one of them, or a function of
+the user's by its dotted path.
+
 Papers compare attempts at a task. An attempt may have several conversations, which are not independent
 samples: together they have one vote in every mean and deviation, shared equally. So have its turns, where
 each has a return of its own (`trainer.losses.turns`). An attempt of one conversation is the papers' case.
@@ -15,17 +18,137 @@ each has a return of its own (`trainer.losses.turns`). An attempt of one convers
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from async_rl.config import LossConfig
 from async_rl.errors import DataError
-from async_rl.types import BoolArray, Float32Array, Int32Array, Int64Array
+from async_rl.runtime.loading import load_object
+from async_rl.types import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array
 
 EPSILON = 1e-6
 """Prevents a division by zero when all rewards are equal; negligible for rewards of any usual scale."""
 
-Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"]
+
+class ComparedRewards(NamedTuple):
+    """The rewards that an estimator compares, `[N]` each: of conversations or turns, or returns of tokens."""
+
+    rewards: Float64Array
+    group: Int64Array
+    """The group of each, from 0; its attempts are at the same task."""
+    attempt: Int64Array
+    """The attempt of each, from 0 over the whole batch."""
+    share: Float64Array
+    """The part of each in its attempt's vote; 1 in total for an attempt that counts, all 0 for another."""
+
+    def attempts(self) -> Float64Array:
+        """Returns the number of attempts that count in the group of each, `[N]`, at least 1."""
+        return np.maximum(np.bincount(self.group, self.share), 1)[self.group]
+
+    def group_mean(self, values: Float64Array) -> Float64Array:
+        """Returns the mean of values, `[N]`, over the attempts of the group of each, `[N]`."""
+        return np.bincount(self.group, self.share * values)[self.group] / self.attempts()
+
+    def vote(self, values: Float64Array) -> Float64Array:
+        """Returns the vote of the attempt of each: the mean of its values, `[N]`."""
+        return np.bincount(self.attempt, self.share * values)[self.attempt]
+
+    def batch_mean(self, values: Float64Array) -> float:
+        """Returns the mean of values, `[N]`, over all attempts that count."""
+        return float((self.share * values).sum() / max(self.share.sum(), 1.0))
+
+
+Estimator = Callable[[ComparedRewards], Float64Array]
+"""Returns advantages, `[N]`, which are finite; those of items with share 0 are ignored."""
+
+F = TypeVar("F", bound=Callable[..., Float64Array])
+
+
+def batch_baseline(estimator: F) -> F:
+    """Marks an estimator whose baseline is the batch: it needs no second attempt at the same task.
+
+    Attempts without a sibling count, and `rollout.group_size` may be 1. With a KL penalty in the reward it
+    gets the return of each token, and for other estimators the penalty of the whole answer is subtracted.
+    """
+    estimator.has_batch_baseline = True  # type: ignore[attr-defined]
+    return estimator
+
+
+def has_batch_baseline(estimator: Estimator) -> bool:
+    """Returns whether an estimator is marked by `batch_baseline`."""
+    return bool(getattr(getattr(estimator, "func", estimator), "has_batch_baseline", False))
+
+
+def grpo(compared: ComparedRewards) -> Float64Array:
+    """Returns rewards centred and scaled by the group's mean and deviation.
+
+    Deviations are the population's; verl and TRL divide the squares of a group by G - 1.
+
+    Source: arXiv 2402.03300 (GRPO), section 4.1.2.
+    """
+    centred = dr_grpo(compared)
+    return centred / (np.sqrt(compared.group_mean(centred**2)) + EPSILON)
+
+
+def dr_grpo(compared: ComparedRewards) -> Float64Array:
+    """Returns rewards centred by the group's mean.
+
+    Source: arXiv 2503.20783 (Dr. GRPO), section 3.
+    """
+    return compared.rewards - compared.group_mean(compared.rewards)
+
+
+def rloo(compared: ComparedRewards) -> Float64Array:
+    """Returns rewards minus the mean of the other attempts of the group.
+
+    That mean is the group's without the attempt's own vote.
+
+    Source: arXiv 2402.14740 (RLOO), equation 8.
+    """
+    centred = dr_grpo(compared)
+    return centred + compared.vote(centred) / np.maximum(compared.attempts() - 1, 1)
+
+
+@batch_baseline
+def reinforce_plus_plus(compared: ComparedRewards) -> Float64Array:
+    """Returns rewards centred and scaled by the batch's mean and deviation, which count every attempt once.
+
+    verl counts every token.
+
+    Source: arXiv 2501.03262 (REINFORCE++), section 3.
+    """
+    return _whitened(compared, compared.rewards)
+
+
+def reinforce_plus_plus_baseline(compared: ComparedRewards) -> Float64Array:
+    """Returns rewards centred by the group's mean, then centred and scaled over the batch.
+
+    Source: arXiv 2501.03262 (REINFORCE++), section 3.
+    """
+    return _whitened(compared, dr_grpo(compared))
+
+
+ESTIMATORS: Final[dict[str, Estimator]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_plus_plus,
+    "reinforce++_baseline": reinforce_plus_plus_baseline,
+}
+
+
+def load_estimator(loss: LossConfig) -> Estimator:
+    """Returns the estimator that the config names, with the keyword arguments of the config.
+
+    Raises:
+        ConfigError: The dotted path cannot be loaded.
+    """
+    if (known := ESTIMATORS.get(loss.advantages)) is not None:
+        return known
+    return partial(load_object(loss.advantages, what="trainer.loss.advantages"), **loss.advantages_args)
 
 
 def estimate_advantages(
@@ -37,29 +160,21 @@ def estimate_advantages(
 ) -> Float32Array:
     """Returns the advantages of a batch's trajectories, or of its turns or tokens.
 
-    Standard deviations are those of the population, and a batch's mean and deviation count every attempt
-    once. In contrast, verl and TRL divide the squares of a group by G - 1, and verl whitens a batch token by
-    token.
-
-    All estimators but `reinforce++` return zeros for a group whose rewards are equal, and for a group that
-    has fewer than two attempts with a vote.
+    What has no part in a vote has the advantage 0. So has a group with fewer than two attempts that vote,
+    unless the batch is the estimator's baseline.
 
     Args:
-        estimator: One of the rows of the module's table.
+        estimator: Compares the rewards.
         rewards: `[N]`.
         group_index: `[N]`, equal for the trajectories of a group.
         attempt_index: `[N]`, equal for the conversations of an attempt.
-        weights: `[N]`, the parts in their attempt's vote, relative to each other. What has no part has the
-            advantage 0. None: equal parts.
+        weights: `[N]`, the parts in their attempt's vote, relative to each other; None: equal parts.
 
     Returns:
         `[N] float32`.
 
     Raises:
-        DataError: When a reward is not finite.
-
-    Source: `grpo`: arXiv 2402.03300, section 4.1.2; `dr_grpo`: arXiv 2503.20783, section 3; `rloo`: arXiv
-    2402.14740, equation 8; `reinforce++` and its baseline: arXiv 2501.03262, section 3.
+        DataError: A reward is not finite, or the estimator's result is not `[N]` finite numbers.
     """
     if not np.isfinite(rewards).all():
         where = int(np.flatnonzero(~np.isfinite(rewards))[0])
@@ -68,34 +183,34 @@ def estimate_advantages(
         )
     weights = np.ones(len(rewards)) if weights is None else weights.astype(np.float64)
     counted = weights > 0
-    if estimator != "reinforce++":  # whose baseline needs no sibling
+    if not has_batch_baseline(estimator):
         counted = counted & ~lacks_baseline(group_index, attempt_index, counted)
-    values = rewards.astype(np.float64)
     _, attempt = np.unique(attempt_index, return_inverse=True)
     _, group = np.unique(group_index, return_inverse=True)
     weights = weights * counted
     votes = np.bincount(attempt, weights)[attempt]
-    share = np.divide(weights, votes, out=np.zeros_like(weights), where=counted)  # of its attempt's vote
-    attempts = np.maximum(np.bincount(group, share), 1)  # that vote, by group
-    centred = values - (np.bincount(group, share * values) / attempts)[group]
-    match estimator:
-        case "grpo":
-            deviation = np.sqrt(np.bincount(group, share * centred**2) / attempts)
-            advantages = centred / (deviation[group] + EPSILON)
-        case "dr_grpo":
-            advantages = centred
-        case "rloo":
-            # The mean of the other attempts is the group's mean without the attempt's own vote.
-            own = np.bincount(attempt, share * centred)[attempt]
-            advantages = centred + own / np.maximum(attempts - 1, 1)[group]
-        case "reinforce++":
-            advantages = _whitened(values, share)
-        case "reinforce++_baseline":
-            advantages = _whitened(centred, share)
-        case _:
-            known = ", ".join(get_args(Estimator))
-            raise ValueError(f"the estimator is {estimator!r}; expected one of {known}")
+    share = np.divide(weights, votes, out=np.zeros_like(weights), where=counted)
+    advantages = np.asarray(estimator(ComparedRewards(rewards.astype(np.float64), group, attempt, share)))
+    if problem := advantages_problem(advantages, counted):
+        raise DataError(f"trainer.loss.advantages: the estimator returned {problem}")
     return np.where(counted, advantages, 0).astype(np.float32)
+
+
+def advantages_problem(advantages: np.ndarray, counted: BoolArray) -> str | None:
+    """Returns what is wrong with an estimator's result, or None.
+
+    Args:
+        advantages: What it returned.
+        counted: `[N]`, which items count.
+    """
+    if advantages.shape != counted.shape:
+        return f"an array of shape {list(advantages.shape)}, expected [{len(counted)}]"
+    if advantages.dtype.kind not in "fiu":
+        return f"an array of type {advantages.dtype}, expected real numbers"
+    if not np.isfinite(advantages[counted]).all():
+        wrong = advantages[counted & ~np.isfinite(advantages)][0]
+        return f"{wrong} for an item that counts, expected a finite number"
+    return None
 
 
 def lacks_baseline(group_index: Int32Array, attempt_index: Int32Array, counted: BoolArray) -> BoolArray:
@@ -132,8 +247,7 @@ def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32A
     return np.clip((longest - buffer - lengths) / buffer, -1.0, 0.0).astype(np.float32)
 
 
-def _whitened(values: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """Returns the values, `[N]`, centred and scaled over the attempts of the batch, which they share in."""
-    attempts = max(share.sum(), 1.0)
-    centred = values - (share * values).sum() / attempts
-    return centred / (np.sqrt((share * centred**2).sum() / attempts) + EPSILON)
+def _whitened(compared: ComparedRewards, values: Float64Array) -> Float64Array:
+    """Returns the values, `[N]`, centred and scaled over the attempts of the batch."""
+    centred = values - compared.batch_mean(values)
+    return centred / (np.sqrt(compared.batch_mean(centred**2)) + EPSILON)

@@ -7,68 +7,57 @@
 | `gspo` | of the whole answer, its geometric mean | the same minimum |
 | `cispo` | of each token, as a weight without gradient | clipped; every token keeps a gradient |
 
-All of them use the proximal policy's log-probs. Importance weights (`trainer.losses.corrections`) correct for
-the distance between the proximal and the behaviour policy. `token_weights` determines how tokens are
-averaged.
+Each is a pure function of `PolicyTokens` and the settings of the loss; `trainer.loss.objective` names one of
+them, or a function of the user's by its dotted path. It uses the proximal policy's log-probs; importance
+weights (`trainer.losses.corrections`) correct for the distance between the proximal and the behaviour policy.
+`token_weights` determines how tokens are averaged.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from async_rl.config import LossConfig
+from async_rl.runtime.loading import load_object
 from async_rl.types import Float32Array, Int64Array
 from trainer.losses.sequences import Sequences
+
+
+class PolicyTokens(NamedTuple):
+    """The trained tokens of a micro-batch as an objective sees them, `[n]` float32 each."""
+
+    log_probs: torch.Tensor
+    """Log-probs of the current policy, with gradient."""
+    old_log_probs: torch.Tensor
+    """Log-probs of the proximal policy, from which the updates start."""
+    rollout_log_probs: torch.Tensor
+    """Log-probs of the behaviour policy, which sampled the tokens."""
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    """Importance weights of the proximal over the behaviour policy; 0 for tokens of rejected answers."""
+    sequences: Sequences
+    """The answers that the tokens belong to. Sums and means cover whole answers, also where context-parallel
+    ranks share them; they are collective, so every call must make the same ones."""
 
 
 class Objective(NamedTuple):
     """The objective of each trained token, `[n]` each."""
 
     loss: torch.Tensor
+    """To be minimised, with gradient. A token's own depends on no other answer than its own."""
     clipped: torch.Tensor
     """1 where the ratio was bounded; under `ppo` and `gspo` such a token has no gradient."""
 
 
-def policy_objective(
-    config: LossConfig,
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    sequences: Sequences,
-) -> Objective:
-    """Returns the objective that the config names.
-
-    Args:
-        config: `objective` and its clips.
-        log_probs: `[n]` float32, log-probs of the current policy, with gradient.
-        old_log_probs: `[n]` float32, log-probs of the proximal policy.
-        advantages: `[n]`.
-        weights: `[n]`, importance weights of the proximal over the behaviour policy.
-        sequences: The trajectories that the tokens belong to.
-    """
-    low, high = config.clip_low, config.clip_high
-    match config.objective:
-        case "ppo":
-            return ppo(log_probs, old_log_probs, advantages, weights, low, high, config.dual_clip)
-        case "gspo":
-            return gspo(log_probs, old_log_probs, advantages, weights, low, high, sequences)
-        case "cispo":
-            return cispo(log_probs, old_log_probs, advantages, weights, low, high)
+ObjectiveFunction = Callable[[PolicyTokens, LossConfig], Objective]
 
 
-def ppo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Objective:
+def ppo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
     """Returns clipped PPO around the proximal policy, weighted for the behaviour policy.
 
     `-w · min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)` with `r = exp(log_probs - old_log_probs)`;
@@ -78,18 +67,10 @@ def ppo(
     Source: arXiv 1707.06347 (PPO), equation 7; decoupled: arXiv 2110.00641, equation 5; two clips: arXiv
     2503.14476 (DAPO), section 3.1; dual clip: arXiv 1912.09729, equation 5.
     """
-    return _clipped((log_probs - old_log_probs).exp(), advantages, weights, clip_low, clip_high, dual_clip)
+    return _clipped((tokens.log_probs - tokens.old_log_probs).exp(), tokens, loss)
 
 
-def gspo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    sequences: Sequences,
-) -> Objective:
+def gspo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
     """Returns PPO with the ratio of the whole answer: `s = exp(mean of log_probs - old_log_probs)`.
 
     Each token has the value `s` and its own share of the gradient of `s`. Averaged over the tokens of each
@@ -98,44 +79,46 @@ def gspo(
 
     Source: arXiv 2507.18071 (GSPO), equations 5, 7 and 13 (the token form).
     """
-    difference = log_probs - old_log_probs
+    difference, sequences = tokens.log_probs - tokens.old_log_probs, tokens.sequences
     ratio = sequences.means(difference).exp()[sequences.index] * (difference - difference.detach()).exp()
-    return _clipped(ratio, advantages, weights, clip_low, clip_high, None)
+    return _clipped(ratio, tokens, loss)
 
 
-def cispo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> Objective:
+def cispo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
     """Returns REINFORCE with a clipped importance weight: `-w · sg(clip(r)) · A · log_probs`.
 
     Source: arXiv 2506.13585 (MiniMax-M1), equations 4 and 5.
     """
-    ratio = (log_probs - old_log_probs).detach().exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return Objective(-weights * bounded * advantages * log_probs, (bounded != ratio).to(log_probs.dtype))
+    ratio = (tokens.log_probs - tokens.old_log_probs).detach().exp()
+    bounded = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    gain = tokens.weights * bounded * tokens.advantages * tokens.log_probs
+    return Objective(-gain, (bounded != ratio).to(gain.dtype))
 
 
-def _clipped(
-    ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> Objective:
+OBJECTIVES: Final[dict[str, ObjectiveFunction]] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+
+
+def load_objective(loss: LossConfig) -> ObjectiveFunction:
+    """Returns the objective that the config names, with the keyword arguments of the config.
+
+    Raises:
+        ConfigError: The dotted path cannot be loaded.
+    """
+    if (known := OBJECTIVES.get(loss.objective)) is not None:
+        return known
+    return partial(load_object(loss.objective, what="trainer.loss.objective"), **loss.objective_args)
+
+
+def _clipped(ratio: torch.Tensor, tokens: PolicyTokens, loss: LossConfig) -> Objective:
+    advantages = tokens.advantages
     free = ratio * advantages
-    bound = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    bound = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * advantages
     gain, clipped = torch.minimum(free, bound), bound < free
-    if dual_clip is not None:
-        floor = dual_clip * advantages
+    if loss.dual_clip is not None:
+        floor = loss.dual_clip * advantages
         too_bad = (advantages < 0) & (gain < floor)
         gain, clipped = torch.where(too_bad, floor, gain), clipped | too_bad
-    return Objective(-weights * gain, clipped.to(ratio.dtype).detach())
+    return Objective(-tokens.weights * gain, clipped.to(ratio.dtype).detach())
 
 
 def token_weights(aggregate: str, attempt: Int64Array, longest: int) -> Float32Array:

@@ -11,7 +11,7 @@ import torch
 from async_rl.config import LossConfig
 from trainer.losses.corrections import importance_correction
 from trainer.losses.kl import kl_estimate
-from trainer.losses.objectives import policy_objective
+from trainer.losses.objectives import ObjectiveFunction, PolicyTokens
 from trainer.losses.sequences import Sequences
 
 SUMS = (
@@ -45,7 +45,11 @@ class TrainedTokens(NamedTuple):
 
 
 def policy_sums(
-    config: LossConfig, log_probs: torch.Tensor, entropy: torch.Tensor, tokens: TrainedTokens
+    config: LossConfig,
+    objective: ObjectiveFunction,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    tokens: TrainedTokens,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the summed loss of one micro-batch's trained tokens, and its sums in the order of `SUMS`.
 
@@ -55,6 +59,7 @@ def policy_sums(
 
     Args:
         config: The settings of the loss.
+        objective: The policy objective (`trainer.losses.objectives.load_objective`).
         log_probs: `[n]`, log-probs of the current policy, with gradient.
         entropy: `[n]`, entropies of its distributions, with gradient.
         tokens: The other inputs of the same tokens.
@@ -64,8 +69,16 @@ def policy_sums(
     correction = importance_correction(
         config.importance, tokens.old_log_probs, tokens.rollout_log_probs, tokens.rejected, tokens.sequences
     )
-    policy = policy_objective(
-        config, log_probs, tokens.old_log_probs, tokens.advantages, correction.weights, tokens.sequences
+    policy = objective(
+        PolicyTokens(
+            log_probs,
+            tokens.old_log_probs,
+            tokens.rollout_log_probs,
+            tokens.advantages,
+            correction.weights,
+            tokens.sequences,
+        ),
+        config,
     )
     loss, kept = policy.loss, 1 - correction.rejected
     if config.entropy_bonus:
