@@ -401,10 +401,7 @@ class EnginePool(EngineCalls, LeaseHolder):
 
     def has_engine(self, state: EngineState) -> bool:
         """Returns whether an engine is in this state."""
-        for slot in self._slots.values():  # called at each callback of the simulation: no generator
-            if slot.state is state:
-                return True
-        return False
+        return any(slot.state is state for slot in self._slots.values())
 
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._slots
