@@ -113,7 +113,7 @@ AT_A_GLANCE: Final = (
     ),
     Panel(
         "ppo_kl",
-        "How far the last step moved the policy: 1e-4 to 1e-2 is healthy.",
+        "How far the updates of a batch move the policy: 1e-4 to 1e-2 is healthy. None with one update.",
         (Query(value("ppo_kl")), Query(value("ppo_kl_bypass"))),
         kind="stat",
         width=3,
@@ -517,6 +517,7 @@ TRAINER: Final = (
             Query(value("lag0_log_prob_abs_diff_nats"), "equal versions, absolute"),
             Query(value("restart_log_prob_abs_diff_nats"), "{{when}} the restart, {{tokens}} tokens"),
             Query(value("log_prob_diff_nats"), "all tokens, signed"),
+            Query(value("old_log_prob_abs_diff_nats"), "trainer's two passes"),
             Query(value("routing_probe_abs_diff_nats"), "probe, {{routing}} routing"),
         ),
         unit="suffix: nats",

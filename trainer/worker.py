@@ -2,7 +2,7 @@
 
 ```
 train_step(batch) ─ check routing rows ─ plan updates and micro-batches
-    ─► [log-probs of the proximal and the reference policy: forward only] ─► advantages
+    ─► [log-probs of the proximal and the reference policy: forward only, where needed] ─► advantages
     ─► for each update: forward and backward over micro-batches, with routing replay
                          ─► finite, and no spike? ─► optimizer step, or the update is skipped and counted
     ─► metrics, summed over ranks
@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
-from async_rl.config import Config, RejectConfig, parse_config
+from async_rl.config import Config, RejectConfig, old_log_probs_reason, parse_config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
 from async_rl.queue.batching import read_trajectories
@@ -49,7 +49,7 @@ from trainer.losses.corrections import rejected_answers
 from trainer.losses.kl import kl_estimate, sums_to_go
 from trainer.losses.log_probs import KeptTokens
 from trainer.losses.objectives import load_objective, token_weights
-from trainer.losses.policy_loss import SUMS, TrainedTokens, mean_metrics, policy_sums
+from trainer.losses.policy_loss import NO_UPDATES, SUMS, TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
 from trainer.losses.trial import try_loss
 from trainer.losses.turns import (
@@ -79,6 +79,9 @@ from trainer.weights.weight_manifest import check_exported, served_specs
 
 log = logging.getLogger(__name__)
 
+_LARGEST_DIFFERENCE = 1e-2
+"""Nats, above what rounding in bfloat16 explains, between two passes of equal weights and routing rows."""
+
 
 @dataclass(frozen=True)
 class PlacedMicroBatch:
@@ -103,7 +106,8 @@ class UpdateInputs:
     left_out: Float32Array
     """1 for tokens of trajectories that add nothing to the loss."""
     old_log_probs: Float32Array | None
-    """Log-probs of the proximal policy, for this rank's tokens only; None means the engine's log-probs."""
+    """Log-probs of the proximal policy, for this rank's tokens only. None: the engine's under `old_log_probs:
+    rollout`, else those of the update's own forward pass."""
     reference_log_probs: Float32Array | None
 
 
@@ -268,8 +272,9 @@ class TrainerWorker:
         wanted = make_targets(batch)
         parts = split_updates(batch.group_index, trainer.updates_per_batch)
         placed = [self.place_micro_batches(batch, wanted, part) for part in parts]
+        bypass = trainer.loss.old_log_probs == "rollout"
         old = reference = None
-        if trainer.loss.old_log_probs == "recompute":
+        if not bypass and (old_log_probs_reason(self.config) or self._checks_old_log_probs(step)):
             old = np.zeros(batch.num_tokens, np.float32)
             for i, part in enumerate(placed):
                 found, placed[i] = self.compute_old_log_probs(part, batch.num_tokens)
@@ -293,14 +298,17 @@ class TrainerWorker:
         )
 
         learning_rate = linear_warmup(self.num_steps, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
-        sums, trained, norms, skipped = torch.zeros(len(SUMS), dtype=torch.float64), 0, list[float](), 0
+        updates, later, norms, skipped = NO_UPDATES, NO_UPDATES, list[float](), 0
         start = old if old is not None else np.zeros(batch.num_tokens, np.float32)
         probe: dict[str, float] = {}
+        difference = math.nan
         for epoch in range(trainer.epochs_per_batch):
             for trajectories, part in zip(parts, placed, strict=True):
                 sums_here, log_probs, tokens = self.accumulate_gradients(part, trajectories, goal)
                 if old is None and not epoch:
                     start = start + log_probs
+                elif old is not None and not epoch and part is placed[0]:
+                    difference = self._mean_difference(part, old, log_probs)
                 found = self.model.sum_over_ranks(sums_here).cpu()
                 if not epoch and part is placed[0]:
                     probe = self.probe_routing(part, wanted, self._sum_over_ranks(start), step)
@@ -308,13 +316,13 @@ class TrainerWorker:
                 if norm is None:
                     skipped += 1
                 else:
-                    sums, trained = sums + found, trained + tokens
+                    updates = updates.add(found, tokens)
+                    if norms:
+                        later = later.add(found, tokens)
                     norms.append(norm)
         self.num_steps += 1
         start = self._sum_over_ranks(start)
-        metrics = mean_metrics(
-            sums.tolist(), max(trained, 1), bypass=old is None, reference=reference is not None
-        )
+        metrics = mean_metrics(updates, later, bypass=bypass, reference=reference is not None)
         importance = trainer.loss.importance
         cap = None if importance.level == "off" else importance.high
         return StepResult(
@@ -324,6 +332,7 @@ class TrainerWorker:
             | probe
             | _routing_counts(batch)
             | {
+                "old_log_prob_abs_diff": difference,
                 "grad_norm": float(np.mean(norms)) if norms else math.nan,
                 "learning_rate": learning_rate,
                 "updates": float(len(norms)),
@@ -335,6 +344,34 @@ class TrainerWorker:
             },
             extremes=logprob_mismatch.largest_differences(batch, wanted, start),
         )
+
+    def _checks_old_log_probs(self, step: int) -> bool:
+        """Returns whether a step computes old log-probs by a pass of their own only to compare them."""
+        every = self.config.trainer.loss.check_old_log_probs_every
+        return every > 0 and step % every == 0
+
+    def _mean_difference(
+        self, placed: list[PlacedMicroBatch], old: Float32Array, current: Float32Array
+    ) -> float:
+        """Returns the mean absolute difference of old and current log-probs over an update's tokens, nats.
+
+        Args:
+            placed: This rank's micro-batches of the batch's first update.
+            old: `[S]`, from the pass before the update.
+            current: `[S]`, from the update's own forward pass.
+        """
+        tokens = np.concatenate([p.token_indices for p in placed]) if placed else np.zeros(0, np.int64)
+        own = [float(np.abs(old[tokens] - current[tokens]).sum(dtype=np.float64)), float(len(tokens))]
+        total, count = self.model.sum_over_ranks(
+            torch.tensor(own, dtype=torch.float64, device=self.model.device)
+        ).tolist()
+        if (mean := total / max(count, 1)) > _LARGEST_DIFFERENCE:
+            log.warning(
+                "the pass that computes old log-probs differs from the update's own by %.3g nats on average: "
+                "with equal weights and routing rows it should repeat it",
+                mean,
+            )
+        return mean
 
     def _take_optimizer_step(
         self, loss: float, learning_rate: float, step: int, batch: TrainBatch
@@ -522,8 +559,8 @@ class TrainerWorker:
     ) -> tuple[Float32Array, list[PlacedMicroBatch]]:
         """Computes the trainer's log-probs before the updates, `[S]`, for this rank's tokens only.
 
-        It uses the micro-batches and replayed rows of the update itself: with one optimizer step per batch,
-        any difference from the log-probs of the update is an error, which the metric `ppo_kl` shows.
+        It uses the micro-batches and replayed rows of the update itself: any difference from the log-probs of
+        the first update is an error, which the metric `old_log_prob_abs_diff` shows.
 
         Returns:
             The log-probs, and the micro-batches for the update; under R2 they hold the routing of this pass.
@@ -608,8 +645,9 @@ class TrainerWorker:
                 return torch.from_numpy(of[micro_batch.token_indices]).to(log_probs.device)
 
             rollout = values(wanted.rollout_log_probs)
+            old = None if goal.old_log_probs is None else values(goal.old_log_probs)
             tokens = TrainedTokens(
-                old_log_probs=rollout if goal.old_log_probs is None else values(goal.old_log_probs),
+                old_log_probs=rollout if loss_config.old_log_probs == "rollout" else old,
                 rollout_log_probs=rollout,
                 advantages=values(goal.advantages),
                 rejected=values(goal.left_out),

@@ -24,7 +24,7 @@ from async_rl.config.rollout_settings import (
     RewardConfig,
     RolloutConfig,
 )
-from async_rl.config.root import Config
+from async_rl.config.root import Config, old_log_probs_reason
 from async_rl.config.run_settings import (
     DoctorConfig,
     MetricsConfig,
@@ -81,6 +81,7 @@ __all__ = [
     "changed_fields",
     "describe_fields",
     "load_config",
+    "old_log_probs_reason",
     "parse_config",
     "to_builtins",
 ]

@@ -22,7 +22,7 @@ from async_rl.config.run_settings import (
     RunConfig,
 )
 from async_rl.config.sft_settings import SftConfig
-from async_rl.config.trainer_settings import ADVANTAGES, OBJECTIVES, TrainerConfig
+from async_rl.config.trainer_settings import ADVANTAGES, OBJECTIVES, RejectConfig, TrainerConfig
 from async_rl.config.worker_count import WorkerCount, choose_workers
 
 
@@ -310,6 +310,25 @@ def _check_function(key: str, name: str, known: tuple[str, ...], args: dict[str,
             f"trainer.loss.{key}_args is {args}, but trainer.loss.{key}={name} takes no "
             "arguments: set it to {}"
         )
+
+
+def old_log_probs_reason(config: Config) -> str | None:
+    """Return why every step computes the old log-probs in a forward pass of their own; None if it does not.
+
+    With one update per batch that pass would repeat the update's own forward pass, bit for bit.
+    """
+    loss, updates = config.trainer.loss, config.trainer.updates_per_batch * config.trainer.epochs_per_batch
+    if loss.old_log_probs == "rollout":
+        return None
+    if updates > 1:
+        return f"a batch has {updates} updates"
+    if config.routing.replay == "r2":
+        return "routing.replay=r2 records the experts in it"
+    if loss.reject != RejectConfig():
+        return "trainer.loss.reject compares whole answers before the update"
+    if loss.kl.coefficient and loss.kl.where == "reward":
+        return "the KL penalty in the reward is measured with them"
+    return None
 
 
 def check_corrections(config: Config) -> None:

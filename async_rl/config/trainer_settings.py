@@ -195,6 +195,17 @@ class LossConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = "recompute"
+    check_old_log_probs_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "With one update per batch, recomputed log-probs are those of the update's own forward pass. "
+                "Every this many steps a pass of their own checks that; 0 never does. Several updates, "
+                "`routing.replay: r2`, `reject` and a KL penalty in the reward need that pass in each step."
+            ),
+        ),
+    ] = 50
     importance: ImportanceConfig = ImportanceConfig()
     reject: RejectConfig = RejectConfig()
     kl: KLConfig = KLConfig()

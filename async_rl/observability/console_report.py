@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl import __version__
-from async_rl.config import Config, changed_fields
+from async_rl.config import Config, changed_fields, old_log_probs_reason
 from async_rl.observability.formatting import format_duration, format_percent
 from async_rl.observability.records import WINDOW, Figure, StepRecord, Summary, is_finite
 from async_rl.observability.text_console import TextConsole
@@ -36,8 +36,8 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 
 
-def derived_bounds(config: Config) -> dict[str, int]:
-    """Return the bounds that follow from the config, by a description of what they bound."""
+def derived_bounds(config: Config) -> dict[str, int | str]:
+    """Return what follows from the config, by its description: bounds, and how old log-probs are computed."""
     outstanding, branches = config.max_outstanding_groups, config.rollout.max_branches
     in_flight = min(config.rollout.max_concurrent_trajectories, outstanding * config.rollout.group_size)
     return {
@@ -46,7 +46,19 @@ def derived_bounds(config: Config) -> dict[str, int]:
         "trajectories dispatched and not yet trained, at most": outstanding * config.rollout.group_size,
         "trajectories in flight, at most": in_flight,
         **({"their branches, at most": in_flight * branches} if branches else {}),
+        "old log-probs": _old_log_probs(config),
     }
+
+
+def _old_log_probs(config: Config) -> str:
+    loss = config.trainer.loss
+    if loss.old_log_probs == "rollout":
+        return "the engines'"
+    if reason := old_log_probs_reason(config):
+        return f"from a forward pass of their own, as {reason}"
+    every = loss.check_old_log_probs_every
+    check = f", compared with another every {every} steps" if every else ""
+    return f"from the update's own forward pass{check}"
 
 
 def print_header(console: TextConsole, config: Config, run_dir: Path, metrics_url: str) -> None:
@@ -155,7 +167,7 @@ class RunProgress:
                     "reward",
                     f"{_number(record.reward_mean)}  {sparkline(self._rewards, min(40, columns - 8))}",
                 ),
-                (_kl_name(record.ppo_kl_bypass), f"{_number(_kl(record), 5)} nats"),
+                *_named_kl(record.ppo_kl, record.ppo_kl_bypass),
                 *_kl_parts(record, self._at_equal_versions),
                 ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
                 ("interrupted", f"{record.interrupted} of {record.trajectories} trajectories"),
@@ -191,17 +203,22 @@ def _kl_parts(record: StepRecord, at_equal_versions: StepRecord | None) -> list[
     return [("parts of rollout KL", ", ".join(shown))] if shown else []
 
 
-def _kl_name(bypass: Figure) -> str:
-    """Returns which KL is shown; the two compare different policies and need different names."""
-    return "ppo_kl_bypass" if is_finite(bypass) else "ppo_kl"
+def _named_kl(ppo_kl: Figure, bypass: Figure) -> list[tuple[str, str]]:
+    """Returns the KL of the updates under its name; nothing where none is measured.
+
+    The two compare different policies and need different names. With one update per batch there is none.
+    """
+    named = {"ppo_kl": ppo_kl, "ppo_kl_bypass": bypass}
+    return [(name, f"{_number(value, 5)} nats") for name, value in named.items() if is_finite(value)]
 
 
-def _either(ppo_kl: Figure, bypass: Figure) -> Figure:
-    return bypass if is_finite(bypass) else ppo_kl
-
-
-def _kl(record: StepRecord) -> Figure:
-    return _either(record.ppo_kl, record.ppo_kl_bypass)
+def _kl_figures(record: StepRecord) -> str:
+    """Returns the KL of the updates and the parts of the rollout KL, as far as the step measured them."""
+    policy = [f"{name} {text}" for name, text in _named_kl(record.ppo_kl, record.ppo_kl_bypass)]
+    parts = {"mismatch": record.kl_mismatch, "staleness": record.kl_staleness, "routing": record.kl_routing}
+    shown = [f"{name} {part:.0e}" for name, part in parts.items() if is_finite(part)]
+    rollout = [f"rollout KL: {', '.join(shown)}"] if shown else []
+    return "".join(f" | {figure}" for figure in (*policy, *rollout))
 
 
 def step_line(record: StepRecord, max_steps: int) -> str:
@@ -209,7 +226,7 @@ def step_line(record: StepRecord, max_steps: int) -> str:
     return (
         f"step {record.step:>{len(str(max_steps))}}/{max_steps}"
         f" | reward {_number(record.reward_mean)}"
-        f" | {_kl_name(record.ppo_kl_bypass)} {_number(_kl(record), 5)}"
+        f"{_kl_figures(record)}"
         f" | stale p50 {record.staleness_p50:.0f} p95 {record.staleness_p95:.0f}"
         f" | interrupted {record.interrupted}/{record.trajectories}"
         f" | in flight {record.in_flight} | queued {record.queued}"
@@ -255,10 +272,7 @@ def print_summary(
         ("", f"{counts.in_flight} in flight, {counts.queued} queued"),
         ("interrupted and resumed", f"{format_percent(summary.interrupted_share)} of the trained ones"),
         ("staleness", f"at most {summary.staleness_max} versions (bound {summary.max_staleness})"),
-        (
-            _kl_name(summary.ppo_kl_bypass_mean),
-            f"{_number(_either(summary.ppo_kl_mean, summary.ppo_kl_bypass_mean), 5)} nats",
-        ),
+        *_named_kl(summary.ppo_kl_mean, summary.ppo_kl_bypass_mean),
         ("trainer against rollout", f"{_number(summary.log_prob_abs_diff_mean, 6)} nats at equal versions"),
         (
             "routing",

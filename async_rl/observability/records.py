@@ -61,18 +61,32 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     ppo_kl: Annotated[
         Figure,
         figure(
-            "Mean of old minus current log-probs over the last step.",
+            "Mean of old minus current log-probs over the updates of the last batch after its first.",
             gauge="ppo_kl",
             section="policy",
             unit="nats",
             bad="Grows step by step: lower `trainer.optimizer.lr`. Spikes: look at `grad_norm` and at"
-            " the parts of the rollout KL. With one optimizer step a batch it is 0; if not, the "
-            "update sees other routing than the pass before it.",
+            " the parts of the rollout KL. With one update per batch (`trainer.updates_per_batch`) there "
+            "is none: it would be 0 by construction.",
             tracker="actor/ppo_kl",
             from_trainer=True,
         ),
     ] = None
     """Old minus current log-probs, the old ones recomputed by the trainer."""
+    old_log_prob_abs_diff: Annotated[
+        Figure,
+        figure(
+            "Mean |old - current log-prob| in the first update of a batch, whose weights are those of the "
+            "pass that computed the old ones.",
+            gauge="old_log_prob_abs_diff_nats",
+            section="agreement",
+            unit="nats",
+            bad="0, or rounding on GPUs whose kernels add in any order. Larger: the update sees other "
+            "routing or other weights than the pass before it. With one update per batch it is measured "
+            "every `trainer.loss.check_old_log_probs_every` steps.",
+            from_trainer=True,
+        ),
+    ] = None
     ppo_kl_bypass: Annotated[
         Figure,
         figure(

@@ -17,7 +17,7 @@ from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, trial, weights
 from trainer import logprob_mismatch
 from trainer.losses.objectives import ppo
-from trainer.losses.policy_loss import TrainedTokens, mean_metrics, policy_sums
+from trainer.losses.policy_loss import NO_UPDATES, TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
 from trainer.megatron.packing import Targets, plan_micro_batches
 
@@ -82,7 +82,7 @@ def test_metrics_match_numpy_when_computed_by_hand(moe):
     for name, chosen in (("lag0", fresh), ("lag1", lag == 1), ("lag2_up", lag >= 2)):
         assert metrics[f"rollout_kl_{name}"] == pytest.approx(-difference[chosen].mean(), abs=1e-5)
     assert metrics["lag0_log_prob_abs_diff"] == pytest.approx(np.abs(difference[fresh]).mean(), abs=1e-5)
-    assert metrics["ppo_kl"] == 0
+    assert math.isnan(metrics["ppo_kl"])  # 0 by construction with one update
     assert metrics["tokens"] == batch.num_tokens
     assert metrics["trained_tokens"] == mask.sum()
     assert metrics["routing_rows"] == batch.num_tokens - 6
@@ -121,7 +121,8 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
         sequences=one,
     )
     _, sums = policy_sums(LossConfig(), ppo, current, ones, tokens)
-    metrics = mean_metrics(sums.tolist(), 3, bypass=bypass, reference=False)
+    updates = NO_UPDATES.add(sums, 3)
+    metrics = mean_metrics(updates, updates, bypass=bypass, reference=False)
     wanted = Targets(
         labels=np.zeros(3, np.int32),
         mask=np.ones(3, bool),
@@ -158,11 +159,12 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
         pytest.param("r3", "full", marks=pytest.mark.long),
     ],
 )
-def test_ppo_kl_is_zero_when_the_update_repeats_the_old_pass(moe, monkeypatch, replay, recompute):
+def test_the_update_repeats_the_old_pass(moe, monkeypatch, replay, recompute):
     batch = random_batch(layers=2)
-    config = trainer_config(moe, replay=replay, recompute=recompute, micro_batch_tokens=40)
+    every_step = {"check_old_log_probs_every": 1}
+    config = trainer_config(moe, replay=replay, recompute=recompute, micro_batch_tokens=40, loss=every_step)
     with started(config) as worker:
-        assert abs(worker.train_on(batch, 1).metrics["ppo_kl"]) < 1e-9
+        assert worker.train_on(batch, 1).metrics["old_log_prob_abs_diff"] < 1e-9
         # Control: other rows in the update than in the pass before it.
         honest = worker.compute_old_log_probs
 
@@ -171,7 +173,63 @@ def test_ppo_kl_is_zero_when_the_update_repeats_the_old_pass(moe, monkeypatch, r
             return old, [with_other_rows(p) for p in placed]
 
         monkeypatch.setattr(worker, "compute_old_log_probs", then_others)
-        assert abs(worker.train_on(batch, 2).metrics["ppo_kl"]) > 1e-5
+        assert worker.train_on(batch, 2).metrics["old_log_prob_abs_diff"] > 1e-5
+
+
+SKIPPING = {
+    "ppo": {},
+    "gspo, sequence weights": {
+        "objective": "gspo",
+        "importance": {"level": "sequence", "high": 1.2},
+        "kl": {"coefficient": 0.1},
+    },
+    "cispo, masked": {"objective": "cispo", "importance": {"beyond": "mask", "high": 1.2}},
+}
+
+
+@pytest.mark.parametrize("settings", SKIPPING.values(), ids=SKIPPING)
+def test_one_update_takes_the_old_log_probs_from_its_own_pass_bit_for_bit(moe, monkeypatch, settings):
+    batch = random_batch(layers=2)
+    found, passes = {}, 0
+    with started(trainer_config(moe, micro_batch_tokens=40)) as worker:
+        computed = worker.compute_old_log_probs
+
+        def count(*args):
+            nonlocal passes
+            passes += 1
+            return computed(*args)
+
+        monkeypatch.setattr(worker, "compute_old_log_probs", count)
+        for every in (3, 0):  # step 3 compares, or does not
+            loss = settings | {"check_old_log_probs_every": every}
+            with trial(worker, trainer_config(moe, micro_batch_tokens=40, loss=loss)):
+                found[every] = worker.train_on(batch, 3).metrics, gradients(worker)
+                assert worker.train_on(batch, 4).metrics["old_log_prob_abs_diff"] != 0  # NaN
+    assert passes == 1
+    (metrics, expected), (other, actual) = found[3], found[0]
+    assert metrics["old_log_prob_abs_diff"] == 0
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), name
+    for key in metrics.keys() - {"step_s", "old_log_prob_abs_diff"}:
+        assert other[key] == pytest.approx(metrics[key], rel=0, abs=0, nan_ok=True), key
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        {"updates_per_batch": 2},
+        {"epochs_per_batch": 2},
+        {"loss": {"reject": {"token_below": 1e-9}}},
+        {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}, "advantages": "dr_grpo"}},
+        {"replay": "r2"},
+    ],
+    ids=str,
+)
+def test_whatever_needs_old_log_probs_before_the_update_computes_them(moe, needs):
+    needs = dict(needs)
+    loss = needs.pop("loss", {}) | {"check_old_log_probs_every": 0}
+    with started(trainer_config(moe, loss=loss, **needs)) as worker:
+        assert worker.train_on(random_batch(layers=2), 1).metrics["old_log_prob_abs_diff"] < 1e-9
 
 
 def with_other_rows(placed):

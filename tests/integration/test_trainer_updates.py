@@ -270,7 +270,7 @@ def test_the_proximal_policy_stays_when_a_batch_has_several_updates(moe):
         assert abs(metrics["ppo_kl"]) > 1e-6  # later updates start from weights that have moved
 
     # The same by single updates, each with the first one's log-probs in the place of its own.
-    with started(trainer_config(moe)) as worker:
+    with started(trainer_config(moe, loss={"check_old_log_probs_every": 1})) as worker:
         worker.compute_old_log_probs = lambda placed, num_tokens: (only(old, placed, num_tokens), placed)
         for part in (range(4), range(4, 8), range(4), range(4, 8)):
             worker.num_steps = 0  # one batch, one learning rate

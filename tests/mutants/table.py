@@ -1398,6 +1398,22 @@ MUTANTS: Final = (
         ("tests/unit/test_custom_losses.py",),
     ),
     Mutant(
+        "rejection-needs-no-old-log-probs",
+        "Answers are not rejected in steps without a pass that computes old log-probs.",
+        "async_rl/config/root.py",
+        "if loss.reject != RejectConfig():",
+        "if loss.reject == RejectConfig() and False:",
+        ("tests/integration/test_trainer_step.py",),
+    ),
+    Mutant(
+        "first-updates-dilute-ppo-kl",
+        "`ppo_kl` also averages over the first update of a batch, where it is 0 by construction.",
+        "trainer/worker.py",
+        "                    if norms:\n",
+        "                    if True:\n",
+        ("tests/integration/test_trainer_step.py",),
+    ),
+    Mutant(
         "groups-share-a-baseline",
         "The baseline of a group is the batch's mean.",
         "trainer/losses/advantages.py",

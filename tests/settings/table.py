@@ -185,6 +185,7 @@ EFFECTS: Final[dict[str, str]] = {
     "trainer.loss.aggregate": "tests/integration/test_trainer_settings.py::test_gradients_change_with_the_loss[{'aggregate': 'sequence_mean'}]",
     "trainer.loss.entropy_bonus": "tests/unit/test_policy_loss.py::test_the_loss_changes_with_each_setting[{'entropy_bonus': 0.5}]",
     "trainer.loss.old_log_probs": "tests/integration/test_trainer_settings.py::test_gradients_change_with_the_loss[{'old_log_probs': 'rollout'}]",
+    "trainer.loss.check_old_log_probs_every": "tests/integration/test_trainer_step.py::test_one_update_takes_the_old_log_probs_from_its_own_pass_bit_for_bit[ppo]",
     "trainer.loss.importance.level": "tests/unit/test_policy_loss.py::test_the_loss_changes_with_each_setting[{'importance': {'level': 'off'}}]",
     "trainer.loss.importance.beyond": "tests/unit/test_policy_loss.py::test_the_loss_changes_with_each_setting[{'importance': {'beyond': 'mask'}}]",
     "trainer.loss.importance.low": "tests/unit/test_policy_loss.py::test_the_loss_changes_with_each_setting[{'importance': {'low': 0.2}}]",

@@ -48,6 +48,7 @@ def records(number: int = 120, seed: int = 7) -> list[StepRecord]:
                 reward_mean=0.12 + 0.72 / (1 + math.exp(-8 * (share - 0.45))) + draw.uniform(-0.05, 0.05),
                 loss=draw.gauss(0, 0.02),
                 ppo_kl=1.2e-3 * draw.uniform(0.6, 1.4) * (5 if step == number * 3 // 4 else 1),
+                old_log_prob_abs_diff=0.0,
                 rollout_kl_lag0=mismatch * 0.3,
                 rollout_kl_lag1=1.1e-3 * draw.uniform(0.8, 1.2),
                 rollout_kl_lag2_up=2.4e-3 * draw.uniform(0.7, 1.3) if step > 3 else None,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import train
-from async_rl.config import Config, changed_fields, parse_config
+from async_rl.config import Config, apply_override, changed_fields, parse_config, to_builtins
 from async_rl.observability.console_report import (
     RunProgress,
     derived_bounds,
@@ -80,7 +80,7 @@ def test_each_step_is_one_line_when_there_is_no_terminal(tmp_path: Path) -> None
     lines = file.getvalue().splitlines()[shown_before:]
     assert len(lines) == 4
     assert "starting 2 engines" in lines[0]
-    assert lines[1].startswith("step  1/10 | reward 0.333 | ppo_kl 0.00100 |")
+    assert lines[1].startswith("step  1/10 | reward 0.333 | ppo_kl 0.00100 nats |")
     assert "interrupted 2/8 | in flight 7 | queued 3" in lines[3]
 
 
@@ -185,7 +185,7 @@ def test_the_header_shows_what_differs_and_what_follows(tmp_path: Path) -> None:
     assert "rollout.group_size" in text
     assert "rollout.temperature" not in text
     assert "engine." not in text
-    assert list(derived_bounds(shown).values()) == [12, 6, 24, 10]
+    assert list(derived_bounds(shown).values())[:4] == [12, 6, 24, 10]
 
 
 def test_the_kind_of_engine_is_shown_when_it_is_not_sglang() -> None:
@@ -235,5 +235,33 @@ def test_a_sparkline_is_scaled_to_its_own_range_and_leaves_gaps() -> None:
 def test_a_step_shows_the_kl_of_bypass_mode_under_its_own_name():
     (bypass,) = steps(1, ppo_kl=math.nan, ppo_kl_bypass=0.25)
     (recomputed,) = steps(1, ppo_kl=0.125, ppo_kl_bypass=math.nan)
-    assert "| ppo_kl_bypass 0.25000 |" in step_line(bypass, 1)
-    assert "| ppo_kl 0.12500 |" in step_line(recomputed, 1)
+    assert "| ppo_kl_bypass 0.25000 nats |" in step_line(bypass, 1)
+    assert "| ppo_kl 0.12500 nats |" in step_line(recomputed, 1)
+
+
+def test_a_step_shows_no_kl_that_nothing_has_measured():
+    (one_update,) = steps(1, ppo_kl=math.nan, kl_mismatch=1.25e-7, kl_staleness=math.nan, kl_routing=0.03)
+    line = step_line(one_update, 1)
+    assert "ppo_kl" not in line
+    assert "| rollout KL: mismatch 1e-07, routing 3e-02 |" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("trainer.updates_per_batch=2", "as a batch has 2 updates"),
+        ("routing.replay=r2", "as routing.replay=r2 records the experts in it"),
+        ("trainer.loss.reject.token_below=0.1", "as trainer.loss.reject compares whole answers"),
+        ("trainer.loss.kl={coefficient: 0.1, where: reward}", "as the KL penalty in the reward"),
+        ("trainer.loss.old_log_probs=rollout", "the engines'"),
+        ("trainer.loss.check_old_log_probs_every=7", "own forward pass, compared with another every 7 steps"),
+        ("trainer.loss.check_old_log_probs_every=0", "from the update's own forward pass"),
+    ],
+)
+def test_the_start_says_where_old_log_probs_come_from(change: str, words: str) -> None:
+    tree = to_builtins(config())
+    for override in ("trainer.loss.advantages=dr_grpo", change):
+        apply_override(tree, override)
+    text = str(derived_bounds(parse_config(tree))["old log-probs"])
+    assert words in text
+    assert ("compared" in text) == ("compared" in words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,8 +29,8 @@ SUMS = (
 class TrainedTokens(NamedTuple):
     """The trained tokens of a micro-batch, `[n]` each."""
 
-    old_log_probs: torch.Tensor
-    """Log-probs of the proximal policy, from which the updates start."""
+    old_log_probs: torch.Tensor | None
+    """Log-probs of the proximal policy, from which the updates start; None: the current ones, detached."""
     rollout_log_probs: torch.Tensor
     """Log-probs of the behaviour policy, which sampled the tokens."""
     advantages: torch.Tensor
@@ -66,13 +65,14 @@ def policy_sums(
 
     Source: k1: John Schulman, "Approximating KL Divergence" (2020).
     """
+    old = log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
     correction = importance_correction(
-        config.importance, tokens.old_log_probs, tokens.rollout_log_probs, tokens.rejected, tokens.sequences
+        config.importance, old, tokens.rollout_log_probs, tokens.rejected, tokens.sequences
     )
     policy = objective(
         PolicyTokens(
             log_probs,
-            tokens.old_log_probs,
+            old,
             tokens.rollout_log_probs,
             tokens.advantages,
             correction.weights,
@@ -96,7 +96,7 @@ def policy_sums(
                 values.sum(dtype=torch.float64)
                 for values in (
                     loss,
-                    tokens.old_log_probs - log_probs,
+                    old - log_probs,
                     policy.clipped,
                     entropy,
                     correction.ratios,
@@ -109,20 +109,47 @@ def policy_sums(
     return loss.sum(), sums
 
 
-def mean_metrics(sums: Sequence[float], trained: int, *, bypass: bool, reference: bool) -> dict[str, float]:
-    """Returns the metrics of an update from its sums.
+class UpdateSums(NamedTuple):
+    """What one or more updates of a batch add up to, over all ranks."""
+
+    sums: torch.Tensor
+    """In the order of `SUMS`, float64."""
+    trained: int
+    """Trained tokens."""
+
+    def add(self, sums: torch.Tensor, trained: int) -> UpdateSums:
+        """Returns the sums with those of one more update."""
+        return UpdateSums(self.sums + sums, self.trained + trained)
+
+    def means(self) -> dict[str, float]:
+        """Returns the means over trained tokens, by name; 0 if there are none."""
+        return {
+            name: value / max(self.trained, 1) for name, value in zip(SUMS, self.sums.tolist(), strict=True)
+        }
+
+
+NO_UPDATES = UpdateSums(torch.zeros(len(SUMS), dtype=torch.float64), 0)
+
+
+def mean_metrics(
+    updates: UpdateSums, later: UpdateSums, *, bypass: bool, reference: bool
+) -> dict[str, float]:
+    """Returns the metrics of a batch's updates.
+
+    `ppo_kl` is that of the later updates: in the first, the current policy is the proximal one, and it would
+    be 0 by construction.
 
     Args:
-        sums: The sums over all ranks, in the order of `SUMS`.
-        trained: The number of trained tokens.
+        updates: The sums of all updates.
+        later: Those of updates that an optimizer step on the same batch precedes.
         bypass: Whether the engine's log-probs were used as the proximal ones. The difference of proximal and
-            current log-probs then combines staleness and engine mismatch, and is reported under another name.
+            current log-probs then combines staleness and engine mismatch in every update, and is reported
+            under another name.
         reference: Whether there is a reference policy.
     """
-    named = {name: value / trained for name, value in zip(SUMS, sums, strict=True)}
-    ppo_kl = named["ppo_kl"]
+    named = updates.means()
     return named | {
-        "ppo_kl": math.nan if bypass else ppo_kl,
-        "ppo_kl_bypass": ppo_kl if bypass else math.nan,
+        "ppo_kl": later.means()["ppo_kl"] if later.trained and not bypass else math.nan,
+        "ppo_kl_bypass": named["ppo_kl"] if bypass else math.nan,
         "reference_kl": named["reference_kl"] if reference else math.nan,
     }

@@ -368,7 +368,8 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
             _lines(
                 "ppo-kl",
                 "ppo_kl",
-                "Small and steady, 1e-4 to 1e-2. Grows step by step: lower the learning rate.",
+                "Small and steady, 1e-4 to 1e-2. A spike: the updates of a batch moved the policy far, look "
+                "at the gradient norm. Grows step by step: lower the learning rate.",
                 ("ppo_kl", "old - current"),
                 ("ppo_kl_bypass", "rollout - current (bypass)"),
                 unit="nats",

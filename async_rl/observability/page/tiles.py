@@ -37,6 +37,7 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
         return []
     last, measured = records[-1], last_at_equal_versions(records)
     bypass = is_finite(last.ppo_kl_bypass)
+    kl = last.ppo_kl_bypass if bypass else last.ppo_kl
     bound = "" if max_staleness is None else f" of {max_staleness} allowed"
     start = mean(record.reward_mean for record in records[:WINDOW])
     now = mean(record.reward_mean for record in records[-WINDOW:])
@@ -50,8 +51,10 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
         Tile(
             name="ppo-kl",
             label="ppo_kl_bypass" if bypass else "ppo_kl",
-            value=compact(last.ppo_kl_bypass if bypass else last.ppo_kl),
-            note=f"nats; clipped {format_percent(last.clip_fraction)} of tokens",
+            value=compact(kl) if is_finite(kl) else "none",
+            note=f"nats; clipped {format_percent(last.clip_fraction)} of tokens"
+            if is_finite(kl)
+            else "measured with several updates per batch",
         ),
         Tile(
             name="mismatch",
