@@ -212,6 +212,23 @@ def _named_kl(ppo_kl: Figure, bypass: Figure) -> list[tuple[str, str]]:
     return [(name, f"{_number(value, 5)} nats") for name, value in named.items() if is_finite(value)]
 
 
+def _kl_curves(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
+    """Returns the KL of the updates and the parts of the rollout KL by step, as far as measured."""
+    curves = {
+        "ppo_kl by step": [record.ppo_kl for record in records],
+        "ppo_kl_bypass by step": [record.ppo_kl_bypass for record in records],
+        "KL of mismatch": [record.kl_mismatch for record in records],
+        "KL of staleness": [record.kl_staleness for record in records],
+        "KL of routing": [record.kl_routing for record in records],
+    }
+    rows = []
+    for name, values in curves.items():
+        measured = [value for value in values if is_finite(value)]
+        if measured:
+            rows.append((name, f"at most {max(measured, key=abs):.0e} nats  {sparkline(values, 28)}"))
+    return rows
+
+
 def _kl_figures(record: StepRecord) -> str:
     """Returns the KL of the updates and the parts of the rollout KL, as far as the step measured them."""
     policy = [f"{name} {text}" for name, text in _named_kl(record.ppo_kl, record.ppo_kl_bypass)]
@@ -273,6 +290,7 @@ def print_summary(
         ("interrupted and resumed", f"{format_percent(summary.interrupted_share)} of the trained ones"),
         ("staleness", f"at most {summary.staleness_max} versions (bound {summary.max_staleness})"),
         *_named_kl(summary.ppo_kl_mean, summary.ppo_kl_bypass_mean),
+        *_kl_curves(records),
         ("trainer against rollout", f"{_number(summary.log_prob_abs_diff_mean, 6)} nats at equal versions"),
         (
             "routing",

@@ -239,6 +239,16 @@ def test_a_step_shows_the_kl_of_bypass_mode_under_its_own_name():
     assert "| ppo_kl 0.12500 nats |" in step_line(recomputed, 1)
 
 
+def test_the_summary_shows_what_was_measured_of_the_kl_by_step(tmp_path: Path) -> None:
+    out, file = console()
+    records = steps(4, kl_mismatch=2e-5, ppo_kl=0.001)
+    print_summary(out, tmp_path, records, summarise(records, TOTALS))
+    text = file.getvalue()
+    assert "ppo_kl by step" in text
+    assert "at most 2e-05 nats" in text
+    assert "KL of routing" not in text
+
+
 def test_a_step_shows_no_kl_that_nothing_has_measured():
     (one_update,) = steps(1, ppo_kl=math.nan, kl_mismatch=1.25e-7, kl_staleness=math.nan, kl_routing=0.03)
     line = step_line(one_update, 1)

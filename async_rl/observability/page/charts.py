@@ -375,6 +375,17 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
                 unit="nats",
             ),
             _lines(
+                "kl-parts",
+                "Parts of the rollout KL",
+                "A spike of mismatch: damaged weights or wrong rows. Of staleness: data is too old. Of "
+                "routing: replay removes more; below 0 the rows are wrong.",
+                ("kl_mismatch", "mismatch"),
+                ("kl_staleness", "staleness"),
+                ("kl_routing", "routing (probe)"),
+                unit="nats",
+                joined=("kl_mismatch", "kl_staleness", "kl_routing"),
+            ),
+            _lines(
                 "entropy",
                 "Entropy",
                 "Falls slowly. Towards 0: collapse; raise the temperature, lower the learning rate.",
@@ -399,16 +410,6 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
         "off-policy",
         "Where does the KL come from?",
         (
-            _lines(
-                "kl-parts",
-                "Parts of the rollout KL",
-                "Mismatch: engine against trainer. Staleness: age of the data. Routing: what replay removes.",
-                ("kl_mismatch", "mismatch"),
-                ("kl_staleness", "staleness"),
-                ("kl_routing", "routing (probe)"),
-                unit="nats",
-                joined=("kl_mismatch", "kl_staleness", "kl_routing"),
-            ),
             _lines(
                 "kl-lag",
                 "Rollout KL by lag",

@@ -1,0 +1,183 @@
+"""Shows which metric tells wrong routing rows from right ones, in the real loop in bfloat16.
+
+    python benchmarks/wrong_routing.py [--steps N] [--json FILE] [--plot FILE]
+
+The quickstart's model (`make quickstart` makes it) is trained by the real loop, SGLang and Megatron-Core with
+partial rollouts, in four ways:
+
+    correct       the newest full-sequence rows replace the earlier ones
+    concatenated  the rows of each answer are appended to the earlier ones, and cut to length
+    shifted       each row is at the next position
+    none          no replay: the trainer routes by itself
+
+The wrong rows have the right form and are put in place behind all checks. Each way is trained twice:
+
+    old_log_probs: rollout    `ppo_kl_bypass` compares the trainer with the engine, and rises with wrong rows
+    old_log_probs: recompute  `ppo_kl` (two updates per batch) compares the trainer with itself: wrong rows
+                              are in both of its passes, so it proves nothing
+
+The mismatch at lag 0 (`lag0_log_prob_abs_diff`) is the proof in both. The program exits with 1 if wrong rows
+do not raise it above the correct ones' mean. `--plot` draws a JSON file of before and needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
+
+from async_rl.observability.records import step_record_log
+from benchmarks.real_parts import write_json
+
+ROOT: Final = Path(__file__).parent.parent
+
+VARIANTS: Final = {
+    "correct": (),
+    "concatenated": ("trainer.worker=benchmarks.support.wrong_rows:Concatenated",),
+    "shifted": ("trainer.worker=benchmarks.support.wrong_rows:Shifted",),
+    "none": ("routing.replay=off",),
+}
+MODES: Final = {
+    "rollout": ("trainer.loss.old_log_probs=rollout", "trainer.updates_per_batch=1"),
+    "recompute": ("trainer.loss.old_log_probs=recompute", "trainer.updates_per_batch=2"),
+}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One step of one run."""
+
+    variant: str
+    old_log_probs: str
+    step: int
+    ppo_kl: float | None
+    """`ppo_kl_bypass` with `old_log_probs: rollout`; nats."""
+    mismatch: float | None
+    """Mean |trainer - engine log-prob| at equal versions, nats."""
+    interrupted: int
+    """Trajectories of the batch that were interrupted and resumed."""
+    reward: float | None
+
+
+def train(variant: str, mode: str, steps: int, folder: Path) -> list[Row]:
+    """Runs the loop and returns its steps."""
+    name = f"{variant}-{mode}"
+    command = [sys.executable, "-m", "async_rl.cli.main", "train", "examples/calculator/config.yaml"]
+    overrides = [f"run.name={name}", f"run.dir={folder}", f"run.max_steps={steps}", "model.dtype=bfloat16"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with (folder / f"{name}.log").open("w") as log:
+        done = subprocess.run(
+            [*command, *overrides, *VARIANTS[variant], *MODES[mode]],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode:
+        sys.exit(f"{name} failed with {done.returncode}:\n{(folder / f'{name}.log').read_text()[-3000:]}")
+    return [
+        Row(
+            variant=variant,
+            old_log_probs=mode,
+            step=record.step,
+            ppo_kl=record.ppo_kl_bypass if mode == "rollout" else record.ppo_kl,
+            mismatch=record.lag0_log_prob_abs_diff,
+            interrupted=record.interrupted,
+            reward=record.reward_mean,
+        )
+        for record in step_record_log(folder / name / "metrics.jsonl").read()
+    ]
+
+
+def mean_of(rows: list[Row], variant: str, mode: str, field: str) -> float:
+    """Returns the mean of a field's absolute value over the steps that measured it; NaN if none did."""
+    values = [
+        abs(value)
+        for row in rows
+        if (row.variant, row.old_log_probs) == (variant, mode)
+        and (value := getattr(row, field)) is not None
+        and math.isfinite(value)
+    ]
+    return statistics.fmean(values) if values else math.nan
+
+
+def violations(rows: list[Row]) -> list[str]:
+    """Returns what contradicts that the mismatch tells wrong rows from right ones."""
+    found = []
+    for mode in MODES:
+        correct = mean_of(rows, "correct", mode, "mismatch")
+        for variant in ("concatenated", "shifted"):
+            wrong = mean_of(rows, variant, mode, "mismatch")
+            if not wrong > correct:
+                found.append(
+                    f"{mode}: the mismatch of {variant} is {wrong:.2g}, of correct {correct:.2g} nats"
+                )
+    return found
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draws the three metrics over steps."""
+    from matplotlib import pyplot
+
+    panels = (
+        ("|ppo_kl_bypass|, old_log_probs: rollout", "rollout", "ppo_kl"),
+        ("mismatch at lag 0", "rollout", "mismatch"),
+        ("|ppo_kl|, old_log_probs: recompute", "recompute", "ppo_kl"),
+    )
+    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharex=True)
+    for axis, (title, mode, field) in zip(axes, panels, strict=True):
+        for variant in VARIANTS:
+            steps = [row for row in rows if (row.variant, row.old_log_probs) == (variant, mode)]
+            values = [math.nan if getattr(row, field) is None else abs(getattr(row, field)) for row in steps]
+            axis.plot([row.step for row in steps], values, label=variant, linewidth=1.4)
+        axis.set(title=title, yscale="log", xlabel="step")
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("nats")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(VARIANTS), frameon=False
+    )
+    figure.savefig(path)
+
+
+def main() -> int:
+    """Runs the command. Returns 1 when the mismatch does not tell wrong rows from right ones."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of each of the eight runs")
+    parser.add_argument("--json", metavar="FILE", help="write one row per step, or read it with --plot")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the rows of --json, to here")
+    options = parser.parse_args()
+    if options.plot is not None:
+        plot(msgspec.json.decode(Path(options.json).read_bytes(), type=list[Row]), options.plot)
+        return 0
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="async-rl-wrong-routing-") as folder:
+        for mode in MODES:
+            for variant in VARIANTS:
+                print(f"training {options.steps} steps: {variant}, old_log_probs: {mode}", file=sys.stderr)
+                rows += train(variant, mode, options.steps, Path(folder))
+    print(f"{'rows':<14}{'old_log_probs':<15}{'|ppo_kl|':>12}{'mismatch':>12}{'reward':>9}")
+    for mode in MODES:
+        for variant in VARIANTS:
+            kl, mismatch, reward = (mean_of(rows, variant, mode, f) for f in ("ppo_kl", "mismatch", "reward"))
+            print(f"{variant:<14}{mode:<15}{kl:>12.2e}{mismatch:>12.2e}{reward:>9.3f}")
+    built: list[dict[str, Any]] = [msgspec.to_builtins(row) for row in rows]
+    write_json(options.json, built)
+    for violation in (problems := violations(rows)):
+        print(f"VIOLATION {violation}")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
