@@ -45,6 +45,7 @@ from async_rl.errors import (
 from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import Summary
+from async_rl.rollout.workers import worker_backend
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error, observer
 from async_rl.runtime.waits import acting
@@ -176,7 +177,7 @@ class Simulation:
     def run(self) -> SeedOutcome:
         """Run all incarnations."""
         begin_s = time.perf_counter()
-        with self._disk.mounted(), _logging_only(_FailedObservers(self._checker)):
+        with self._disk.mounted(), _logging_only(_ErrorsThatNothingElseShows(self._checker)):
             self._run_dir.mkdir()
             for incarnation in range(self.max_incarnations):
                 deaths = self._scenario.deaths
@@ -564,8 +565,12 @@ class Simulation:
             self._checker.fail(f"unhandled: {context.get('message')}: {context.get('exception')!r}")
 
 
-class _FailedObservers(logging.Handler):
-    """Reports observers that failed, unless the operating system refused them something."""
+class _ErrorsThatNothingElseShows(logging.Handler):
+    """Reports observers that failed, unless the operating system refused them something.
+
+    Also workers that the driver ended for a message that it refuses: the simulated ones run the program's own
+    code, and their attempts go on in others.
+    """
 
     def __init__(self, checker: InvariantChecker) -> None:
         super().__init__(logging.ERROR)
@@ -573,9 +578,12 @@ class _FailedObservers(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Implements `logging.Handler.emit`."""
-        error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, OSError):
-            self._checker.fail(f"log: {record.getMessage()}")
+        error, text = record.exc_info[1] if record.exc_info else None, record.getMessage()
+        if record.name == worker_backend.__name__:
+            if ": it sent " in text:
+                self._checker.fail(f"log: {text}")
+        elif not isinstance(error, OSError):
+            self._checker.fail(f"log: {text}")
 
 
 @contextmanager
@@ -584,14 +592,16 @@ def _logging_only(handler: logging.Handler) -> Iterator[None]:
     logger = logging.getLogger("async_rl")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
-    supervision = logging.getLogger(observer.__module__)
-    supervision.setLevel(logging.ERROR)
-    supervision.propagate = False
-    supervision.addHandler(handler)
+    heard = [logging.getLogger(name) for name in (observer.__module__, worker_backend.__name__)]
+    for each in heard:
+        each.setLevel(logging.ERROR)
+        each.propagate = False
+        each.addHandler(handler)
     try:
         yield
     finally:
-        supervision.removeHandler(handler)
-        supervision.propagate = True
-        supervision.setLevel(logging.NOTSET)
+        for each in heard:
+            each.removeHandler(handler)
+            each.propagate = True
+            each.setLevel(logging.NOTSET)
         logger.setLevel(level)

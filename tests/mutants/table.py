@@ -1414,6 +1414,14 @@ MUTANTS: Final = (
         ("tests/integration/test_trainer_step.py",),
     ),
     Mutant(
+        "evaluations-name-a-node",
+        "The references of workers that store no frames must name the node that would have them.",
+        "async_rl/rollout/workers/worker_backend.py",
+        "on_node = folder is not None and",
+        "on_node =",
+        ("tests/simulation/test_lost_nodes.py",),
+    ),
+    Mutant(
         "groups-share-a-baseline",
         "The baseline of a group is the batch's mean.",
         "trainer/losses/advantages.py",

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from async_rl.queue.outstanding import OutstandingGroups
 from async_rl.queue.spool import Spool
 from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import NODES, Injection, Scenario, draw, with_workers
+from async_rl.simulation.scenario import NODES, Injection, Scenario, draw, evaluating, with_workers
 from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
 
@@ -73,3 +73,11 @@ def test_what_a_lost_node_had_is_sampled_again(tmp_path: Path, monkeypatch: pyte
         outcome = simulate(0, folder, scenario=on_nodes("node_lost", step, num_workers=2))
         assert (outcome.violations, outcome.incarnations) == ((), ("finished",))
     assert reopened
+
+
+def test_evaluations_get_their_answers_when_frames_stay_on_nodes(tmp_path: Path) -> None:
+    """Their workers store no frames, so the references that they send name no node (seed 92007)."""
+    scenario = replace(evaluating(on_nodes("slow", 10**6, num_workers=1)), injections=())
+    outcome = simulate(0, tmp_path, scenario=scenario)
+    assert outcome.violations == ()
+    assert outcome.incarnations == ("finished",)

@@ -447,7 +447,8 @@ class WorkerBackend(RolloutBackend):
                     with waiting("rollout worker", name):
                         spec = msgspec.structs.replace(self._spec, name=name, frames=folder, node=node)
                         link = await stack.enter_async_context(self._open_worker(spec))
-                    frame_node = "" if self._spec.config.queue.spool_dir is None else link.peer_node
+                    on_node = folder is not None and self._spec.config.queue.spool_dir is not None
+                    frame_node = link.peer_node if on_node else ""
                     worker = WorkerHandle(name, link, folder, frame_node, self._new_leases, self._folders)
                     cause = await self._receive_messages(worker)
                     # Its process ends with the block. Until that is known its leases expire.
