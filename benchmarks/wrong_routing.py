@@ -137,11 +137,16 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharex=True)
     for axis, (title, mode, field) in zip(axes, panels, strict=True):
         for variant in VARIANTS:
-            steps = [row for row in rows if (row.variant, row.old_log_probs) == (variant, mode)]
-            values = [math.nan if getattr(row, field) is None else abs(getattr(row, field)) for row in steps]
-            axis.plot([row.step for row in steps], values, label=variant, linewidth=1.4)
+            mine = [row for row in rows if (row.variant, row.old_log_probs) == (variant, mode)]
+            points = [
+                (row.step, abs(value))
+                for row in mine
+                if (value := getattr(row, field)) is not None and math.isfinite(value)
+            ]  # not every step has tokens of lag 0
+            axis.plot(*zip(*points, strict=True), label=variant, marker="o", markersize=3, linewidth=1.2)
         axis.set(title=title, yscale="log", xlabel="step")
         axis.grid(alpha=0.25)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("nats")
     figure.legend(
         *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(VARIANTS), frameon=False
