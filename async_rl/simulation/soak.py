@@ -97,7 +97,7 @@ class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     groups_per_batch: int = 16
     group_size: int = 8
-    max_staleness: int = 3
+    max_staleness: int = 4
     engines: int = 8
     slots: int = 64
     """Calls that one engine decodes together."""
@@ -237,7 +237,7 @@ def soak_scenario(plan: SoakPlan) -> Scenario:
         if index % 40 == 10:  # few of its calls are interrupted and end at a stop string
             trouble = "split_stop"
         turns = task.metadata["turns"][
-            : 2 if index % 5 == 0 else 1
+            : 2 if index % 4 == 0 else 1
         ]  # the more attempts, not turns, the better
         tasks.append(replace(task, metadata={"turns": turns, "trouble": trouble}))
     return Scenario(
