@@ -308,7 +308,7 @@ class TrainerWorker:
                 if old is None and not epoch:
                     start = start + log_probs
                 elif old is not None and not epoch and part is placed[0]:
-                    difference = self._mean_difference(part, old, log_probs)
+                    difference = self._mean_difference(part, tokens, old, log_probs)
                 found = self.model.sum_over_ranks(sums_here).cpu()
                 if not epoch and part is placed[0]:
                     probe = self.probe_routing(part, wanted, self._sum_over_ranks(start), step)
@@ -351,21 +351,20 @@ class TrainerWorker:
         return every > 0 and step % every == 0
 
     def _mean_difference(
-        self, placed: list[PlacedMicroBatch], old: Float32Array, current: Float32Array
+        self, placed: list[PlacedMicroBatch], trained: int, old: Float32Array, current: Float32Array
     ) -> float:
         """Returns the mean absolute difference of old and current log-probs over an update's tokens, nats.
 
         Args:
             placed: This rank's micro-batches of the batch's first update.
+            trained: The number of its trained tokens, on all ranks.
             old: `[S]`, from the pass before the update.
             current: `[S]`, from the update's own forward pass.
         """
-        tokens = np.concatenate([p.token_indices for p in placed]) if placed else np.zeros(0, np.int64)
-        own = [float(np.abs(old[tokens] - current[tokens]).sum(dtype=np.float64)), float(len(tokens))]
-        total, count = self.model.sum_over_ranks(
-            torch.tensor(own, dtype=torch.float64, device=self.model.device)
-        ).tolist()
-        if (mean := total / max(count, 1)) > _LARGEST_DIFFERENCE:
+        apart = np.abs(old - current)
+        own = sum(float(apart[p.token_indices].sum(dtype=np.float64)) for p in placed)
+        total = self.model.sum_over_ranks(torch.tensor([own], dtype=torch.float64, device=self.model.device))
+        if (mean := float(total[0]) / max(trained, 1)) > _LARGEST_DIFFERENCE:
             log.warning(
                 "the pass that computes old log-probs differs from the update's own by %.3g nats on average: "
                 "with equal weights and routing rows it should repeat it",
