@@ -2,9 +2,9 @@
 
     python benchmarks/trainer_step.py [--quick] [--json FILE]
 
-A small Qwen3-MoE on real Megatron-Core, one rank, float32 on a CPU. A row is a whole step (log-probs of the
-proximal policy, forward, backward, optimizer) against the one without replay, alternately. Times are
-CPU times.
+A small Qwen3-MoE on real Megatron-Core, one rank, float32 on a CPU. A row is a whole step (forward, backward,
+optimizer; a pass for old log-probs where the row says so, and with r2) against the one without replay,
+alternately. Times are CPU times.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LAYERS, EXPERTS, TOP_K = 4, 16, 4
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "replay off": {"replay": "off"},
+    "a pass for old log-probs": {"replay": "off", "loss": {"check_old_log_probs_every": 1}},
     "replay r3": {"replay": "r3"},
     "replay r2": {"replay": "r2"},
     "old log-probs of the engine": {"replay": "off", "loss": {"old_log_probs": "rollout"}},
