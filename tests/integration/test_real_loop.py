@@ -90,7 +90,7 @@ def assert_sound(summary: Summary, batches: list[TrainBatch], config: Config) ->
     trained = [i for batch in batches for i in batch.trajectory_ids]
     assert len(set(trained)) == len(trained) == summary.trajectories.trained
     assert summary.staleness_max <= config.rollout.max_staleness
-    assert summary.ppo_kl_mean is not None
+    assert summary.log_prob_abs_diff_mean is not None
     for batch in batches:
         assert batch.routing_valid is not None
         last = np.zeros(batch.num_tokens, bool)

@@ -373,7 +373,7 @@ def test_recorded_routing_gives_the_native_step_bit_for_bit(deepseek, recompute)
     for given in (wrong, batch_of(routing=False)):
         with started(trainer_config(deepseek, replay="r2", **config)) as worker:
             result, result_gradients = worker.train_on(given, 1).metrics, gradients(worker)
-        for key in ("loss", "grad_norm", "entropy", "ppo_kl"):
+        for key in ("loss", "grad_norm", "entropy", "old_log_prob_abs_diff"):
             assert result[key] == expected[key]
         assert all(torch.equal(result_gradients[name], g) for name, g in expected_gradients.items())
     with started(trainer_config(deepseek, **config)) as worker:  # control: R3 does look
@@ -396,7 +396,7 @@ def test_recorded_routing_stays_narrow_until_its_router_runs(tmp_path, experts, 
             largest = max(largest, int(ids.long().max()))
         assert largest >= experts * 3 // 4
         metrics = worker.train_on(batch, 1).metrics
-        assert metrics["ppo_kl"] == 0
+        assert metrics["old_log_prob_abs_diff"] == 0
         assert metrics["grad_norm"] > 0
 
 

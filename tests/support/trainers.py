@@ -28,17 +28,21 @@ _MANY_THREADS = 200
 def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) -> dict[str, Any]:
     """Returns a whole run config as plain values; `trainer` overrides fields of its `trainer` section.
 
+    Every step compares old log-probs with a pass of their own (`old_log_prob_abs_diff`), unless `loss` says
+    otherwise.
+
     Args:
         model: Folder of the model.
         replay: `routing.replay`; True is r3, False off.
         trainer: Also `dtype` and `temperature`.
     """
+    loss = {"check_old_log_probs_every": 1} | trainer.pop("loss", {})
     return {
         "model": {"path": str(model), "dtype": trainer.pop("dtype", "float32")},
         "data": {"path": "unused.jsonl"},
         "rollout": {"group_size": 2, "temperature": trainer.pop("temperature", 1.0)},
         "routing": {"replay": {True: "r3", False: "off"}.get(replay, replay)},
-        "trainer": {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 64, **trainer},
+        "trainer": {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 64, "loss": loss, **trainer},
     }
 
 

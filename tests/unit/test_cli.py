@@ -71,7 +71,7 @@ def test_check_says_where_the_chat_template_writes_turns_anew(
     [
         ("rollout.max_stalness=2", "did you mean 'max_staleness'"),
         ("rollout.group_size=0", "rollout.group_size"),
-        ("trainer.loss.objective=grpo", "found 'grpo', expected one of ppo, gspo, cispo"),
+        ("trainer.loss.objective=grpo", "is 'grpo', expected one of ppo, gspo, cispo, or the dotted path"),
         ("model.path=/nowhere", "Set model.path"),
         ("data.path=/nowhere.jsonl", "data.path"),
         ("rollout.reward=agent_loops.rewards:exact_mach", "did you mean 'exact_match'"),
