@@ -36,6 +36,8 @@ from async_rl.config.run_settings import (
 )
 from async_rl.config.sft_settings import SftConfig
 from async_rl.config.trainer_settings import (
+    ADVANTAGES,
+    OBJECTIVES,
     ImportanceConfig,
     KLConfig,
     LayoutConfig,
@@ -46,6 +48,8 @@ from async_rl.config.trainer_settings import (
 )
 
 __all__ = [
+    "ADVANTAGES",
+    "OBJECTIVES",
     "Config",
     "DataConfig",
     "DatasetConfig",

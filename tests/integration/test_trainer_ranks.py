@@ -1,6 +1,7 @@
 """Two and four ranks on Gloo give what one rank gives, in every layout, with routing replayed."""
 
 import gc
+import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -245,7 +246,7 @@ class _Look:
         if self.name == "data":
             with trial(worker, self.config(loss=BY_ENTROPY)):
                 seen["single"] = self.step(worker, single())
-        with trial(worker, self.config()):
+        with trial(worker, self.config(loss={"check_old_log_probs_every": 0})):
             seen["stored"] = self.stored(worker)
         seen["r3"] = self.replaying(worker)
         if self.name in GUARDED:
@@ -488,12 +489,16 @@ def test_ranks_equal_one_when_laid_out(one, several, layout):
 
 
 @EVERY
-def test_a_step_is_the_same_when_each_rank_reads_its_own_trajectories(several, layout):
+def test_a_step_is_the_same_when_each_rank_reads_its_own_trajectories(one, several, layout):
+    """Also the same as the single rank's, which computes old log-probs in a pass of their own."""
     ranks = [result["stored"] for result in several[layout]]
     for result in ranks:
         memory, stored = result["memory"], result["stored"]
         assert repr(stored["metrics"]) == repr(memory["metrics"])  # NaN where there are no such tokens
         assert stored["extremes"] == memory["extremes"]
+        close(memory["metrics"] | {"step_s": 0, "old_log_prob_abs_diff": 0.0}, one["metrics"][0])
+        assert math.isnan(memory["metrics"]["old_log_prob_abs_diff"])  # no such pass was made
+        equal_gradients(memory["gradients"], one["gradients"])
         for name, gradient in memory["gradients"].items():
             assert torch.equal(stored["gradients"][name], gradient), name
     everything = set(range(ranks[0]["trajectories"]))

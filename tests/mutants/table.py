@@ -1390,6 +1390,14 @@ MUTANTS: Final = (
         ("tests/unit/test_custom_losses.py",),
     ),
     Mutant(
+        "objectives-are-not-tried-without-tokens",
+        "An objective that fails on an empty micro-batch passes the trial.",
+        "trainer/losses/trial.py",
+        "    check([])\n",
+        "",
+        ("tests/unit/test_custom_losses.py",),
+    ),
+    Mutant(
         "estimators-need-no-siblings",
         "The user's estimator that compares attempts may run with one attempt for each task.",
         "trainer/losses/trial.py",

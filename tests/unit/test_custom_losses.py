@@ -95,6 +95,15 @@ def not_finite(compared):
     return np.full_like(compared.rewards, np.nan)
 
 
+def by_deviation(compared):
+    centred = compared.rewards - compared.group_mean(compared.rewards)
+    with np.errstate(all="ignore"):
+        return centred / np.sqrt(compared.group_mean(centred**2))
+
+
+constant = 3.0
+
+
 def in_place(compared):
     compared.rewards[:] -= 1
     return compared.rewards
@@ -144,6 +153,11 @@ def in_place_objective(tokens, loss):
     return Objective(-tokens.log_probs * tokens.advantages, torch.zeros_like(tokens.advantages))
 
 
+def needs_tokens(tokens, loss):
+    tokens.advantages[0].item()
+    return Objective(-tokens.log_probs * tokens.advantages, torch.zeros_like(tokens.advantages))
+
+
 def infinite(tokens, loss):
     return Objective(-tokens.log_probs / 0, torch.zeros_like(tokens.advantages))
 
@@ -165,6 +179,10 @@ def config_of(group_size=4, **loss):
         ("advantages", "without_result", "returned NoneType, expected a numpy array of shape"),
         ("advantages", "of_groups", r"an array of shape \[4\], expected \[8\]"),
         ("advantages", "not_finite", "for an item that counts, expected a finite number"),
+        ("advantages", "by_deviation", "nan for an item that counts"),  # where rewards are equal
+        ("advantages", "constant", "is float, expected a function"),
+        ("objective", "constant", "is float, expected a function"),
+        ("objective", "needs_tokens", "raised IndexError on a trial input"),  # an empty micro-batch
         ("advantages", "in_place", "changed its inputs, expected a pure function"),
         ("advantages", "failing", "raised AttributeError on a trial input"),
         ("advantages", "missing", "has no attribute 'missing'"),

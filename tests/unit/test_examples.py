@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from async_rl.cli.inspection.try_out import rollout
+from async_rl.config import load_config
 from tests.support.writer import Answer, writing
+from trainer.losses.trial import try_loss
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -100,6 +102,14 @@ def test_both_sides_of_a_debate_are_trained_on_the_solvers_last_answer(
     assert all(
         any("Wrong: it is" in c["text"] for c in p["passages"] if c["role"] == "user") for p in solvers
     )
+
+
+def test_a_config_with_a_loss_of_its_own_is_checked_and_tried(
+    calculator: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try_loss(load_config(EXAMPLES / "custom_loss" / "config.yaml"))
+    portraits = tried("custom_loss", calculator / "model", lambda _: "It is 4.", capsys, number=2)
+    assert len(portraits) == 2
 
 
 @pytest.mark.needs("namespaces")

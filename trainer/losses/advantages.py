@@ -19,15 +19,14 @@ each has a return of its own (`trainer.losses.turns`). An attempt of one convers
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
 from async_rl.config import LossConfig
 from async_rl.errors import DataError
-from async_rl.runtime.loading import load_object
 from async_rl.types import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array
+from trainer.losses.named_functions import load_function
 
 EPSILON = 1e-6
 """Prevents a division by zero when all rewards are equal; negligible for rewards of any usual scale."""
@@ -144,11 +143,9 @@ def load_estimator(loss: LossConfig) -> Estimator:
     """Returns the estimator that the config names, with the keyword arguments of the config.
 
     Raises:
-        ConfigError: The dotted path cannot be loaded.
+        ConfigError: The dotted path leads to no function.
     """
-    if (known := ESTIMATORS.get(loss.advantages)) is not None:
-        return known
-    return partial(load_object(loss.advantages, what="trainer.loss.advantages"), **loss.advantages_args)
+    return load_function("trainer.loss.advantages", loss.advantages, ESTIMATORS, loss.advantages_args)
 
 
 def estimate_advantages(

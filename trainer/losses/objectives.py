@@ -16,15 +16,14 @@ weights (`trainer.losses.corrections`) correct for the distance between the prox
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from async_rl.config import LossConfig
-from async_rl.runtime.loading import load_object
 from async_rl.types import Float32Array, Int64Array
+from trainer.losses.named_functions import load_function
 from trainer.losses.sequences import Sequences
 
 
@@ -102,11 +101,9 @@ def load_objective(loss: LossConfig) -> ObjectiveFunction:
     """Returns the objective that the config names, with the keyword arguments of the config.
 
     Raises:
-        ConfigError: The dotted path cannot be loaded.
+        ConfigError: The dotted path leads to no function.
     """
-    if (known := OBJECTIVES.get(loss.objective)) is not None:
-        return known
-    return partial(load_object(loss.objective, what="trainer.loss.objective"), **loss.objective_args)
+    return load_function("trainer.loss.objective", loss.objective, OBJECTIVES, loss.objective_args)
 
 
 def _clipped(ratio: torch.Tensor, tokens: PolicyTokens, loss: LossConfig) -> Objective:

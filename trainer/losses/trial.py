@@ -7,11 +7,10 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from async_rl.config import Config, LossConfig
+from async_rl.config import ADVANTAGES, OBJECTIVES, Config, LossConfig
 from async_rl.errors import ConfigError
 from async_rl.runtime.loading import call_problem
 from trainer.losses.advantages import (
-    ESTIMATORS,
     ComparedRewards,
     advantages_problem,
     has_batch_baseline,
@@ -19,12 +18,13 @@ from trainer.losses.advantages import (
 )
 
 _REWARDS: Final = ComparedRewards(
-    rewards=np.array([1.0, 0, 0.5, 0.5, 1, 1, 2, -1]),
+    rewards=np.array([1.0, 0, 0.5, 1, 1, 1, 2, -1]),
     group=np.array([0, 0, 0, 1, 1, 2, 3, 3]),
     attempt=np.array([0, 1, 1, 2, 3, 4, 5, 6]),
     share=np.array([1.0, 0.5, 0.5, 1, 1, 0, 1, 1]),
 )
-"""Four groups: an attempt of the first has two conversations, the third does not count."""
+"""Four groups: an attempt of the first has two conversations, the rewards of the second are equal, and the
+third does not count."""
 
 R = TypeVar("R")
 
@@ -32,7 +32,8 @@ R = TypeVar("R")
 def try_loss(config: Config) -> None:
     """Calls the user's estimator and objective on small inputs, if the config names any.
 
-    An objective is called with all tokens and with each answer alone, on the CPU; torch is loaded only then.
+    An objective is called with all tokens, with each answer alone and with none, as a rank may have an empty
+    micro-batch; on the CPU. Torch is loaded only then.
 
     Raises:
         ConfigError: A function cannot be loaded, raises, returns something else than is documented, changes
@@ -40,9 +41,9 @@ def try_loss(config: Config) -> None:
             needs siblings, and groups have one attempt.
     """
     loss = config.trainer.loss
-    if loss.advantages not in ESTIMATORS:
+    if loss.advantages not in ADVANTAGES:
         _try_estimator(config)
-    if ":" in loss.objective:
+    if loss.objective not in OBJECTIVES:
         _try_objective(loss)
 
 
@@ -131,6 +132,7 @@ def _try_objective(loss: LossConfig) -> None:
             "into micro-batches: let a token's loss depend on its own answer only, and average with "
             "trainer.loss.aggregate",
         )
+    check([])
 
 
 def _call(key: str, name: str, function: Callable[..., R], *args: object) -> R:

@@ -65,6 +65,7 @@ _OVERRIDES: Final = (
     "rollout.straggler_wait_s=null",
     "rollout.max_failed_share=1.0",
     "trainer.loss.advantages=reinforce++",
+    "trainer.loss.advantages_args={}",
     "placement.ray_address=null",
     "queue.spool_dir=null",
 )
