@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 
+from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, DiskUpdate, Engine, Finish, GenerateRequest
 from async_rl.types import Trajectory
 from tests.support.engine_calls import call
-from tests.support.sessions import PROMPT, Bench, row_versions
+from tests.support.sessions import PROMPT, Bench, PlainChat, row_versions
 from tests.support.trajectories import verify
 
 pytestmark = pytest.mark.sglang
 GREEDY = {"top_k": 1, "max_context_tokens": 1024, "max_new_tokens": 900}
 LONG = 900
 """Tokens of an answer that still runs when it is interrupted, also on a loaded machine."""
+
+
+class NeverStops(PlainChat):
+    """A chat format without stop tokens, so that a sampled answer lasts until its limit."""
+
+    stop_token_ids = ()
 
 
 class Watched:
@@ -49,7 +56,8 @@ class Watched:
             yield event
 
     async def has_tokens(self, count: int) -> None:
-        async with self._changed:
+        """Wait for this many tokens; a turn that ended early raises TimeoutError."""
+        async with asyncio.timeout(120), self._changed:
             await self._changed.wait_for(lambda: self.tokens >= count)
 
 
@@ -182,7 +190,14 @@ async def test_each_token_keeps_its_mask_when_updates_interrupt_truncated_sampli
     weights = [str(path) for path in sglang_world.weights]
     limits = {"max_context_tokens": 1024, "max_new_tokens": LONG}
     bench = Bench(
-        watched, facts=sglang_world.facts, weights=weights, top_p=0.8, top_k=20, temperature=0.9, **limits
+        watched,
+        facts=sglang_world.facts,
+        weights=weights,
+        chat=cast(ChatFormat, NeverStops()),
+        top_p=0.8,
+        top_k=20,
+        temperature=0.9,
+        **limits,
     )
     bench.start()
     async with asyncio.TaskGroup() as group:
