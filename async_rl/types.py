@@ -662,6 +662,8 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     moe_layers: tuple[int, ...] = ()
     """Its layers with experts, counted from 0."""
     top_k: int = 0
+    kept_in: str | None = None
+    """A folder into which the trainer's ranks copy the frames, for `async-rl replay-step`."""
 
     def __reduce__(self) -> tuple[Callable[[bytes], TakenBatch], tuple[bytes]]:
         """Pickle as msgpack, by which Ray sends it to a rank in a tenth of the time of pickled objects."""

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from async_rl.config import Config, RejectConfig, old_log_probs_reason, parse_co
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
 from async_rl.queue.batching import read_trajectories
+from async_rl.queue.kept_batches import keep_frames, keep_result
 from async_rl.trainer_protocol import Extreme, Saved, StepResult, TrainerState
 from async_rl.types import BoolArray, Float32Array, Int64Array, TakenBatch, TrainBatch
 from trainer import logprob_mismatch
@@ -221,6 +222,9 @@ class TrainerWorker:
                 tokens = read_trajectories(batch, own)
             except CorruptFrame as error:  # damaged since the queue verified it: a restart drops its group
                 raise TrainerError(f"rank {self._rank} cannot read {batch.batch_id}: {error}") from error
+        if batch.kept_in is not None and self.model.leads_data_parallel_rank:
+            with _logging_failed_writes():
+                keep_frames(batch, Path(batch.kept_in), own, self._rank)
         rollout = torch.from_numpy(tokens.rollout_log_probs).to(self.model.device)
         shared = self.model.sum_over_data_parallel(rollout).cpu().numpy()
         result = self.train_on(msgspec.structs.replace(tokens, rollout_log_probs=shared), step)
@@ -229,7 +233,11 @@ class TrainerWorker:
             present = batch.routing_rows - batch.routing_rows_invalid
             metrics["routing_rows_invalid"] = float(batch.num_fed_tokens - present)
         extremes = self._with_token_ids(result.extremes, batch, own)
-        return msgspec.structs.replace(result, metrics=metrics, extremes=extremes)
+        result = msgspec.structs.replace(result, metrics=metrics, extremes=extremes)
+        if batch.kept_in is not None and self._rank == 0:
+            with _logging_failed_writes():
+                keep_result(Path(batch.kept_in), result)
+        return result
 
     def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
         """Implements `TrainerRank.needed_trajectories`."""
@@ -768,6 +776,15 @@ class TrainerWorker:
             self._model.close()
             self._model = self._offload = None
         stop_process_groups()
+
+
+@contextmanager
+def _logging_failed_writes() -> Iterator[None]:
+    """Logs that a batch cannot be kept: the step goes on, only its repetition is not possible."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("the batch cannot be kept for async-rl replay-step: %s", error)
 
 
 def linear_warmup(step: int, peak: float, warmup_steps: int) -> float:

@@ -273,6 +273,56 @@ def _run_inspect(parsed: argparse.Namespace) -> int:
     )
 
 
+# -- capture, replay-step ---------------------------------------------------------------------------------
+
+
+def _add_capture_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="default: the newest step whose batch is kept")
+
+
+def _run_capture(parsed: argparse.Namespace) -> int:
+    from async_rl.config import load_config
+    from async_rl.run.captures import newest_kept_step, write_capture
+    from async_rl.run.folder import find_run_folder
+
+    folder = find_run_folder(parsed.run)
+    step = newest_kept_step(folder) if parsed.step is None else parsed.step
+    config = load_config(folder / "config.yaml")
+    print_text(str(write_capture(config, folder, step, "it was requested", requested=True)))
+    return 0
+
+
+def _add_replay_step_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("capture", type=Path, metavar="CAPTURE", help="a folder in RUN/captures")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="dotted.key=value",
+        help="changes to the run's config, for example trainer.num_ranks=2",
+    )
+    parser.add_argument(
+        "--until",
+        choices=("rollout", "step"),
+        default="step",
+        help="rollout: only verify and show the batch, without a trainer; default: step",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for logs; default: CAPTURE/replay")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+
+
+def _run_replay_step(parsed: argparse.Namespace) -> int:
+    from async_rl.cli.replay_step import replay_step
+
+    return replay_step(
+        parsed.capture,
+        parsed.overrides,
+        until_rollout=parsed.until == "rollout",
+        out=parsed.out,
+        as_json=parsed.json,
+    )
+
+
 # -- report, export, doctor, schema -----------------------------------------------------------------------
 
 
@@ -425,6 +475,23 @@ COMMANDS: tuple[Command, ...] = (
         "interruptions, routing, log-probs, reward and history. Reads only; the run may be running.",
         _add_inspect_options,
         _run_inspect,
+    ),
+    Command(
+        "capture",
+        "keep a step of a run, to repeat it",
+        "Links the batches since the last checkpoint and that checkpoint into RUN/captures. The run may be "
+        "running; it captures steps that fail or stand out by itself (trainer.capture).",
+        _add_capture_options,
+        _run_capture,
+    ),
+    Command(
+        "replay-step",
+        "train a captured step once more and compare it",
+        "Starts the trainer's ranks from the capture's checkpoint and trains up to the captured step. Loss "
+        "and gradient norm must be equal bit for bit, with another layout within 1e-5; exit code 1 if they "
+        "are not.",
+        _add_replay_step_options,
+        _run_replay_step,
     ),
     Command(
         "report",

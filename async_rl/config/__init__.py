@@ -38,6 +38,7 @@ from async_rl.config.sft_settings import SftConfig
 from async_rl.config.trainer_settings import (
     ADVANTAGES,
     OBJECTIVES,
+    CaptureConfig,
     ImportanceConfig,
     KLConfig,
     LayoutConfig,
@@ -50,6 +51,7 @@ from async_rl.config.trainer_settings import (
 __all__ = [
     "ADVANTAGES",
     "OBJECTIVES",
+    "CaptureConfig",
     "Config",
     "DataConfig",
     "DatasetConfig",

@@ -114,6 +114,33 @@ class KLConfig(Strict, frozen=True, kw_only=True):
     ] = "loss"
 
 
+class CaptureConfig(Strict, frozen=True, kw_only=True):
+    """Batches kept on disk, so that `async-rl replay-step` can repeat a step bit for bit."""
+
+    max_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Size up to which the batches since the last checkpoint are kept in the run folder, bytes; 0 "
+                "keeps none. A capture also holds on to a checkpoint that is not larger than this."
+            ),
+        ),
+    ] = 4 << 30
+    jump: Annotated[
+        Annotated[float, Meta(gt=1)] | None,
+        Meta(
+            description=(
+                "Capture a step whose gradient norm or |ppo_kl| is more than this many times the median of "
+                "the 20 steps before; null captures only steps that failed or skipped an update."
+            )
+        ),
+    ] = 5.0
+    keep: Annotated[
+        int, Meta(ge=1, description="How many of these captures are kept; `async-rl capture` adds others.")
+    ] = 3
+
+
 class LossConfig(Strict, frozen=True, kw_only=True):
     """Advantages, the policy objective, and corrections for data of older weights."""
 
@@ -288,6 +315,7 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = False
     loss: LossConfig = LossConfig()
+    capture: CaptureConfig = CaptureConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_every: Annotated[
         int, Meta(ge=0, description="Steps between checkpoints; 0 writes one only at the end.")

@@ -90,6 +90,16 @@ def read_columns(stored: StoredTrajectory) -> dict[str, np.ndarray]:
     return content.columns
 
 
+def read_frame(stored: StoredTrajectory) -> Bytes:
+    """Return the bytes of a frame, a view of its mapping. They are not verified.
+
+    Raises:
+        CorruptFrame: When the file does not exist.
+    """
+    with _named(stored):
+        return _map(stored)[: stored.nbytes]
+
+
 def _read_small(stored: StoredTrajectory) -> bytes | None:
     """Return a frame that is read faster than mapped; None for a large one."""
     if stored.nbytes > _MAX_READ_BYTES:

@@ -56,6 +56,7 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
+from async_rl.run.captures import Captures
 from async_rl.run.checkpoints import Checkpoints, can_write_after
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices, OwnDevices, SharedDevices
@@ -397,8 +398,9 @@ class Orchestrator:
             step=step,
             num_failed=failed_checkpoints,
         )
+        captures = Captures(config, self._dir, step)
         loop = choose_train_loop(config)(
-            config, self._stop, trainer, queue, sync, self.devices, checkpoints, self.run_log, clock
+            config, self._stop, trainer, queue, sync, self.devices, checkpoints, captures, self.run_log, clock
         )
         evaluation = self._evaluation(sync, step) if inputs.validation else None
         return _Incarnation(trainer, sync, recovered, manager, checkpoints, loop, evaluation)

@@ -27,6 +27,7 @@ import numpy as np
 from async_rl.config import Config
 from async_rl.errors import NonFiniteLoss, TrainerError
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.run.captures import Captures
 from async_rl.run.checkpoints import Checkpoints
 from async_rl.run.device_sharing import Devices
 from async_rl.run.run_log import RunLogger, TrainedStep
@@ -44,7 +45,8 @@ class TrainLoop(ABC):
 
     Example:
         >>> strategy = choose_train_loop(config)
-        >>> loop = strategy(config, stop, trainer, queue, sync, devices, checkpoints, run_log, clock)
+        >>> loop = strategy(config, stop, trainer, queue, sync, devices, checkpoints, captures, run_log,
+        ...                 clock)
         >>> await loop.run()
         >>> loop.step
     """
@@ -58,6 +60,7 @@ class TrainLoop(ABC):
         sync: WeightSync,
         devices: Devices,
         checkpoints: Checkpoints,
+        captures: Captures,
         run_log: RunLogger,
         clock: Callable[[], float],
     ) -> None:
@@ -71,6 +74,7 @@ class TrainLoop(ABC):
             sync: Updates the engines' weights.
             devices: Hands the devices over between trainer and engines, if they share them.
             checkpoints: The checkpoints of this trainer; training continues from their `step`.
+            captures: Keeps batches, and captures steps that fail or stand out.
             run_log: Records steps.
             clock: Monotonic seconds.
         """
@@ -81,6 +85,7 @@ class TrainLoop(ABC):
         self._sync = sync
         self._devices = devices
         self._checkpoints = checkpoints
+        self._captures = captures
         self._run_log = run_log
         self._clock = clock
         self.step = checkpoints.step
@@ -115,8 +120,12 @@ class TrainLoop(ABC):
         """Train on a batch and settle it."""
         begin, step = self._clock(), self.step + 1
         self.unsettled = True
-        result = await self._train_batch(batch, step)
-        _require_finite(result)
+        try:
+            result = await self._train_batch(self._captures.keep_batch(batch, step), step)
+            _require_finite(result)
+        except TrainerError as error:
+            await self._captures.capture_step(step, f"it failed: {error}")
+            raise
         cancelled = await self._queue.settle_batch(batch, step)
         self.step, self.unsettled = step, False
         self._queue.record_publication(step)
@@ -132,6 +141,7 @@ class TrainLoop(ABC):
         self._run_log.hold_step(done, self._queue)
         if cancelled is not None:
             raise cancelled
+        await self._captures.observe_step(result, self._checkpoints.step)
         return done
 
     def _sync_hidden_s(self, begin: float, end: float) -> float:

@@ -13,6 +13,8 @@ import torch
 import torch.multiprocessing as mp
 
 from async_rl.errors import AlignmentError
+from async_rl.queue.batching import read_trajectories
+from async_rl.queue.kept_batches import load_batch, load_result
 from async_rl.types import SamplingMask
 from async_rl.weights.buckets import size_of
 from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
@@ -273,9 +275,10 @@ class _Look:
             if index not in own:
                 Path(trajectory.path).unlink()
         results = {}
+        kept = msgspec.structs.replace(taken, kept_in=f"{self.out}/kept {self.name}")
         for name, step in (
             ("memory", lambda: worker.train_on(batch, 1)),
-            ("stored", lambda: worker.train_step(taken, 1)),
+            ("stored", lambda: worker.train_step(kept, 1)),
         ):
             result = step()
             results[name] = {
@@ -283,7 +286,7 @@ class _Look:
                 "extremes": result.extremes,
                 "gradients": gathered_gradients(worker),
             }
-        return results | {"own": sorted(own), "trajectories": len(taken.trajectories)}
+        return results | {"own": sorted(own), "trajectories": len(taken.trajectories), "kept": kept.kept_in}
 
     def replaying(self, worker):
         """R3: who got which row, also when rows are cut wrongly; metrics, gradients and weights."""
@@ -501,6 +504,13 @@ def test_a_step_is_the_same_when_each_rank_reads_its_own_trajectories(one, sever
         equal_gradients(memory["gradients"], one["gradients"])
         for name, gradient in memory["gradients"].items():
             assert torch.equal(stored["gradients"][name], gradient), name
+    kept = Path(ranks[0]["kept"])
+    found, result = read_trajectories(load_batch(kept)), load_result(kept)
+    assert sum(path.stat().st_size for path in kept.glob("*.bin")) < 2 * load_batch(kept).nbytes
+    for name in ("token_ids", "rollout_log_probs", "routed_experts", "routing_valid"):
+        assert np.array_equal(getattr(found, name), getattr(batches()[0], name)), name
+    assert result is not None
+    assert result.metrics["grad_norm"] == ranks[0]["stored"]["metrics"]["grad_norm"]
     everything = set(range(ranks[0]["trajectories"]))
     assert set().union(*(result["own"] for result in ranks)) == everything
     if layout == "data":

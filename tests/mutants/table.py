@@ -42,6 +42,7 @@ FORGED_TURNS: Final = "tests/unit/test_forged_turns.py"
 PRINTED: Final = "tests/unit/test_printed_text.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
+CAPTURES: Final = "tests/unit/test_captures.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
     f"{_SMALL}[{name}]" for name in ("plain", "spliced", "in_place", "dies", "nan", "killed", "no_op")
@@ -2673,6 +2674,71 @@ MUTANTS: Final = (
         "            entries = [(value, 0, None) for value in meta.output_token_sampling_logprobs]\n",
         "",
         (SAMPLING_MASKS,),
+    ),
+    # -- captures ---------------------------------------------------------------------------------------
+    Mutant(
+        "kept-batches-have-no-limit",
+        "Batches are kept until the next checkpoint, however large they are.",
+        "async_rl/run/captures.py",
+        "        if sum(self._kept.values()) + batch.nbytes > limit:",
+        "        if batch.nbytes > limit:",
+        (CAPTURES,),
+    ),
+    Mutant(
+        "kept-batches-outlive-their-checkpoint",
+        "Batches that a checkpoint covers are never removed.",
+        "async_rl/run/captures.py",
+        "[step for step in self._kept if step <= checkpoint_step]",
+        "[]",
+        (CAPTURES,),
+    ),
+    Mutant(
+        "kept-batches-outlive-their-incarnation",
+        "Batches of undone steps stay, and a replay trains on them.",
+        "async_rl/run/captures.py",
+        "        shutil.rmtree(self._batches, ignore_errors=True)\n",
+        "",
+        (CAPTURES,),
+    ),
+    Mutant(
+        "small-ppo-kl-is-a-jump",
+        "Noise of a ppo_kl near 0 counts as a jump.",
+        "async_rl/run/captures.py",
+        "max(jump * usual, floor)",
+        "jump * usual",
+        (CAPTURES,),
+    ),
+    Mutant(
+        "failed-steps-are-not-captured",
+        "A step that the trainer fails leaves no capture.",
+        "async_rl/run/train_loop.py",
+        '            await self._captures.capture_step(step, f"it failed: {error}")\n',
+        "",
+        ("tests/simulation/test_trainer_restart.py",),
+    ),
+    Mutant(
+        "incomplete-batches-are-replayed",
+        "A batch whose frames are incomplete is loaded.",
+        "async_rl/queue/kept_batches.py",
+        "if index not in places]",
+        "if False]",
+        (CAPTURES,),
+    ),
+    Mutant(
+        "replays-may-differ-on-the-same-layout",
+        "A replay of the same settings is not held to equality.",
+        "async_rl/cli/replay_step.py",
+        "    if not same and worst.difference <= TOLERANCE:",
+        "    if worst.difference <= TOLERANCE:",
+        (CAPTURES,),
+    ),
+    Mutant(
+        "replays-start-from-the-model",
+        "A replay ignores the checkpoint of its capture.",
+        "async_rl/cli/replay_step.py",
+        "            await trainer.setup(checkpoint)",
+        "            await trainer.setup(None)",
+        (CAPTURES,),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,

@@ -3,17 +3,20 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rl.errors import CheckpointError, EnvironmentNotReady, NonFiniteLoss, TrainerError
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.kept_batches import keep_frames, kept_steps, load_batch
 from async_rl.queue.ledger import Ledger
 from async_rl.run import orchestrator
+from async_rl.run.captures import load_capture
 from async_rl.runtime.supervision import first_error
-from async_rl.trainer_protocol import Trainer
-from async_rl.types import TrainBatch
+from async_rl.trainer_protocol import StepResult, Trainer
+from async_rl.types import TakenBatch, TrainBatch
 from tests.simulation.test_loop import assert_conserved, make_config, run
 from tests.support.local_cluster import LocalCluster
 
@@ -86,6 +89,32 @@ async def test_the_trainer_comes_back_at_its_checkpoint_when_it_dies_in_a_step(
     ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")
     assert ledger.audit().holds
     ledger.close()
+
+
+async def test_a_step_that_fails_is_captured_with_the_steps_since_the_checkpoint(calculator, tmp_path):
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config, step_s=0.02)
+    cluster.faults[1, "train_step", 4] = died()
+    train_step = cluster.trainer.train_step
+    kept: dict[str, TakenBatch] = {}
+
+    async def keep_and_train(batch: TakenBatch, step: int) -> StepResult:
+        assert batch.kept_in is not None
+        keep_frames(batch, Path(batch.kept_in), range(len(batch.trajectories)), rank=0)
+        kept[batch.kept_in] = batch
+        return await train_step(batch, step)
+
+    cluster.trainer.train_step = keep_and_train  # type: ignore[method-assign]
+    await run(config, cluster)
+    run_dir = tmp_path / "sim"
+    assert kept_steps(run_dir / "captures") == [4]
+    capture = run_dir / "captures" / "step_00000004"
+    manifest = load_capture(capture)
+    assert manifest.reason == "it failed: trainer rank 0 died during train_step"
+    assert manifest.base_step == 2
+    assert kept_steps(capture / "batches") == [3, 4]
+    assert load_batch(capture / "batches" / "step_00000004").trajectory_ids
+    assert kept_steps(run_dir / "batches") == [5, 6], "those since the checkpoint of step 4"
 
 
 async def test_engines_serve_the_checkpoints_version_again_when_the_trainer_went_back(calculator, tmp_path):

@@ -196,6 +196,15 @@ class MegatronModel:
         return int(parallel_state.get_data_parallel_rank())
 
     @property
+    def leads_data_parallel_rank(self) -> bool:
+        """Whether this is the first of the ranks that train the same trajectories."""
+        return not (
+            parallel_state.get_tensor_model_parallel_rank()
+            or parallel_state.get_pipeline_model_parallel_rank()
+            or parallel_state.get_context_parallel_rank()
+        )
+
+    @property
     def tensor_group(self) -> dist.ProcessGroup:
         """The ranks that share the vocabulary."""
         return parallel_state.get_tensor_model_parallel_group()

@@ -1,0 +1,307 @@
+"""`async-rl replay-step CAPTURE`: trains a captured step once more and compares it with the run.
+
+```
+capture ─► its batches ─┬─ --until rollout: verify and show what the trainer was given
+                        └─► ranks, from the checkpoint ─► each step up to the captured one ─► compare
+```
+
+On the layout of the run, loss and gradient norm must be those of the run, bit for bit; on another layout, or
+with other settings, within 1e-5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+from rich import box
+from rich.table import Table
+
+from async_rl.config import Config, WeightsConfig, load_config
+from async_rl.config.reference import versions
+from async_rl.errors import AsyncRLError, CorruptFrame, DataError
+from async_rl.queue import frames, kept_batches
+from async_rl.queue.kept_batches import kept_steps, load_batch, load_result, step_folder
+from async_rl.run.captures import Capture, load_capture, number_ranges
+from async_rl.run.folder import result_folder, run_console, run_in_folder
+from async_rl.run.preflight import check_trainer
+from async_rl.runtime.printable import print_text
+from async_rl.trainer_protocol import StepResult, Trainer
+from async_rl.types import TakenBatch, root_of
+
+OpenTrainer = Callable[[Config, Path], AbstractAsyncContextManager[Trainer]]
+
+TOLERANCE: Final = 1e-5
+"""Largest difference on another layout, relative for values above 1."""
+
+_COMPARED: Final = ("loss", "grad_norm")
+_SHOWN: Final = (*_COMPARED, "ppo_kl")
+
+
+class ReplayDiffers(AsyncRLError):
+    """A replayed step has another loss or gradient norm than the captured one."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of a step, as captured and as replayed."""
+
+    step: int
+    figure: str
+    captured: float | None
+    """None: the step did not finish in the run."""
+    replayed: float
+
+    @property
+    def difference(self) -> float:
+        """The absolute difference, relative for values above 1; 0: equal bit for bit."""
+        if self.captured is None or self.captured == self.replayed:
+            return 0.0
+        if math.isnan(self.captured) or math.isnan(self.replayed):
+            return 0.0 if math.isnan(self.captured) and math.isnan(self.replayed) else math.inf
+        return abs(self.captured - self.replayed) / max(1.0, abs(self.captured))
+
+    def __str__(self) -> str:
+        """One figure of the line of a step."""
+        if self.captured is None:
+            verdict = "not in the run"
+        else:
+            verdict = "equal" if not self.difference else f"{self.difference:.1e} from the run"
+        return f"{self.figure} {self.replayed:.8g} ({verdict})"
+
+
+@asynccontextmanager
+async def start_trainer(config: Config, folder: Path) -> AsyncIterator[Trainer]:
+    """Start the ranks as a run does, so that they compute with as many threads."""
+    from async_rl.placement import ray_cluster  # imports Ray, which takes a second
+
+    async with ray_cluster(config, folder) as cluster:
+        yield await cluster.start_trainer()
+
+
+def replay_step(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    until_rollout: bool = False,
+    out: Path | None = None,
+    as_json: bool = False,
+    open_trainer: OpenTrainer = start_trainer,
+) -> int:
+    """Repeat a captured step.
+
+    Args:
+        path: The folder of the capture.
+        overrides: `dotted.key=value` changes to the run's config, such as another layout.
+        until_rollout: Only verify and show the batch; needs neither trainer nor model.
+        out: Where logs go; None: into the capture.
+        as_json: Print JSON lines.
+        open_trainer: Starts the ranks.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The folder is no capture, or its config cannot work.
+        DataError: Batches are missing or damaged.
+        ReplayDiffers: The step is not reproduced.
+    """
+    capture = load_capture(path)
+    if until_rollout:
+        return _show_batch(load_batch(_batch_folder(path, capture.step)), capture, as_json)
+    captured = load_config(path / "config.yaml")
+    config = _config_of_replay(load_config(path / "config.yaml", overrides))
+    check_trainer(config, config.trainer.worker, "trainer.worker")
+    batches = _load_batches(path, capture)
+    checkpoint = _checkpoint_of(path, capture)
+    same = config.trainer == captured.trainer and config.model == captured.model
+    console = run_console()
+    found: list[Comparison] = []
+
+    def say(line: str) -> None:
+        if not as_json:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    async def run(folder: Path, stop: asyncio.Event) -> list[Comparison]:
+        start = f"the checkpoint of step {capture.base_step}" if checkpoint else config.model.path
+        say(f"step {capture.step} of {capture.run}, captured because {capture.reason}")
+        say(f"starting {config.trainer.num_ranks} trainer ranks from {start}; logs in {folder / 'logs'}")
+        async with open_trainer(config, folder) as trainer:
+            await trainer.setup(checkpoint)
+            for step, batch in batches.items():
+                result = await trainer.train_step(batch, step)
+                compared = _compare(load_result(_batch_folder(path, step)), result)
+                found.extend(compared)
+                say(f"step {step}: {', '.join(map(str, compared))}")
+        return found
+
+    def finish(folder: Path, compared: list[Comparison]) -> int:
+        if as_json:
+            for each in compared:
+                print_text(msgspec.json.encode(each).decode())
+        say(_verdict(compared, same=same, path=path))
+        return 0
+
+    return run_in_folder(result_folder(out or path / "replay", config), config, run, finish=finish)
+
+
+def _batch_folder(path: Path, step: int) -> Path:
+    return step_folder(path / kept_batches.FOLDER, step)
+
+
+def _config_of_replay(config: Config) -> Config:
+    """Return the config for the ranks, which have their devices to themselves and serve no engine."""
+    return replace(
+        config,
+        placement=replace(config.placement, shared=False),
+        weights=WeightsConfig(timeout_s=config.weights.timeout_s),
+    )
+
+
+def _load_batches(path: Path, capture: Capture) -> dict[int, TakenBatch]:
+    """Return the batches from the checkpoint to the captured step.
+
+    Raises:
+        DataError: Some of them are missing.
+    """
+    there = kept_steps(path / kept_batches.FOLDER)
+    wanted = range(capture.base_step + 1, capture.step + 1)
+    missing = [step for step in wanted if step not in there]
+    if missing:
+        start = f"the checkpoint of step {capture.base_step}" if capture.base_step else "the model's weights"
+        raise DataError(
+            f"{path} lacks the batches of steps {number_ranges(missing)}, without which {start} cannot be "
+            f"trained up to step {capture.step}: raise trainer.capture.max_bytes, or write checkpoints more "
+            "often (trainer.checkpoint_every); --until rollout shows the batch of the step alone"
+        )
+    return {step: load_batch(_batch_folder(path, step)) for step in wanted}
+
+
+def _checkpoint_of(path: Path, capture: Capture) -> str | None:
+    """Return the checkpoint to start from; None for the weights in `model.path`.
+
+    Raises:
+        DataError: It was removed.
+    """
+    if capture.checkpoint is None:
+        return None
+    checkpoint = (path / capture.checkpoint).absolute()  # an absolute path replaces `path`
+    if not checkpoint.is_dir():
+        raise DataError(
+            f"the checkpoint {checkpoint} was removed. It was larger than trainer.capture.max_bytes, so that "
+            "the capture did not hold on to it: raise that, or trainer.keep_checkpoints"
+        )
+    return str(checkpoint)
+
+
+def _compare(captured: StepResult | None, replayed: StepResult) -> list[Comparison]:
+    """Return the figures of a step that both have or the run lacks."""
+    before: dict[str, float] = {} if captured is None else captured.metrics
+    return [
+        Comparison(
+            step=replayed.step, figure=name, captured=before.get(name), replayed=replayed.metrics[name]
+        )
+        for name in _SHOWN
+        if name in replayed.metrics
+    ]
+
+
+def _verdict(compared: Sequence[Comparison], *, same: bool, path: Path) -> str:
+    """Return what a replay has shown.
+
+    Raises:
+        ReplayDiffers: A loss or gradient norm differs by more than it may.
+    """
+    checked = [each for each in compared if each.figure in _COMPARED and each.captured is not None]
+    if not checked:
+        return "the step did not finish in the run; here it did"
+    worst = max(checked, key=lambda each: each.difference)
+    if not worst.difference:
+        return "reproduced: losses and gradient norms are those of the run, bit for bit"
+    if not same and worst.difference <= TOLERANCE:
+        return f"reproduced with other settings: the largest difference is {worst.difference:.1e}"
+    where = f"{worst.figure} of step {worst.step} is {worst.replayed!r} and was {worst.captured!r} in the run"
+    limit = f"more than {TOLERANCE} apart" if not same else "expected equal"
+    raise ReplayDiffers(f"not reproduced: {where}, {limit}{_changed_versions(path)}")
+
+
+def _changed_versions(path: Path) -> str:
+    """Return how installed packages differ from those of the run, as the end of a sentence."""
+    try:
+        before = msgspec.json.decode((path / "versions.json").read_bytes(), type=dict[str, str])
+    except OSError:
+        return ""
+    now = versions()
+    changed = [f"{name} {old} (here {now.get(name)})" for name, old in before.items() if now.get(name) != old]
+    return f"; the run had {', '.join(changed)}" if changed else "; the installed versions are the same"
+
+
+# -- until the rollout
+
+
+def _show_batch(batch: TakenBatch, capture: Capture, as_json: bool) -> int:
+    """Verify and decode every frame of a batch, and show its groups.
+
+    Raises:
+        DataError: A frame is damaged.
+    """
+    groups: list[dict[str, Any]] = []
+    for index, group_id in enumerate(batch.group_ids):
+        members = [
+            each for each, group in zip(batch.trajectories, batch.group_index, strict=True) if group == index
+        ]
+        for each in members:
+            try:
+                columns = frames.read_columns(each)
+            except CorruptFrame as error:
+                raise DataError(f"the captured batch is damaged: {error}") from error
+            if len(columns[frames.TOKEN_IDS]) != each.num_tokens:
+                raise DataError(f"{each.path} does not hold the tokens of {each.trajectory_id}")
+        sampled_by = {span.weight_version for each in members for span in each.spans}
+        groups.append(
+            {
+                "group": group_id,
+                "task": members[0].task_id,
+                "attempts": len({root_of(each.trajectory_id) for each in members}),
+                "rewards": [each.reward for each in members],
+                "tokens": sum(each.num_tokens for each in members),
+                "trained_tokens": sum(each.num_trained_tokens(batch.masked_below) for each in members),
+                "versions": sorted(sampled_by - {-1}),  # -1: of tokens that were not sampled
+                "interruptions": sum(each.num_interruptions for each in members),
+            }
+        )
+    if as_json:
+        for group in groups:
+            print_text(msgspec.json.encode(group).decode())
+        return 0
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("task", no_wrap=True)
+    for name in ("attempts", "mean reward", "tokens", "trained", "versions", "interruptions"):
+        table.add_column(name, justify="right")
+    for group in groups:
+        rewards = [reward for reward in group["rewards"] if reward is not None]
+        table.add_row(
+            group["task"],
+            str(group["attempts"]),
+            f"{sum(rewards) / len(rewards):.3f}" if rewards else "-",
+            f"{group['tokens']:,}",
+            f"{group['trained_tokens']:,}",
+            number_ranges(group["versions"]),
+            str(group["interruptions"]),
+        )
+    console = run_console()
+    console.print(
+        f"step {capture.step} of {capture.run}: weights of version {batch.trainer_version}, "
+        f"captured because {capture.reason}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(table)
+    console.print(f"{len(batch.trajectories)} frames, {batch.nbytes:,} bytes: all complete", highlight=False)
+    return 0

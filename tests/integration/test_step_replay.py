@@ -1,0 +1,86 @@
+"""A captured step is trained once more on real Megatron-Core: bit for bit, or within rounding."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from async_rl.cli.replay_step import ReplayDiffers, replay_step
+from async_rl.config import Config, parse_config
+from async_rl.config.reference import resolved_yaml
+from async_rl.run.captures import Captures, write_capture
+from async_rl.sft.sft_ranks import LocalRank
+from tests.support.stored_batches import store_batch
+from tests.support.tiny_model import build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import started, trainer_config
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+
+
+@asynccontextmanager
+async def in_process(config: Config, folder: Path) -> AsyncIterator[LocalRank]:
+    rank = LocalRank(config)
+    try:
+        yield rank
+    finally:
+        await rank.close()
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory):
+    """Three steps of two updates with routing replayed, a checkpoint after the first."""
+    folder = tmp_path_factory.mktemp("run")
+    model = build_tiny_qwen3_moe(folder / "moe", num_layers=2)
+    tree = trainer_config(model, updates_per_batch=2, loss={"check_old_log_probs_every": 2})
+    config = parse_config(tree)
+    captures = Captures(config, folder, 0)
+    with started(tree) as worker:
+        for step in (1, 2, 3):
+            batch = random_batch(step, layers=2, lengths=(13, 7, 30, 19), trainer_version=step - 1)
+            taken = store_batch(folder / f"spool{step}", batch)
+            worker.train_step(captures.keep_batch(taken, step), step)
+            for each in taken.trajectories:
+                Path(each.path).unlink()
+            if step == 1:
+                worker.save_checkpoint(str(folder / "checkpoints"), {})
+                worker.saved_checkpoint(wait=True)
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    return write_capture(config, folder, 3, "test")
+
+
+def test_a_step_is_repeated_bit_for_bit(capture, capsys):
+    assert replay_step(capture, open_trainer=in_process) == 0
+    out = capsys.readouterr().out
+    assert "from the checkpoint of step 1" in out
+    assert "step 2: loss" in out
+    assert "bit for bit" in out
+    assert "step 1: loss" not in out
+
+
+def test_other_micro_batches_give_the_step_within_rounding(capture, capsys):
+    assert replay_step(capture, ["trainer.micro_batch_tokens=1"], open_trainer=in_process) == 0
+    assert "reproduced with other settings" in capsys.readouterr().out
+
+
+def test_another_loss_is_not_the_step_of_the_run(capture):
+    with pytest.raises(ReplayDiffers, match="more than 1e-05 apart"):
+        replay_step(capture, ["trainer.loss.advantages=dr_grpo"], open_trainer=in_process)
+
+
+def test_one_changed_reward_is_noticed(capture, monkeypatch):
+    """The control: a replay of another batch has another loss."""
+    from async_rl.cli import replay_step as module
+
+    load = module.load_batch
+
+    def changed(folder):
+        batch = load(folder)
+        first = replace(batch.trajectories[0], reward=(batch.trajectories[0].reward or 0.0) + 1.0)
+        return replace(batch, trajectories=(first, *batch.trajectories[1:]))
+
+    monkeypatch.setattr(module, "load_batch", changed)
+    with pytest.raises(ReplayDiffers, match="expected equal"):
+        replay_step(capture, open_trainer=in_process)
