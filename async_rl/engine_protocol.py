@@ -57,6 +57,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     return_mask: bool = False
     """Whether each token comes with those that truncated sampling kept at its position, and with its log-prob
     among them."""
+    score_from: int | None = None
+    """The position, at least 1, of the first token of `input_ids` whose log-prob is asked for. None: of none.
+    Such a call samples nothing (`max_new_tokens` is 0)."""
     return_routing: bool = False
     routing_start: int = 0
     """Position of the first requested routing row, at most P: the session has the earlier rows."""
@@ -141,6 +144,10 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     routing: RoutingPayload | None = None
     """None when it was not requested, when the engine had none (an abort in its queue), or when the call was
     aborted without `rows_if_aborted`."""
+    scores: Float32Array | None = None
+    """`[P - score_from]`, nats, of the model's distribution at temperature 1: the log-prob of each token of
+    the prompt from `score_from` on, given those before it. None where it was not asked for, or an abort came
+    first."""
     cached_tokens: int = 0
     retractions: tuple[Retraction, ...] = ()
     """For lack of memory, and by `interrupt("retract")`, in order."""

@@ -313,6 +313,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True,
     num_inherited: int = 0
     """The number of leading segments that belong to the trajectory that this one is a branch of: they are
     context here and trained there."""
+    teacher_log_probs: np.ndarray | None = None
+    """`[T] float32`, nats, the teacher's log-prob of each own sampled token, 0 for others; None without a
+    teacher."""
 
     @property
     def reward(self) -> float | None:
@@ -801,6 +804,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     sampling_mask: SamplingMask | None = None
     """The tokens that could be sampled at each of the S positions; None if sampling was not truncated."""
     temperatures: np.ndarray | None = None  # [S] float32, `StoredTrajectory.temperatures`; None: all are NaN
+    teacher_log_probs: np.ndarray | None = None
+    """`[S] float32`, nats, the teacher's log-prob of each sampled token; 0 for other tokens, NaN where a
+    trajectory was not scored; None if none was."""
 
     @property
     def attempt_index(self) -> Int32Array:

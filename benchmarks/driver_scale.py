@@ -299,7 +299,7 @@ async def measure_heartbeat(rounds: int = 2000) -> float:
         ours = await listener.accept_link()
         theirs = await connecting
         leases = RelayedLeases(
-            "worker", pool, ours.post, lease_s=LEASE_S, clock=clock, on_lease=lambda *of: None
+            "worker", {"": pool}, ours.post, lease_s=LEASE_S, clock=clock, on_lease=lambda *of: None
         )
         metrics.event_loop_lag_seconds.observe(0.001)
         metrics.sampled_tokens_total.inc()

@@ -372,6 +372,16 @@ ENGINES: Final = (
         unit="s",
     ),
     Panel(
+        "Further models",
+        "Teachers and judges: the time of an answer, and calls that failed and were made again.",
+        (
+            Query(quantile(0.5, "model_call_seconds", "model"), "{{model}} p50"),
+            Query(quantile(0.99, "model_call_seconds", "model"), "{{model}} p99"),
+            Query(increase("model_retries_total", "model"), "{{model}} calls repeated"),
+        ),
+        unit="s",
+    ),
+    Panel(
         "Prefilled again",
         "Tokens per second prefilled again because of updates, failures and moves.",
         (Query(rate("prefilled_again_tokens_total", "cause"), "{{cause}}"),),
@@ -565,12 +575,13 @@ TRAINER: Final = (
         unit="none",
     ),
     Panel(
-        "Entropy, distance from the reference",
+        "Entropy, distance from reference and teacher",
         "The entropy falls slowly; a fall to zero is a collapse. The KL divergence from model.path is there "
-        "where trainer.loss.kl asks for it.",
+        "where trainer.loss.kl asks for it, that from the teacher where trainer.loss.teacher does.",
         (
             Query(value("entropy_nats"), "entropy"),
             Query(value("reference_kl_nats"), "KL from the reference"),
+            Query(value("teacher_kl_nats"), "reverse KL from the teacher"),
         ),
         unit="suffix: nats",
     ),

@@ -47,7 +47,7 @@ from trainer.losses.advantages import (
     overlong_penalty,
 )
 from trainer.losses.corrections import rejected_answers
-from trainer.losses.kl import kl_estimate, sums_to_go
+from trainer.losses.kl import kl_estimate, sums_to_go, teacher_advantages
 from trainer.losses.log_probs import KeptTokens
 from trainer.losses.objectives import load_objective, token_weights
 from trainer.losses.policy_loss import NO_UPDATES, SUMS, TrainedTokens, mean_metrics, policy_sums
@@ -110,6 +110,7 @@ class UpdateInputs:
     """Log-probs of the proximal policy, for this rank's tokens only. None: the engine's under `old_log_probs:
     rollout`, else those of the update's own forward pass."""
     reference_log_probs: Float32Array | None
+    teacher_log_probs: Float32Array | None
 
 
 class TrainerWorker:
@@ -293,16 +294,22 @@ class TrainerWorker:
                 np.zeros(batch.num_tokens, np.float32),
             )
         rejected = self._rejected_answers(batch, wanted, old)
+        teacher = self._teacher_log_probs(batch)
         alone = np.zeros_like(rejected)
-        if not has_batch_baseline(self._estimator):
+        if teacher is None and not has_batch_baseline(self._estimator):
             alone = lacks_baseline(batch.group_index, batch.attempt_index, ~rejected)
+        advantages = self._token_advantages(batch, wanted, old, reference, ~rejected)
+        if teacher is not None:
+            policy = wanted.rollout_log_probs if old is None else old
+            advantages = teacher_advantages(trainer.loss.teacher, advantages, policy, teacher)
         goal = UpdateInputs(
             targets=wanted,
-            advantages=self._token_advantages(batch, wanted, old, reference, ~rejected),
+            advantages=advantages,
             attempt=batch.attempt_index.astype(np.int64)[wanted.trajectory],
             left_out=(rejected | alone).astype(np.float32)[wanted.trajectory],
             old_log_probs=old,
             reference_log_probs=reference,
+            teacher_log_probs=teacher,
         )
 
         learning_rate = linear_warmup(self.num_steps, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
@@ -330,7 +337,9 @@ class TrainerWorker:
                     norms.append(norm)
         self.num_steps += 1
         start = self._sum_over_ranks(start)
-        metrics = mean_metrics(updates, later, bypass=bypass, reference=reference is not None)
+        metrics = mean_metrics(
+            updates, later, bypass=bypass, reference=reference is not None, teacher=teacher is not None
+        )
         importance = trainer.loss.importance
         cap = None if importance.level == "off" else importance.high
         return StepResult(
@@ -478,6 +487,17 @@ class TrainerWorker:
             self._estimator, values, batch.group_index[of], batch.attempt_index[of], weights
         )
         return np.append(found, np.float32(0))[unit]
+
+    def _teacher_log_probs(self, batch: TrainBatch) -> Float32Array | None:
+        """Returns the teacher's log-probs at the predicting positions, `[S]`; None without a teacher.
+
+        They are NaN in trajectories that were sampled before the run had a teacher.
+        """
+        if self.config.trainer.loss.teacher.model is None:
+            return None
+        if batch.teacher_log_probs is None:
+            return np.full(batch.num_tokens, np.nan, np.float32)
+        return shift_left(batch.teacher_log_probs, batch.offsets[1:] - 1)
 
     def _kl_charges(self, wanted: Targets, old: Float32Array | None, reference: Float32Array) -> np.ndarray:
         """Returns the KL penalty of each trained token, `[S]` float64; 0 for others."""
@@ -667,6 +687,7 @@ class TrainerWorker:
                 reference_log_probs=None
                 if goal.reference_log_probs is None
                 else values(goal.reference_log_probs),
+                teacher_log_probs=None if goal.teacher_log_probs is None else values(goal.teacher_log_probs),
             )
             summed, sums = policy_sums(loss_config, objective, log_probs, entropy, tokens)
             return summed, len(micro_batch.token_indices), (sums, log_probs.detach())

@@ -18,10 +18,11 @@ import msgspec
 from rich.table import Table
 from uuid6 import uuid7
 
-from async_rl.cli.inspection.try_out import OpenEngines, check_served_model, engines_from
+from async_rl.cli.inspection.try_out import OpenEngines, engines_from
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_validation, prompt_rule
+from async_rl.engines.frozen_models import check_served_model
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator

@@ -27,6 +27,7 @@ from async_rl.config.rollout_settings import (
 from async_rl.config.root import Config, old_log_probs_reason
 from async_rl.config.run_settings import (
     DoctorConfig,
+    FrozenModelConfig,
     MetricsConfig,
     ModelConfig,
     PlacementConfig,
@@ -45,6 +46,7 @@ from async_rl.config.trainer_settings import (
     LossConfig,
     OptimizerConfig,
     RejectConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 
@@ -58,6 +60,7 @@ __all__ = [
     "DoctorConfig",
     "EnginesConfig",
     "EvaluationConfig",
+    "FrozenModelConfig",
     "FunctionReward",
     "HttpReward",
     "ImportanceConfig",
@@ -80,6 +83,7 @@ __all__ = [
     "SftConfig",
     "SimulatedEngines",
     "SourceConfig",
+    "TeacherConfig",
     "TrainerConfig",
     "WandbConfig",
     "WeightsConfig",

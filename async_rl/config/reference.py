@@ -85,5 +85,6 @@ def _abouts() -> dict[str, str]:
     """Return the first paragraph of each section's docstring, by the section's title."""
     hints = get_type_hints(Config)
     titles: dict[str, type] = {name: hint for name, hint in hints.items() if isinstance(hint, type)}
+    titles["models"] = get_args(hints["models"])[1]
     titles |= {f"engine, {kind.__struct_config__.tag}": kind for kind in get_args(hints["engine"])}
     return {title: " ".join((kind.__doc__ or "").split("\n\n")[0].split()) for title, kind in titles.items()}

@@ -5,16 +5,20 @@ The message of each check names the settings, their values and the remedy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from async_rl.config.base import Strict
+from msgspec.structs import replace
+
+from async_rl.config.base import Meta, Strict
 from async_rl.config.data_settings import DataConfig
 from async_rl.config.engine_settings import RoutingConfig, SGLangEngines, SimulatedEngines, WeightsConfig
 from async_rl.config.evaluation_settings import EvaluationConfig
 from async_rl.config.rollout_settings import LARGEST_MASK, RolloutConfig
 from async_rl.config.run_settings import (
     DoctorConfig,
+    FrozenModelConfig,
     MetricsConfig,
     ModelConfig,
     PlacementConfig,
@@ -24,12 +28,17 @@ from async_rl.config.run_settings import (
 from async_rl.config.sft_settings import SftConfig
 from async_rl.config.trainer_settings import ADVANTAGES, OBJECTIVES, RejectConfig, TrainerConfig
 from async_rl.config.worker_count import WorkerCount, choose_workers
+from async_rl.runtime.files import FILE_NAME
 
 
 class Config(Strict, frozen=True, kw_only=True):
     """All settings of a run."""
 
     model: ModelConfig
+    models: Annotated[
+        dict[str, FrozenModelConfig],
+        Meta(description="Further models by name, on engines that are never updated: teachers and judges."),
+    ] = {}
     data: DataConfig = DataConfig()
     run: RunConfig = RunConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -53,6 +62,33 @@ class Config(Strict, frozen=True, kw_only=True):
     def has_tasks(self) -> bool:
         """Whether it names tasks to roll out; a config for `async-rl sft` need not."""
         return self.data.path is not None or bool(self.data.datasets)
+
+    def of_model(self, name: str) -> Config:
+        """Return the config of the engines of a model in `models`, as if it were the policy."""
+        model = self.models[name]
+        changed: dict[str, Any] = {
+            "num_engines": model.num_engines,
+            "max_running_requests": model.max_running_requests,
+            "urls_file": None,
+        }
+        if isinstance(self.engine, SGLangEngines):
+            changed |= {
+                "urls": model.urls,
+                "tp_size": model.tp_size,
+                "context_length": model.context_length,
+                "max_total_tokens": model.max_total_tokens,
+                "extra_args": model.extra_args,
+                "narrow_routing": False,
+            }
+        return Config(
+            model=ModelConfig(path=model.path, dtype=model.dtype),
+            engine=replace(self.engine, **changed),
+            run=self.run,
+            routing=RoutingConfig(replay="off"),
+            rollout=RolloutConfig(max_context_tokens=2, max_new_tokens=1),
+            placement=replace(self.placement, shared=False),
+            trainer=TrainerConfig(device=self.trainer.device),
+        )
 
     @property
     def workers(self) -> WorkerCount:
@@ -195,6 +231,43 @@ def check_engines(config: Config) -> None:
             )
 
 
+def check_models(config: Config) -> None:
+    """Check that `models` has what other settings name, and that names of engines differ.
+
+    Raises:
+        ValueError: The settings do not fit together.
+    """
+    known = ", ".join(config.models) or "none"
+    for name, model in config.models.items():
+        if not re.fullmatch(FILE_NAME, name) or name == "engine":
+            raise ValueError(
+                f"models has the name {name!r}: engines are named after it, as the policy's are `engine-0`; "
+                "use letters, digits, dots, dashes and underscores, and not `engine`"
+            )
+        for url in model.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"models.{name}.urls has {url!r}, which is no URL: write http://{url}")
+    teacher, rollout = config.trainer.loss.teacher, config.rollout
+    if teacher.model is None:
+        if teacher.only:
+            raise ValueError(
+                "trainer.loss.teacher.only is set, but trainer.loss.teacher.model names no teacher, so "
+                "nothing would be trained: name one"
+            )
+        return
+    if teacher.model not in config.models:
+        raise ValueError(
+            f"trainer.loss.teacher.model is {teacher.model!r}, which models does not have (there: {known}): "
+            "add it there"
+        )
+    if rollout.top_p < 1 or rollout.top_k != -1 or rollout.min_p > 0:
+        raise ValueError(
+            f"trainer.loss.teacher: rollout truncates its sampling (top_k = {rollout.top_k}, top_p = "
+            f"{rollout.top_p:g}, min_p = {rollout.min_p:g}), and engines return log-probs of the teacher "
+            "over its whole vocabulary, not over the tokens that were kept: set top_p=1, min_p=0, top_k=-1"
+        )
+
+
 def check_layout(config: Config) -> None:
     """Check that the trainer's ranks fit `trainer.layout`.
 
@@ -328,6 +401,8 @@ def old_log_probs_reason(config: Config) -> str | None:
         return "trainer.loss.reject compares whole answers before the update"
     if loss.kl.coefficient and loss.kl.where == "reward":
         return "the KL penalty in the reward is measured with them"
+    if loss.teacher.model is not None and loss.teacher.where == "reward":
+        return "the teacher's reward is measured with them"
     return None
 
 
@@ -407,6 +482,7 @@ CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
     check_data,
     check_groups,
     check_engines,
+    check_models,
     check_layout,
     check_sampling,
     check_loss,

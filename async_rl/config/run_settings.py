@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from async_rl.config.base import Meta, PositiveFloat, Strict
+from async_rl.config.base import Meta, PositiveFloat, PositiveInt, Strict
 from async_rl.runtime.files import FILE_NAME
 
 
@@ -65,6 +65,36 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
                 "agents; see docs/design/security.md."
             )
         ),
+    ] = []
+
+
+class FrozenModelConfig(Strict, frozen=True, kw_only=True):
+    """A further model, on engines of its own that are never updated: a teacher or a judge.
+
+    Device, host, time limits, health checks and restarts of its engines are those of `engine`.
+    """
+
+    path: Annotated[str, Meta(description="Folder of the Hugging Face model and its tokenizer.")]
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], Meta(description="Data type of the weights in its engines.")
+    ] = "bfloat16"
+    num_engines: Annotated[int, Meta(ge=1, description="Servers to start; none if `urls` is set.")] = 1
+    urls: Annotated[
+        list[str],
+        Meta(description="URLs of servers that are already running; their keys are as for `engine`."),
+    ] = []
+    tp_size: Annotated[int, Meta(ge=1, description="Tensor-parallel size of one engine.")] = 1
+    context_length: Annotated[
+        PositiveInt | None, Meta(description="Context length of its servers; null takes the model's.")
+    ] = None
+    max_running_requests: Annotated[
+        int, Meta(ge=1, description="Requests that one of its engines works on together.")
+    ] = 64
+    max_total_tokens: Annotated[
+        PositiveInt | None, Meta(description="KV cache in tokens; null lets SGLang choose (GPU only).")
+    ] = None
+    extra_args: Annotated[
+        list[str], Meta(description="Further command-line arguments of its servers, passed unchanged.")
     ] = []
 
 

@@ -141,6 +141,30 @@ class CaptureConfig(Strict, frozen=True, kw_only=True):
     ] = 3
 
 
+class TeacherConfig(Strict, frozen=True, kw_only=True):
+    """On-policy distillation: the reverse KL to a teacher, at the tokens that the policy sampled."""
+
+    model: Annotated[
+        str | None, Meta(description="Name of the teacher in `models`; null distills from none.")
+    ] = None
+    coefficient: Annotated[
+        float, Meta(ge=0, description="Weight of the reverse KL; with 0 it is only measured.")
+    ] = 1.0
+    where: Annotated[
+        Literal["reward", "loss"],
+        Meta(
+            description=(
+                "`reward`: the teacher's log-prob minus that of the policy at the batch's start is added to "
+                "the token's advantage; `loss`: half the square of the difference to the current policy, "
+                "whose gradient is that of the reverse KL, is added to its loss."
+            )
+        ),
+    ] = "reward"
+    only: Annotated[
+        bool, Meta(description="Train on the teacher alone; rewards are measured, and have no effect.")
+    ] = False
+
+
 class LossConfig(Strict, frozen=True, kw_only=True):
     """Advantages, the policy objective, and corrections for data of older weights."""
 
@@ -236,6 +260,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     importance: ImportanceConfig = ImportanceConfig()
     reject: RejectConfig = RejectConfig()
     kl: KLConfig = KLConfig()
+    teacher: TeacherConfig = TeacherConfig()
     uncorrected: Annotated[
         bool,
         Meta(

@@ -67,6 +67,10 @@ class Tokenizer(Protocol):
         """Return the number of tokens, added ones included."""
         ...
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token, added ones included."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Convert text to token ids."""
         ...
@@ -407,6 +411,22 @@ def load_chat_format(model_path: str | Path, trusted_roles: Collection[str] = ()
 def has_tokenizer(model_path: str | Path) -> bool:
     """Return whether a folder has a file of a tokenizer."""
     return any((Path(model_path) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def check_same_tokens(policy: Tokenizer, teacher: str | Path) -> None:
+    """Check that a teacher has the token ids of the policy, which it is to score.
+
+    Raises:
+        ConfigError: With a token that differs.
+    """
+    ours, theirs = policy.get_vocab(), _load_tokenizer(Path(teacher)).get_vocab()
+    for token, number in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            raise ConfigError(
+                f"the teacher in {teacher} has another vocabulary than the policy: {token!r} is token "
+                f"{number} of the policy and {theirs.get(token, 'none')} of the teacher, whose scores would "
+                "be of other text; use models of one family"
+            )
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:

@@ -48,7 +48,7 @@ from async_rl.errors import (
     RequestRefused,
     WeightSyncError,
 )
-from async_rl.types import ExpertIdArray, Int32Array, RoutingTrace, SamplingMask, VersionSpan
+from async_rl.types import ExpertIdArray, Float32Array, Int32Array, RoutingTrace, SamplingMask, VersionSpan
 
 Policy = Callable[[Sequence[int], random.Random], int | None]
 """Returns the next token after a prefix; None stands for the stop token of the request. The generator is
@@ -123,6 +123,18 @@ def kept_tokens(token: int, log_prob: float, top_k: int) -> list[int]:
     """Returns the tokens that truncated sampling kept, which its result gives: up to four, it among them."""
     draw = zlib.crc32(struct.pack("<if", token, log_prob))
     return sorted({token, *((token + draw % 7 + 3 * i) % 256 for i in range(draw % min(top_k, 4)))})
+
+
+def scored_tokens(tokens: Sequence[int], start: int, seed: int) -> Float32Array:
+    """Returns the log-probs that engines of a seed give to the tokens from a position on.
+
+    Each is a function of the seed and of all tokens up to its own, so a test can tell whose score it is.
+    """
+    digest, scores = zlib.crc32(str(seed).encode()), []
+    for token in tokens:
+        digest = zlib.crc32(int(token).to_bytes(8, "little"), digest)
+        scores.append(-(digest % 4096) / 1024)
+    return np.array(scores[start:], np.float32)
 
 
 class SimulatedCall:
@@ -283,6 +295,7 @@ class SimulatedEngine:
         update_s: float = 0.0,
         facts: EngineFacts | None = None,
         chunk_tokens: int = 1,
+        score_seed: int = 0,
     ) -> None:
         """Start idle, at weight version 0.
 
@@ -296,7 +309,9 @@ class SimulatedEngine:
             facts: The model's dimensions, for its vocabulary and the shape of its routing; None takes those
                 of a tiny model.
             chunk_tokens: Tokens of a chunk, like the `stream_interval` of SGLang.
+            score_seed: Determines the log-probs of prompts, `scored_tokens`: equal for engines of one model.
         """
+        self._score_seed = score_seed
         self._engine_id = engine_id
         self._config = config
         self._seed = seed
@@ -424,11 +439,18 @@ class SimulatedEngine:
                 reason=call.finish_reason,
                 version_spans=_spans(call.sampled_versions),
                 routing=call.routing_payload(self._version),
+                scores=self._scores(call),
                 cached_tokens=call.cached_tokens,
                 retractions=tuple(call.retractions),
             )
             self._free_slot(call)
         return call.finish
+
+    def _scores(self, call: SimulatedCall) -> Float32Array | None:
+        begin = call.request.score_from
+        if begin is None or call.aborted or not call.row_versions:
+            return None
+        return scored_tokens(call.tokens, begin, self._score_seed)
 
     async def _deliver(self, call: SimulatedCall, chunk: Chunk) -> tuple[Chunk, ...]:
         """Returns what arrives of a chunk, and applies the call's fault when it is due.

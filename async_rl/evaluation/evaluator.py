@@ -18,12 +18,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from async_rl.config import Config, RoutingConfig
+from async_rl.config import Config, RoutingConfig, TeacherConfig
 from async_rl.config.worker_count import workers_needed
 from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import Dataset
@@ -77,8 +77,10 @@ def evaluation_config(config: Config) -> Config:
         ),
         routing=RoutingConfig(replay="off"),  # answers are not trained on
         trainer=replace(
-            config.trainer, loss=replace(config.trainer.loss, overlong_buffer_tokens=None)
-        ),  # it limits `max_new_tokens`
+            config.trainer,
+            # The first limits `max_new_tokens`; answers are not trained on, so no teacher scores them.
+            loss=replace(config.trainer.loss, overlong_buffer_tokens=None, teacher=TeacherConfig()),
+        ),
     )
 
 
@@ -93,6 +95,7 @@ class _EvaluationInputs(NamedTuple):
     new_id: Callable[[], str]
     clock: Callable[[], float]
     open_worker: OpenWorker
+    models: Mapping[str, EnginePool]
 
 
 class Evaluator:
@@ -113,6 +116,7 @@ class Evaluator:
         new_id: Callable[[], str],
         clock: Callable[[], float],
         open_worker: OpenWorker,
+        models: Mapping[str, EnginePool] | None = None,
     ) -> None:
         """Store the inputs of every evaluation.
 
@@ -124,9 +128,12 @@ class Evaluator:
             new_id: Returns fixed-width unique ids.
             clock: Monotonic seconds.
             open_worker: Starts a rollout worker, where the config has some.
+            models: The engines of judges, by the model's name.
         """
         config = evaluation_config(config)
-        self._inputs = _EvaluationInputs(config, datasets, chat, facts, new_id, clock, open_worker)
+        self._inputs = _EvaluationInputs(
+            config, datasets, chat, facts, new_id, clock, open_worker, models or {}
+        )
 
     @property
     def num_answers(self) -> int:
@@ -202,6 +209,7 @@ class _EvaluationRun:
             routing=inputs.config.routing,
             interrupt=inputs.config.weights.interrupt,
             new_id=inputs.new_id,
+            models=inputs.models,
         )
         self._backend = choose_backend(
             inputs.config,
@@ -210,6 +218,7 @@ class _EvaluationRun:
             NoSpool(),
             inputs.open_worker,
             inspected=None if archive is None else archive.inspected,
+            models=inputs.models,
             name="evaluation-worker",
         )
         self._capacity = asyncio.Semaphore(inputs.config.evaluation.max_concurrent)

@@ -532,6 +532,20 @@ class EngineMetrics(Instruments):
         source="engines.health, when it finds one",
         bad="Rises: docs/design/engines.md explains each kind and its limit.",
     )
+    model_call_seconds = histogram(
+        "Time of an answer of a further model: the scores of a trajectory, or a judge's text.",
+        "model",
+        buckets=SECONDS,
+        unit="seconds",
+        source="rollout.teacher and judge calls, with each answer",
+        bad="Grows: the model's engines are overloaded; raise `models.NAME.num_engines`.",
+    )
+    model_retries_total = counter(
+        "Calls to the engines of a further model that failed and were made again.",
+        "model",
+        source="rollout.teacher and judge calls, when one fails",
+        bad="Rises: its engines fail; their logs are in `logs/NAME` of the run folder.",
+    )
     engine_load_imbalance = gauge(
         "Highest load of a serving engine in tokens, over the mean of all.",
         source="engines.health, at each look",

@@ -377,6 +377,20 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     """Estimated KL divergence from the reference policy; None where there is none."""
+    teacher_kl: Annotated[
+        Figure,
+        figure(
+            "Mean log-prob of the policy minus the teacher's at sampled tokens, the reverse KL; NaN without "
+            "a teacher.",
+            gauge="teacher_kl_nats",
+            section="agreement",
+            unit="nats",
+            bad="Does not fall: the teacher's signal does not arrive; raise `trainer.optimizer.lr` or "
+            "`trainer.loss.teacher.coefficient`.",
+            from_trainer=True,
+        ),
+    ] = None
+    """Estimated reverse KL divergence from the teacher; None without one."""
     updates: Annotated[int, figure("Optimizer steps taken in this step.", from_trainer=True)] = 0
     updates_skipped: Annotated[
         int,

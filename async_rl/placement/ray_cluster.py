@@ -16,6 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from async_rl.config import Config, SGLangEngines, to_builtins
 from async_rl.engine_protocol import Engine
+from async_rl.engines.frozen_models import EngineProcesses
 from async_rl.engines.membership import read_urls
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
@@ -52,11 +53,28 @@ _STOP_LIMIT_S: Final = 60.0
 class RayCluster(Cluster):
     """The engines, trainer ranks and rollout workers of one run as Ray actors."""
 
-    def __init__(self, config: Config, run_dir: Path, server: type[SGLangServer] = SGLangServer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        server: type[SGLangServer] = SGLangServer,
+        *,
+        frozen: tuple[str, ActorSetup] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: The run's config, or `Config.of_model` of it.
+            run_dir: The run's folder.
+            server: The server class that an engine's actor starts.
+            frozen: Name and set-up of a model in `models`, whose engines are all that this one starts.
+        """
         self._config = config
-        self._logs = run_dir / "logs"
+        self._run_dir = run_dir
+        self._name, self._setup = ("engine", _actor_setup(run_dir)) if frozen is None else frozen
+        self._logs = run_dir / "logs" / ("" if frozen is None else self._name)
         self._server = server
-        self._setup = _actor_setup(run_dir)
+        self._frozen: dict[str, RayCluster] = {}
         spool_dir = config.queue.spool_dir
         directory = None if spool_dir is None else node_folder(spool_dir, run_dir)
         self._frame_readers = FrameReaders(self._setup, self._logs, directory)
@@ -78,21 +96,29 @@ class RayCluster(Cluster):
         if engine.urls_file is not None:
             return []  # `Membership` adds them
         if not isinstance(engine, SGLangEngines):
-            return [self.connect_engine(f"engine-{index}", "") for index in range(engine.num_engines)]
+            return [self.connect_engine(f"{self._name}-{index}", "") for index in range(engine.num_engines)]
         if engine.urls:
             for index, url in enumerate(engine.urls):
-                self.connect_engine(f"engine-{index}", url)
+                self.connect_engine(f"{self._name}-{index}", url)
         else:
             with waiting("engine start", "placements"):
                 await self._engine_placements.wait_ready(self._config.placement.wait_s)
             for index in range(engine.num_engines):
-                self._engine_actors[f"engine-{index}"] = self._engine_actor(index)
+                self._engine_actors[f"{self._name}-{index}"] = self._engine_actor(index)
         numbered = list(self._engine_actors or self._engines)
         async with Nursery() as nursery:
             for engine_id in numbered:
                 self._restarted[engine_id] = asyncio.Event()
                 nursery.start_task(f"start {engine_id}", self._first_start(engine_id))
         return [self._engines[engine_id] for engine_id in numbered]  # in order of their numbers
+
+    def engines_of(self, model: str) -> EngineProcesses:
+        """Return what starts the engines of a model in `models`."""
+        if model not in self._frozen:
+            self._frozen[model] = RayCluster(
+                self._config.of_model(model), self._run_dir, self._server, frozen=(model, self._setup)
+            )
+        return self._frozen[model]
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
         """Return a client of a running server; keys of external servers come from the environment."""
@@ -263,6 +289,8 @@ class RayCluster(Cluster):
         Args:
             at_once: Kill them, whatever they do: their guards end the servers.
         """
+        for frozen in self._frozen.values():
+            await frozen.close(at_once=at_once)
         for engine in self._engines.values():
             await engine.close()
         if not at_once:

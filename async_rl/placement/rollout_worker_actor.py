@@ -186,7 +186,10 @@ async def _run_worker(
 
     def connect(engine_id: str, address: EngineAddress | None) -> Engine:
         assert address is not None, "engines of a run with rollout workers are SGLang servers"
-        return sglang_client(config, engine_id, address.url, facts, (address.api_key, None), None)
+        model = engine_id.rpartition("-")[0]
+        of_model = config.of_model(model) if model in config.models else config
+        its_facts = load_facts(of_model.model.path) if of_model is not config else facts
+        return sglang_client(of_model, engine_id, address.url, its_facts, (address.api_key, None), None)
 
     worker = RolloutWorker(
         config,

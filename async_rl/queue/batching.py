@@ -63,11 +63,24 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         turn_reward_values=np.array([each.reward for _, each in rewarded], np.float32),
     )
     masks: dict[int, SamplingMask] = {}
+    scores = np.zeros(tokens, np.float32)
+    any_scored = False
     for index in range(len(trajectories)) if indices is None else indices:
         columns = frames.read_columns(trajectories[index])
         _copy_columns(batch, int(offsets[index]), int(offsets[index + 1]), trajectories[index], columns)
         if frames.MASK_COUNTS in columns:
             masks[index] = _read_mask(trajectories[index], columns)
+        found = columns.get(frames.TEACHER_LOG_PROBS)
+        if found is not None and len(found) != taken.lengths[index]:
+            raise AlignmentError(
+                f"{trajectories[index].path} holds {len(found)} log-probs of a teacher for "
+                f"{taken.lengths[index]} tokens",
+                "wrong_shape",
+            )
+        scores[offsets[index] : offsets[index + 1]] = np.nan if found is None else found
+        any_scored = any_scored or found is not None
+    if any_scored:
+        batch = msgspec.structs.replace(batch, teacher_log_probs=scores)
     if not masks:
         return batch
     known = [

@@ -27,6 +27,7 @@ TOKEN_IDS: Final = "token_ids"  # [T] int32
 ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"  # [T] float32, nats, 0 where not sampled
 MASK_COUNTS: Final = "mask_counts"  # [T] uint16; absent, like the next, where sampling was not truncated
 MASK_TOKEN_IDS: Final = "mask_token_ids"  # [sum of the counts] uint16 | uint32
+TEACHER_LOG_PROBS: Final = "teacher_log_probs"  # [T] float32, nats; absent without a teacher
 ROUTED_EXPERTS: Final = "routed_experts"  # [T-1, L_moe, K] uint8 | uint16
 ROUTING_VALID: Final = "routing_valid"  # [T-1] bool; absent where all rows are valid
 
@@ -49,6 +50,8 @@ def encode_trajectory(trajectory: Trajectory) -> Frame:
     }
     if (mask := trajectory.sampling_mask) is not None:
         columns[MASK_COUNTS], columns[MASK_TOKEN_IDS] = mask.counts, mask.token_ids
+    if trajectory.teacher_log_probs is not None:
+        columns[TEACHER_LOG_PROBS] = trajectory.teacher_log_probs
     if (trace := trajectory.trace) is not None:
         columns[ROUTED_EXPERTS] = trace.rows
         if not trace.valid.all():

@@ -28,6 +28,7 @@ from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
+from async_rl.rollout.teacher import Teacher
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.types import Completion, StoredTrajectory, Task
 
@@ -98,6 +99,11 @@ class LocalBackend(RolloutBackend):
         self._frames = frames
         self._inspected = inspected
         self.loops = AgentLoops(config.rollout, context.metrics)
+        teacher = config.trainer.loss.teacher.model
+        self._teacher = None
+        if teacher is not None:
+            calls = context.models[teacher]
+            self._teacher = Teacher(teacher, calls, context.new_id, context.metrics, context.clock)
         self._rewards = Rewards(
             config, decode=context.chat.decode, metrics=context.metrics, clock=context.clock
         )
@@ -159,6 +165,8 @@ class LocalBackend(RolloutBackend):
     ) -> tuple[StoredTrajectory, ...]:
         """Make the trajectories of sessions that have ended well, and store them in a thread."""
         tree = await finish_trajectories(results)
+        if self._teacher is not None:
+            tree = await self._teacher.score_trajectories(tree)
 
         def store() -> tuple[StoredTrajectory, ...]:
             stored = self._frames.store_tree(tree)

@@ -4,12 +4,11 @@ tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from async_rl.engine_protocol import Engine
-from async_rl.errors import EngineError
+from async_rl.engines.frozen_models import EngineProcesses
 from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
@@ -17,8 +16,8 @@ from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta_delivery import HostFolder
 
 
-class Cluster(Protocol):
-    """Starts, restarts and ends the processes of a run."""
+class Cluster(EngineProcesses, Protocol):
+    """Starts, restarts and ends the processes of a run; itself those of the policy's engines."""
 
     weight_backend: str
     """`gloo` or `nccl`, for distributed weight updates."""
@@ -26,8 +25,8 @@ class Cluster(Protocol):
     node: str
     """The address of the driver's node; empty where there is only one."""
 
-    async def start_engines(self) -> list[Engine]:
-        """Start all engines and wait until they answer."""
+    def engines_of(self, model: str) -> EngineProcesses:
+        """Return what starts the engines of a model in `models`."""
         ...
 
     async def start_trainer(self) -> Trainer:
@@ -48,14 +47,6 @@ class Cluster(Protocol):
 
     async def stop_engine(self, engine_id: str) -> None:
         """End a failed engine, whatever its state, so that the device memory it held is free."""
-        ...
-
-    async def restart_engine(self, engine_id: str) -> None:
-        """Restart a failed engine and wait until it answers."""
-        ...
-
-    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """Report engines whose process ends; never returns."""
         ...
 
     async def open_port(self) -> tuple[str, int]:

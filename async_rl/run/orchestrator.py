@@ -35,6 +35,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.engine_protocol import EngineFacts
+from async_rl.engines.frozen_models import FrozenModel
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.membership import EngineMembership
 from async_rl.engines.model_facts import check_model, load_facts
@@ -238,6 +239,10 @@ class Orchestrator:
             seed=config.run.seed,
             phases=self.devices.phases,
         )
+        self._frozen = [
+            FrozenModel(name, config.of_model(name), cluster.engines_of(name), metrics, clock)
+            for name in config.models
+        ]
         self._membership: EngineMembership | None = None
         self._incarnation: _Incarnation | None = None
         self.waits = waits or Waits(clock)
@@ -277,6 +282,11 @@ class Orchestrator:
     def queue(self) -> TrajectoryQueue | None:
         """The queue of the current incarnation; None before the trainer has started."""
         return None if self._incarnation is None else self._incarnation.recovered.queue
+
+    @property
+    def _models(self) -> dict[str, EnginePool]:
+        """The engines of further models, by the model's name."""
+        return {frozen.name: frozen.pool for frozen in self._frozen}
 
     @property
     def _manager(self) -> RolloutManager | None:
@@ -367,6 +377,7 @@ class Orchestrator:
             routing=config.routing,
             interrupt=config.weights.interrupt,
             new_id=inputs.new_id,
+            models=self._models,
         )
         manager = RolloutManager(
             config,
@@ -383,6 +394,7 @@ class Orchestrator:
                 inspected=None if recovered.archive is None else recovered.archive.inspected,
                 journal=recovered.journal,
                 journals=recovered.journals,
+                models=self._models,
             ),
             journals=recovered.journals,
             journalled=recovered.journalled,
@@ -430,6 +442,7 @@ class Orchestrator:
             new_id=self._inputs.new_id,
             clock=self._clock,
             open_worker=self._cluster.rollout_worker,
+            models=self._models,
         )
         return EvaluationService(
             self._config.evaluation,
@@ -471,6 +484,7 @@ class Orchestrator:
                 rollouts=incarnation.manager.run,
                 watch=lambda: self._cluster.watch_engines(self.pool.quarantine_engine),
                 health=self._health.watch_engines,
+                **{name: each for frozen in self._frozen for name, each in frozen.services.items()},
                 **self._members(),
                 stopper=stopper,
                 doctor=self._watching_doctor,
@@ -540,10 +554,14 @@ class Orchestrator:
     async def _start_engines_and_trainer(self) -> TrainerHandle:
         """Start engines and trainer at the same time, or one after the other on shared devices."""
         if self.devices.shared:
+            for frozen in self._frozen:
+                await frozen.start_engines()
             await self._start_engines()
             await self.devices.clear_devices()
             return await self._trainer_restarts.start_trainer()
         async with Nursery() as nursery:
+            for frozen in self._frozen:
+                nursery.start_task(f"engines of {frozen.name}", frozen.start_engines())
             nursery.start_task("engines", self._start_engines())
             starting_trainer = nursery.start_task("trainer", self._trainer_restarts.start_trainer())
         return starting_trainer.result()

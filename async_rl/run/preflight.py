@@ -14,10 +14,10 @@ from itertools import chain
 from typing import Any
 
 from async_rl.config import Config, SGLangEngines
-from async_rl.data.chat_format import ChatFormat, has_tokenizer, load_chat_format
+from async_rl.data.chat_format import ChatFormat, check_same_tokens, has_tokenizer, load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.data.template_rewrites import describe_rewrites
-from async_rl.engines.model_facts import check_model, load_facts
+from async_rl.engines.model_facts import check_model, check_served_by_sglang, load_facts
 from async_rl.engines.model_files import check_weights
 from async_rl.engines.sglang.server import detect_device
 from async_rl.errors import ConfigError, EnvironmentNotReady
@@ -66,6 +66,7 @@ def check_config(config: Config) -> list[str]:
     )
     if chat is not None:
         _check_vocabulary(chat, config.model.path, facts.vocab_size)
+    _check_models(config, chat)
     loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
     descriptors = check_descriptors(config, tuple(loops.get_loop(name) for name in used))
     scored = Counter(rewards.name_for(task) for task in tasks)
@@ -113,6 +114,31 @@ def _check_vocabulary(chat: ChatFormat, model_path: str, vocab_size: int) -> Non
             f"the tokenizer in {model_path} has {tokens} tokens, and its config.json only vocab_size "
             f"{vocab_size}: one of the files belongs to another model"
         )
+
+
+def _check_models(config: Config, chat: ChatFormat | None) -> None:
+    """Check that the models in `models` are there, and that the teacher can score what the policy samples.
+
+    Raises:
+        ConfigError: One is missing, or the teacher has other tokens or a shorter context.
+    """
+    for name in config.models:
+        its = config.of_model(name)
+        facts = load_facts(its.model.path)
+        if isinstance(its.engine, SGLangEngines):
+            check_served_by_sglang(its.model.path)
+            if not its.engine.urls:
+                check_weights(its.model.path, facts)
+        if name != config.trainer.loss.teacher.model:
+            continue
+        longest = config.models[name].context_length or facts.context_length
+        if longest < config.rollout.max_context_tokens:
+            raise ConfigError(
+                f"rollout.max_context_tokens is {config.rollout.max_context_tokens}, and the teacher "
+                f"{name!r} has a context of {longest} tokens: lower the one, or use another teacher"
+            )
+        if chat is not None and has_tokenizer(its.model.path):
+            check_same_tokens(chat.tokenizer, its.model.path)
 
 
 def require_tasks(config: Config) -> None:

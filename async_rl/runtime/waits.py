@@ -181,6 +181,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "another weight update does not end",
         "Another weight update must end first.",
     ),
+    "teacher": WaitKind(
+        "the teacher {} to score a trajectory",
+        "the teacher {} does not score a trajectory",
+        "A finished trajectory is being scored.",
+    ),
     "tool": WaitKind(
         "tool {}",
         "tool {} does not return",

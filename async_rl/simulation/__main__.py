@@ -30,6 +30,7 @@ from async_rl.simulation.scenario import (
     evaluating,
     peaceful,
     sharing,
+    with_models,
     with_workers,
 )
 from async_rl.simulation.scratch import scratch
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--evaluation", action="store_true", help="with evaluations in every seed; also with --workers"
     )
+    parser.add_argument("--models", action="store_true", help="with a teacher; also with --workers")
     parser.add_argument("--peaceful", action="store_true", help="without faults and ends of the driver")
     parser.add_argument("--decisions", action="store_true", help="print each seed's digest of decisions")
     options = parser.parse_args(arguments)
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = run_worker_seed if options.workers else run_peaceful_seed if options.peaceful else run
     if options.evaluation:
         run = run_evaluating_worker_seed if options.workers else run_evaluating_seed
+    if options.models:
+        run = run_model_worker_seed if options.workers else run_model_seed
     seeds = range(options.start, options.start + options.seeds)
     if options.awaits:
         return _sweep(seeds, options.jobs)
@@ -93,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         how += " --workers" if options.workers else ""
         how += " --shared" if options.shared else ""
         how += " --evaluation" if options.evaluation else ""
+        how += " --models" if options.models else ""
         print(f"seed {outcome.seed} failed; replay it: python -m async_rl.simulation {how}")
     return int(bool(failed))
 
@@ -139,6 +144,16 @@ def run_evaluating_worker_seed(seed: int) -> SeedOutcome:
     """The same with evaluations, and with the sessions of both in rollout workers."""
     scenario = with_workers(branching(draw(seed)) if seed % 2 else draw(seed))
     return _run(evaluating(sharing(scenario) if seed % 3 == 2 else scenario))
+
+
+def run_model_seed(seed: int) -> SeedOutcome:
+    """The same with a teacher."""
+    return _run(with_models(branching(draw(seed)) if seed % 2 else draw(seed)))
+
+
+def run_model_worker_seed(seed: int) -> SeedOutcome:
+    """The same with a teacher, and with sessions in rollout workers."""
+    return _run(with_workers(with_models(branching(draw(seed)) if seed % 2 else draw(seed))))
 
 
 def run_peaceful_seed(seed: int) -> SeedOutcome:

@@ -26,11 +26,12 @@ Family = Literal[
     "disk",
     "clock",
     "worker",
+    "model",
     "user",
     "driver",
 ]
 
-Setting = Literal["any", "shared", "workers"]
+Setting = Literal["any", "shared", "workers", "models"]
 
 
 class FaultRow(msgspec.Struct, frozen=True):
@@ -43,7 +44,8 @@ class FaultRow(msgspec.Struct, frozen=True):
     """Share of the seeds that have this fault, drawn from its own stream. None for the first faults, which
     share one stream, and for those that the scenario draws elsewhere."""
     only: Setting = "any"
-    """Where it can happen: on devices that engines and trainer share, or with rollout workers."""
+    """Where it can happen: on devices that engines and trainer share, with rollout workers, or with teachers
+    and judges."""
 
 
 FAMILIES: Final[dict[Family, str]] = {
@@ -57,6 +59,7 @@ FAMILIES: Final[dict[Family, str]] = {
     "disk": "`Simulation._inject`",
     "clock": "`Simulation._inject`",
     "worker": "`SimulatedCluster.inject`",
+    "model": "`SimulatedCluster.inject`: an engine of a teacher or judge",
     "user": "`users.TurnsLoop`, `users.reward`: a task's `metadata['trouble']`",
     "driver": "`Simulation._die`: a `Death`",
 }
@@ -146,6 +149,14 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "node_absent": FaultRow(
         "worker", "what reads the frames on a node does not answer for up to 100 s", 0.3, only="workers"
     ),
+    "kill_model": FaultRow("model", "an engine of a teacher or judge is killed", 0.6, only="models"),
+    "lose_model": FaultRow(
+        "model", "an engine of a teacher or judge is killed, and no watcher notices", 0.4, only="models"
+    ),
+    "fail_model": FaultRow(
+        "model", "an engine of a teacher or judge is killed, and its next restarts fail", 0.3, only="models"
+    ),
+    "busy_model": FaultRow("model", "an engine of a teacher or judge refuses calls", 0.3, only="models"),
     "raise": FaultRow("user", "the agent loop raises"),
     "hang_loop": FaultRow("user", "the agent loop hangs"),
     "silent": FaultRow("user", "the agent loop returns without a turn"),
@@ -172,7 +183,7 @@ def kinds_of(*families: Family) -> tuple[FaultKind, ...]:
     return tuple(kind for kind, row in FAULTS.items() if row.family in families)
 
 
-ENGINE_FAULTS: Final = frozenset(kinds_of("call", "refusal", "update", "engine", "memory"))
+ENGINE_FAULTS: Final = frozenset(kinds_of("call", "refusal", "update", "engine", "memory", "model"))
 """Faults of engines and of the network to them."""
 
 TRAINER_FAULTS: Final = frozenset(kinds_of("trainer", "offload"))

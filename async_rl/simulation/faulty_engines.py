@@ -61,6 +61,7 @@ from async_rl.run.recovery import node_folder
 from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import FACTS, Injection, Scenario
+from async_rl.simulation.simulated_models import SimulatedModel
 from async_rl.simulation.simulated_trainer import Broadcasts, SimulatedTrainer
 from async_rl.simulation.simulated_workers import (
     CUT_OFF_S,
@@ -609,6 +610,12 @@ class SimulatedCluster:
             start_s=scenario.speeds.restart_s,
             nodes=nodes,
         )
+        config = scenario.config
+        self.models = {
+            name: SimulatedModel(name, config.of_model(name), FACTS, restart_s=scenario.speeds.restart_s)
+            for name in config.models
+        }
+        self._workers.add_engines(engine for model in self.models.values() for engine in model.engines)
         self._died: Callable[[str, EngineError], None] | None = None
         self._folders: dict[str, SimulatedFolder] = {}
 
@@ -649,6 +656,8 @@ class SimulatedCluster:
                     self._checker.worker_is_unaware(2 * silent_s + CUT_OFF_S)
                 if kind == "cut_off_worker":
                     self._checker.cut_off_folders |= workers.cut_off_folders
+        elif FAULTS[kind].family == "model":
+            self._inject_into_model(injection)
         elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]
             for each in self.engines if kind in ("no_descriptors", "hold_all") else [engine]:
@@ -659,6 +668,21 @@ class SimulatedCluster:
                 self._died(engine.engine_id, EngineError(f"{engine.engine_id} was killed"))
         else:
             self.trainer.faults.append(kind)
+
+    def _inject_into_model(self, injection: Injection) -> None:
+        kind, models = injection.kind, list(self.models.values())
+        model = models[injection.engine % len(models)]
+        self._checker.met(kind)
+        if kind == "busy_model":
+            model.engines[injection.engine % len(model.engines)].faults.append(Fault("busy"))
+            return
+        if kind == "fail_model":
+            model.failing_restarts = 1 + int(3 * injection.amount)
+        model.kill_engine(injection.engine, noticed=kind != "lose_model")
+
+    def engines_of(self, model: str) -> SimulatedModel:
+        """Implements `Cluster.engines_of`."""
+        return self.models[model]
 
     def look_at_devices(self) -> None:
         """Check that only one side holds memory on shared devices."""

@@ -35,12 +35,13 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
-from async_rl.engines.simulated import kept_tokens, routing_rows
+from async_rl.engines.simulated import kept_tokens, routing_rows, scored_tokens
 from async_rl.errors import EngineError
 from async_rl.run.recovery import node_folder
 from async_rl.simulation.compact_set import CompactSet
 from async_rl.simulation.faults import ENGINE_FAULTS, FaultKind
 from async_rl.simulation.scenario import FACTS, Scenario
+from async_rl.simulation.simulated_models import score_seed
 from async_rl.types import (
     BoolArray,
     ExpertIdArray,
@@ -489,9 +490,22 @@ class InvariantChecker:
                 return
             digest = zlib.crc32(token.to_bytes(8, "little"), digest)
         self._check_mask(name, batch, part)
+        self._check_scores(name, batch, part)
         recorded = None if batch.temperatures is None else batch.temperatures[part]
         if recorded is None or (recorded[versions >= 0] != self._config.rollout.temperature).any():
             self.fail(f"trajectory {name}: the temperature of its sampled tokens is not recorded")
+
+    def _check_scores(self, name: str, batch: TrainBatch, part: slice) -> None:
+        """Compare the teacher's log-probs of sampled tokens with those that its engines give them."""
+        teacher, scores = self._config.trainer.loss.teacher.model, batch.teacher_log_probs
+        if teacher is None or scores is None:
+            if teacher is not None or scores is not None:
+                self.fail(f"trajectory {name}: it has scores of a teacher, or lacks them")
+            return
+        expected = scored_tokens(batch.token_ids[part].tolist(), 0, score_seed(teacher))
+        trained = batch.loss_mask[part]
+        if not np.array_equal(scores[part][trained], expected[trained]):
+            self.fail(f"trajectory {name}: its tokens have scores that the teacher did not give them")
 
     def _check_mask(self, name: str, batch: TrainBatch, part: slice) -> None:
         """Compare the sampling masks of sampled tokens with those that engines give them."""

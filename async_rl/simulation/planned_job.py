@@ -431,6 +431,9 @@ class _PlannedCluster:
         self.engines = engines
         self._trainer = trainer
 
+    def engines_of(self, model: str) -> NoReturn:
+        raise AssertionError(f"a plan has no engines of {model}")
+
     async def start_engines(self) -> list[Engine]:
         return list(self.engines)
 

@@ -13,7 +13,14 @@ from typing import Any, Final, Literal, TypeVar, get_args
 import msgspec
 from msgspec.structs import replace
 
-from async_rl.config import Config, EvaluationConfig, SourceConfig, parse_config
+from async_rl.config import (
+    Config,
+    EvaluationConfig,
+    FrozenModelConfig,
+    SourceConfig,
+    TeacherConfig,
+    parse_config,
+)
 from async_rl.engine_protocol import EngineFacts
 from async_rl.simulation.faults import (
     FAULTS,
@@ -208,6 +215,20 @@ def sharing(scenario: Scenario) -> Scenario:
         for injection in scenario.injections
     )
     return _with_own_streams(replace(scenario, config=config, injections=injections), "shared")
+
+
+def with_models(scenario: Scenario) -> Scenario:
+    """The same with a teacher that scores every trajectory, whose engines die."""
+    rng, config = random.Random(f"models {scenario.seed}"), scenario.config
+    models = {"teacher": FrozenModelConfig(path=config.model.path, num_engines=rng.choice((1, 2)))}
+    loss = replace(config.trainer.loss, teacher=TeacherConfig(model="teacher"))
+    config = replace(
+        config,
+        models=models,
+        trainer=replace(config.trainer, loss=loss),
+        rollout=replace(config.rollout, top_p=1.0, top_k=-1),
+    )
+    return _with_own_streams(replace(scenario, config=config), "models")
 
 
 def with_workers(scenario: Scenario) -> Scenario:

@@ -450,6 +450,10 @@ class SimulatedWorkers:
                 ours.peer_has_ended = not theirs.is_cut_off
                 del self.ends[name], self._running[name], self._places[name]
 
+    def add_engines(self, engines: Iterable[Engine]) -> None:
+        """Let workers reach further engines."""
+        self._engines |= {engine.engine_id: engine for engine in engines}
+
     def _refuse_if_full(self) -> None:
         if self.on_full_disk is not None:
             note, self.on_full_disk = self.on_full_disk, lambda: None

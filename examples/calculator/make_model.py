@@ -163,7 +163,10 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="where the model goes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--half", action="store_true", help="half as many experts, of half the size")
     arguments = parser.parse_args()
+    if arguments.half:
+        CONFIG.update(num_experts=4, moe_intermediate_size=32)
     make_model(arguments.folder, arguments.seed)
     num_parameters = sum(weight.size for weight in build_weights(arguments.seed).values())
     print(f"{arguments.folder}: Qwen3-MoE with {num_parameters:,} parameters, {VOCAB_SIZE} tokens")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -275,6 +276,28 @@ def test_the_server_listens_on_loopback_only_when_told_to(sglang_world: SGLangWo
         if connection.status == psutil.CONN_LISTEN
     }
     assert addresses == {"127.0.0.1"}  # the store that SGLang's own ranks meet at included
+
+
+async def test_a_prompt_is_scored_as_it_was_sampled_and_in_any_pieces(engine: SGLangEngine) -> None:
+    """Longer than a piece of a chunked prefill (256 tokens), with and without a cached prefix."""
+    sampled = await call(engine, PROMPT, 300, temperature=1.0)
+    token_ids = sampled.sequence
+
+    async def scores(score_from: int, end: int) -> np.ndarray:
+        asked = msgspec.structs.replace(request(token_ids[:end], 0), score_from=score_from)
+        ended = await Call(engine, msgspec.structs.replace(asked, return_routing=False)).run()
+        assert ended.finish is not None
+        assert ended.finish.scores is not None
+        return ended.finish.scores
+
+    whole = await scores(1, len(token_ids))
+    assert len(whole) == len(token_ids) - 1
+    np.testing.assert_allclose(whole[len(PROMPT) - 1 :], sampled.log_probs, atol=1e-4)
+    for score_from, end in ((len(PROMPT), len(token_ids)), (270, len(token_ids)), (2, 40), (39, 40)):
+        if end <= len(token_ids) and score_from < end:
+            np.testing.assert_allclose(
+                await scores(score_from, end), whole[score_from - 1 : end - 1], atol=1e-4
+            )
 
 
 async def test_the_admin_key_is_not_told_to_who_has_the_other_one(sglang_world: SGLangWorld) -> None:

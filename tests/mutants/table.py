@@ -25,6 +25,7 @@ CLOCK: Final = "tests/unit/test_serving_clock.py"
 LEASES: Final = "tests/unit/test_remote_leases.py"
 SPOOL: Final = "tests/unit/test_spool.py"
 WORKERS: Final = "tests/unit/test_rollout_workers.py"
+TEACHER: Final = "tests/unit/test_teacher.py"
 TRAIN: Final = "tests/unit/test_train.py"
 LOOP: Final = "tests/simulation/test_loop.py"
 MISBEHAVING: Final = "tests/simulation/test_misbehaving_loops.py"
@@ -2739,6 +2740,70 @@ MUTANTS: Final = (
         "            await trainer.setup(checkpoint)",
         "            await trainer.setup(None)",
         (CAPTURES,),
+    ),
+    Mutant(
+        "calls-of-teachers-count-as-the-policys",
+        "A call of a teacher or judge, whose weights have version 0, makes its trajectory as old as that.",
+        "async_rl/rollout/workers/relayed_leases.py",
+        "        if not relayed.model:\n            self._on_lease(lease.key, lease.weight_version)",
+        "        if True:\n            self._on_lease(lease.key, lease.weight_version)",
+        ("tests/unit/test_remote_leases.py",),
+    ),
+    Mutant(
+        "calls-of-teachers-go-to-the-policy",
+        "In a worker, a teacher's call is given an engine of the policy, which scores its own tokens.",
+        "async_rl/rollout/workers/relayed_leases.py",
+        "        grant, pool = partial(self._grant_lease, relayed), self._pools[message.model]\n",
+        '        grant, pool = partial(self._grant_lease, relayed), self._pools[""]\n',
+        ("tests/unit/test_remote_leases.py",),
+    ),
+    Mutant(
+        "scores-of-other-tokens-are-kept",
+        "A teacher's log-probs are taken without looking at the tokens that they are of.",
+        "async_rl/engines/sglang/generate_call.py",
+        "        if [token_id for _, token_id, _ in entries] != wanted:\n",
+        "        if False:\n",
+        (SGLANG,),
+    ),
+    Mutant(
+        "tokens-without-scores-have-the-best",
+        "A trajectory that no teacher has scored is trained as if the teacher were certain of each token.",
+        "async_rl/queue/batching.py",
+        "        scores[offsets[index] : offsets[index + 1]] = np.nan if found is None else found\n",
+        "        scores[offsets[index] : offsets[index + 1]] = 0 if found is None else found\n",
+        (TEACHER,),
+    ),
+    Mutant(
+        "the-policy-is-rewarded-for-what-the-teacher-finds-unlikely",
+        "The reward of a token is the reverse KL, not its negative.",
+        "trainer/losses/kl.py",
+        "np.nan_to_num(teacher - log_probs)",
+        "np.nan_to_num(log_probs - teacher)",
+        (TEACHER,),
+    ),
+    Mutant(
+        "the-teachers-loss-ignores-importance-weights",
+        "Tokens of rejected or older answers pull as much towards the teacher as others.",
+        "trainer/losses/policy_loss.py",
+        "config.teacher.coefficient * correction.weights * behind",
+        "config.teacher.coefficient * behind",
+        (TEACHER,),
+    ),
+    Mutant(
+        "a-teacher-may-change-in-a-run",
+        "An engine of a further model serves whatever weights it has after a restart.",
+        "async_rl/engines/frozen_models.py",
+        "        if health.weight_version != self._version:\n",
+        "        if False:\n",
+        ("tests/unit/test_frozen_models.py",),
+    ),
+    Mutant(
+        "other-vocabularies-are-accepted",
+        "A teacher whose token ids mean other text scores what the policy samples.",
+        "async_rl/data/chat_format.py",
+        "        if theirs.get(token) != number:\n",
+        "        if False:\n",
+        (TEACHER,),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,

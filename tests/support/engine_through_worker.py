@@ -115,7 +115,7 @@ async def through_worker(
         theirs = await connecting
         leases = RelayedLeases(
             "rollout-worker-0",
-            pool,
+            {"": pool},
             ours.post,
             lease_s=lease_s,
             clock=clock,

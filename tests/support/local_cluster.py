@@ -17,6 +17,7 @@ from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.spool import no_other_nodes
+from async_rl.simulation.simulated_models import SimulatedModel
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
@@ -131,6 +132,7 @@ class LocalCluster:
         self.trainer = CheckingTrainer(config, step_s)
         self.restarts: list[str] = []
         self.left: list[str] = []
+        self.models: dict[str, SimulatedModel] = {}
         self.workers = SimulatedWorkers(
             config.run.seed,
             cast(ChatFormat, SimulatedChat()),
@@ -139,6 +141,13 @@ class LocalCluster:
             delay_s=lambda: 0.001,
         )
         self.rollout_worker = self.workers.open
+
+    def engines_of(self, model: str) -> SimulatedModel:
+        config = self.trainer.config
+        if model not in self.models:
+            self.models[model] = SimulatedModel(model, config.of_model(model), self.engines[0].facts)
+            self.workers.add_engines(self.models[model].engines)
+        return self.models[model]
 
     async def start_engines(self) -> list[Engine]:
         return [] if self.trainer.config.engine.urls_file else list(self.engines)

@@ -80,7 +80,13 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
             "dynamic_filtering": True,
             "failed_siblings": "retry",
         },
-        "trainer": {"groups_per_batch": 4, "checkpoint_every": 2, "max_restarts": 100},
+        "models": {"teacher": {"path": str(calculator / "model")}},
+        "trainer": {
+            "groups_per_batch": 4,
+            "checkpoint_every": 2,
+            "max_restarts": 100,
+            "loss": {"teacher": {"model": "teacher"}},
+        },
         "routing": {"flip_sample": 1.0},
         "weights": {"transport": "delta"},  # the engines keep no weights: whole files are sent
         "evaluation": {"every": 4, "at_start": True},
@@ -196,7 +202,9 @@ class TroubledCluster(LocalCluster):
         return found and self.found_still.is_set() and not self.to_come
 
     def make_trouble(self, step: int) -> None:
-        """Injects one fault of each remaining kind, each on its own engine."""
+        """Injects one fault of each remaining kind, each on its own engine, and once one on the teacher's."""
+        if step == 2:
+            self.models["teacher"].engines[0].faults.append(Fault("busy"))
         for index, kind in enumerate(self.to_come, start=step):
             engine = self.engines[index % len(self.engines)]
             if not engine.faults:

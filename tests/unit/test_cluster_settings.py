@@ -147,12 +147,26 @@ def test_ray_is_asked_for_what_a_setting_says(tmp_path: Path, silent_ray: Silent
     assert REQUESTS[override](RecordedPlacements.asked)
 
 
+def test_a_model_has_engines_of_its_own_and_places_for_them(tmp_path: Path, silent_ray: SilentRay) -> None:
+    model = f"models={{teacher: {{path: {tmp_path}, num_engines: 2, tp_size: 4}}}}"
+    cluster = cluster_of(tmp_path, model, "engine.device=cuda", "engine.start_timeout_s=70")
+    assert RecordedPlacements.asked["engine"].count == 1
+    frozen = cluster.engines_of("teacher")
+    assert cluster.engines_of("teacher") is frozen
+    asked = RecordedPlacements.asked["engine"]
+    assert (asked.count, asked.resources["GPU"]) == (2, 4)
+    ends_after(frozen.start_engines(), says="teacher-")
+
+
 @in_virtual_time
-async def ends_after(start: Awaitable[Any], error: type[Exception] = EnvironmentNotReady) -> float:
+async def ends_after(
+    start: Awaitable[Any], error: type[Exception] = EnvironmentNotReady, says: str = ""
+) -> float:
     begin_s = asyncio.get_running_loop().time()
     with pytest.raises((error, ExceptionGroup)) as caught:  # a group where several engines start
         await start
     assert isinstance(first_error(caught.value), error)
+    assert says in str(first_error(caught.value))
     return asyncio.get_running_loop().time() - begin_s
 
 

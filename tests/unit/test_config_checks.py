@@ -28,6 +28,22 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("engine={urls: ['http://a:1'], urls_file: b}", "are both set: write the URLs into the file"),
         ("engine.urls=[localhost:30500]", "'localhost:30500', which is no URL: write http://localhost:30500"),
     ],
+    "check_models": [
+        ("models={engine: {path: m}}", "models has the name 'engine'"),
+        ("models={a/b: {path: m}}", "models has the name 'a/b'"),
+        ("models={a: {path: m, urls: [a:1]}}", "which is no URL"),
+        ("trainer.loss.teacher.model=a", "which models does not have (there: none)"),
+        ("trainer.loss.teacher.only=true", "names no teacher"),
+        (
+            "{models: {a: {path: m}}, trainer: {loss: {teacher: {model: a}}}, rollout: {top_k: 20}}",
+            "rollout truncates its sampling",
+        ),
+        (
+            "{models: {a: {path: m}}, trainer: {loss: {teacher: {model: a}}}, "
+            "rollout: {top_p: 0.9, replay_sampling: false}}",
+            "rollout truncates its sampling",
+        ),
+    ],
     "check_layout": [
         ("trainer={num_ranks: 3, layout: {tp: 2}}", "num_ranks is 3, but trainer.layout needs a multiple of"),
         ("trainer={num_ranks: 2, layout: {ep: 4}}", "the experts need a multiple of ep*etp*pp = 4"),

@@ -61,6 +61,7 @@ def test_the_loss_is_its_parts_as_often_as_tokens_count(where, of_kl):
             "importance_truncated_fraction": 1,
             "importance_rejected_fraction": 1,
             "reference_kl": 3 * LOG2**2 / 2,
+            "teacher_kl": 0,
         },
         rel=1e-5,
     )

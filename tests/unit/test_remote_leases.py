@@ -29,7 +29,7 @@ from async_rl.rollout.workers.messages import (
     RevokeLeases,
 )
 from async_rl.rollout.workers.relayed_leases import RelayedLeases
-from async_rl.rollout.workers.remote_calls import RemoteCalls
+from async_rl.rollout.workers.remote_calls import ModelCalls, RemoteCalls
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.virtual_time import in_virtual_time
@@ -220,11 +220,14 @@ class Driver:
         self.engine = simulated(Watched())
         self.pool.add_engine(self.engine)
         self.pool.serve_engine("engine-0", 3)
+        self.teacher = EnginePool(Metrics(), self.clock)
+        self.teacher.add_engine(simulated(Watched(), engine_id="teacher-0"))
+        self.teacher.serve_engine("teacher-0", 0)
         self.posted: list[Message] = []
         self.leased: list[tuple[str, int | None]] = []
         self.leases = RelayedLeases(
             "rollout-worker-0",
-            self.pool,
+            {"": self.pool, "teacher": self.teacher},
             self.posted.append,
             lease_s=LEASE_S,
             clock=self.clock,
@@ -242,6 +245,41 @@ class Driver:
     @property
     def num_calls(self) -> int:
         return self.pool.statistics.load_of("engine-0").calls
+
+
+@in_virtual_time
+async def test_a_call_of_a_teacher_has_its_engine_and_is_none_of_the_policys() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        driver.leases.handle_message(LeaseWanted(lease_id=1, key="a", tokens=9, prompt=9, model="teacher"))
+        granted = driver.posted[-1]
+        assert isinstance(granted, LeaseGranted)
+        assert (granted.engine_id, granted.weight_version) == ("teacher-0", 0)
+        assert (driver.teacher.statistics.load_of("teacher-0").calls, driver.num_calls) == (1, 0)
+        assert driver.leases.holds_lease_of("teacher-0")
+        driver.leases.handle_message(EngineReport(engine_id="teacher-0", kind="failure", text="gone"))
+        assert driver.teacher.needs_repair("teacher-0")
+        driver.leases.handle_message(LeaseEnded(lease_id=1))
+        assert driver.leased == []  # version 0 would make the trajectory too old
+        driver.leases.handle_message(EngineReport(engine_id="engine-9", kind="failure", text="gone"))
+        driver.leases.close()
+        assert driver.leases.is_closed
+
+
+@in_virtual_time
+async def test_calls_of_a_worker_name_their_model() -> None:
+    worker = Worker()
+
+    async def call() -> None:
+        async with ModelCalls(worker.calls, "teacher").lease("a", 9, prompt=9):
+            raise AssertionError("nothing grants it")
+
+    calling = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    calling.cancel()
+    wanted = worker.posted[0]
+    assert isinstance(wanted, LeaseWanted)
+    assert (wanted.model, wanted.tokens, wanted.prompt) == ("teacher", 9, 9)
 
 
 @in_virtual_time

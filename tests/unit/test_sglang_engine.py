@@ -97,6 +97,42 @@ async def test_tokens_rows_and_versions_are_delivered_when_a_stream_ends(server:
     assert [s.weight_version for s in ended.trace.spans] == [4]
 
 
+def scoring(prompt: list[int], score_from: int) -> GenerateRequest:
+    """A call that samples nothing, and asks for log-probs of the prompt."""
+    return msgspec.structs.replace(request(prompt, 0), score_from=score_from, return_routing=False)
+
+
+async def test_a_prompt_is_scored_from_the_token_that_is_asked_for(server: FakeSGLang) -> None:
+    scores = [(None, 6, None), (-1.5, 7, None), (-0.25, 8, None)]
+    server.streams = [[event([], 0, finish_reason=finish("length"), input_token_logprobs=scores)]]
+    async with server.client() as engine:
+        ended = await Call(engine, scoring([5, 6, 7, 8], 2)).run()
+    assert ended.finish is not None
+    assert ended.finish.scores is not None
+    assert ended.finish.scores.tolist() == [-1.5, -0.25]
+    (asked,) = server.requests("generate")
+    assert (asked["logprob_start_len"], asked["return_logprob"]) == (1, True)
+    assert asked["sampling_params"]["max_new_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ([(None, 6, None), (-1.5, 7, None), (-0.25, 9, None)], "not those of its last 2 tokens"),
+        ([(-0.25, 8, None)], "not those of its last 2 tokens"),
+        ([(None, 6, None), (None, 7, None), (-0.25, 8, None)], "missing or above 0"),
+        ([(None, 6, None), (0.5, 7, None), (-0.25, 8, None)], "missing or above 0"),
+    ],
+)
+async def test_scores_of_other_tokens_or_none_are_an_error(
+    server: FakeSGLang, scores: list[tuple[float | None, int, None]], words: str
+) -> None:
+    server.streams = [[event([], 0, finish_reason=finish("length"), input_token_logprobs=scores)]]
+    async with server.client() as engine:
+        with pytest.raises(EngineError, match=words):
+            await Call(engine, scoring([5, 6, 7, 8], 2)).run()
+
+
 async def test_ids_and_both_keys_are_sent_when_a_call_is_made(server: FakeSGLang) -> None:
     server.streams = [[event([1], 1, finish_reason=finish("length"))]]
     async with server.client() as engine:

@@ -7,7 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from async_rl.types import Int64Array
+from async_rl.config import TeacherConfig
+from async_rl.types import Float32Array, Int64Array
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -49,3 +50,26 @@ def sums_to_go(values: np.ndarray, trajectory: Int64Array) -> np.ndarray:
     starts = np.cumsum(totals) - totals
     rest: np.ndarray = totals[trajectory] - (before - starts[trajectory])
     return rest
+
+
+def teacher_advantages(
+    config: TeacherConfig, advantages: Float32Array, log_probs: Float32Array, teacher: Float32Array
+) -> Float32Array:
+    """Returns the advantages of tokens with the reward that a teacher gives each of them, `[S]`.
+
+    With `where: reward` it is `coefficient · (teacher - log_probs)`, the negative reverse KL at the sampled
+    token. No baseline is subtracted and later tokens do not count: a discount of 0, as in the source.
+
+    Args:
+        config: The settings of the teacher.
+        advantages: `[S]`, from the rewards; left out with `only`.
+        log_probs: `[S]`, of the policy that the update starts from.
+        teacher: `[S]`, of the teacher; NaN for tokens that it has not scored.
+
+    Source: Kevin Lu and Thinking Machines Lab, "On-Policy Distillation" (2025), "reverse KL" and the
+    pseudocode of its implementation; arXiv 2306.13649 (GKD), section 3.
+    """
+    rewarded = np.zeros_like(advantages) if config.only else advantages
+    if config.where == "loss":
+        return rewarded
+    return rewarded + np.float32(config.coefficient) * np.nan_to_num(teacher - log_probs)

@@ -22,6 +22,7 @@ SUMS = (
     "importance_truncated_fraction",
     "importance_rejected_fraction",
     "reference_kl",
+    "teacher_kl",
 )
 """The quantities that each micro-batch sums over its trained tokens; the metrics are their means."""
 
@@ -41,6 +42,8 @@ class TrainedTokens(NamedTuple):
     sequences: Sequences
     reference_log_probs: torch.Tensor | None = None
     """Log-probs of the reference policy, if there is a KL penalty."""
+    teacher_log_probs: torch.Tensor | None = None
+    """Log-probs of the teacher, if there is one; NaN for tokens that it has not scored."""
 
 
 def policy_sums(
@@ -53,8 +56,10 @@ def policy_sums(
     """Returns the summed loss of one micro-batch's trained tokens, and its sums in the order of `SUMS`.
 
     `loss = objective + kl · coefficient - entropy · bonus`, each token multiplied by its weight; tokens of
-    rejected answers add nothing. `ppo_kl` is the k1 estimator, the mean of proximal minus current log-probs
-    over tokens of the behaviour policy, as is usual in the literature; it may be negative.
+    rejected answers add nothing. With `teacher.where: loss`, `w · k2(log_probs, teacher)` is added, times its
+    coefficient, with the importance weight `w`: the gradient of k2 at sampled tokens is that of the reverse
+    KL, `E[(log p - log q) · grad log p]`. `ppo_kl` is the k1 estimator, the mean of proximal minus current
+    log-probs over tokens of the behaviour policy, as is usual in the literature; it may be negative.
 
     Args:
         config: The settings of the loss.
@@ -63,7 +68,9 @@ def policy_sums(
         entropy: `[n]`, entropies of its distributions, with gradient.
         tokens: The other inputs of the same tokens.
 
-    Source: k1: John Schulman, "Approximating KL Divergence" (2020).
+    Source: k1: John Schulman, "Approximating KL Divergence" (2020). Reverse KL to a teacher on the policy's
+    own tokens: arXiv 2306.13649 (GKD), section 3, and arXiv 2306.08543 (MiniLLM), equation 1; k2 as a loss:
+    arXiv 2506.09477.
     """
     old = log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
     correction = importance_correction(
@@ -86,6 +93,12 @@ def policy_sums(
     if tokens.reference_log_probs is not None and config.kl.where == "loss":
         distance = kl_estimate(config.kl.estimator, log_probs, tokens.reference_log_probs)
         loss = loss + config.kl.coefficient * kept * distance
+    behind = torch.zeros_like(log_probs)
+    if tokens.teacher_log_probs is not None:
+        scored = ~tokens.teacher_log_probs.isnan()
+        behind = torch.where(scored, log_probs - tokens.teacher_log_probs.nan_to_num(), behind)
+        if config.teacher.where == "loss":
+            loss = loss + config.teacher.coefficient * correction.weights * behind.square() / 2
     loss = loss * tokens.weights
     with torch.no_grad():
         away = torch.zeros_like(log_probs)
@@ -103,6 +116,7 @@ def policy_sums(
                     correction.bounded,
                     correction.rejected,
                     away,
+                    behind,
                 )
             ]
         )
@@ -132,7 +146,7 @@ NO_UPDATES = UpdateSums(torch.zeros(len(SUMS), dtype=torch.float64), 0)
 
 
 def mean_metrics(
-    updates: UpdateSums, later: UpdateSums, *, bypass: bool, reference: bool
+    updates: UpdateSums, later: UpdateSums, *, bypass: bool, reference: bool, teacher: bool
 ) -> dict[str, float]:
     """Returns the metrics of a batch's updates.
 
@@ -146,10 +160,12 @@ def mean_metrics(
             current log-probs then combines staleness and engine mismatch in every update, and is reported
             under another name.
         reference: Whether there is a reference policy.
+        teacher: Whether there is a teacher.
     """
     named = updates.means()
     return named | {
         "ppo_kl": later.means()["ppo_kl"] if later.trained and not bypass else math.nan,
         "ppo_kl_bypass": named["ppo_kl"] if bypass else math.nan,
         "reference_kl": named["reference_kl"] if reference else math.nan,
+        "teacher_kl": named["teacher_kl"] if teacher else math.nan,
     }

@@ -31,6 +31,7 @@ from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_run_tasks, order_of
 from async_rl.data.feeder import Feeder
 from async_rl.engine_protocol import Engine
+from async_rl.engines.frozen_models import check_served_model
 from async_rl.engines.membership import read_urls
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.model_files import check_weights
@@ -233,20 +234,6 @@ async def try_out(
                 await manager.drained.wait()
     finally:
         queue.close()
-
-
-def check_served_model(config: Config, engine_id: str, serves: str) -> None:
-    """Check that an external server serves the model of the config.
-
-    Raises:
-        ConfigError: It serves another one.
-    """
-    external = isinstance(config.engine, SGLangEngines) and (config.engine.urls or config.engine.urls_file)
-    if external and serves and Path(serves).resolve() != Path(config.model.path).resolve():
-        raise ConfigError(
-            f"engine {engine_id} serves {serves}, but model.path is {config.model.path}: start it with that "
-            "model, or leave out engine.urls, so that one is started here"
-        )
 
 
 class _TrajectoryReporter(Observer):

@@ -9,6 +9,7 @@ import math
 from typing import Final, Literal, cast
 
 import msgspec
+import numpy as np
 
 from async_rl.engine_protocol import (
     Chunk,
@@ -29,7 +30,7 @@ from async_rl.errors import (
     VersionMismatch,
 )
 from async_rl.runtime.untrusted_json import UNREADABLE
-from async_rl.types import SamplingMask, VersionSpan
+from async_rl.types import Float32Array, SamplingMask, VersionSpan
 
 
 class _SamplingParams(msgspec.Struct):
@@ -54,6 +55,7 @@ class _Body(msgspec.Struct):
     return_routed_experts: bool
     return_sampling_mask: bool
     routed_experts_start_len: int
+    logprob_start_len: int = -1
     return_logprob: bool = True
     stream: bool = True
 
@@ -73,6 +75,7 @@ class _WeightSpan(msgspec.Struct, gc=False):
 class _Meta(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
     finish_reason: _FinishReason | None = None
     weight_version: str | None = None
     weight_versions: list[_WeightSpan] | None = None
@@ -159,6 +162,8 @@ def encode_request(request: GenerateRequest, stream_interval: int = 1) -> bytes:
             return_routed_experts=request.return_routing,
             return_sampling_mask=request.return_mask,
             routed_experts_start_len=request.routing_start,
+            # The first position that is asked for has no log-prob.
+            logprob_start_len=-1 if request.score_from is None else request.score_from - 1,
         )
     )
 
@@ -205,7 +210,8 @@ class CallAccount:
         request, token_bytes = self._request, _TOKEN_BYTES
         if request.return_mask:
             token_bytes += _KEPT_ID_BYTES * max(1, request.sampling.top_k)
-        return _LARGEST_EVENT_BYTES + token_bytes * request.max_new_tokens
+        scored = 0 if request.score_from is None else len(request.input_ids) - request.score_from + 1
+        return _LARGEST_EVENT_BYTES + token_bytes * (request.max_new_tokens + scored)
 
     @property
     def max_rows(self) -> int:
@@ -387,9 +393,27 @@ class CallAccount:
             reason=cast(Literal["stop", "length", "abort"], finish.type),
             version_spans=() if omits_rows and meta.weight_version is None else self._spans(meta),
             routing=routing,
+            scores=None if finish.type == "abort" else self._scores(meta),
             cached_tokens=meta.cached_tokens,
             retractions=tuple(self._retractions),
         )
+
+    def _scores(self, meta: _Meta) -> Float32Array | None:
+        """Returns the log-probs of the prompt that were asked for, checked against its tokens."""
+        begin = self._request.score_from
+        if begin is None:
+            return None
+        wanted = self._request.input_ids[begin:].tolist()
+        entries = meta.input_token_logprobs[-len(wanted) :]
+        if [token_id for _, token_id, _ in entries] != wanted:
+            raise EngineError(
+                f"{self._engine_id} sent log-probs of {len(meta.input_token_logprobs)} tokens of a prompt, "
+                f"not those of its last {len(wanted)} tokens"
+            )
+        scores = np.array([math.nan if value is None else value for value, *_ in entries], np.float32)
+        if not (scores <= _LOG_PROB_ROUNDING).all():
+            raise EngineError(f"{self._engine_id} sent a log-prob of a prompt that is missing or above 0")
+        return scores
 
     def _payload(self, text: RoutingText | memoryview, version: int) -> RoutingPayload:
         data, fault = memoryview(b""), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,5 +50,7 @@ class SessionContext(ConversationContext):
     """How weight updates interrupt engine calls."""
     new_id: Callable[[], str]
     """Returns a unique id for each engine request."""
+    models: Mapping[str, EngineCalls] = field(default_factory=dict)
+    """The engines of further models, teachers and judges, by the model's name."""
     recoveries: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_RECOVERING))
     """Held while a trajectory recovers its routing rows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.queue.archive import InspectedTrajectories
@@ -23,6 +25,7 @@ def choose_backend(
     inspected: InspectedTrajectories | None = None,
     journal: Journal | None = None,
     journals: JournalFolders | None = None,
+    models: Mapping[str, EnginePool] | None = None,
     name: str = "rollout-worker",
 ) -> RolloutBackend:
     """Return the backend that the config asks for.
@@ -36,6 +39,7 @@ def choose_backend(
         inspected: Keeps a copy of each trajectory for inspection.
         journal: The journal of sessions in this process; None: they have none.
         journals: The journals of workers; None: they have none.
+        models: The engines of further models, which `context` has too, by the model's name.
         name: The name of a worker begins with it.
 
     Raises:
@@ -50,6 +54,7 @@ def choose_backend(
             context.clock,
             spool,
             journals,
+            models=models,
             inspected=inspected,
             name=name,
         )

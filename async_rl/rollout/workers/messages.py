@@ -159,6 +159,8 @@ class LeaseWanted(Message, frozen=True, kw_only=True, eq=False):
     key: str
     tokens: int
     prompt: int
+    model: str = ""
+    """A model in `models`; empty: the policy."""
 
 
 class CallStarted(Message, frozen=True, kw_only=True, eq=False):

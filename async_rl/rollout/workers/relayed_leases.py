@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -56,10 +56,11 @@ _SILENT_S: Final = 1.0
 class _RelayedLease:
     """One lease of the worker, from its request to its return. It has no task: messages are its events."""
 
-    __slots__ = ("actor", "call", "lease", "lease_id", "wait")
+    __slots__ = ("actor", "call", "lease", "lease_id", "model", "wait")
 
-    def __init__(self, lease_id: int, key: str) -> None:
+    def __init__(self, lease_id: int, key: str, model: str) -> None:
         self.lease_id = lease_id
+        self.model = model
         self.lease: Lease | None = None
         """The lease of the pool, once that has been asked for it."""
         self.actor = acting("trajectory", key).begin()
@@ -78,7 +79,7 @@ class RelayedLeases(LeaseHolder):
     """The leases of one incarnation of a worker.
 
     Example:
-        >>> leases = RelayedLeases("rollout-worker-0", pool, link.post, lease_s=5.0, clock=clock)
+        >>> leases = RelayedLeases("rollout-worker-0", {"": pool}, link.post, lease_s=5.0, clock=clock)
         >>> leases.handle_message(message)  # for each message of the worker that concerns engines
         >>> await leases.expire()  # the worker has ended
     """
@@ -86,7 +87,7 @@ class RelayedLeases(LeaseHolder):
     def __init__(
         self,
         name: str,
-        pool: EnginePool,
+        pools: Mapping[str, EnginePool],
         post: Callable[[Message], None],
         *,
         lease_s: float,
@@ -97,15 +98,15 @@ class RelayedLeases(LeaseHolder):
 
         Args:
             name: The worker.
-            pool: The engines.
+            pools: The engines of each model by its name; those of the policy have an empty one.
             post: Sends a message to the worker.
             lease_s: How long leases are valid after a heartbeat that was answered.
             clock: Monotonic seconds.
             on_lease: Called with a trajectory and the version that its call samples under, and with None when
-                the call has ended.
+                the call has ended. Calls of other models than the policy sample nothing of it.
         """
         self._name = name
-        self._pool = pool
+        self._pools = pools
         self._post = post
         self._lease_s = lease_s
         self._clock = clock
@@ -116,7 +117,8 @@ class RelayedLeases(LeaseHolder):
         self._numbers = count(1)
         self._renewed_s = -math.inf
         """When leases were renewed last: the worker's own time of it is earlier."""
-        pool.lease_holders[self] = None
+        for pool in pools.values():
+            pool.lease_holders[self] = None
 
     # -- messages of the worker ----------------------------------------------------------------------------
 
@@ -135,9 +137,11 @@ class RelayedLeases(LeaseHolder):
             case EngineReport():
                 self._record_report(message)
             case PrefixShared():
-                self._pool.share_cached_prefix(message.key, message.other)
+                for pool in self._pools.values():
+                    pool.share_cached_prefix(message.key, message.other)
             case TrajectoryForgotten():
-                self._pool.forget_trajectory(message.key)
+                for pool in self._pools.values():
+                    pool.forget_trajectory(message.key)
             case LeasesRevoked():
                 if (answered := self._revocations.pop(message.number, None)) is not None:
                     answered.set_result(None)
@@ -190,7 +194,7 @@ class RelayedLeases(LeaseHolder):
     @property
     def is_closed(self) -> bool:
         """Whether the worker holds no lease and never will again."""
-        return self not in self._pool.lease_holders
+        return not any(self in pool.lease_holders for pool in self._pools.values())
 
     async def expire(self) -> None:
         """Return all leases once the worker, which is lost, can no longer use them."""
@@ -201,7 +205,8 @@ class RelayedLeases(LeaseHolder):
 
     def close(self) -> None:
         """Return all leases now: the worker's process has ended."""
-        self._pool.lease_holders.pop(self, None)
+        for pool in self._pools.values():
+            pool.lease_holders.pop(self, None)
         self._return_leases()
         for answered in self._revocations.values():
             answered.set_result(None)
@@ -221,13 +226,14 @@ class RelayedLeases(LeaseHolder):
 
     def _request_lease(self, message: LeaseWanted) -> None:
         """Ask the pool for a lease, which the worker is granted at once if an engine has capacity."""
-        relayed = self._leases[message.lease_id] = _RelayedLease(message.lease_id, message.key)
-        grant = partial(self._grant_lease, relayed)
-        relayed.lease = self._pool.request_lease(
+        relayed = _RelayedLease(message.lease_id, message.key, message.model)
+        self._leases[message.lease_id] = relayed
+        grant, pool = partial(self._grant_lease, relayed), self._pools[message.model]
+        relayed.lease = pool.request_lease(
             message.key, message.tokens, prompt=message.prompt, on_placed=grant
         )
         if relayed.call is None:
-            wait = waiting("engine", why=self._pool.dispatcher.describe_states)
+            wait = waiting("engine", why=pool.dispatcher.describe_states)
             relayed.wait = wait.begin(relayed.actor)
 
     def _grant_lease(self, relayed: _RelayedLease, lease: Lease) -> None:
@@ -240,7 +246,8 @@ class RelayedLeases(LeaseHolder):
         relayed.call.__enter__()
         lease.holder = self
         lease.on_drop = lambda why: self._post(DropCall(lease_id=lease_id, why=why))
-        self._on_lease(lease.key, lease.weight_version)
+        if not relayed.model:
+            self._on_lease(lease.key, lease.weight_version)
         self._post(
             LeaseGranted(
                 lease_id=lease_id,
@@ -259,10 +266,11 @@ class RelayedLeases(LeaseHolder):
         if relayed.wait is not None:
             relayed.wait.end(succeeded=relayed.call is not None)
         relayed.actor.end()
-        self._on_lease(relayed.lease.key, None)
+        if not relayed.model:
+            self._on_lease(relayed.lease.key, None)
         if relayed.call is not None:
             relayed.call.__exit__(None, None, None)
-        self._pool.return_lease(relayed.lease)  # others may be granted at once
+        self._pools[relayed.model].return_lease(relayed.lease)  # others may be granted at once
 
     def _record_progress(self, lease_id: int, received: int) -> None:
         relayed = self._leases.get(lease_id)
@@ -283,7 +291,10 @@ class RelayedLeases(LeaseHolder):
         self._return_lease(lease_id)
 
     def _record_report(self, report: EngineReport) -> None:
-        pool, engine_id, text = self._pool, report.engine_id, report.text
+        engine_id, text = report.engine_id, report.text
+        pool = next((pool for pool in self._pools.values() if engine_id in pool), None)
+        if pool is None:  # it has left
+            return
         match report.kind:
             case "strike":
                 pool.record_strike(engine_id, EngineError(text))

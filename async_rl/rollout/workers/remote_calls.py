@@ -18,7 +18,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from typing import Final
 
@@ -130,8 +130,8 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
     # -- for sessions --------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AsyncIterator[Lease]:
-        """Implements `EngineCalls.lease`."""
+    async def lease(self, key: str, tokens: int, *, prompt: int = 0, model: str = "") -> AsyncIterator[Lease]:
+        """Implements `EngineCalls.lease`, also for the engines of a model in `models`."""
         if (pause_s := self._resumes_s - self._clock()) > 0:
             with waiting("engine", why=lambda: "this worker had no descriptor for a connection"):
                 await asyncio.sleep(pause_s)
@@ -139,7 +139,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         lease.lease_id = next(self._numbers)
         lease.granted = asyncio.get_running_loop().create_future()
         self._leases[lease.lease_id] = lease
-        self._post(LeaseWanted(lease_id=lease.lease_id, key=key, tokens=tokens, prompt=prompt))
+        self._post(LeaseWanted(lease_id=lease.lease_id, key=key, tokens=tokens, prompt=prompt, model=model))
         try:
             with waiting("engine"):
                 await lease.granted
@@ -290,3 +290,28 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         for lease in list(self._leases.values()):
             if lease.placed:
                 lease.drop(why)
+
+
+class ModelCalls(EngineCalls):
+    """Implements `EngineCalls` in a worker for the engines of a model in `models`."""
+
+    def __init__(self, calls: RemoteCalls, model: str) -> None:
+        """Make calls through those of the worker."""
+        self._calls = calls
+        self._model = model
+
+    def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AbstractAsyncContextManager[Lease]:
+        """Implements `EngineCalls.lease`."""
+        return self._calls.lease(key, tokens, prompt=prompt, model=self._model)
+
+    def record_strike(self, engine_id: str, error: EngineError) -> None:
+        """Implements `EngineCalls.record_strike`."""
+        self._calls.record_strike(engine_id, error)
+
+    def share_cached_prefix(self, key: str, other: str) -> None:
+        """Implements `EngineCalls.share_cached_prefix`."""
+        self._calls.share_cached_prefix(key, other)
+
+    def forget_trajectory(self, key: str) -> None:
+        """Implements `EngineCalls.forget_trajectory`."""
+        self._calls.forget_trajectory(key)

@@ -56,7 +56,7 @@ from async_rl.rollout.workers.messages import (
     WorkerFailed,
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector
-from async_rl.rollout.workers.remote_calls import ConnectEngine, RemoteCalls
+from async_rl.rollout.workers.remote_calls import ConnectEngine, ModelCalls, RemoteCalls
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
@@ -148,6 +148,7 @@ class RolloutWorker:
             routing=config.routing,
             interrupt=config.weights.interrupt,
             new_id=new_id,
+            models={name: ModelCalls(self._calls, name) for name in config.models},
         )
         self._metrics = metrics
         self._backend = LocalBackend(config, context, frames, inspected)

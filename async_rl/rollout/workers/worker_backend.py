@@ -251,6 +251,7 @@ class WorkerBackend(RolloutBackend):
         spool: Spool | NoSpool,
         folders: JournalFolders | None = None,
         *,
+        models: Mapping[str, EnginePool] | None = None,
         inspected: InspectedTrajectories | None = None,
         name: str = "rollout-worker",
     ) -> None:
@@ -264,6 +265,7 @@ class WorkerBackend(RolloutBackend):
             clock: Monotonic seconds.
             spool: Has a folder for each worker, and holds the frames that they write.
             folders: The journals of the run; without, workers keep none.
+            models: The engines of further models, by the model's name.
             inspected: Where workers keep a copy of each trajectory for inspection.
             name: The name of a worker begins with it.
         """
@@ -276,7 +278,7 @@ class WorkerBackend(RolloutBackend):
         self._folders = folders
         self._open_worker = open_worker
         self._metrics = metrics
-        self._pool = pool
+        self._pools = {"": pool, **(models or {})}
         self._clock = clock
         self._serving_clock = pool.serving_clock
         self.workers: dict[str, WorkerHandle] = {}
@@ -488,7 +490,7 @@ class WorkerBackend(RolloutBackend):
     def _new_leases(self, worker: WorkerHandle) -> RelayedLeases:
         leases = RelayedLeases(
             worker.name,
-            self._pool,
+            self._pools,
             worker.post,
             lease_s=LEASE_S,
             clock=self._clock,

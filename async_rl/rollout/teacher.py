@@ -1,0 +1,122 @@
+"""The teacher of on-policy distillation: scores the tokens of each trajectory that the policy has finished.
+
+```
+ finished trajectory ──► one call of a teacher's engine, which prefills it ──► log-prob of each sampled token
+                            ▲ the engine failed: the next lease                    a column of its frame
+                            └─────────────────────
+```
+
+The call samples nothing and needs no chat template: teacher and policy have the same tokens. Scores are
+those of the finished trajectory, so an interruption or a restart before it leaves nothing to restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import msgspec
+import numpy as np
+
+from async_rl.engine_protocol import Finish, GenerateRequest, SamplingParams
+from async_rl.engines.engine_calls import EngineCalls
+from async_rl.errors import EngineError, RequestRefused, RolloutError
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.waits import waiting
+from async_rl.types import Float32Array, Sampled, Trajectory
+
+
+class Teacher:
+    """Scores trajectories.
+
+    Example:
+        >>> teacher = Teacher("teacher", context.models["teacher"], context.new_id, metrics, time.monotonic)
+        >>> (scored,) = await teacher.score_trajectories([trajectory])
+        >>> scored.teacher_log_probs[scored.response_mask]
+    """
+
+    def __init__(
+        self,
+        name: str,
+        calls: EngineCalls,
+        new_id: Callable[[], str],
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """Score with the engines of a model.
+
+        Args:
+            name: Its name in `models`.
+            calls: Gives leases of its engines.
+            new_id: Returns a unique id for each engine request.
+            metrics: Times the scoring.
+            clock: Monotonic seconds.
+        """
+        self._name = name
+        self._calls = calls
+        self._new_id = new_id
+        self._metrics = metrics
+        self._clock = clock
+
+    async def score_trajectories(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """Return trajectories with their `teacher_log_probs`; those without a sampled token as they are.
+
+        Raises:
+            RolloutError: The teacher refuses the tokens of one.
+        """
+        try:
+            async with Nursery() as scoring:
+                scored = [
+                    scoring.start_task(f"score {each.trajectory_id}", self._score_trajectory(each))
+                    for each in trajectories
+                ]
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+        return [each.result() for each in scored]
+
+    async def _score_trajectory(self, trajectory: Trajectory) -> Trajectory:
+        own = np.concatenate(
+            [
+                np.full(
+                    len(segment.token_ids), isinstance(segment, Sampled) and i >= trajectory.num_inherited
+                )
+                for i, segment in enumerate(trajectory.segments)
+            ]
+        )
+        if not own.any():
+            return trajectory
+        start, end = int(own.argmax()), len(own) - int(own[::-1].argmax())
+        began_s = self._clock()
+        scores = np.zeros(len(own), np.float32)
+        with waiting("teacher", self._name):
+            scores[start:end] = await self._score_tokens(trajectory.token_ids[:end], start)
+        self._metrics.model_call_seconds.labels(self._name).observe(self._clock() - began_s)
+        scores[~own] = 0
+        return msgspec.structs.replace(trajectory, teacher_log_probs=scores)
+
+    async def _score_tokens(self, token_ids: np.ndarray, start: int) -> Float32Array:
+        """Ask engines until one answers: those that fail are quarantined, and leases wait for the others."""
+        while True:
+            key, finish = self._new_id(), None
+            async with self._calls.lease(key, len(token_ids), prompt=len(token_ids)) as lease:
+                request = GenerateRequest(
+                    request_id=f"{key}-{lease.restart_count}.{lease.epoch}",
+                    input_ids=token_ids,
+                    max_new_tokens=0,
+                    sampling=SamplingParams(),
+                    score_from=start,
+                )
+                try:
+                    async with aclosing(lease.generate(request)) as stream:
+                        async for event in stream:
+                            if isinstance(event, Finish):
+                                finish = event
+                except RequestRefused as error:
+                    raise RolloutError(f"the teacher {self._name!r} refuses a trajectory: {error}") from error
+                except EngineError:
+                    self._metrics.model_retries_total.labels(self._name).inc()
+                finally:
+                    self._calls.forget_trajectory(key)
+            if finish is not None and finish.scores is not None:
+                return finish.scores

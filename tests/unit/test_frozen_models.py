@@ -1,0 +1,178 @@
+"""Models of `models`: engines of their own, with the machinery of the policy's, that are never updated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from async_rl.config import Config, SGLangEngines, apply_override, load_config, parse_config, to_builtins
+from async_rl.engine_protocol import Engine, EngineHealth
+from async_rl.engines.frozen_models import FrozenModel
+from async_rl.engines.lease import EngineState
+from async_rl.engines.model_facts import load_facts
+from async_rl.errors import ConfigError
+from async_rl.observability.metrics import Metrics
+from async_rl.run.preflight import check_config
+from async_rl.runtime.supervision import services
+from async_rl.simulation.simulated_models import SimulatedModel
+from async_rl.simulation.virtual_time import in_virtual_time
+from tests.support.run_config import MOE, write_run, write_weights
+
+TREE: Final = {"model": {"path": "policy"}, "models": {"teacher": {"path": "big"}}}
+
+
+def config_of(*overrides: str) -> Config:
+    tree: dict[str, Any] = json.loads(json.dumps(TREE))
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+def engines_of(config: Config) -> SGLangEngines:
+    assert isinstance(config.engine, SGLangEngines)
+    return config.engine
+
+
+SETTINGS: Final[dict[str, Callable[[Config], Any]]] = {
+    "path=huge": lambda config: config.model.path,
+    "dtype=float32": lambda config: config.model.dtype,
+    "num_engines=3": lambda config: config.engine.num_engines,
+    "urls=[http://a:1]": lambda config: engines_of(config).urls,
+    "tp_size=2": lambda config: engines_of(config).tp_size,
+    "context_length=5000": lambda config: engines_of(config).context_length,
+    "max_running_requests=5": lambda config: config.engine.max_running_requests,
+    "max_total_tokens=700": lambda config: engines_of(config).max_total_tokens,
+    "extra_args=[--schedule-policy=lpm]": lambda config: engines_of(config).extra_args,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_engines_of_a_model_have_its_settings(setting: str) -> None:
+    key = setting.partition("=")[0]
+    changed = config_of(f"models.teacher.{setting}").of_model("teacher")
+    tree: dict[str, Any] = {}
+    apply_override(tree, setting)
+    assert SETTINGS[setting](changed) == tree[key]
+    assert SETTINGS[setting](config_of().of_model("teacher")) != tree[key]
+
+
+def test_the_rest_of_their_settings_is_that_of_the_policys_engines() -> None:
+    config = config_of("engine.stall_s=7", "engine.tp_size=4", "engine.extra_args=[--x]", "run.seed=3")
+    frozen = config.of_model("teacher")
+    assert (engines_of(frozen).stall_s, frozen.run.seed, frozen.routing.replay) == (7, 3, "off")
+    assert (engines_of(frozen).tp_size, engines_of(frozen).extra_args) == (1, [])
+
+
+def folder_of_run(folder: Path) -> Path:
+    """A run with a teacher that both have no tokenizer."""
+    path = write_run(folder)
+    (folder / "big").mkdir()
+    (folder / "big" / "config.json").write_text(json.dumps(MOE | {"max_position_embeddings": 100}))
+    write_weights(folder / "big")
+    return path
+
+
+def test_a_teacher_with_a_shorter_context_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = folder_of_run(tmp_path)
+    models = f"models={{teacher: {{path: {tmp_path / 'big'}}}}}"
+    config = load_config(path, [models, "trainer.loss.teacher.model=teacher"])
+    with pytest.raises(ConfigError, match="has a context of 100 tokens"):
+        check_config(config)
+    assert check_config(load_config(path, [models]))  # a judge may have one
+
+
+def frozen_model(
+    folder: Path, *, num_engines: int = 2, metrics: Metrics | None = None
+) -> tuple[FrozenModel, SimulatedModel]:
+    """A model on simulated engines, in the time of the running loop."""
+    (folder / "config.json").write_text(json.dumps(MOE))
+    tree = {
+        "model": {"path": "policy"},
+        "models": {"judge": {"path": str(folder), "num_engines": num_engines}},
+        "engine": {
+            "kind": "simulated",
+            "prefill_tokens_per_s": 3000.0,
+            "probe_s": 1.0,
+            "restart_delay_s": 0.0,
+            "max_outage_s": 5.0,
+        },
+    }
+    config = parse_config(tree).of_model("judge")
+    processes = SimulatedModel("judge", config, load_facts(folder), restart_s=0.5)
+    clock = asyncio.get_running_loop().time
+    return FrozenModel("judge", config, processes, metrics or Metrics(), clock), processes
+
+
+@in_virtual_time
+async def test_an_engine_that_dies_is_restarted_and_serves_the_same_weights(tmp_path: Path) -> None:
+    metrics = Metrics()
+    model, processes = frozen_model(tmp_path, metrics=metrics)
+    await model.start_engines()
+    async with services(**model.services):
+        await asyncio.sleep(0.1)
+        processes.kill_engine(0, noticed=True)
+        assert len(model.pool.engines(EngineState.SERVING)) == 1
+        await asyncio.sleep(1.0)
+        assert len(model.pool.engines(EngineState.SERVING)) == 2
+        assert {model.pool.version_of(name) for name in ("judge-0", "judge-1")} == {0}
+    value = metrics.registry.get_sample_value
+    assert value("async_rl_engine_restarts_total", {"engine": "judge-0", "result": "ok"}) == 1
+    assert value("async_rl_engine_up", {"engine": "judge-1"}) == 1
+    assert value("async_rl_engine_weight_version", {"engine": "judge-1"}) is None  # nothing is behind
+    async with model.pool.lease("a", tokens=3, prompt=3):
+        count = value("async_rl_stage_wait_seconds_count", {"stage": "engine"})
+        assert not count  # it is about rollouts
+
+
+class UpdatedEngine:
+    """An engine whose weights somebody else has changed."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(weight_version=3, model_path="")
+
+
+@in_virtual_time
+async def test_an_engine_with_other_weights_than_before_does_not_serve(tmp_path: Path) -> None:
+    model, processes = frozen_model(tmp_path, num_engines=1)
+    await model.start_engines()
+    (engine,) = processes.engines
+    async with services(**model.services):
+        await asyncio.sleep(0.1)
+        engine.health = UpdatedEngine().health  # type: ignore[method-assign]
+        await asyncio.sleep(3.0)
+        assert not model.pool.engines(EngineState.SERVING)
+        assert "its weights must not change in a run" in str(model.pool.error_of("judge-0"))
+
+
+@in_virtual_time
+async def test_a_server_with_another_model_is_refused(tmp_path: Path) -> None:
+    config = config_of("models.teacher.urls=['http://127.0.0.1:1']").of_model("teacher")
+
+    class Processes:
+        async def start_engines(self) -> list[Engine]:
+            return [engine]  # type: ignore[list-item]
+
+        async def restart_engine(self, engine_id: str) -> None: ...
+
+        async def watch_engines(self, died: Any) -> None: ...
+
+    class Other:
+        engine_id = "teacher-0"
+
+        async def health(self) -> EngineHealth:
+            return EngineHealth(weight_version=0, model_path="/models/other")
+
+    engine = Other()
+    model = FrozenModel("teacher", config, Processes(), Metrics(), asyncio.get_running_loop().time)
+    with pytest.raises(ConfigError, match=r"serves /models/other, but models.teacher.path is big"):
+        await model.start_engines()
+
+
+def test_the_config_of_a_run_survives_as_plain_values() -> None:
+    config = config_of("models.teacher.tp_size=2")
+    assert parse_config(to_builtins(config)) == config
