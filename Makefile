@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup hashes tools quickstart test test-long mutants check bench simulate soak monitor prometheus docs chaos gpu-proof
+.PHONY: help setup hashes tools quickstart test test-long mutants check bench simulate soak monitor prometheus docs chaos setup-gpu gpu-proof
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -8,6 +8,9 @@ help:  ## List the targets.
 
 setup:  ## Make .venv as requirements/ pins it (instant when it is current).
 	@scripts/setup.sh
+
+setup-gpu:  ## Make .venv-gpu for NVIDIA GPUs, with TransformerEngine built here (needs driver and CUDA toolkit).
+	@scripts/setup-gpu.sh
 
 hashes:  ## Write the hashes of all pinned packages into requirements/, after a change of a version.
 	@$(PYTHON) scripts/hashes.py

@@ -6,11 +6,13 @@ loss. Pure, and without torch unless the config names an objective of the user's
 
 from __future__ import annotations
 
+import importlib.util
 from typing import NamedTuple
 
 from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import load_facts, read_config
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.runtime.devices import detect_device
 from trainer.losses.trial import try_loss
 
 KNOWN_MODEL_TYPES = (
@@ -43,6 +45,7 @@ def check(config: Config) -> None:
 
     Raises:
         ConfigError: When it cannot.
+        EnvironmentNotReady: When this machine has a GPU and lacks what the trainer needs to use it well.
     """
     path = config.model.path
     model = read_config(path)
@@ -55,6 +58,31 @@ def check(config: Config) -> None:
     sizes = ModelSizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
     check_layout(config.trainer.layout, sizes)
     try_loss(config)
+    if config.trainer.device != "cpu" and detect_device() == "cuda":
+        there = importlib.util.find_spec("transformer_engine") is not None
+        check_fused_layers(config, None if there else "is not installed")
+
+
+def check_fused_layers(config: Config, problem: str | None) -> None:
+    """Refuses to train an MoE model in bfloat16 on GPUs without TransformerEngine.
+
+    Megatron-Core would use its own layers, which compute one expert after the other, without a message.
+
+    Args:
+        config: The run's config.
+        problem: Why TransformerEngine cannot be used; None if it can.
+
+    Raises:
+        EnvironmentNotReady: It is needed and cannot be used.
+    """
+    needed = config.trainer.require_transformer_engine and config.model.dtype == "bfloat16"
+    if problem is None or not needed or not load_facts(config.model.path).is_moe:
+        return
+    raise EnvironmentNotReady(
+        f"TransformerEngine {problem}. Without it Megatron-Core computes the experts of a layer one after "
+        "the other, many times slower: run `make setup-gpu`, or set trainer.require_transformer_engine=false "
+        "to train all the same"
+    )
 
 
 def check_model_type(kind: str, path: str) -> None:

@@ -60,6 +60,7 @@ from trainer.losses.turns import (
     turn_of_tokens,
     turn_returns,
 )
+from trainer.megatron.cpu import has_transformer_engine
 from trainer.megatron.model import LossFunction, MegatronModel, MicroBatchInputs
 from trainer.megatron.offload import TrainerOffload, memory_saver
 from trainer.megatron.packing import (
@@ -74,6 +75,7 @@ from trainer.megatron.packing import (
 )
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.replay import check_rows
+from trainer.validate import check_fused_layers
 from trainer.weights.snapshot import WeightSnapshot, side_stream
 from trainer.weights.weight_export import WeightExport
 from trainer.weights.weight_manifest import check_exported, served_specs
@@ -166,6 +168,8 @@ class TrainerWorker:
         config, trainer = self.config, self.config.trainer
         try_loss(config)  # this node may lack the user's module
         device = choose_device(trainer.device, self._rank)
+        if device.type == "cuda":
+            check_fused_layers(config, None if has_transformer_engine() else "is not installed")
         saver = memory_saver() if config.placement.shared and device.type == "cuda" else None
         start_process_groups(
             self._rank,

@@ -57,6 +57,13 @@ def _run_train(parsed: argparse.Namespace) -> int:
     return train(parsed.config, parsed.overrides)
 
 
+def _add_check_options(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--here", action="store_true", help="also check this machine: driver, CUDA toolkit, compile caches"
+    )
+
+
 def _run_check(parsed: argparse.Namespace) -> int:
     from async_rl.config import load_config
     from async_rl.config.reference import resolved_yaml
@@ -70,6 +77,10 @@ def _run_check(parsed: argparse.Namespace) -> int:
         findings += check_config(config)
     if config.sft.path is not None:
         findings += check_sft(config)
+    if parsed.here:
+        from async_rl.run.this_machine import describe_machine
+
+        findings += describe_machine()
     print_text(resolved_yaml(config), end="")
     for finding in findings:
         print_text(f"# {finding}")
@@ -441,7 +452,7 @@ COMMANDS: tuple[Command, ...] = (
         "Checks the config, the model's files, every row of the dataset and all dotted paths, and prints the "
         "resolved config with the bounds that follow from it. Of a config with sft.path it checks the "
         "conversations, too.",
-        _add_config,
+        _add_check_options,
         _run_check,
     ),
     Command(

@@ -31,6 +31,15 @@ class EnginesConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 500.0
+    first_call_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description=(
+                "Added to `stall_s` until an engine has sent its first token after a start, because kernels "
+                "are compiled at their first use, seconds; null: 300 where the driver sees a GPU, else 0."
+            )
+        ),
+    ] = None
     probe_s: Annotated[
         float,
         Meta(gt=0, description="Interval of health probes to an engine that sends nothing, seconds."),

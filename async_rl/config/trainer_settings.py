@@ -298,6 +298,15 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     device: Annotated[
         Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU if torch sees one.")
     ] = "auto"
+    require_transformer_engine: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Refuse to train an MoE model in bfloat16 on GPUs without TransformerEngine: Megatron's own "
+                "layers compute the experts one after the other, many times slower."
+            )
+        ),
+    ] = True
     layout: LayoutConfig = LayoutConfig()
     groups_per_batch: Annotated[int, Meta(ge=1, description="Groups consumed by one step.")] = 8
     micro_batch_tokens: Annotated[

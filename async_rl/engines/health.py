@@ -19,12 +19,15 @@ import logging
 from collections.abc import Callable
 from typing import Final, Literal
 
-from async_rl.config import EnginesConfig
+from msgspec.structs import replace
+
+from async_rl.config import EnginesConfig, SGLangEngines
 from async_rl.engine_protocol import Engine
 from async_rl.engines.lease import EngineLoad, EngineState
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import EngineBusy, EngineError, EngineTimeout, LocalShortage, VersionMismatch
 from async_rl.observability.metrics import Metrics
+from async_rl.runtime.devices import detect_device
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
 
@@ -38,6 +41,9 @@ overtaken: one never began, though others that were sent later did.
 _CHECKS_PER_STALL: Final = 8
 """So that a stall is found at most an eighth of `engine.stall_s` late."""
 
+_COMPILE_S: Final = 300.0
+"""Longest time that an engine on a GPU compiles kernels in its first call."""
+
 _CHECKS_PER_PROBE: Final = 4
 """So that a probe is at most a quarter of `engine.probe_s` late."""
 
@@ -48,7 +54,8 @@ def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding |
     Args:
         load: Its load, and when its calls last made progress.
         now: The time on the same clock.
-        config: `stall_s`, extended by the longest time that the engine's prefills can take.
+        config: `stall_s`, extended by the longest time that the engine's prefills can take, and before its
+            first token by the time in which it compiles kernels (`first_call_s`).
 
     Returns:
         None while nothing is wrong, or while it is too early to tell.
@@ -56,6 +63,8 @@ def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding |
     if not load.calls:
         return None
     limit_s = config.stall_s + load.prefill_tokens / config.min_prefill_tokens_per_s
+    if not load.has_answered:
+        limit_s += config.first_call_s or 0.0
     if now - load.progress_s > limit_s and not load.unobserved:
         return "silent"
     # All streams decode together; time in which none did (prefills go first) does not count.
@@ -64,6 +73,14 @@ def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding |
     if load.overtaken_s is not None and now - load.overtaken_s > limit_s:
         return "overtaken"
     return None
+
+
+def first_call_limit(config: EnginesConfig) -> float:
+    """Returns `engine.first_call_s`, in seconds, or what applies without it."""
+    if config.first_call_s is not None:
+        return config.first_call_s
+    on_gpu = isinstance(config, SGLangEngines) and config.device != "cpu" and detect_device() == "cuda"
+    return _COMPILE_S if on_gpu else 0.0
 
 
 class HealthWatch:
@@ -85,7 +102,7 @@ class HealthWatch:
             clock: Monotonic seconds.
         """
         self._pool = pool
-        self._config = config
+        self._config = replace(config, first_call_s=first_call_limit(config))
         self._metrics = metrics
         self._clock = clock
         self._interval_s = min(config.probe_s / _CHECKS_PER_PROBE, config.stall_s / _CHECKS_PER_STALL)

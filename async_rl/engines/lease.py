@@ -63,6 +63,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """When a later call received its first token before the oldest call without one."""
     unobserved: bool = False
     """Whether a process that makes some of the calls is silent, so that nothing is known of them."""
+    has_answered: bool = True
+    """Whether it has sent a token since it was started."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +96,8 @@ class EngineSlot:
         self.reserved = False
         """Whether it serves evaluations only."""
         self.restart_count = 0
+        self.has_answered = False
+        """Whether it has sent a token since it was started."""
         self.epoch = 0
         self.num_flushes = 0
         """Number of flushes of the prefix cache; an `in_place` update does not flush it."""
@@ -175,6 +179,7 @@ class EngineSlot:
             silent_since_s=silent.heard_s if silent is not None else None,
             overtaken_s=queued.overtaken_s if queued is not None else None,
             unobserved=any(call.is_unobserved for call in self.calls()),
+            has_answered=self.has_answered,
         )
 
 

@@ -199,6 +199,7 @@ class LeaseDispatcher:
         engine_id = lease.engine.engine_id
         self._pause_s = _SHORTAGE_PAUSE_S
         if self._slots.get(engine_id) is lease.slot:
+            lease.slot.has_answered = True
             pressure = lease.slot.back_pressure
             pressure.record_accepted_call(self._clock())
             lease.slot.refusals.record_accepted_request(self._clock())

@@ -186,6 +186,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         """Let a quarantined engine that was restarted load the current weights."""
         slot = self._slots[engine_id]
         slot.restart_count += 1
+        slot.has_answered = False
         slot.weight_version = -1
         slot.strikes.clear()
         slot.back_pressure, slot.refusals = BackPressure(), RequestRefusals()

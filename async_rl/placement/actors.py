@@ -86,6 +86,21 @@ def use_private_compile_cache() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
+def prepare_rank_environment(cpus: float) -> None:
+    """Set what OpenMP, NCCL and CUDA of a trainer rank read when they start.
+
+    Args:
+        cpus: The cores that Ray has reserved for the rank.
+    """
+    # OpenMP threads of several ranks that spin for each other stall a machine with few cores for seconds.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
+    # As SGLang sets it: ranks and engines that broadcast weights to each other must allocate alike.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    # Megatron starts an exchange right before the kernels that it overlaps with: in one hardware queue these
+    # do not delay it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 class RankActor(NodeActor):
     """One trainer rank in a process of its own."""
 
@@ -93,8 +108,7 @@ class RankActor(NodeActor):
         die_with_parent()
         if gpu is not None:  # shared with an engine, to which Ray has assigned it
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        # OpenMP threads of several ranks that spin for each other stall a machine with few cores for seconds.
-        os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
+        prepare_rank_environment(cpus)
         use_private_compile_cache()
         self._worker: Any = None
 

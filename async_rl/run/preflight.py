@@ -19,7 +19,6 @@ from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prom
 from async_rl.data.template_rewrites import describe_rewrites
 from async_rl.engines.model_facts import check_model, check_served_by_sglang, load_facts
 from async_rl.engines.model_files import check_weights
-from async_rl.engines.sglang.server import detect_device
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.observability.console_report import derived_bounds
 from async_rl.observability.metrics import Metrics
@@ -28,6 +27,7 @@ from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.run.descriptor_needs import check_descriptors
 from async_rl.run.memory_needs import describe_memory
+from async_rl.runtime.devices import detect_device
 from async_rl.runtime.loading import extend_import_path
 
 

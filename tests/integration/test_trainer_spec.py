@@ -5,13 +5,15 @@ and that the names of its parameters lead to those of Hugging Face.
 """
 
 import importlib.util
+import sys
+import types
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from async_rl.config import LayoutConfig, parse_config
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, EnvironmentNotReady
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
@@ -47,7 +49,17 @@ def deepseek(tmp_path_factory):
 def test_transformer_engine_is_taken_when_there_is_a_gpu_to_run_it(monkeypatch, gpu, installed, taken):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setitem(
+        sys.modules, "transformer_engine.pytorch", types.ModuleType("transformer_engine.pytorch")
+    )
     assert cpu.has_transformer_engine() == taken
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(EnvironmentNotReady, match=r"is installed, but cannot be imported .*make setup-gpu"):
+        cpu.has_transformer_engine()
 
 
 def test_its_spec_and_kernels_are_asked_for_when_transformer_engine_is_taken(moe, monkeypatch):

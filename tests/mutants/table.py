@@ -43,6 +43,7 @@ FORGED_TURNS: Final = "tests/unit/test_forged_turns.py"
 PRINTED: Final = "tests/unit/test_printed_text.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
+GUARD: Final = "tests/unit/test_engine_guard.py"
 CAPTURES: Final = "tests/unit/test_captures.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
@@ -2675,6 +2676,47 @@ MUTANTS: Final = (
         "            entries = [(value, 0, None) for value in meta.output_token_sampling_logprobs]\n",
         "",
         (SAMPLING_MASKS,),
+    ),
+    # -- GPUs -------------------------------------------------------------------------------------------
+    Mutant(
+        "guard-unlinks-older-files",
+        "The guard of a server removes shared memory that was there before it.",
+        "async_rl/engines/sglang/guard.py",
+        "    leftovers -= before\n",
+        "",
+        (GUARD,),
+    ),
+    Mutant(
+        "guard-unlinks-memory-of-others",
+        "The guard of a server removes shared memory that another process uses.",
+        "async_rl/engines/sglang/guard.py",
+        "    if leftovers:\n        leftovers -=",
+        "    if False:\n        leftovers -=",
+        (GUARD,),
+    ),
+    Mutant(
+        "guard-unlinks-weights",
+        "The guard of a server removes files in shared memory that the server only reads.",
+        "async_rl/engines/sglang/guard.py",
+        'permissions[1:4:2] == "ws"',
+        "permissions",
+        (GUARD,),
+    ),
+    Mutant(
+        "moe-without-fused-layers",
+        "A GPU without TransformerEngine trains an MoE, many times slower.",
+        "trainer/validate.py",
+        "    if problem is None or not needed",
+        "    if True or not needed",
+        ("tests/unit/test_gpu_setup.py",),
+    ),
+    Mutant(
+        "a-restarted-engine-is-warm",
+        "The first call after a restart has no time to compile kernels.",
+        "async_rl/engines/pool.py",
+        "        slot.has_answered = False\n",
+        "        slot.has_answered = True\n",
+        ("tests/unit/test_health.py",),
     ),
     # -- captures ---------------------------------------------------------------------------------------
     Mutant(

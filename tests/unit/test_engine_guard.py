@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -78,6 +81,52 @@ def test_shared_memory_is_unlinked_when_the_server_leaves_some(tmp_path: Path) -
         process.terminate()
         process.wait(10)
     assert not mapped.exists()
+
+
+MAPPINGS = {
+    "weights that it only reads": ("rb", "mmap.ACCESS_READ"),
+    "weights that it maps privately": ("r+b", "mmap.ACCESS_COPY"),
+    "memory of another process": ("r+b", "mmap.ACCESS_WRITE"),
+}
+
+
+@pytest.mark.parametrize("kind", MAPPINGS)
+def test_files_in_shared_memory_stay_when_others_made_them(tmp_path: Path, kind: str) -> None:
+    mode, access = MAPPINGS[kind]
+    theirs = Path(f"/dev/shm/async_rl_guard_test_{os.getpid()}_theirs")
+    making = theirs.with_suffix(".making")
+    command = (
+        "import mmap, os, time\n"
+        f"while not os.path.exists({str(theirs)!r}): time.sleep(0.01)\n"
+        f"f = open({str(theirs)!r}, {mode!r}); m = mmap.mmap(f.fileno(), 4096, access={access}); {SERVER}"
+    )
+    try:
+        with start(tmp_path / "scratch", [sys.executable, "-c", command]) as process:
+            time.sleep(0.5)  # the guard has seen what was there before its server
+            with making.open("w+b") as file:
+                file.truncate(4096)
+                making.rename(theirs)
+                with mmap.mmap(file.fileno(), 4096) if access == "mmap.ACCESS_WRITE" else nullcontext():
+                    process.stdout.readline()
+                    process.terminate()
+                    process.wait(10)
+        assert theirs.exists()
+    finally:
+        theirs.unlink()
+
+
+def test_files_in_shared_memory_stay_when_they_are_older_than_the_server(tmp_path: Path) -> None:
+    older = Path(f"/dev/shm/async_rl_guard_test_{os.getpid()}_older")
+    older.write_bytes(bytes(4096))
+    command = f"import mmap; f = open({str(older)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 4096); " + SERVER
+    try:
+        with start(tmp_path / "scratch", [sys.executable, "-c", command]) as process:
+            process.stdout.readline()
+            process.terminate()
+            process.wait(10)
+        assert older.exists()
+    finally:
+        older.unlink()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

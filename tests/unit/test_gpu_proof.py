@@ -122,6 +122,8 @@ def test_megatron_is_imported_without_warnings_when_transformer_engine_is_there(
         "from importlib import util; real = util.find_spec\n"
         "import torch; torch.cuda.is_available = lambda: True\n"
         "util.find_spec = lambda name, *a: object() if name == 'transformer_engine' else real(name, *a)\n"
+        "import sys, types\n"
+        "sys.modules['transformer_engine.pytorch'] = types.ModuleType('transformer_engine.pytorch')\n"
         "compiled = torch.compile\n"
         "from trainer.megatron import cpu\n"
         "assert cpu.has_transformer_engine() and torch.compile is compiled\n"

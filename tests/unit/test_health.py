@@ -11,9 +11,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from async_rl.config import SimulatedEngines
+from async_rl.config import SGLangEngines, SimulatedEngines
 from async_rl.engine_protocol import Engine, PayloadProgress
-from async_rl.engines.health import HealthWatch, find_stall
+from async_rl.engines.health import HealthWatch, find_stall, first_call_limit
 from async_rl.engines.lease import BoundedRequest, EngineLoad
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import CallLost
@@ -62,6 +62,31 @@ def test_an_engine_is_judged_by_what_its_calls_did(
     assert find_stall(msgspec.structs.replace(WELL, **changed), now, CONFIG) == finding
 
 
+@pytest.mark.parametrize(
+    ("first_call_s", "device", "has_answered", "limit_s"),
+    [
+        (100.0, "cpu", False, 160.0),
+        (100.0, "cpu", True, 60.0),
+        (None, "cpu", False, 60.0),
+        (None, "cuda", False, 360.0),
+        (None, "cuda", True, 60.0),
+    ],
+)
+def test_an_engine_may_compile_kernels_before_its_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+    first_call_s: float | None,
+    device: str,
+    has_answered: bool,
+    limit_s: float,
+) -> None:
+    monkeypatch.setattr("async_rl.engines.health.detect_device", lambda: device)
+    config = SGLangEngines(stall_s=60.0, first_call_s=first_call_s)
+    config = msgspec.structs.replace(config, first_call_s=first_call_limit(config))
+    load = msgspec.structs.replace(WELL, has_answered=has_answered)
+    assert find_stall(load, WELL.progress_s + limit_s, config) is None
+    assert find_stall(load, WELL.progress_s + limit_s + 1, config) == "silent"
+
+
 @asynccontextmanager
 async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterator[ManualPool]:
     async with Nursery() as nursery:
@@ -104,6 +129,25 @@ async def test_an_idle_engine_that_stopped_is_noticed_before_it_is_needed() -> N
         await asyncio.sleep(60.0)
         assert bench.state("a") is EngineState.QUARANTINED
         assert bench.state("b") is EngineState.SERVING
+
+
+@in_virtual_time
+async def test_the_first_call_after_a_restart_has_time_to_compile_kernels_and_later_ones_have_not() -> None:
+    async with watched("a", config=msgspec.structs.replace(CONFIG, first_call_s=200.0)) as bench:
+        for limit_s in (260.0, 60.0):
+            begin = asyncio.get_running_loop().time()
+            running = bench.start("t1", prompt=10)
+            await asyncio.wait([running])
+            assert limit_s <= asyncio.get_running_loop().time() - begin <= limit_s + 10.0
+            assert bench.state("a") is EngineState.QUARANTINED
+            bench.pool.rejoin_engine("a")
+            bench.pool.serve_engine("a", 0)
+            if limit_s == 260.0:
+                running = bench.start("t2", prompt=10)
+                await settle()
+                bench.engines["a"].say(1, tokens(3))
+                bench.engines["a"].say(1, END)
+                await asyncio.wait([running])
 
 
 @in_virtual_time

@@ -9,6 +9,7 @@ name, and a newer version may need more of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -55,8 +56,27 @@ _MODULES_THAT_WARN = (
 
 
 def has_transformer_engine() -> bool:
-    """Whether the fused layers can be used, which need TransformerEngine and a GPU."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    """Whether the fused layers can be used, which need TransformerEngine and a GPU.
+
+    Raises:
+        EnvironmentNotReady: It is installed and cannot be imported. Megatron-Core would fail later, or take
+            classes that do nothing in its place.
+    """
+    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+        return False
+    _load_transformer_engine()
+    return True
+
+
+@functools.cache
+def _load_transformer_engine() -> None:
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        raise EnvironmentNotReady(
+            f"TransformerEngine is installed, but cannot be imported ({type(error).__name__}: {error}), as "
+            "when it was built for another torch: run `make setup-gpu`, or uninstall it"
+        ) from error
 
 
 def fuses_layers(dtype: torch.dtype) -> bool:

@@ -8,7 +8,9 @@ driver or Ray actor ── starts ──► guard ── starts ──► server
 The guard leads a session of its own, so all these processes share its process group. It ends the group when
 the server ends, on SIGTERM, or when its parent has ended for whatever reason: a pidfd becomes readable even
 after SIGKILL, and unlike PR_SET_PDEATHSIG it refers to the process, not to the thread that started the guard.
-The guard also removes the group's shared memory and its scratch folder.
+The guard also removes the group's scratch folder and its shared memory: files in /dev/shm that the group maps
+shared and writable, that appeared after the guard's start, and that no other process has mapped. Others stay,
+such as weights that the server reads there and buckets of the trainer.
 
 Usage: guard.py PARENT_PID SCRATCH_DIR GRACE_S COMMAND…
 """
@@ -29,6 +31,7 @@ _SCAN_S = 5
 def main() -> int:
     """Run the command; return its exit code."""
     parent, scratch, grace_s, command = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
+    before = set(Path("/dev/shm").rglob("*"))
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell)
@@ -43,7 +46,7 @@ def main() -> int:
         orphaned = os.getppid() != parent
     except ProcessLookupError:
         orphaned = True
-    shared: set[str] = set()
+    shared: set[Path] = set()
     while not orphaned and not poller.poll(_SCAN_S * 1000):
         # When a server ends by itself, its mappings are gone, so they are recorded while it runs.
         shared |= _shared_memory(_members())
@@ -52,32 +55,46 @@ def main() -> int:
         ended = select.poll()
         ended.register(server_fd, select.POLLIN)
         ended.poll(grace_s * 1000)
-    _end_group(shared)
+    _end_group(shared, before)
     shutil.rmtree(scratch, ignore_errors=True)
     code = server.wait()
     return code if code >= 0 else 128 - code  # of a signal, as shells report it
 
 
-def _end_group(shared: set[str]) -> None:
-    """Kill all other processes of our group, and unlink the shared memory that they have or had mapped."""
+def _end_group(shared: set[Path], before: set[Path]) -> None:
+    """Kill all other processes of our group, and unlink the shared memory that they left.
+
+    Args:
+        shared: What they had mapped while they ran.
+        before: The files in /dev/shm when the guard started.
+    """
     leftovers = set(shared)
     while members := _members():
         leftovers |= _shared_memory(members)  # of all before any is killed: the death of one can end others
         for process in members:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+    leftovers -= before
+    if leftovers:
+        leftovers -= _shared_memory([int(entry) for entry in os.listdir("/proc") if entry.isdigit()])
     for path in leftovers:
-        Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
-def _shared_memory(processes: list[int]) -> set[str]:
-    """Returns the files in /dev/shm that these processes have mapped and that still have a name."""
-    found: set[str] = set()
+def _shared_memory(processes: list[int]) -> set[Path]:
+    """Return the files in /dev/shm that these processes have mapped shared and writable, and that have a
+    name.
+
+    A server maps what it only reads without the permission to write, or privately.
+    """
+    found: set[Path] = set()
     for process in processes:
-        with suppress(ProcessLookupError, FileNotFoundError):
-            maps = Path(f"/proc/{process}/maps").read_text().splitlines()
-            found.update(line.split(maxsplit=5)[5] for line in maps if " /dev/shm/" in line)
-    return {path for path in found if not path.endswith(" (deleted)")}
+        with suppress(ProcessLookupError, FileNotFoundError, PermissionError):
+            for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+                _, permissions, _, _, _, *name = line.split(maxsplit=5)
+                if name and name[0].startswith("/dev/shm/") and permissions[1:4:2] == "ws":
+                    found.add(Path(name[0]))
+    return {path for path in found if path.exists()}  # others end in " (deleted)"
 
 
 def _members() -> list[int]:

@@ -9,7 +9,6 @@ in the driver, in a Ray actor and in a test.
 from __future__ import annotations
 
 import asyncio
-import glob
 import importlib.metadata
 import os
 import random
@@ -27,6 +26,7 @@ from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang import aborted_rows, narrow_launcher
 from async_rl.errors import EnvironmentNotReady
+from async_rl.runtime.devices import detect_device
 
 _HERE = Path(__file__).parent
 
@@ -224,6 +224,8 @@ class SGLangServer:
         environment = {"PYTHONWARNINGS": "ignore"} | environment
         if self._saves_memory:
             environment |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+        # As the trainer's ranks have it, which broadcast weights to this server.
+        environment.setdefault("NCCL_CUMEM_ENABLE", "0")
         if self._device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return environment
@@ -273,20 +275,6 @@ class SGLangServer:
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
             await self.wait()
-
-
-def detect_device() -> str:
-    """Returns `cuda` if this process may use a GPU and its torch supports CUDA, else `cpu`.
-
-    It reads files and metadata, because importing torch would take seconds.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = visible is not None and visible.strip() in ("", "-1")
-    try:
-        cpu_only = importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        cpu_only = True
-    return "cuda" if glob.glob("/dev/nvidia[0-9]*") and not hidden and not cpu_only else "cpu"
 
 
 def free_port(host: str) -> int:

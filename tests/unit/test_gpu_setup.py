@@ -1,0 +1,304 @@
+"""`make setup-gpu`, `check --here` and refusals without TransformerEngine; stand-ins for a GPU's programs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli.main import main
+from async_rl.config import load_config
+from async_rl.errors import EnvironmentNotReady
+from async_rl.placement.actors import prepare_rank_environment
+from async_rl.run import this_machine
+from tests.gpu import first_kernel
+from tests.support.run_config import write_run
+from trainer import validate
+from trainer.validate import check_fused_layers
+
+ROOT = Path(__file__).parents[2]
+FAKE_PYTHON = """#!/bin/bash
+# Stands in for Python and pip: makes environments of itself and writes down what is installed into them.
+case "$*" in
+  "-c import sys, ensurepip"*) exit 0 ;;
+  "--version") echo "Python 3.11.9" ;;
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-c import sysconfig"*) echo /site-packages ;;
+  "-m pip install"*)
+    echo "pip ${*:4} CPATH=$CPATH" >> "$CALLS"
+    [[ -z $FAILS || "$*" != *$FAILS* ]] || { echo "ERROR: no such version"; exit 1; } ;;
+  *) echo "run $*" >> "$CALLS" ;;
+esac
+"""
+
+
+class Machine:
+    """A copy of what the script reads, and a PATH on which everything is a stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin = folder, folder / "bin"
+        self.bin.mkdir()
+        for path in ("scripts/setup-gpu.sh", "requirements/gpu.txt", "pyproject.toml"):
+            (folder / path).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
+        self.write("nvidia-smi", "echo 580.159.03")
+        self.write("nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.48'")
+        self.write("python3.11", FAKE_PYTHON.partition("\n")[2])
+
+    def write(self, name: str, program: str) -> None:
+        (self.bin / name).write_text(f"#!/bin/bash\n{program}\n")
+        (self.bin / name).chmod(0o755)
+
+    def set_up(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.folder / "scripts" / "setup-gpu.sh"],
+            env={"PATH": f"{self.bin}:/usr/bin:/bin", "CALLS": str(self.folder / "calls"), **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_torch_comes_first_and_transformer_engine_is_built_against_it(machine: Machine) -> None:
+    done = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    torch, fused, others, kernel = machine.calls
+    assert torch.startswith("pip --disable-pip-version-check --no-input torch==2.14.1 setuptools wheel ninja")
+    assert "--no-build-isolation transformer-engine[core_cu13,pytorch]==2.11.0" in fused
+    headers = "/site-packages/nvidia"
+    assert f"CPATH={headers}/cudnn/include:{headers}/nccl/include:{headers}/cu13/include" in fused
+    assert "-r requirements/gpu.txt --editable .[rewards]" in others
+    assert kernel == "run -m tests.gpu.first_kernel"
+    again = machine.set_up()
+    assert (again.returncode, again.stdout, len(machine.calls)) == (0, "", 4)
+
+
+def test_an_environment_that_was_not_finished_is_made_again(machine: Machine) -> None:
+    done = machine.set_up(FAILS="transformer-engine")
+    assert done.returncode == 3
+    assert "ERROR: no such version" in done.stderr
+    assert "TransformerEngine, compiled here: some minutes (2 of 4) failed; all of the output" in done.stderr
+    assert len(machine.calls) == 2
+    assert machine.set_up().returncode == 0
+    assert len(machine.calls) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "message"),
+    [
+        ("nvidia-smi", "exit 9", "nvidia-smi names no driver"),
+        ("nvidia-smi", "echo 550.54.15", "the driver is 550.54.15; CUDA 13 needs 580 or newer"),
+        ("nvcc", "echo 'release 12.8, V12.8.1'", "nvcc is of CUDA 12; torch in requirements/gpu.txt"),
+        ("python3.11", "exit 1", "needs Python 3.11 with venv"),
+    ],
+)
+def test_what_the_machine_lacks_is_named_before_anything_is_installed(
+    machine: Machine, name: str, program: str, message: str
+) -> None:
+    machine.write(name, program)
+    done = machine.set_up(PYTHON="python3.11")
+    assert done.returncode == 3
+    assert message in done.stderr
+    assert machine.calls == []
+    assert not (machine.folder / ".venv-gpu").exists()
+
+
+def test_a_machine_without_a_driver_is_refused(machine: Machine) -> None:
+    (machine.bin / "nvidia-smi").unlink()
+    done = machine.set_up()
+    assert done.returncode == 3
+    assert "nvidia-smi is not on the PATH" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["requirements/gpu.txt", ".[sglang,megatron]"])
+def test_pip_finds_versions_that_fit_together(what: str, tmp_path: Path) -> None:
+    """Without TransformerEngine's extension, whose metadata needs the torch that it is built against."""
+    wanted = tmp_path / "requirements.txt"
+    if what.endswith(".txt"):
+        lines = (ROOT / what).read_text().splitlines()
+        kept = [line.replace("[core_cu13,pytorch]", "[core_cu13]") for line in lines]
+        wanted.write_text("\n".join(kept))
+        arguments = ["-r", str(wanted), str(ROOT)]
+    else:
+        arguments = [f"{ROOT}[sglang,megatron]"]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    done = subprocess.run(
+        [*command, "--report", "-", *arguments], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert '"sglang"' in done.stdout
+
+
+# -- the last step of the set-up
+
+
+def test_a_package_that_cannot_be_imported_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_kernel, "import_packages", lambda: ["no such package"])
+    assert first_kernel.main() == 1
+    assert "Error: no such package" in capsys.readouterr().err
+
+
+def test_imports_fail_one_by_one() -> None:
+    (failure,) = first_kernel.import_packages(("json", "no_such_package"))
+    assert failure.startswith("no_such_package cannot be imported: ModuleNotFoundError")
+
+
+def test_a_kernel_that_does_not_compute_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(first_kernel, "import_packages", list)
+    monkeypatch.setattr(first_kernel, "KERNELS", {"torch": broken})
+    assert first_kernel.main() == 1
+    assert "torch does not compute: RuntimeError: no kernel image" in capsys.readouterr().err
+
+
+# -- async-rl check --here
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(tmp_path)
+    machine.write("nvidia-smi", "echo '580.159.03, NVIDIA H100 80GB HBM3'")
+    monkeypatch.setenv("PATH", f"{machine.bin}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(this_machine, "detect_device", lambda: "cuda")
+    monkeypatch.setattr(this_machine, "describe_transformer_engine", lambda: "can be imported")
+    return machine
+
+
+def test_check_shows_what_this_machine_has(
+    gpu: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cache" / "triton").mkdir(parents=True)
+    (tmp_path / "cache" / "triton" / "kernel.so").touch()
+    assert main(["check", str(write_run(tmp_path)), "--here"]) == 0
+    out = capsys.readouterr().out
+    assert "# here: driver and GPUs: 580.159.03, NVIDIA H100 80GB HBM3" in out
+    assert "# here: CUDA toolkit 13.0" in out
+    assert "# here: TransformerEngine can be imported" in out
+    assert f"# here: kernels compiled for engines, in {tmp_path / 'cache'}: 1 files" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "message"),
+    [
+        (
+            "nvidia-smi",
+            "echo '550.54.15, NVIDIA A100'",
+            "driver is 550.54.15, NVIDIA A100; CUDA 13",
+        ),
+        ("nvidia-smi", "exit 9", "driver is not found by nvidia-smi"),
+        ("nvcc", "echo 'release 12.8, V12.8.1'", "CUDA toolkit is release 12.8"),
+    ],
+)
+def test_check_names_what_this_machine_lacks(
+    gpu: Machine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    program: str,
+    message: str,
+) -> None:
+    gpu.write(name, program)
+    assert main(["check", str(write_run(tmp_path)), "--here"]) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_check_says_that_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(write_run(tmp_path)), "--here"]) == 0
+    assert "# here: no GPU, or a torch without CUDA" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "can be imported"),
+        ("raise ImportError('undefined symbol: _ZN3')", "undefined symbol: _ZN3"),
+    ],
+)
+def test_a_transformer_engine_of_another_torch_is_found_by_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str
+) -> None:
+    assert "is not installed" in this_machine.describe_transformer_engine()
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    (tmp_path / "transformer_engine" / "pytorch.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if content:
+        with pytest.raises(EnvironmentNotReady, match=said):
+            this_machine.describe_transformer_engine()
+    else:
+        assert this_machine.describe_transformer_engine() == said
+
+
+# -- the trainer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "code"),
+    [
+        ((), "cuda", 3),
+        ((), "cpu", 0),
+        (("trainer.device=cpu",), "cuda", 0),
+        (("model.dtype=float32",), "cuda", 0),
+        (("trainer.require_transformer_engine=false",), "cuda", 0),
+    ],
+)
+def test_an_moe_in_bfloat16_is_refused_on_a_gpu_without_transformer_engine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...],
+    device: str,
+    code: int,
+) -> None:
+    monkeypatch.setattr(validate, "detect_device", lambda: device)
+    path = write_run(tmp_path)
+    assert main(["check", str(path), "model.dtype=bfloat16", *overrides]) == code
+    err = capsys.readouterr().err
+    assert ("TransformerEngine is not installed. Without it" in err) == bool(code)
+
+
+def test_what_a_missing_transformer_engine_means_is_said(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path), ["model.dtype=bfloat16"])
+    check_fused_layers(config, None)
+    with pytest.raises(EnvironmentNotReady, match=r"one after the other, .*: run `make setup-gpu`"):
+        check_fused_layers(config, "is not installed")
+
+
+@pytest.mark.parametrize("given", [{}, {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}])
+def test_ranks_have_the_settings_of_nccl_that_servers_have(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    for name in ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "to be restored")
+        os.environ.pop(name)
+    os.environ.update(given)
+    prepare_rank_environment(4.0)
+    expected: dict[str, Any] = {"NCCL_CUMEM_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | given
+    assert {name: os.environ[name] for name in expected} == expected
+    assert os.environ["OMP_NUM_THREADS"] == "4"
