@@ -9,7 +9,6 @@ name, and a newer version may need more of them.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -68,7 +67,6 @@ def has_transformer_engine() -> bool:
     return True
 
 
-@functools.cache
 def _load_transformer_engine() -> None:
     try:
         importlib.import_module("transformer_engine.pytorch")
