@@ -593,6 +593,23 @@ TRAINER: Final = (
         unit="none",
     ),
     Panel(
+        "Critic: explained variance, clipped values",
+        "Share of the variance of returns that values explain; near 0 a critic is no better than a constant. "
+        "With trainer.loss.advantages: gae only.",
+        (
+            Query(value("value_explained_variance"), "explained"),
+            Query(value("value_clip_fraction"), "clipped"),
+        ),
+        unit="percentunit",
+        below_zero=True,
+    ),
+    Panel(
+        "Critic: loss, gradient norm",
+        "With trainer.loss.advantages: gae only.",
+        (Query(value("value_loss"), "loss"), Query(value("critic_grad_norm"), "norm")),
+        unit="none",
+    ),
+    Panel(
         "Learning rate",
         "Value at each step.",
         (Query(value("learning_rate"), "rate"),),

@@ -2,9 +2,10 @@
 
 ```
 train_step(batch) ─ check routing rows ─ plan updates and micro-batches
-    ─► [log-probs of the proximal and the reference policy: forward only, where needed] ─► advantages
+    ─► [log-probs of the proximal and the reference policy, values: forward only, where needed] ─► advantages
     ─► for each update: forward and backward over micro-batches, with routing replay
                          ─► finite, and no spike? ─► optimizer step, or the update is skipped and counted
+                         ─► [the same for the critic, if there is one]
     ─► metrics, summed over ranks
 ```
 
@@ -38,6 +39,7 @@ from trainer import logprob_mismatch
 from trainer.checkpoints import loading
 from trainer.checkpoints.saving import CheckpointSaver, make_saver
 from trainer.collectives import raise_on_all_ranks
+from trainer.critic import Critic, ValueTargets
 from trainer.losses.advantages import (
     Estimator,
     estimate_advantages,
@@ -47,6 +49,7 @@ from trainer.losses.advantages import (
     overlong_penalty,
 )
 from trainer.losses.corrections import rejected_answers
+from trainer.losses.gae import explained_variance, gae, token_rewards
 from trainer.losses.kl import kl_estimate, sums_to_go, teacher_advantages
 from trainer.losses.log_probs import KeptTokens
 from trainer.losses.objectives import load_objective, token_weights
@@ -61,7 +64,7 @@ from trainer.losses.turns import (
     turn_returns,
 )
 from trainer.megatron.cpu import has_transformer_engine
-from trainer.megatron.model import LossFunction, MegatronModel, MicroBatchInputs
+from trainer.megatron.model import LossFunction, MegatronModel
 from trainer.megatron.offload import TrainerOffload, memory_saver
 from trainer.megatron.packing import (
     MicroBatch,
@@ -75,6 +78,7 @@ from trainer.megatron.packing import (
 )
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.replay import check_rows
+from trainer.placed import PlacedMicroBatch, spread_values
 from trainer.validate import check_fused_layers
 from trainer.weights.snapshot import WeightSnapshot, side_stream
 from trainer.weights.weight_export import WeightExport
@@ -84,18 +88,6 @@ log = logging.getLogger(__name__)
 
 _LARGEST_DIFFERENCE = 1e-2
 """Nats, above what rounding in bfloat16 explains, between two passes of equal weights and routing rows."""
-
-
-@dataclass(frozen=True)
-class PlacedMicroBatch:
-    """One micro-batch on this rank's device, with the tokens that are trained on."""
-
-    inputs: MicroBatchInputs
-    rows: torch.Tensor  # [n] int64, the rows of the hidden states that predict trained tokens
-    token_indices: Int64Array  # [n] indices in the batch of the predicting positions
-    labels: torch.Tensor  # [n] int64
-    kept: KeptTokens | None = None  # the tokens that could be sampled in each of the n rows; None: all could
-    scale: torch.Tensor | None = None  # [n] float32, the run's temperature over the row's; None: all are 1
 
 
 @dataclass(frozen=True)
@@ -113,6 +105,8 @@ class UpdateInputs:
     rollout`, else those of the update's own forward pass."""
     reference_log_probs: Float32Array | None
     teacher_log_probs: Float32Array | None
+    value_targets: ValueTargets | None = None
+    """None: there is no critic."""
 
 
 class TrainerWorker:
@@ -122,8 +116,11 @@ class TrainerWorker:
         """Parses the run config, given as plain values; `setup` builds the model."""
         self.config: Config = parse_config(config)
         self._rank, self._world_size, self._init_address = rank, world_size, init_address
-        self.num_steps = self._skipped = 0
+        self.num_steps = 0
+        self._skipped = {"policy": 0, "critic": 0}
+        """Consecutive skipped updates."""
         self._model: MegatronModel | None = None
+        self.critic: Critic | None = None
         self._snapshot: WeightSnapshot | None = None
         self._saver: CheckpointSaver | None = None
         self._offload: TrainerOffload | None = None
@@ -189,7 +186,11 @@ class TrainerWorker:
             replay=config.routing.replay != "off",
             overlap_grad_reduce=trainer.overlap_grad_reduce,
         )
-        self._offload = TrainerOffload(self._model, saver)
+        models = [self._model]
+        if trainer.loss.advantages == "gae":
+            self.critic = Critic(config, device)
+            models.append(self.critic.model)
+        self._offload = TrainerOffload(*models, saver=saver)
         self._weights = WeightExport(
             self.export_weights,
             self._rank,
@@ -201,10 +202,13 @@ class TrainerWorker:
         )
         if trainer.loss.kl.coefficient:
             self._model.keep_reference()
-        self._saver = make_saver(config, self._model, self._layout)
+        critic = None if self.critic is None else self.critic.model
+        self._saver = make_saver(config, self._model, self._layout, critic)
         if checkpoint_dir is None:
             return TrainerState(step=0)
-        state = loading.load_newest(Path(checkpoint_dir), self._model, self._layout, config.model.dtype)
+        state = loading.load_newest(
+            Path(checkpoint_dir), self._model, self._layout, config.model.dtype, critic
+        )
         self.num_steps = state.step
         return state
 
@@ -302,7 +306,16 @@ class TrainerWorker:
         alone = np.zeros_like(rejected)
         if teacher is None and not has_batch_baseline(self._estimator):
             alone = lacks_baseline(batch.group_index, batch.attempt_index, ~rejected)
-        advantages = self._token_advantages(batch, wanted, old, reference, ~rejected)
+        values = None
+        if self.critic is not None:
+            found_values = (self.critic.compute_values(part, batch.num_tokens) for part in placed)
+            values = self._sum_over_ranks(sum(found_values, np.zeros(batch.num_tokens, np.float32)))
+            if not np.isfinite(values).all():
+                raise NonFiniteLoss(
+                    f"the critic's values at step {step} (batch {batch.batch_id}) are not finite: lower "
+                    "trainer.critic.lr, and resume from an earlier checkpoint"
+                )
+        advantages, value_targets = self._token_advantages(batch, wanted, old, reference, values, ~rejected)
         if teacher is not None:
             policy = wanted.rollout_log_probs if old is None else old
             advantages = teacher_advantages(trainer.loss.teacher, advantages, policy, teacher)
@@ -314,16 +327,23 @@ class TrainerWorker:
             old_log_probs=old,
             reference_log_probs=reference,
             teacher_log_probs=teacher,
+            value_targets=value_targets,
         )
 
-        learning_rate = linear_warmup(self.num_steps, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
+        policy_step = self.num_steps - trainer.critic.warmup_steps
+        learning_rate = 0.0
+        if policy_step >= 0:
+            learning_rate = linear_warmup(policy_step, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
+        critic_updates: list[dict[str, float]] = []
         updates, later, norms, skipped = NO_UPDATES, NO_UPDATES, list[float](), 0
         start = old if old is not None else np.zeros(batch.num_tokens, np.float32)
         probe: dict[str, float] = {}
         difference = math.nan
         for epoch in range(trainer.epochs_per_batch):
             for trajectories, part in zip(parts, placed, strict=True):
-                sums_here, log_probs, tokens = self.accumulate_gradients(part, trajectories, goal)
+                sums_here, log_probs, tokens = self.accumulate_gradients(
+                    part, trajectories, goal, forward_only=policy_step < 0
+                )
                 if old is None and not epoch:
                     start = start + log_probs
                 elif old is not None and not epoch and part is placed[0]:
@@ -331,6 +351,11 @@ class TrainerWorker:
                 found = self.model.sum_over_ranks(sums_here).cpu()
                 if not epoch and part is placed[0]:
                     probe = self.probe_routing(part, wanted, self._sum_over_ranks(start), step)
+                if goal.value_targets is not None:
+                    critic_updates.append(self._update_critic(part, trajectories, goal, step, batch))
+                if policy_step < 0:
+                    updates = updates.add(found, tokens)
+                    continue
                 norm = self._take_optimizer_step(float(found[0]), learning_rate, step, batch)
                 if norm is None:
                     skipped += 1
@@ -351,6 +376,7 @@ class TrainerWorker:
             metrics=metrics
             | logprob_mismatch.measure_mismatch(wanted, start, cap)
             | probe
+            | _critic_metrics(critic_updates, value_targets, wanted.mask)
             | _routing_counts(batch)
             | {
                 "old_log_prob_abs_diff": difference,
@@ -393,29 +419,61 @@ class TrainerWorker:
             )
         return mean
 
+    def _update_critic(
+        self,
+        placed: list[PlacedMicroBatch],
+        trajectories: Sequence[int],
+        goal: UpdateInputs,
+        step: int,
+        batch: TrainBatch,
+    ) -> dict[str, float]:
+        """Takes one optimizer step of the critic.
+
+        Returns:
+            Its metrics; the gradient norm is NaN if the update was skipped.
+        """
+        critic = self.critic
+        assert critic is not None
+        assert goal.value_targets is not None
+        weights, trained = self._token_weights(trajectories, goal)
+        sums = critic.accumulate_gradients(placed, weights * (1 - goal.left_out), goal.value_targets)
+        loss, clipped = self.model.sum_over_ranks(sums).tolist()
+        norm = self._take_optimizer_step(loss, critic.settings.lr, step, batch, of_critic=True)
+        return {
+            "value_loss": loss / max(trained, 1),
+            "value_clip_fraction": clipped / max(trained, 1),
+            "critic_grad_norm": math.nan if norm is None else norm,
+        }
+
     def _take_optimizer_step(
-        self, loss: float, learning_rate: float, step: int, batch: TrainBatch
+        self, loss: float, learning_rate: float, step: int, batch: TrainBatch, *, of_critic: bool = False
     ) -> float | None:
         """Takes one optimizer step with the gradients of the last backward pass.
 
         Returns:
             The norm of the gradients, or None when the step was skipped because the loss or the norm is not
-            finite, or the norm is above `skip_grad_norm_above`.
+            finite, or the policy's norm is above `skip_grad_norm_above`.
 
         Raises:
             NonFiniteLoss: When too many steps in a row were skipped.
         """
         trainer = self.config.trainer
         norm, problem = math.nan, None
+        name, whose, model, limit = "policy", "", self.model, trainer.optimizer.skip_grad_norm_above
+        setting = "trainer.optimizer.lr"
+        if of_critic and self.critic is not None:
+            name, whose, model, limit = "critic", "critic's ", self.critic.model, None
+            setting = "trainer.critic.lr"
         if not math.isfinite(loss):
-            problem = f"the loss of step {step} (batch {batch.batch_id}) is {loss}, expected a finite number"
+            problem = (
+                f"the {whose}loss of step {step} (batch {batch.batch_id}) is {loss}, expected a finite number"
+            )
         else:
-            limit = trainer.optimizer.skip_grad_norm_above
-            norm = self.model.take_optimizer_step(learning_rate, skip_above=limit)
+            norm = model.take_optimizer_step(learning_rate, skip_above=limit)
             if not math.isfinite(norm):
                 problem = (
-                    f"the gradient norm of step {step} (batch {batch.batch_id}) is {norm}, expected a finite "
-                    "number"
+                    f"the {whose}gradient norm of step {step} (batch {batch.batch_id}) is {norm}, expected a "
+                    "finite number"
                 )
             elif limit is not None and norm > limit:
                 problem = (
@@ -423,14 +481,14 @@ class TrainerWorker:
                     f"trainer.optimizer.skip_grad_norm_above = {limit}"
                 )
         if problem is None:
-            self._skipped = 0
+            self._skipped[name] = 0
             return norm
-        self._skipped += 1
-        if self._skipped > trainer.max_skipped_updates:
+        self._skipped[name] += 1
+        if self._skipped[name] > trainer.max_skipped_updates:
             raise NonFiniteLoss(
-                f"{problem}; the weights were left unchanged, consecutive skipped updates: {self._skipped} "
-                f"(trainer.max_skipped_updates is {trainer.max_skipped_updates}). Lower "
-                "trainer.optimizer.lr, or look for non-finite log-probs in the batch"
+                f"{problem}; the weights were left unchanged, consecutive skipped updates: "
+                f"{self._skipped[name]} (trainer.max_skipped_updates is {trainer.max_skipped_updates}). "
+                f"Lower {setting}, or look for non-finite log-probs in the batch"
             )
         log.warning("%s; the update is skipped", problem)
         return None
@@ -453,9 +511,12 @@ class TrainerWorker:
         wanted: Targets,
         old: Float32Array | None,
         reference: Float32Array | None,
+        values_now: Float32Array | None,
         counted: BoolArray,
-    ) -> Float32Array:
-        """Returns the advantage of each token, `[S]`, from the rewards with the config's penalties."""
+    ) -> tuple[Float32Array, ValueTargets | None]:
+        """Returns the advantage of each token, `[S]`, from the rewards with the config's penalties; and what
+        the critic is trained towards, if there is one.
+        """
         config = self.config
         loss = config.trainer.loss
         rewards = batch.rewards
@@ -471,6 +532,7 @@ class TrainerWorker:
                 rewards, charges = (rewards - charged).astype(np.float32), None
 
         # A token has the advantage of what is compared: its trajectory, its turn, or its own return.
+        targets = None
         unit, of, values, weights = wanted.trajectory, np.arange(batch.num_trajectories), rewards, counted
         if loss.turn_discount is not None:
             turns = find_turns(batch.weight_versions, batch.offsets)
@@ -480,17 +542,51 @@ class TrainerWorker:
                 turns, rewards, batch.turn_reward_positions, batch.turn_reward_values, loss.turn_discount
             )
             weights = counted[of] & has_trained_tokens(turns, batch.loss_mask)
-        if charges is not None:
+        if charges is not None or values_now is not None:
             tokens = np.flatnonzero(wanted.mask)
             units = unit[tokens]
-            of, values = of[units], values[units] - sums_to_go(charges, wanted.trajectory)[tokens]
+            if values_now is None:
+                of, values = of[units], values[units] - sums_to_go(charges, wanted.trajectory)[tokens]
+            else:
+                of = units
+                values, targets = self._estimate_by_critic(batch, wanted, rewards, charges, values_now)
             weights = weights[units] / np.bincount(units)[units]
             unit = np.full(batch.num_tokens, -1)
             unit[tokens] = np.arange(len(tokens))
         found = estimate_advantages(
             self._estimator, values, batch.group_index[of], batch.attempt_index[of], weights
         )
-        return np.append(found, np.float32(0))[unit]
+        return np.append(found, np.float32(0))[unit], targets
+
+    def _estimate_by_critic(
+        self,
+        batch: TrainBatch,
+        wanted: Targets,
+        rewards: Float32Array,
+        charges: np.ndarray | None,
+        values: Float32Array,
+    ) -> tuple[np.ndarray, ValueTargets]:
+        """Returns the GAE of each trained token, `[n]`, and the targets of the critic."""
+        critic, tokens = self.config.trainer.critic, np.flatnonzero(wanted.mask)
+        of_tokens = token_rewards(
+            rewards,
+            batch.turn_reward_positions,
+            batch.turn_reward_values,
+            wanted.mask,
+            wanted.trajectory,
+        )
+        if charges is not None:
+            of_tokens -= charges
+        advantages, found = gae(
+            of_tokens[tokens],
+            values[tokens].astype(np.float64),
+            wanted.trajectory[tokens],
+            critic.gamma,
+            critic.gae_lambda,
+        )
+        returns = np.zeros(batch.num_tokens, np.float32)
+        returns[tokens] = found
+        return advantages, ValueTargets(values, returns)
 
     def _teacher_log_probs(self, batch: TrainBatch) -> Float32Array | None:
         """Returns the teacher's log-probs at the predicting positions, `[S]`; None without a teacher.
@@ -599,9 +695,9 @@ class TrainerWorker:
         inputs = [p.inputs for p in placed]
         if self.config.routing.replay != "r2":
             parts = self.model.run_schedule(inputs, self._log_probs_only(placed), forward_only=True)
-            return _spread(placed, parts, num_tokens), placed
+            return spread_values(placed, parts, num_tokens), placed
         parts, recorded = self.model.record_routing(inputs, self._log_probs_only(placed))
-        old = _spread(placed, parts, num_tokens)
+        old = spread_values(placed, parts, num_tokens)
         return old, [replace(p, inputs=routed) for p, routed in zip(placed, recorded, strict=True)]
 
     def _compute_reference_log_probs(self, placed: list[PlacedMicroBatch], num_tokens: int) -> Float32Array:
@@ -609,7 +705,7 @@ class TrainerWorker:
         inputs = [p.inputs._replace(routing=None) for p in placed]
         with self.model.as_reference():
             parts = self.model.run_schedule(inputs, self._log_probs_only(placed), forward_only=True)
-        return _spread(placed, parts, num_tokens)
+        return spread_values(placed, parts, num_tokens)
 
     def _log_probs_only(self, placed: list[PlacedMicroBatch]) -> LossFunction[torch.Tensor]:
         """Returns the loss function of a forward-only pass, whose results are the log-probs."""
@@ -642,14 +738,31 @@ class TrainerWorker:
         sample = [placed[(first + i) % len(placed)] for i in range(count)]
         inputs = [p.inputs._replace(routing=None) for p in sample]
         parts = self.model.run_schedule(inputs, self._log_probs_only(sample), forward_only=True)
-        probed = _spread(sample, [torch.ones_like(part) for part in parts], len(start))
-        native = self._sum_over_ranks(_spread(sample, parts, len(start)))
+        probed = spread_values(sample, [torch.ones_like(part) for part in parts], len(start))
+        native = self._sum_over_ranks(spread_values(sample, parts, len(start)))
         return logprob_mismatch.measure_routing(wanted, start, native, self._sum_over_ranks(probed) > 0)
 
+    def _token_weights(self, trajectories: Sequence[int], goal: UpdateInputs) -> tuple[Float32Array, int]:
+        """Returns the weight of each token in the loss of an update, times its number of trained tokens,
+        `[S]`; and that number, over all ranks.
+        """
+        part = goal.targets.mask & np.isin(goal.targets.trajectory, trajectories)
+        trained = int(part.sum())
+        weights = np.zeros(len(part), np.float32)
+        weights[part] = trained * token_weights(
+            self.config.trainer.loss.aggregate, goal.attempt[part], self.config.rollout.max_new_tokens
+        )
+        return weights, trained
+
     def accumulate_gradients(
-        self, placed: list[PlacedMicroBatch], trajectories: Sequence[int], goal: UpdateInputs
+        self,
+        placed: list[PlacedMicroBatch],
+        trajectories: Sequence[int],
+        goal: UpdateInputs,
+        *,
+        forward_only: bool = False,
     ) -> tuple[torch.Tensor, Float32Array, int]:
-        """Accumulates the gradients of one update.
+        """Accumulates the gradients of one update; with `forward_only` it only measures.
 
         Returns:
             This rank's sums, in the order of `SUMS`; its log-probs before the update, `[S]`; and the number
@@ -658,12 +771,7 @@ class TrainerWorker:
         loss_config, wanted = self.config.trainer.loss, goal.targets
         part = wanted.mask & np.isin(wanted.trajectory, trajectories)
         lengths = np.bincount(wanted.trajectory[part], minlength=int(wanted.trajectory.max(initial=0)) + 1)
-        trained = int(part.sum())
-        counts = np.zeros(len(wanted.mask), np.float32)
-        counts[part] = trained * token_weights(
-            loss_config.aggregate, goal.attempt[part], self.config.rollout.max_new_tokens
-        )
-
+        counts, trained = self._token_weights(trajectories, goal)
         objective = load_objective(loss_config)
 
         def policy_loss(
@@ -696,10 +804,11 @@ class TrainerWorker:
             summed, sums = policy_sums(loss_config, objective, log_probs, entropy, tokens)
             return summed, len(micro_batch.token_indices), (sums, log_probs.detach())
 
-        parts = self.model.run_schedule([p.inputs for p in placed], policy_loss)
+        inputs = [p.inputs for p in placed]
+        parts = self.model.run_schedule(inputs, policy_loss, forward_only=forward_only)
         empty = torch.zeros(len(SUMS), dtype=torch.float64, device=self.model.device)
         total = sum((sums for sums, _ in parts), empty)
-        start = _spread(placed, [log_probs for _, log_probs in parts], len(wanted.mask))
+        start = spread_values(placed, [log_probs for _, log_probs in parts], len(wanted.mask))
         return total, start, trained
 
     # -- weights
@@ -800,6 +909,9 @@ class TrainerWorker:
         if self._model is not None:
             self._model.close()
             self._model = self._offload = None
+        if self.critic is not None:
+            self.critic.model.close()
+            self.critic = None
         stop_process_groups()
 
 
@@ -820,21 +932,17 @@ def linear_warmup(step: int, peak: float, warmup_steps: int) -> float:
     return peak * min(1.0, (step + 1) / warmup_steps) if warmup_steps else peak
 
 
-def _spread(
-    placed: Sequence[PlacedMicroBatch], parts: Sequence[torch.Tensor], num_tokens: int
-) -> Float32Array:
-    """Returns the values of micro-batches' trained tokens at their positions in the batch, `[S]`; 0
-    elsewhere.
-
-    Args:
-        placed: The micro-batches.
-        parts: The values of each micro-batch, `[n]`; empty on pipeline stages before the last.
-        num_tokens: The batch's number of tokens, S.
+def _critic_metrics(
+    updates: Sequence[dict[str, float]], targets: ValueTargets | None, mask: BoolArray
+) -> dict[str, float]:
+    """Returns the means over a critic's updates, and how much of the returns its values explained before
+    them; nothing without a critic.
     """
-    spread = np.zeros(num_tokens, np.float32)
-    for micro_batch, values in zip(placed, parts, strict=False):
-        spread[micro_batch.token_indices] = values.cpu().numpy()
-    return spread
+    if targets is None:
+        return {}
+    old_values, returns = (each[mask].astype(np.float64) for each in targets)
+    means = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
+    return means | {"value_explained_variance": explained_variance(old_values, returns)}
 
 
 def _routing_counts(batch: TrainBatch) -> dict[str, float]:

@@ -26,7 +26,13 @@ from async_rl.config.run_settings import (
     RunConfig,
 )
 from async_rl.config.sft_settings import SftConfig
-from async_rl.config.trainer_settings import ADVANTAGES, OBJECTIVES, RejectConfig, TrainerConfig
+from async_rl.config.trainer_settings import (
+    ADVANTAGES,
+    OBJECTIVES,
+    CriticConfig,
+    RejectConfig,
+    TrainerConfig,
+)
 from async_rl.config.worker_count import WorkerCount, choose_workers
 from async_rl.runtime.files import FILE_NAME
 
@@ -206,10 +212,12 @@ def check_groups(config: Config) -> None:
             "would drop all: raise rollout.group_size"
         )
     # The trainer's check asks a function of the user's whether its baseline is the group.
-    if config.trainer.loss.advantages in ADVANTAGES and config.trainer.loss.advantages != "reinforce++":
+    advantages = config.trainer.loss.advantages
+    if advantages in ADVANTAGES and advantages not in ("reinforce++", "gae"):
         raise ValueError(
             "rollout.group_size is 1, so a group's advantages are all zero: use at least 2, or set "
-            "trainer.loss.advantages=reinforce++, whose baseline is the batch"
+            "trainer.loss.advantages=reinforce++, whose baseline is the batch, or gae, whose baseline is a "
+            "critic"
         )
 
 
@@ -368,7 +376,29 @@ def check_loss(config: Config) -> None:
             "trainer.loss.kl.where is reward, and trainer.loss.advantages is grpo, which divides by the "
             "deviation of the group's rewards: where task rewards are equal the coefficient cancels, and "
             "advantages are as large for 1e-4 as for 1. Use where=loss, or advantages=dr_grpo, rloo, "
-            "reinforce++ or reinforce++_baseline"
+            "reinforce++, reinforce++_baseline or gae"
+        )
+
+
+def check_critic(config: Config) -> None:
+    """Check that the settings of a critic are used.
+
+    Raises:
+        ValueError: The settings do not fit together.
+    """
+    loss, critic = config.trainer.loss, config.trainer.critic
+    if loss.advantages != "gae":
+        if critic != CriticConfig():
+            raise ValueError(
+                f"trainer.critic is set, but trainer.loss.advantages is {loss.advantages}, which uses no "
+                "critic: set it to gae, or leave trainer.critic out"
+            )
+        return
+    if loss.turn_discount is not None:
+        raise ValueError(
+            f"trainer.loss.turn_discount is {loss.turn_discount}, but trainer.loss.advantages is gae, in "
+            "which each turn's reward is of its last token: set turn_discount=null and use "
+            "trainer.critic.gamma"
         )
 
 
@@ -486,6 +516,7 @@ CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
     check_layout,
     check_sampling,
     check_loss,
+    check_critic,
     check_corrections,
     check_routing,
     check_evaluation,

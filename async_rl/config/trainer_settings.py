@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from async_rl.config.base import Meta, Strict
 
-ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
+ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae")
 """The estimators of `trainer.losses.advantages`."""
 
 OBJECTIVES: Final = ("ppo", "gspo", "cispo")
@@ -175,7 +175,8 @@ class LossConfig(Strict, frozen=True, kw_only=True):
                 "Baseline and scale of rewards: `grpo` takes the group's mean and deviation, "
                 "`dr_grpo` its mean only, `rloo` the siblings' mean, `reinforce++` the batch's "
                 "mean and deviation, `reinforce++_baseline` the group's mean and the batch's "
-                "deviation; or the dotted path of a function of your own, `module:function`."
+                "deviation, `gae` the values of `trainer.critic`; or the dotted path of a function of "
+                "your own, `module:function`."
             )
         ),
     ] = "grpo"
@@ -288,6 +289,51 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
     ] = None
 
 
+class CriticConfig(Strict, frozen=True, kw_only=True):
+    """A value model for `trainer.loss.advantages: gae`: a copy of the policy's, with one output.
+
+    It has the policy's layout and trains on the same micro-batches, with an optimizer of its own.
+    """
+
+    gamma: Annotated[
+        float, Meta(ge=0, le=1, description="Discount of rewards and values per trained token.")
+    ] = 1.0
+    gae_lambda: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description=(
+                "1 compares the sum of later rewards with the value; below it, values of later tokens "
+                "replace rewards, with less variance and the critic's bias."
+            ),
+        ),
+    ] = 1.0
+    lr: Annotated[
+        float,
+        Meta(gt=0, description="Learning rate; the other settings are those of `trainer.optimizer`."),
+    ] = 1e-5
+    warmup_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "First steps of the run in which only the critic trains and the policy stays as it is; "
+                "`trainer.optimizer.warmup_steps` begins after them."
+            ),
+        ),
+    ] = 0
+    value_clip: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description=(
+                "How far the updates of a batch may move a value and still gain by it, in units of rewards; "
+                "null: any distance. It takes effect from the second update on."
+            )
+        ),
+    ] = 0.2
+
+
 class TrainerConfig(Strict, frozen=True, kw_only=True):
     """The trainer: processes, batches, loss, optimizer and checkpoints."""
 
@@ -351,6 +397,7 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     loss: LossConfig = LossConfig()
     capture: CaptureConfig = CaptureConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig = CriticConfig()
     checkpoint_every: Annotated[
         int, Meta(ge=0, description="Steps between checkpoints; 0 writes one only at the end.")
     ] = 20

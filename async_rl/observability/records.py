@@ -391,6 +391,54 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     """Estimated reverse KL divergence from the teacher; None without one."""
+    value_loss: Annotated[
+        Figure,
+        figure(
+            "Mean loss of the critic's values over the updates of the last batch; NaN without a critic.",
+            gauge="value_loss",
+            section="policy",
+            bad="Its scale is half the squared reward's. Grows: lower `trainer.critic.lr`.",
+            tracker="critic/vf_loss",
+            from_trainer=True,
+        ),
+    ] = None
+    value_explained_variance: Annotated[
+        Figure,
+        figure(
+            "Share of the variance of returns that the values before the step explain: 1 is perfect, "
+            "0 no better than a constant; NaN without a critic.",
+            gauge="value_explained_variance",
+            section="policy",
+            unit="share",
+            bad="At or below 0 after `trainer.critic.warmup_steps`: advantages are no better than rewards. "
+            "Raise `trainer.critic.lr`, warm up longer.",
+            tracker="critic/vf_explained_var",
+            from_trainer=True,
+        ),
+    ] = None
+    value_clip_fraction: Annotated[
+        Figure,
+        figure(
+            "Share of tokens whose value the last step clipped.",
+            gauge="value_clip_fraction",
+            section="policy",
+            unit="share",
+            bad="Above 0.2: returns are far from the values for the size of `trainer.critic.value_clip`.",
+            tracker="critic/vf_clipfrac",
+            from_trainer=True,
+        ),
+    ] = None
+    critic_grad_norm: Annotated[
+        Figure,
+        figure(
+            "Gradient norm of the critic in the last step, before clipping.",
+            gauge="critic_grad_norm",
+            section="policy",
+            bad="Not finite: its update was skipped; several in a row end the run with `NonFiniteLoss`.",
+            tracker="critic/grad_norm",
+            from_trainer=True,
+        ),
+    ] = None
     updates: Annotated[int, figure("Optimizer steps taken in this step.", from_trainer=True)] = 0
     updates_skipped: Annotated[
         int,

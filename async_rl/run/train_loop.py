@@ -274,7 +274,8 @@ def _require_finite(result: StepResult) -> None:
     """
     if result.metrics.get("updates_skipped"):
         return  # the trainer itself reports too many skipped updates
-    for name in ("loss", "grad_norm"):
+    measured = ("loss", "grad_norm") if result.metrics.get("updates", 1) else ("loss",)  # a critic's warm-up
+    for name in measured:
         value = result.metrics[name]
         if not np.isfinite(value):
             raise NonFiniteLoss(

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from async_rl.config import Config, RoutingConfig, SftConfig, WeightsConfig, load_config
+from async_rl.config import Config, CriticConfig, RoutingConfig, SftConfig, WeightsConfig, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import CheckpointError, ConfigError
@@ -145,7 +145,14 @@ def sft_config(config: Config) -> Config:
         config.trainer,
         worker=config.sft.worker,
         optimizer=replace(config.trainer.optimizer, lr=config.sft.lr),
-        loss=replace(config.trainer.loss, kl=replace(config.trainer.loss.kl, coefficient=0.0)),
+        # Neither a reference nor a critic is built.
+        loss=replace(
+            config.trainer.loss,
+            advantages="reinforce++",
+            advantages_args={},
+            kl=replace(config.trainer.loss.kl, coefficient=0.0),
+        ),
+        critic=CriticConfig(),
     )
     weights = WeightsConfig(timeout_s=config.weights.timeout_s)  # there are no engines to send them to
     return replace(config, trainer=trainer, weights=weights, routing=RoutingConfig(replay="off"))

@@ -42,7 +42,7 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
 
     with started(config) as worker:
         worker.train_on(batches[0], 1)
-        offload = TrainerOffload(worker.model, memory_saver() if way == "regions" else None)
+        offload = TrainerOffload(worker.model, saver=memory_saver() if way == "regions" else None)
         torch.cuda.empty_cache()
         before, expected = used_gib(), digest(worker)
         away_s, during = timed(offload.offload_state)

@@ -37,7 +37,14 @@ HALVES = ("data, with the distributed optimizer", "tensor and sequence")
 
 def config_of(model, ranks, layout, dtype):
     return trainer_config(
-        Path(model), replay=False, dtype=dtype, num_ranks=ranks, layout=layout, micro_batch_tokens=48
+        Path(model),
+        replay=False,
+        dtype=dtype,
+        num_ranks=ranks,
+        layout=layout,
+        micro_batch_tokens=48,
+        loss={"advantages": "gae"},
+        critic={"lr": 1e-3},
     )
 
 
@@ -110,7 +117,9 @@ def test_state_is_the_same_bit_for_bit_when_it_has_gone_through_other_layouts(on
         first = tensors_of(out / f"{dtype} one")
         kinds = {"exp_avg.", "exp_avg_sq.", "decoder.", *(["fp32_param."] if dtype == "bfloat16" else [])}
         for kind in kinds:
-            assert any(key.removeprefix("optimizer.state.").startswith(kind) for key in first)
+            for whose in ("", "critic."):
+                keys = [key.removeprefix(whose) for key in first if key.startswith(whose)]
+                assert any(key.removeprefix("optimizer.state.").startswith(kind) for key in keys)
         for name in (name for kind, name in chained if kind == dtype):
             again = tensors_of(out / f"{dtype} {name}")
             assert again.keys() == first.keys()
@@ -120,10 +129,11 @@ def test_state_is_the_same_bit_for_bit_when_it_has_gone_through_other_layouts(on
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_next_step_is_the_same_when_another_layout_resumes(one, chained, dtype):
     expected, expected_weights = one[dtype]
+    figures = ("loss", "grad_norm", "entropy", "learning_rate", "value_loss", "critic_grad_norm")
     noise = 2e-5 if dtype == "float32" else 5e-3
     for name in (name for kind, name in chained if kind == dtype):
         metrics, resumed_weights = chained[dtype, name]
-        for figure in ("loss", "grad_norm", "entropy", "learning_rate"):
+        for figure in figures:
             assert metrics[figure] == pytest.approx(expected[figure], abs=noise, rel=noise), (name, figure)
         for key, tensor in expected_weights.items():
             torch.testing.assert_close(resumed_weights[key], tensor, atol=10 * noise, rtol=0)
@@ -135,5 +145,6 @@ def test_a_single_rank_goes_on_bit_for_bit_when_many_layouts_were_between(one, c
     with started(config_of(one["model"], 1, {}, "float32"), one["out"] / f"float32 {last}") as worker:
         metrics = worker.train_on(batch(1), 2).metrics
         assert metrics["loss"] == expected["loss"]
-        assert metrics["grad_norm"] == expected["grad_norm"]
+        for figure in ("grad_norm", "value_loss", "critic_grad_norm"):
+            assert metrics[figure] == expected[figure]
         assert all(torch.equal(t, expected_weights[name]) for name, t in weights(worker).items())

@@ -42,7 +42,7 @@ def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_betwe
             worker.train_on(batch, step)
         expected = [tensor.clone() for tensor in training_state(worker)]
     with started(trainer_config(moe, dtype=dtype)) as worker:
-        offload = TrainerOffload(worker.model, saver if in_regions else None)
+        offload = TrainerOffload(worker.model, saver=saver if in_regions else None)
         for step, batch in enumerate(batches, start=1):
             offload.offload_state()  # before the first step there are no moments yet
             offload.reload_state()
@@ -73,7 +73,7 @@ def test_nothing_is_left_on_the_device_when_the_state_is_away(moe):
 
 def test_all_that_is_left_are_addresses_when_the_state_is_away_in_regions(moe, saver):
     with started(trainer_config(moe, dtype="bfloat16")) as worker:
-        offload = TrainerOffload(worker.model, saver)
+        offload = TrainerOffload(worker.model, saver=saver)
         offload.offload_state()
         offload.reload_state()
         first = sum(map(len, parts(worker.model)))

@@ -22,7 +22,15 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.stored_batches import store_batch
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import gathered_gradients, place, started, trainer_config, trial, weights
+from tests.support.trainers import (
+    critic_gradients,
+    gathered_gradients,
+    place,
+    started,
+    trainer_config,
+    trial,
+    weights,
+)
 from trainer.megatron import model as megatron_model
 from trainer.megatron.replay import TopKRouter, local_rows
 
@@ -123,6 +131,8 @@ OVER_ANSWERS = {
 
 BY_ENTROPY = {"advantages": "reinforce++", "entropy_bonus": 1.0}
 """A single trajectory has no sibling to be better than, and is trained only without one to compare with."""
+
+BY_CRITIC = {"loss": {"advantages": "gae"}, "critic": {"gamma": 0.9, "gae_lambda": 0.7}}
 
 EXPERTS, TOP_K = 12, 4
 MOE_LAYERS = [2, 3, 4]
@@ -248,6 +258,8 @@ class _Look:
         if self.name == "data":
             with trial(worker, self.config(loss=BY_ENTROPY)):
                 seen["single"] = self.step(worker, single())
+        with trial(worker, self.config(**BY_CRITIC)):
+            seen["critic"] = self.step(worker, batches()[0]) | {"of critic": critic_gradients(worker)}
         with trial(worker, self.config(loss={"check_old_log_probs_every": 0})):
             seen["stored"] = self.stored(worker)
         seen["r3"] = self.replaying(worker)
@@ -341,6 +353,7 @@ class _Look:
             left_out=np.zeros(batch.num_tokens, np.float32),
             old_log_probs=old,
             reference_log_probs=None,
+            teacher_log_probs=None,
         )
         with RouterWitness().watching(worker) as replayed:
             worker.accumulate_gradients(placed, range(batch.num_trajectories), goal)
@@ -416,6 +429,14 @@ def one(tmp_path_factory):
         with trial(worker, config(loss=BY_ENTROPY)):
             metrics = worker.train_on(single(), 1).metrics
             result["single"] = {"metrics": metrics, "gradients": gathered_gradients(worker)}
+        with trial(worker, config(**BY_CRITIC)):
+            metrics = worker.train_on(batches()[0], 1).metrics
+            found = {key: gradient for key, _, gradient in critic_gradients(worker)}
+            result["critic"] = {
+                "metrics": metrics,
+                "gradients": gathered_gradients(worker),
+                "of critic": found,
+            }
         first = worker.train_on(batches()[0], 1)
         result["extremes"] = [(e.trajectory_id, e.position, e.lag) for e in first.extremes]
         result["gradients"] = gathered_gradients(worker)
@@ -529,6 +550,23 @@ def test_ranks_equal_one_when_the_loss_is_over_whole_answers(one, several, layou
     for rank in several[layout]:
         close(rank["over answers"]["metrics"], expected["metrics"])
         equal_gradients(rank["over answers"]["gradients"], expected["gradients"])
+
+
+@EVERY
+def test_the_critics_of_ranks_equal_that_of_one_when_laid_out(one, several, layout):
+    expected = one["critic"]
+    assert expected["metrics"]["value_explained_variance"] < 1
+    seen = Counter()
+    for rank in several[layout]:
+        close(rank["critic"]["metrics"], expected["metrics"])
+        equal_gradients(rank["critic"]["gradients"], expected["gradients"])
+        for key, offset, gradient in rank["critic"]["of critic"]:
+            part = tuple(slice(at, at + size) for at, size in zip(offset, gradient.shape, strict=True))
+            whole = expected["of critic"][key]
+            torch.testing.assert_close(gradient, whole[part], atol=1e-6, rtol=1e-4, msg=key)
+            seen[key] = max(seen[key], offset[0] + gradient.shape[0] if offset else 1)
+    assert seen == {key: whole.shape[0] for key, whole in expected["of critic"].items()}
+    assert expected["of critic"]["output_layer.weight"].abs().max() > 1e-2
 
 
 def test_ranks_equal_one_when_there_are_fewer_trajectories(one, several):

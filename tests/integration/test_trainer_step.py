@@ -122,7 +122,7 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
     )
     _, sums = policy_sums(LossConfig(), ppo, current, ones, tokens)
     updates = NO_UPDATES.add(sums, 3)
-    metrics = mean_metrics(updates, updates, bypass=bypass, reference=False)
+    metrics = mean_metrics(updates, updates, bypass=bypass, reference=False, teacher=False)
     wanted = Targets(
         labels=np.zeros(3, np.int32),
         mask=np.ones(3, bool),

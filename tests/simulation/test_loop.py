@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from agent_loops.single_turn import SingleTurnLoop
 from async_rl.config import Config, apply_override, parse_config
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, NonFiniteLoss
 from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
@@ -382,6 +383,29 @@ async def test_what_was_trained_after_the_checkpoint_comes_again_when_the_traine
     ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")
     assert ledger.audit().holds
     ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("figures", "fails"),
+    [
+        ({"updates": 1.0, "grad_norm": math.nan}, True),
+        ({"updates": 0.0, "grad_norm": math.nan}, False),  # only the critic trains
+        ({"updates": 0.0, "loss": math.nan}, True),
+        ({"updates_skipped": 1.0, "loss": math.nan}, False),  # the trainer counts them itself
+    ],
+)
+async def test_a_step_that_is_not_finite_ends_the_run_unless_it_updates_nothing(
+    calculator, tmp_path, figures, fails
+):
+    config = make_config(calculator, tmp_path, "run.max_steps=2")
+    cluster = LocalCluster(config)
+    cluster.trainer.figures = figures
+    if not fails:
+        assert (await run(config, cluster)).weight_versions == 2
+        return
+    with pytest.raises(BaseExceptionGroup) as error:
+        await run(config, cluster)
+    assert error.group_contains(NonFiniteLoss, match="expected a finite number")
 
 
 async def test_trackers_have_each_step_once_when_a_run_repeats_some(calculator, tmp_path, caplog):

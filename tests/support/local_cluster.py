@@ -32,6 +32,7 @@ class CheckingTrainer:
         self.step_s = step_s
         self.batches: list[TrainBatch] = []
         self.step = 0
+        self.figures: dict[str, float] = {}  # of every step
         self.fail_at: int | None = None
         self.resumed = False
         self.saved = Saved()
@@ -69,7 +70,8 @@ class CheckingTrainer:
                 "routing_rows": rows,
                 "routing_rows_invalid": 0,
                 "step_s": self.step_s,
-            },
+            }
+            | self.figures,
         )
 
     def check(self, batch: TrainBatch) -> None:

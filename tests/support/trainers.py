@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from async_rl.config import parse_config
 from async_rl.types import TrainBatch
-from trainer.megatron import cpu
+from trainer.critic import Critic
+from trainer.megatron import cpu, shards
+from trainer.megatron.model import MegatronModel, ValueHead
 from trainer.megatron.packing import make_targets
 from trainer.worker import TrainerWorker
 
@@ -68,17 +70,48 @@ def started(config: dict[str, Any], checkpoints: Path | None = None) -> Iterator
 def trial(worker: TrainerWorker, config: dict[str, Any]) -> Iterator[None]:
     """Runs the block with another config of the same model and layout, in which steps change no weight.
 
-    This is faster than setting up another worker.
+    This is faster than setting up another worker. If the config asks for a critic, its head is random.
     """
-    kept = worker.config, worker.num_steps
+    kept = worker.config, worker.num_steps, worker.critic
     worker.config = parse_config(config)
     if worker.config.trainer.loss.kl.coefficient and not worker.model.has_reference:
         worker.model.keep_reference()
+    models = [worker.model]
+    if worker.config.trainer.loss.advantages == "gae":
+        worker.critic = Critic(worker.config, worker.model.device)
+        models.append(worker.critic.model)
+        randomise_head(worker.critic)
     try:
-        with mock.patch.object(worker.model.optimizer, "step_with_ready_grads", return_value=True):
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(
+                    mock.patch.object(model.optimizer, "step_with_ready_grads", return_value=True)
+                )
             yield
     finally:
-        worker.config, worker.num_steps = kept
+        worker.config, worker.num_steps, worker.critic = kept
+        for model in models[1:]:
+            model.close()
+
+
+def randomise_head(critic: Critic) -> None:
+    """Gives the critic values, and its layers a gradient; the same in every layout."""
+    for module in (module for chunk in critic.model.chunks for module in chunk.modules()):
+        if isinstance(module, ValueHead):
+            noise = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(0))
+            module.weight.data.copy_(noise / 10)
+
+
+def critic_gradients(worker: TrainerWorker) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """Returns this rank's parts of the critic's gradients of the last step: key, offset and values;
+    collective.
+    """
+    assert worker.critic is not None
+    with gradients_as_weights(worker.critic.model) as chunks:
+        return [
+            (part.key, tuple(part.global_offset), part.data.clone())
+            for part in shards.parameter_parts(chunks)
+        ]
 
 
 def log_probs_of(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
@@ -108,12 +141,14 @@ def place(worker: TrainerWorker, batch: TrainBatch) -> list:
     return worker.place_micro_batches(batch, make_targets(batch), range(batch.num_trajectories))
 
 
-def training_state(worker: TrainerWorker) -> list[torch.Tensor]:
+def training_state(worker: TrainerWorker, *, of_critic: bool = False) -> list[torch.Tensor]:
     """Returns everything that a step needs from the previous one: parameters, main parameters and moments."""
-    parameters = [p.detach() for chunk in worker.model.chunks for p in chunk.module.parameters()]
-    for optimizer in worker.model.inner_optimizers:
+    model = worker.critic.model if of_critic and worker.critic else worker.model
+    parameters = [p.detach() for chunk in model.chunks for p in chunk.module.parameters()]
+    for optimizer in model.inner_optimizers:
         parameters += [p.detach() for group in optimizer.param_groups for p in group["params"]]
-        parameters += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+        for state in optimizer.state.values():  # whose order differs when they were loaded
+            parameters += [value for _, value in sorted(state.items()) if torch.is_tensor(value)]
     return parameters
 
 
@@ -128,8 +163,15 @@ def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 
 def gathered_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
     """Returns gradients of the last step under Hugging Face names, gathered from all ranks; collective."""
-    parameters = [p for chunk in worker.model.chunks for p in chunk.parameters()]
-    for chunk in worker.model.chunks:
+    with gradients_as_weights(worker.model):
+        return weights(worker)
+
+
+@contextlib.contextmanager
+def gradients_as_weights(model: MegatronModel) -> Iterator[list[torch.nn.Module]]:
+    """Gives a model's parameters the values of their gradients, summed over all ranks; yields its chunks."""
+    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+    for chunk in model.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             ranks = buffer.data_parallel_group.size()
             for bucket in buffer.buckets if ranks > 1 else []:
@@ -141,7 +183,7 @@ def gathered_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
     try:
         for p in parameters:
             p.data = p.main_grad
-        return weights(worker)
+        yield list(model.chunks)
     finally:
         for p, data in zip(parameters, kept, strict=True):
             p.data = data

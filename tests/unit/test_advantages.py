@@ -23,6 +23,7 @@ ATTEMPTS = np.arange(6, dtype=np.int32)
         ("dr_grpo", [0.75, -0.25, -0.25, -0.25, 1, -1]),
         ("rloo", [1, -1 / 3, -1 / 3, -1 / 3, 2, -2]),  # reward minus the mean of the siblings
         ("reinforce++", (REWARDS - 1.5) / REWARDS.std()),
+        ("gae", (REWARDS - 1.5) / REWARDS.std()),  # of tokens' estimates
         ("reinforce++_baseline", np.array([0.75, -0.25, -0.25, -0.25, 1, -1]) / (2.75 / 6) ** 0.5),
     ],
 )

@@ -64,6 +64,13 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trainer.loss.kl={coefficient: 0.1, where: loss, estimator: k1}", "use k2 or k3, or where=reward"),
         ("trainer.loss.kl={coefficient: 0.1, where: reward}", "where task rewards are equal the coefficient"),
     ],
+    "check_critic": [
+        ("trainer.critic.lr=1e-4", "advantages is grpo, which uses no critic: set it to gae"),
+        (
+            "trainer.loss={advantages: gae, turn_discount: 0.9}",
+            "set turn_discount=null and use trainer.critic.gamma",
+        ),
+    ],
     "check_corrections": [
         ("trainer.loss.importance.level=off", "nothing corrects for data of older weights"),
     ],
@@ -114,6 +121,11 @@ def test_a_config_is_refused_with_the_remedy_when_its_settings_do_not_go_togethe
     with pytest.raises(ConfigError) as caught:
         parse_config(tree_with(override))
     assert said in str(caught.value)
+
+
+def test_a_critic_needs_no_siblings() -> None:
+    config = parse_config(tree_with("{rollout: {group_size: 1}, trainer: {loss: {advantages: gae}}}"))
+    assert config.trainer.critic.gae_lambda == 1.0
 
 
 def test_each_check_is_made() -> None:

@@ -252,7 +252,7 @@ def test_a_wrong_result_in_a_run_names_the_setting():
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        ({"advantages": "gae"}, "expected one of grpo, dr_grpo, rloo"),
+        ({"advantages": "ppo"}, "expected one of grpo, dr_grpo, rloo"),
         ({"objective": "trpo"}, "expected one of ppo, gspo, cispo"),
         ({"advantages_args": {"k": 1}}, "trainer.loss.advantages=grpo takes no arguments"),
         ({"objective_args": {"k": 1}}, "trainer.loss.objective=ppo takes no arguments"),

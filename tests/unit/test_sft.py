@@ -346,6 +346,14 @@ def test_the_ranks_run_the_worker_that_the_config_names():
     assert sft_run.sft_config(parse_config(tree)).trainer.worker == "mine:Worker"
 
 
+def test_no_reference_and_no_critic_are_built():
+    loss = {"advantages": "gae", "kl": {"coefficient": 0.1}}
+    trainer = {"loss": loss, "critic": {"lr": 1e-3}}
+    tree = {"model": {"path": "m"}, "sft": {"path": "x.jsonl"}, "trainer": trainer}
+    found = sft_run.sft_config(parse_config(tree)).trainer
+    assert (found.loss.advantages, found.loss.kl.coefficient, found.critic.lr) == ("reinforce++", 0, 1e-5)
+
+
 def test_the_model_is_written_where_the_config_says(tmp_path, monkeypatch):
     ranks = RecordingRanks()
     assert sft(make_run(tmp_path, monkeypatch, out=str(tmp_path / "mine")), (), opened(ranks)) == 0

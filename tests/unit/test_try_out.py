@@ -35,6 +35,7 @@ def test_trajectories_are_shown_and_saved_when_a_loop_is_tried_out(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tried.jsonl"
+    overrides += ["trainer.loss.advantages=gae", "trainer.critic.lr=1e-4"]  # which it does without
     code = rollout(EXAMPLE, overrides, number=3, save=file, open_engines=writing(asks_the_calculator))
     assert code == 0
     out = capsys.readouterr().out

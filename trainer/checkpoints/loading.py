@@ -31,7 +31,11 @@ class WholeCheckpoint(NamedTuple):
 
 
 def load_newest(
-    directory: Path, model: MegatronModel, layout: dict[str, int | None], dtype: str
+    directory: Path,
+    model: MegatronModel,
+    layout: dict[str, int | None],
+    dtype: str,
+    critic: MegatronModel | None = None,
 ) -> TrainerState:
     """Loads the newest complete checkpoint of a folder, or starts at step 0. Called on all ranks.
 
@@ -45,7 +49,7 @@ def load_newest(
             for left in folder.remove_leftovers(directory):
                 log.warning("removed %s, an unfinished checkpoint", left)
     found = find_checkpoint(directory)
-    return TrainerState(step=0) if found is None else load_checkpoint(found, model, layout, dtype)
+    return TrainerState(step=0) if found is None else load_checkpoint(found, model, layout, dtype, critic)
 
 
 def find_checkpoint(directory: Path) -> WholeCheckpoint | None:
@@ -83,12 +87,17 @@ def find_checkpoint(directory: Path) -> WholeCheckpoint | None:
 
 
 def load_checkpoint(
-    found: WholeCheckpoint, model: MegatronModel, layout: dict[str, int | None], dtype: str
+    found: WholeCheckpoint,
+    model: MegatronModel,
+    layout: dict[str, int | None],
+    dtype: str,
+    critic: MegatronModel | None = None,
 ) -> TrainerState:
-    """Loads a complete checkpoint into a model. Called on all ranks.
+    """Loads a complete checkpoint into a model and its critic. Called on all ranks.
 
     Raises:
-        CheckpointError: When the checkpoint belongs to another model or data type.
+        CheckpointError: When the checkpoint belongs to another model or data type, or either the run or the
+            checkpoint has no critic.
     """
     path, manifest = found.path, found.manifest
     same_layout = manifest.layout == layout
@@ -97,9 +106,18 @@ def load_checkpoint(
             raise CheckpointError(
                 f"{path} was trained with model.dtype={manifest.dtype}, but it is {dtype} now: set it back"
             )
+        critic_step = manifest.critic_optimizer_step
+        if (critic is None) != (critic_step is None):
+            has, lacks = ("a critic", "has none now") if critic is None else ("no critic", "has one now")
+            raise CheckpointError(
+                f"{path} has {has}, and the run {lacks}: set trainer.loss.advantages back, or start another "
+                "run from its Hugging Face export (async-rl export)"
+            )
         metadata = storage.read_metadata(path)
         stored = storage.stored_shapes(metadata)
         wanted = shards.parts_to_load(model, optimizer=manifest.optimizer_step > 0)
+        if critic is not None:
+            wanted += shards.of_critic(shards.parts_to_load(critic, optimizer=bool(critic_step)))
         random = shards.random_state() if same_layout else {}
         wanted += random.values()
         check_tensors(path, {part.key: tuple(part.global_shape) for part in wanted}, stored)
@@ -115,6 +133,8 @@ def load_checkpoint(
         storage.read_parts(path, metadata, wanted)
         if manifest.optimizer_step:
             shards.set_optimizer_step(model, manifest.optimizer_step)
+        if critic is not None and critic_step:
+            shards.set_optimizer_step(critic, critic_step)
         if same_layout:
             shards.set_random_state(model, random)
     return TrainerState(

@@ -47,6 +47,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Data type of the parameters."""
     optimizer_step: int
     """Updates included in the optimizer's moments; 0: the checkpoint has no moments."""
+    critic_optimizer_step: int | None = None
+    """The same of the value model; None: there is none."""
     versions: dict[str, str]
     """Versions of the packages that wrote the checkpoint, by package."""
     files: dict[str, FileRecord] = {}

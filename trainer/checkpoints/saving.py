@@ -45,13 +45,19 @@ _ALIGNMENT: Final = 64
 _PACKAGES: Final = ("async-rl", "torch", "megatron-core")
 
 
-def make_saver(config: Config, model: MegatronModel, layout: dict[str, int | None]) -> CheckpointSaver:
+def make_saver(
+    config: Config,
+    model: MegatronModel,
+    layout: dict[str, int | None],
+    critic: MegatronModel | None = None,
+) -> CheckpointSaver:
     """Builds the saver that a config describes; called on all ranks.
 
     Args:
         config: The run's config.
         model: The model whose state is saved.
         layout: The model's number of ranks and parallel sizes.
+        critic: The value model, whose state is saved with it.
     """
     trainer = config.trainer
     about = Manifest(
@@ -64,7 +70,9 @@ def make_saver(config: Config, model: MegatronModel, layout: dict[str, int | Non
         versions={name: version(name) for name in _PACKAGES},
     )
     keep, keep_every = trainer.keep_checkpoints, trainer.keep_every
-    return CheckpointSaver(model, about, keep=keep, keep_every=keep_every, timeout_s=trainer.step_timeout_s)
+    return CheckpointSaver(
+        model, about, keep=keep, keep_every=keep_every, timeout_s=trainer.step_timeout_s, critic=critic
+    )
 
 
 class _RankFiles(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +94,14 @@ class CheckpointSaver:
     """
 
     def __init__(
-        self, model: MegatronModel, about: Manifest, *, keep: int, keep_every: int | None, timeout_s: float
+        self,
+        model: MegatronModel,
+        about: Manifest,
+        *,
+        keep: int,
+        keep_every: int | None,
+        timeout_s: float,
+        critic: MegatronModel | None = None,
     ) -> None:
         """Opens the process group of the writing thread.
 
@@ -96,8 +111,9 @@ class CheckpointSaver:
             keep: The number of newest checkpoints to keep.
             keep_every: Checkpoints whose step is a multiple of this are never removed.
             timeout_s: Longest wait for another rank, seconds.
+            critic: The value model, if there is one.
         """
-        self._model, self._about = model, about
+        self._model, self._critic, self._about = model, critic, about
         self._keep, self._keep_every = keep, keep_every
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -117,8 +133,12 @@ class CheckpointSaver:
             step=step,
             extra=extra,
             optimizer_step=shards.optimizer_step(self._model),
+            critic_optimizer_step=None if self._critic is None else shards.optimizer_step(self._critic),
         )
-        parts = self._stage(shards.parts_to_save(self._model))
+        parts = shards.parts_to_save(self._model) + list(shards.random_state().values())
+        if self._critic is not None:
+            parts += shards.of_critic(shards.parts_to_save(self._critic))
+        parts = self._stage(parts)
         self._saved = Saved(
             step=self._saved.step,
             pause_s=time.perf_counter() - begin,

@@ -7,6 +7,7 @@
 | `rloo` | the mean of the other attempts | none |
 | `reinforce++` | the batch's mean | the batch's standard deviation |
 | `reinforce++_baseline` | the group's mean | the batch's standard deviation |
+| `gae` | a critic's values (`trainer.losses.gae`), then the batch's mean | the batch's standard deviation |
 
 Each is a pure function of `ComparedRewards`; `trainer.loss.advantages` names one of them, or a function of
 the user's by its dotted path.
@@ -136,6 +137,7 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
     "rloo": rloo,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,
+    "gae": reinforce_plus_plus,  # whitens the estimates of trained tokens (`trainer.losses.gae`)
 }
 
 

@@ -66,7 +66,8 @@ class MicroBatchInputs(NamedTuple):
 LossFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, int, Result]]
 """(index of the micro-batch, hidden states `[t, H]`) → (summed loss, number of trained tokens, any result).
 
-The hidden states are the inputs of the output layer, which `MegatronModel.log_probs` applies."""
+The hidden states are the inputs of the output layer, which `MegatronModel.log_probs` applies. A value model
+gives values instead, `[t, 1]` float32."""
 
 
 class MegatronModel:
@@ -86,8 +87,11 @@ class MegatronModel:
         recompute: str = "none",
         replay: bool = False,
         overlap_grad_reduce: bool = False,
+        value_head: bool = False,
     ) -> None:
         """Builds the model and loads the folder's weights. Process groups of the same layout must exist.
+
+        With `value_head` its output layer is a `ValueHead`, and no log-probs can be computed.
 
         Raises:
             ConfigError: When model, layout and replay are incompatible.
@@ -118,7 +122,9 @@ class MegatronModel:
         self.bridge.load_hf(modules)
         for module in modules:
             count_real_tokens(module)
-            if get_attr_wrapped_model(module, "post_process"):
+            if value_head:
+                replace_output_layer(unwrap_model(module))
+            elif get_attr_wrapped_model(module, "post_process"):
                 leave_out_output_layer(get_attr_wrapped_model(module, "output_layer"))
         self.replay = RouterReplayAdapter(modules, self.config, device) if replay else None
 
@@ -475,6 +481,38 @@ class MegatronModel:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+class ValueHead(torch.nn.Module):
+    """The output layer of a value model: one number for each token, 0 before the first update.
+
+    Tensor-parallel ranks hold the same weight and apply it to their parts of the sequence.
+    """
+
+    def __init__(self, layer: ColumnParallelLinear, like: torch.Tensor) -> None:
+        """Takes the place of a language model's output layer; `like` is any weight of its model."""
+        super().__init__()
+        self.weight = torch.nn.Parameter(like.new_zeros(1, layer.input_size))
+        self.sequence_parallel, self._group = layer.sequence_parallel, layer.tp_group
+        # Megatron sums its gradient over the ranks that share the sequence, as a norm's.
+        self.weight.sequence_parallel = layer.sequence_parallel
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Returns values, `[t, 1, 1]` float32, of hidden states, `[t, 1, H]` or this rank's part of them."""
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        if self.sequence_parallel:  # every rank computes the whole loss: gradients are split, not summed
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self._group
+            )
+        return values, None
+
+
+def replace_output_layer(chunk: torch.nn.Module) -> None:
+    """Makes a chunk that of a value model; its embedding is no longer tied to an output layer."""
+    chunk.share_embeddings_and_output_weights = False
+    if chunk.post_process:
+        chunk.output_layer = ValueHead(chunk.output_layer, next(chunk.decoder.parameters()).data)
 
 
 def leave_out_output_layer(layer: ColumnParallelLinear) -> None:

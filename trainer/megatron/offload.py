@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from async_rl.errors import EnvironmentNotReady, TrainerError
 from trainer.megatron.model import MegatronModel
@@ -89,7 +90,7 @@ def memory_saver() -> MemorySaver:
 
 
 class TrainerOffload:
-    """Offloads one model's state between steps, as the module describes.
+    """Offloads the state of a rank's models between steps, as the module describes.
 
     Example:
         >>> offload = TrainerOffload(model)
@@ -97,14 +98,14 @@ class TrainerOffload:
         >>> offload.reload_state()
     """
 
-    def __init__(self, model: MegatronModel, saver: MemorySaver | None = None) -> None:
+    def __init__(self, *models: MegatronModel, saver: MemorySaver | None = None) -> None:
         """Moves nothing yet.
 
         Args:
-            model: The model whose state is moved.
+            models: The models whose state is moved, on one device.
             saver: Keeps addresses and backs up pages; None empties the storages at each offload.
         """
-        self._model = model
+        self._models, self._device = models, models[0].device
         self._saver = saver
         self._settled: set[int] = set()
         """Addresses of the storages that are inside a region."""
@@ -134,7 +135,7 @@ class TrainerOffload:
         if self._saver is not None:
             self._saver.pause(_STATE)
             self._saver.pause(_GRADIENTS)
-        if self._model.device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator otherwise keeps the memory from other processes
 
     def reload_state(self) -> None:
@@ -174,31 +175,39 @@ class TrainerOffload:
         return self._saver.region(tag, enable_cpu_backup=backed_up)
 
     def _check_free_memory(self) -> None:
-        if self._model.device.type != "cuda":
+        if self._device.type != "cuda":
             return
         dropped = sum(size for _, size in self._dropped)
         settled = sum(s.nbytes() for s in self._gradients_away)
-        free, total = torch.cuda.mem_get_info(self._model.device)
+        free, total = torch.cuda.mem_get_info(self._device)
         check_free_memory(self.num_bytes + dropped + settled, free, total)
+
+    def _chunks(self) -> Iterator[DistributedDataParallel]:
+        for model in self._models:
+            yield from model.chunks
+
+    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        for model in self._models:
+            yield from model.inner_optimizers
 
     def _state(self) -> Iterator[torch.Tensor]:
         """Yields the tensors that a step needs from the previous one."""
-        for chunk in self._model.chunks:
+        for chunk in self._chunks():
             yield from chunk.module.parameters()
             yield from chunk.module.buffers()
-        for optimizer in self._model.inner_optimizers:
+        for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 yield from group["params"]
             for values in optimizer.state.values():
                 yield from _tensors(values)
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        for chunk in self._model.chunks:
+        for chunk in self._chunks():
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
             for parameter in chunk.module.parameters():
                 yield from _tensors(parameter.grad)
-        for optimizer in self._model.inner_optimizers:
+        for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield from _tensors(parameter.grad)
@@ -210,12 +219,12 @@ class TrainerOffload:
         """
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.nbytes() and tensor.device.type == self._model.device.type:
+            if storage.nbytes() and tensor.device.type == self._device.type:
                 yield storage.data_ptr(), storage
 
     def _synchronize(self) -> None:
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def check_free_memory(needed: int, free: int, total: int) -> None:

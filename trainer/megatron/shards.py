@@ -4,6 +4,7 @@
 decoder.layers.3.mlp.experts.experts.7.linear_fc2.weight     a parameter: one tensor per layer and expert
 optimizer.state.exp_avg.<parameter>, .exp_avg_sq.            the moments of Adam
 optimizer.state.fp32_param.<parameter>                       the float32 main copy of a bfloat16 parameter
+critic.<any of these>                                        of the value model, if there is one
 random.<generator>                                           `[ranks, n]`, usable only by the same layout
 ```
 
@@ -63,7 +64,7 @@ def parameter_parts(chunks: Sequence[torch.nn.Module]) -> list[TensorPart]:
 
 
 def parts_to_save(model: MegatronModel) -> list[TensorPart]:
-    """Returns the parts that this rank writes, as views; all ranks together write everything once."""
+    """Returns the parts of a model that this rank writes, as views; all ranks together write all once."""
     held = {id(each.parameter): each for each in _held(model)}
     parts: list[TensorPart] = []
     for sharded in _sharded(model.chunks):
@@ -75,7 +76,7 @@ def parts_to_save(model: MegatronModel) -> list[TensorPart]:
             parts += _parts(sharded, flat[each.start : each.start + each.main.numel()], each)
     if optimizer_step(model):
         parts += _optimizer_state(model)
-    return [part for part in parts if is_main_replica(part.replica_id)] + list(random_state().values())
+    return [part for part in parts if is_main_replica(part.replica_id)]
 
 
 def parts_to_load(model: MegatronModel, *, optimizer: bool) -> list[TensorPart]:
@@ -87,6 +88,11 @@ def parts_to_load(model: MegatronModel, *, optimizer: bool) -> list[TensorPart]:
                 each.optimizer.state[each.main].setdefault(name, torch.zeros_like(each.main.data))
         parts += _optimizer_state(model)
     return parts
+
+
+def of_critic(parts: Sequence[TensorPart]) -> list[TensorPart]:
+    """Returns a value model's parts under the names that they have beside the policy's."""
+    return [replace(part, key=f"critic.{part.key}") for part in parts]
 
 
 def optimizer_step(model: MegatronModel) -> int:

@@ -67,6 +67,7 @@ _OVERRIDES: Final = (
     "rollout.max_failed_share=1.0",
     "trainer.loss.advantages=reinforce++",
     "trainer.loss.advantages_args={}",
+    "trainer.critic={}",
     "placement.ray_address=null",
     "queue.spool_dir=null",
 )
