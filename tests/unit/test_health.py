@@ -134,20 +134,19 @@ async def test_an_idle_engine_that_stopped_is_noticed_before_it_is_needed() -> N
 @in_virtual_time
 async def test_the_first_call_after_a_restart_has_time_to_compile_kernels_and_later_ones_have_not() -> None:
     async with watched("a", config=msgspec.structs.replace(CONFIG, first_call_s=200.0)) as bench:
-        for limit_s in (260.0, 60.0):
+        for call, limit_s in enumerate((260.0, 260.0, 60.0)):
+            if limit_s == 60.0:
+                running = bench.start("answered", prompt=10)
+                await settle()
+                bench.engines["a"].say(call, tokens(3))
+                bench.engines["a"].say(call, END)
+                await asyncio.wait([running])
             begin = asyncio.get_running_loop().time()
-            running = bench.start("t1", prompt=10)
-            await asyncio.wait([running])
+            await asyncio.wait([bench.start("silent", prompt=10)])
             assert limit_s <= asyncio.get_running_loop().time() - begin <= limit_s + 10.0
             assert bench.state("a") is EngineState.QUARANTINED
             bench.pool.rejoin_engine("a")
             bench.pool.serve_engine("a", 0)
-            if limit_s == 260.0:
-                running = bench.start("t2", prompt=10)
-                await settle()
-                bench.engines["a"].say(1, tokens(3))
-                bench.engines["a"].say(1, END)
-                await asyncio.wait([running])
 
 
 @in_virtual_time
