@@ -378,6 +378,7 @@ ENGINES: Final = (
             Query(quantile(0.5, "model_call_seconds", "model"), "{{model}} p50"),
             Query(quantile(0.99, "model_call_seconds", "model"), "{{model}} p99"),
             Query(increase("model_retries_total", "model"), "{{model}} calls repeated"),
+            Query(increase("judge_answers_total", "reward", "result"), "{{reward}}: {{result}}"),
         ),
         unit="s",
     ),

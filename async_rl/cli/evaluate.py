@@ -18,15 +18,17 @@ import msgspec
 from rich.table import Table
 from uuid6 import uuid7
 
-from async_rl.cli.inspection.try_out import OpenEngines, engines_from
+from async_rl.cli.inspection.try_out import OpenEngines, engines_from, models_asked, open_models
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_validation, prompt_rule
 from async_rl.engines.frozen_models import check_served_model
 from async_rl.engines.model_facts import load_facts
+from async_rl.engines.pool import EnginePool
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, evaluation_record_log
+from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
 from async_rl.placement import rollout_workers
 from async_rl.queue import archive
@@ -98,8 +100,10 @@ async def _evaluate_sets(
     config: Config, folder: Path, open_engines: OpenEngines, *, keep_answers: bool
 ) -> EvaluationRecord:
     kept: Archive | None = None
+    models = {name: EnginePool(Metrics(), time.monotonic) for name in models_asked(config)}
     async with (
         rollout_workers(config, folder) as open_worker,
+        open_models(config, folder / "logs", open_engines, models),
         open_engines(config, folder / "logs") as engines,
     ):
         evaluator = Evaluator(
@@ -110,6 +114,7 @@ async def _evaluate_sets(
             new_id=lambda: uuid7().hex,
             clock=time.monotonic,
             open_worker=open_worker,
+            models=models,
         )
         pool, versions = evaluator.new_pool(), set[int]()
         for engine in engines:

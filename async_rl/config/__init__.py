@@ -20,6 +20,7 @@ from async_rl.config.loader import apply_override, load_config, parse_config, to
 from async_rl.config.rollout_settings import (
     FunctionReward,
     HttpReward,
+    JudgeReward,
     NamedLoop,
     RewardConfig,
     RolloutConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "FunctionReward",
     "HttpReward",
     "ImportanceConfig",
+    "JudgeReward",
     "KLConfig",
     "LayoutConfig",
     "LossConfig",

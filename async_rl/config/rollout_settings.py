@@ -106,6 +106,48 @@ class HttpReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag=
     ] = 64
 
 
+class JudgeReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag="judge"):
+    """A model in `models` that answers a prompt about each completion."""
+
+    judge: Annotated[str, Meta(description="Name of the model in `models`.")]
+    template: Annotated[
+        str,
+        Meta(
+            description=(
+                "The question, a message of the user. `{question}` stands for the task's messages, "
+                "`{conversation}` for all messages, `{response}` for the last answer, `{answer}` for the "
+                "task's answer."
+            )
+        ),
+    ]
+    score: Annotated[
+        str,
+        Meta(
+            description=(
+                "Regular expression whose last match in the judge's answer is the score: the number in its "
+                "group, or all of it."
+            )
+        ),
+    ] = r"-?\d+(?:\.\d+)?"
+    scale: Annotated[float, Meta(gt=0, description="What the score is divided by.")] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1, description="Maximum length of the judge's answer.")] = 512
+    temperature: Annotated[float, Meta(ge=0, description="Temperature of the judge.")] = 0.0
+    max_retries: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Further questions after an answer without a score, at a temperature of at least 1.",
+        ),
+    ] = 2
+    cache_size: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Scores that each process keeps by prompt: what was asked before is not asked again.",
+        ),
+    ] = 10_000
+
+
 LARGEST_MASK: Final = 4096
 """The most kept tokens per position that SGLang returns by default (`--sampling-mask-max-tokens`)."""
 
@@ -139,7 +181,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = "agent_loops.rewards:exact_match"
     rewards: Annotated[
-        dict[str, FunctionReward | HttpReward],
+        dict[str, FunctionReward | HttpReward | JudgeReward],
         Meta(description="Named rewards, and how each is called; without a kind, `function`."),
     ] = {}
     rewards_by_source: Annotated[

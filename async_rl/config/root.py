@@ -15,7 +15,7 @@ from async_rl.config.base import Meta, Strict
 from async_rl.config.data_settings import DataConfig
 from async_rl.config.engine_settings import RoutingConfig, SGLangEngines, SimulatedEngines, WeightsConfig
 from async_rl.config.evaluation_settings import EvaluationConfig
-from async_rl.config.rollout_settings import LARGEST_MASK, RolloutConfig
+from async_rl.config.rollout_settings import LARGEST_MASK, JudgeReward, RolloutConfig
 from async_rl.config.run_settings import (
     DoctorConfig,
     FrozenModelConfig,
@@ -256,6 +256,20 @@ def check_models(config: Config) -> None:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"models.{name}.urls has {url!r}, which is no URL: write http://{url}")
     teacher, rollout = config.trainer.loss.teacher, config.rollout
+    for name, reward in rollout.rewards.items():
+        if not isinstance(reward, JudgeReward):
+            continue
+        if reward.judge not in config.models:
+            raise ValueError(
+                f"rollout.rewards.{name}.judge is {reward.judge!r}, which models does not have (there: "
+                f"{known}): add it there"
+            )
+        try:
+            re.compile(reward.score)
+        except re.error as error:
+            raise ValueError(
+                f"rollout.rewards.{name}.score is {reward.score!r}, no regular expression: {error}"
+            ) from error
     if teacher.model is None:
         if teacher.only:
             raise ValueError(

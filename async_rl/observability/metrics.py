@@ -540,6 +540,14 @@ class EngineMetrics(Instruments):
         source="rollout.teacher and judge calls, with each answer",
         bad="Grows: the model's engines are overloaded; raise `models.NAME.num_engines`.",
     )
+    judge_answers_total = counter(
+        "Questions of a reward to its judge: answered with a score (scored), known from an equal question "
+        "(cached), or answered without a score (no_score).",
+        "reward",
+        "result",
+        source="rollout.rewards.judge_calls, with each question",
+        bad="`no_score` rises: the judge does not follow the template; change it, or `score`.",
+    )
     model_retries_total = counter(
         "Calls to the engines of a further model that failed and were made again.",
         "model",

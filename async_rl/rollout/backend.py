@@ -24,11 +24,13 @@ from async_rl.rollout.attempt import (
     score_tree,
 )
 from async_rl.rollout.loops import AgentLoops
+from async_rl.rollout.model_answers import ModelAnswers
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.teacher import Teacher
+from async_rl.runtime.model_questions import asking
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.types import Completion, StoredTrajectory, Task
 
@@ -104,6 +106,9 @@ class LocalBackend(RolloutBackend):
         if teacher is not None:
             calls = context.models[teacher]
             self._teacher = Teacher(teacher, calls, context.new_id, context.metrics, context.clock)
+        self._answers = ModelAnswers(
+            config, context.models, context.chat, context.new_id, context.metrics, context.clock
+        )
         self._rewards = Rewards(
             config, decode=context.chat.decode, metrics=context.metrics, clock=context.clock
         )
@@ -128,6 +133,7 @@ class LocalBackend(RolloutBackend):
         if self.journal is not None:
             attempt.on_start(self.journal.directory)
         left = await self._reader.read_claim(attempt.claim, attempt.trajectory_id, attempt.number)
+        asking.set(self._answers.ask)
         entries, task = AttemptEntries(attempt, self.journal, left), attempt.task
         entry = entries.open_entry(attempt.trajectory_id)
         transcript = Transcript(self._context, entry, entries.open_entry)
@@ -185,4 +191,5 @@ class LocalBackend(RolloutBackend):
         self, task: Task, completions: Sequence[Completion]
     ) -> Sequence[dict[str, float] | RewardError]:
         """Implements `RolloutBackend.score_group`."""
+        asking.set(self._answers.ask)
         return await self._rewards.score_group(task, completions)

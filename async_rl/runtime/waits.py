@@ -131,6 +131,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "rollout workers do not return their leases of {}",
         "Workers must confirm that they begin no more calls, or their leases must expire.",
     ),
+    "model": WaitKind(
+        "the model {} to answer",
+        "the model {} does not answer",
+        "A judge, or another model in `models`, is answering.",
+    ),
     "publish": WaitKind(
         "the trainer to publish {}",
         "the trainer does not publish {}",

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from async_rl.config import Config, EvaluationConfig, SGLangEngines
+from async_rl.config import Config, EvaluationConfig, SGLangEngines, TeacherConfig
 from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpec
 from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
@@ -222,10 +222,12 @@ class _Job:
         engine = replace(config.engine, stall_s=_EVER_S, probe_s=_EVER_S)
         if isinstance(engine, SGLangEngines):
             engine = replace(engine, context_length=None)  # limits real tokens
-        loss = replace(config.trainer.loss, overlong_buffer_tokens=None)  # counts real tokens, too
+        # The first counts real tokens, too; a plan has no engines of other models.
+        loss = replace(config.trainer.loss, overlong_buffer_tokens=None, teacher=TeacherConfig())
         return replace(
             config,
             run=replace(config.run, max_steps=simulation.warmup + simulation.versions, seed=simulation.seed),
+            models={},
             rollout=replace(
                 config.rollout,
                 agent_loop=f"{PlannedLoop.__module__}:{PlannedLoop.__name__}",

@@ -17,6 +17,9 @@ from async_rl.config import (
     Config,
     EvaluationConfig,
     FrozenModelConfig,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
     SourceConfig,
     TeacherConfig,
     parse_config,
@@ -218,15 +221,20 @@ def sharing(scenario: Scenario) -> Scenario:
 
 
 def with_models(scenario: Scenario) -> Scenario:
-    """The same with a teacher that scores every trajectory, whose engines die."""
+    """The same with a teacher that scores every trajectory, and for some a judge; their engines die."""
     rng, config = random.Random(f"models {scenario.seed}"), scenario.config
     models = {"teacher": FrozenModelConfig(path=config.model.path, num_engines=rng.choice((1, 2)))}
+    reward, rewards = config.rollout.reward, dict[str, FunctionReward | HttpReward | JudgeReward]()
+    if rng.random() < 0.5:
+        models["judge"] = FrozenModelConfig(path=config.model.path, num_engines=rng.choice((1, 2)))
+        reward = "graded"
+        rewards[reward] = JudgeReward(judge="judge", template="7 {response}", score=r"\d+", max_new_tokens=8)
     loss = replace(config.trainer.loss, teacher=TeacherConfig(model="teacher"))
     config = replace(
         config,
         models=models,
         trainer=replace(config.trainer, loss=loss),
-        rollout=replace(config.rollout, top_p=1.0, top_k=-1),
+        rollout=replace(config.rollout, top_p=1.0, top_k=-1, reward=reward, rewards=rewards),
     )
     return _with_own_streams(replace(scenario, config=config), "models")
 

@@ -25,6 +25,7 @@ CLOCK: Final = "tests/unit/test_serving_clock.py"
 LEASES: Final = "tests/unit/test_remote_leases.py"
 SPOOL: Final = "tests/unit/test_spool.py"
 WORKERS: Final = "tests/unit/test_rollout_workers.py"
+JUDGE: Final = "tests/unit/test_judge.py"
 TEACHER: Final = "tests/unit/test_teacher.py"
 TRAIN: Final = "tests/unit/test_train.py"
 LOOP: Final = "tests/simulation/test_loop.py"
@@ -2968,6 +2969,30 @@ MUTANTS: Final = (
         "        if theirs.get(token) != number:\n",
         "        if False:\n",
         (TEACHER,),
+    ),
+    Mutant(
+        "a-policy-can-have-the-reference-written-into-its-answer",
+        "Placeholders of a judge's template are filled one after the other, also inside the policy's answer.",
+        "async_rl/rollout/rewards/judge_calls.py",
+        "lambda found: parts[found.group(1)], template)\n",
+        "lambda found: parts[found.group(1)].replace('{answer}', parts['answer']), template)\n",
+        (JUDGE,),
+    ),
+    Mutant(
+        "judges-begin-again-on-another-engine",
+        "The tokens of a judge's answer are lost when its engine dies.",
+        "async_rl/rollout/model_answers.py",
+        "                except EngineError:\n",
+        "                except EngineError:\n                    sampled = [9]\n",
+        (JUDGE,),
+    ),
+    Mutant(
+        "answers-without-a-score-are-kept",
+        "A judge that once gave no score is asked in the same way again.",
+        "async_rl/rollout/rewards/judge_calls.py",
+        "        again = prompt in self._unparsed\n",
+        "        again = False\n",
+        (JUDGE,),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,

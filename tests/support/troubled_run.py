@@ -6,6 +6,7 @@ Tests of monitoring use it: the values do not matter, only that every metric has
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import time
 import zlib
@@ -53,7 +54,8 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
         "run": {"name": "troubled", "dir": str(folder / "runs"), "max_steps": 10_000, "drain_s": 0.2},
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
         "data": {
-            "path": str(calculator / "data" / "tasks.jsonl"),
+            "path": str(_tasks(calculator, folder)),
+            "reward_key": "reward",
             "validation": [{"path": str(_validation(calculator, folder))}],
         },
         "engine": {
@@ -68,7 +70,10 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
         },
         "rollout": {
             "agent_loop": f"{__name__}:TroubledLoop",
-            "rewards": {"luck": {"function": f"{__name__}:reward", "max_retries": 1, "retry_delay_s": 0.0}},
+            "rewards": {
+                "luck": {"function": f"{__name__}:reward", "max_retries": 1, "retry_delay_s": 0.0},
+                "graded": {"kind": "judge", "judge": "teacher", "template": "{response}", "score": "[0-9]"},
+            },
             "reward": "luck",
             "group_size": 4,
             "max_concurrent_trajectories": 24,
@@ -93,6 +98,16 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
         "metrics": {"trackers": [f"{__name__}:BrokenTracker"]},
         "doctor": {"look_s": 0.1, "stall_s": 0.3, "blocked_s": 0.2},
     }
+
+
+def _tasks(calculator: Path, folder: Path) -> Path:
+    """Returns the tasks; every fourth has a judge."""
+    path = folder / "tasks.jsonl"
+    rows = [json.loads(line) for line in (calculator / "data" / "tasks.jsonl").read_text().splitlines()]
+    for row in rows[::4]:
+        row["reward"] = "graded"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def _validation(calculator: Path, folder: Path) -> Path:

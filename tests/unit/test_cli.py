@@ -169,7 +169,7 @@ def test_the_settings_page_tells_both_kinds_of_engine_apart() -> None:
     page = reference.markdown()
     assert page.index("## engine, sglang") < page.index("`engine.urls`")
     assert page.index("## engine, simulated") < page.index("`engine.decode_step_s`")
-    assert page.count("| required |") == 6
+    assert page.count("| required |") == 8
 
 
 def test_the_resolved_config_loads_to_the_same_when_written(tmp_path: Path) -> None:

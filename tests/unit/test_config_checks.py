@@ -35,6 +35,15 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trainer.loss.teacher.model=a", "which models does not have (there: none)"),
         ("trainer.loss.teacher.only=true", "names no teacher"),
         (
+            "rollout.rewards={r: {kind: judge, judge: b, template: t}}",
+            "judge is 'b', which models does not have",
+        ),
+        (
+            "{models: {a: {path: m}}, "
+            "rollout: {rewards: {r: {kind: judge, judge: a, template: t, score: '('}}}}",
+            "no regular expression",
+        ),
+        (
             "{models: {a: {path: m}}, trainer: {loss: {teacher: {model: a}}}, rollout: {top_k: 20}}",
             "rollout truncates its sampling",
         ),

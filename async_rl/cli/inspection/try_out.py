@@ -15,8 +15,8 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +26,14 @@ from uuid6 import uuid7
 
 from async_rl.cli.inspection.show import show_summary, show_trajectory, terminal
 from async_rl.cli.inspection.trajectory_view import TrajectoryView, decoder, view_trajectory
-from async_rl.config import Config, SGLangEngines, load_config
+from async_rl.config import (
+    Config,
+    FrozenModelConfig,
+    JudgeReward,
+    SGLangEngines,
+    TeacherConfig,
+    load_config,
+)
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_run_tasks, order_of
 from async_rl.data.feeder import Feeder
@@ -56,7 +63,7 @@ from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import first_error, services
 from async_rl.types import StoredTrajectory, Task
 
-OpenEngines = Callable[[Config, Path], AbstractAsyncContextManager[list[Engine]]]
+OpenEngines = Callable[..., AbstractAsyncContextManager[list[Engine]]]
 """Opens engines; gets the config and a folder for their logs."""
 
 _OVERRIDES: Final = (
@@ -113,6 +120,9 @@ def rollout(
     limit = min(number, config.rollout.max_concurrent_trajectories)
     config = replace(config, rollout=replace(config.rollout, max_concurrent_trajectories=limit))
     check_config(config)
+    models = models_asked(config)
+    trainer = replace(config.trainer, loss=replace(config.trainer.loss, teacher=TeacherConfig()))
+    config = replace(config, trainer=trainer, models=models)  # nothing is trained
     tasks = choose_tasks(config, number, task_id)
     console = console or terminal()
     decode = decoder(load_chat_format(config.model.path), special=special)
@@ -204,6 +214,7 @@ async def try_out(
         routing=config.routing,
         interrupt=config.weights.interrupt,
         new_id=lambda: uuid7().hex,
+        models=(models := {name: EnginePool(metrics, clock) for name in config.models}),
     )
 
     async def watch() -> None:
@@ -214,6 +225,7 @@ async def try_out(
     try:
         async with (
             rollout_workers(config, folder) as open_worker,
+            open_models(config, folder / "logs", open_engines, models),
             open_engines(config, folder / "logs") as engines,
         ):
             manager = RolloutManager(
@@ -222,7 +234,9 @@ async def try_out(
                 feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
                 pool=pool,
                 queue=queue,
-                backend=choose_backend(config, context, pool, spool, open_worker, inspected=inspected),
+                backend=choose_backend(
+                    config, context, pool, spool, open_worker, inspected=inspected, models=models
+                ),
                 observer=_TrajectoryReporter(inspected, ended),
             )
             for engine in engines:
@@ -257,9 +271,32 @@ class _TrajectoryReporter(Observer):
         self._ended(replace(kept, trajectory=replace(kept.trajectory, outcome=outcome)))
 
 
+def models_asked(config: Config) -> dict[str, FrozenModelConfig]:
+    """Return the models that rewards, agent loops and tools may ask: all but one that is only a teacher."""
+    judges = {reward.judge for reward in config.rollout.rewards.values() if isinstance(reward, JudgeReward)}
+    teacher = config.trainer.loss.teacher.model
+    return {name: model for name, model in config.models.items() if name != teacher or name in judges}
+
+
 @asynccontextmanager
-async def engines_from(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:
-    """Open the engines that a config names; start only one.
+async def open_models(
+    config: Config, log_dir: Path, open_engines: OpenEngines, pools: Mapping[str, EnginePool]
+) -> AsyncIterator[None]:
+    """Open an engine of each model in `models`, and let it serve in the model's pool."""
+    async with AsyncExitStack() as stack:
+        for name, pool in pools.items():
+            its = config.of_model(name)
+            for engine in await stack.enter_async_context(open_engines(its, log_dir / name, name)):
+                health = await engine.health()
+                check_served_model(its, engine.engine_id, health.model_path, key=f"models.{name}")
+                pool.add_engine(engine)
+                pool.serve_engine(engine.engine_id, health.weight_version)
+        yield
+
+
+@asynccontextmanager
+async def engines_from(config: Config, log_dir: Path, name: str = "engine") -> AsyncIterator[list[Engine]]:
+    """Open the engines that a config names; start only one. Their names begin with `name`.
 
     Raises:
         ConfigError: The file of URLs has none.
@@ -267,7 +304,7 @@ async def engines_from(config: Config, log_dir: Path) -> AsyncIterator[list[Engi
     """
     engine, facts = config.engine, load_facts(config.model.path)
     if not isinstance(engine, SGLangEngines):
-        yield [SimulatedEngine("engine-0", engine, seed=config.run.seed, facts=facts)]
+        yield [SimulatedEngine(f"{name}-0", engine, seed=config.run.seed, facts=facts)]
         return
     urls = list(engine.urls)
     if engine.urls_file is not None:
@@ -276,7 +313,7 @@ async def engines_from(config: Config, log_dir: Path) -> AsyncIterator[list[Engi
             raise ConfigError(f"engine.urls_file: {engine.urls_file} has no URL")
     if urls:
         clients: list[Engine] = [
-            sglang_client(config, f"engine-{index}", url, facts, external_keys(url), None)
+            sglang_client(config, f"{name}-{index}", url, facts, external_keys(url), None)
             for index, url in enumerate(urls)
         ]
         try:
@@ -300,7 +337,7 @@ async def engines_from(config: Config, log_dir: Path) -> AsyncIterator[list[Engi
     try:
         await server.start()
         keys = (server.api_key, server.admin_key)
-        started = sglang_client(config, "engine-0", server.url, facts, keys, server.died)
+        started = sglang_client(config, f"{name}-0", server.url, facts, keys, server.died)
         try:
             await started.wait_ready()
             yield [started]

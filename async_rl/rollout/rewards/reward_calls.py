@@ -2,7 +2,7 @@
 
 ```
  task ──► the task's own | its data source's | the default ──► a name
- name ──► function: event loop, thread or worker process | server: POST
+ name ──► function: event loop, thread or worker process | server: POST | judge: a model in `models`
 
  one of max_concurrent slots ──► the call, at most timeout_s ──► parts, of which `reward` is trained on
               ▲                             │ error or timeout
@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import aiohttp
 
-from async_rl.config import Config, FunctionReward, HttpReward, RewardConfig
+from async_rl.config import Config, FunctionReward, HttpReward, JudgeReward, RewardConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.rewards.http_rewards import (
@@ -34,6 +34,7 @@ from async_rl.rollout.rewards.http_rewards import (
     RewardUnreachable,
     request_of,
 )
+from async_rl.rollout.rewards.judge_calls import JudgeCall
 from async_rl.rollout.rewards.signatures import (
     GROUP_STYLES,
     Style,
@@ -46,6 +47,7 @@ from async_rl.rollout.rewards.signatures import (
     style_of,
 )
 from async_rl.runtime.loading import load_object
+from async_rl.runtime.model_questions import ask_model
 from async_rl.runtime.supervision import contained
 from async_rl.runtime.threads import call_in_thread
 from async_rl.runtime.user_processes import ProcessScope
@@ -176,7 +178,7 @@ class Rewards:
             )
         return self._rewards[name]
 
-    def _settings_of(self, name: str) -> FunctionReward | HttpReward:
+    def _settings_of(self, name: str) -> FunctionReward | HttpReward | JudgeReward:
         named = self._config.rollout.rewards
         if name in named:
             return named[name]
@@ -196,9 +198,11 @@ class Rewards:
             )
         return FunctionReward(function=name)
 
-    def _make_call(self, name: str, settings: FunctionReward | HttpReward) -> _RewardCall:
+    def _make_call(self, name: str, settings: FunctionReward | HttpReward | JudgeReward) -> _RewardCall:
         if isinstance(settings, HttpReward):
             return _HttpRewardCall(RewardClient(name, settings), settings.group, self._decode)
+        if isinstance(settings, JudgeReward):
+            return JudgeCall(name, settings, ask_model, self._metrics)
         return _LocalRewardCall(name, settings, self._config, self._decode)
 
 

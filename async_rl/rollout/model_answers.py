@@ -1,0 +1,125 @@
+"""Answers of further models in text: for judges, and for rewards, agent loops and tools that ask for them.
+
+```
+ messages ──► chat template of the model ──► calls of its engines until the turn is complete ──► text
+                                               ▲ an engine failed: the next lease goes on with its tokens
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+
+from async_rl.config import Config
+from async_rl.data.chat_format import ChatFormat, load_chat_format
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
+from async_rl.engines.engine_calls import EngineCalls
+from async_rl.errors import ConfigError, EngineError, RequestRefused, RolloutError
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.waits import waiting
+
+
+class ModelAnswers:
+    """Asks the models of `models`.
+
+    Example:
+        >>> answers = ModelAnswers(config, context.models, chat, new_id, metrics, time.monotonic)
+        >>> text = await answers.ask("judge", [{"role": "user", "content": "Is 7 prime?"}])
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        calls: Mapping[str, EngineCalls],
+        chat: ChatFormat,
+        new_id: Callable[[], str],
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """Ask models of a config; their chat templates are read when they are asked for the first time.
+
+        Args:
+            config: The settings of the run.
+            calls: The engines of each model, by its name.
+            chat: The policy's chat format, for a model that is in the same folder.
+            new_id: Returns a unique id for each engine request.
+            metrics: Times the answers.
+            clock: Monotonic seconds.
+        """
+        self._config = config
+        self._calls = calls
+        self._chats: dict[str, ChatFormat] = {
+            name: chat for name, model in config.models.items() if model.path == config.model.path
+        }
+        self._loading = asyncio.Lock()
+        self._new_id = new_id
+        self._metrics = metrics
+        self._clock = clock
+
+    async def ask(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+    ) -> str:
+        """Return a model's answer to a conversation, without special tokens.
+
+        Raises:
+            ConfigError: `models` does not have it.
+            RolloutError: It refuses the conversation, which is too long, for example.
+        """
+        if model not in self._calls:
+            known = ", ".join(self._calls) or "none"
+            raise ConfigError(f"the model {model!r} is asked, but models has {known}: add it there")
+        chat = await self._chat_of(model)
+        began_s = self._clock()
+        sampling = SamplingParams(temperature=temperature, stop_token_ids=chat.stop_token_ids)
+        with waiting("model", model):
+            token_ids = await self._sample(model, chat.prompt_ids(messages), max_new_tokens, sampling)
+        self._metrics.model_call_seconds.labels(model).observe(self._clock() - began_s)
+        return chat.decode(token_ids)
+
+    async def _chat_of(self, model: str) -> ChatFormat:
+        async with self._loading:
+            if model not in self._chats:
+                path = self._config.models[model].path
+                self._chats[model] = await asyncio.to_thread(load_chat_format, path)
+        return self._chats[model]
+
+    async def _sample(
+        self, model: str, prompt: np.ndarray, max_new_tokens: int, sampling: SamplingParams
+    ) -> list[int]:
+        """Ask engines until the turn is complete; one that fails leaves its tokens to the next."""
+        calls, sampled, total = self._calls[model], list[int](), len(prompt) + max_new_tokens
+        while True:
+            key, finish = self._new_id(), None
+            async with calls.lease(key, total, prompt=len(prompt) + len(sampled)) as lease:
+                request = GenerateRequest(
+                    request_id=f"{key}-{lease.restart_count}.{lease.epoch}",
+                    input_ids=np.concatenate([prompt, np.array(sampled, np.int32)]),
+                    max_new_tokens=max_new_tokens - len(sampled),
+                    sampling=sampling,
+                )
+                try:
+                    async with aclosing(lease.generate(request)) as stream:
+                        async for event in stream:
+                            if isinstance(event, Chunk):
+                                sampled += event.token_ids.tolist()
+                            elif isinstance(event, Finish):
+                                finish = event
+                except RequestRefused as error:
+                    raise RolloutError(f"the model {model!r} refuses a conversation: {error}") from error
+                except EngineError:
+                    self._metrics.model_retries_total.labels(model).inc()
+                finally:
+                    calls.forget_trajectory(key)
+            stopped = bool(sampled) and sampled[-1] in sampling.stop_token_ids
+            if stopped or len(sampled) == max_new_tokens or (finish is not None and finish.reason != "abort"):
+                return sampled
