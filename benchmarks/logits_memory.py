@@ -1,6 +1,6 @@
 """Measures memory and time of log-probs from hidden states, forward and backward, at a real vocabulary.
 
-    python benchmarks/logits_memory.py [--quick] [--tokens N ...] [--hidden N] [--device cuda] [--json FILE]
+    python benchmarks/logits_memory.py [--quick] [--tokens N ...] [--hidden N] [--device cuda] [--json [FILE]]
 
 bfloat16, one rank. `peak_bytes` counts what a forward and backward pass allocates at most beyond its inputs:
 every tensor, by a dispatch mode, or torch's own counter on a GPU. `hidden_bytes` is the size of the hidden
@@ -155,7 +155,7 @@ def measure(vocabulary: int, tokens: int, size: int, device: str, rounds: int, *
     )
 
 
-def show(rows: list[Measured], size: int) -> None:
+def show(rows: list[Measured], size: int, console: Console) -> None:
     """Prints a row per size."""
     table = Table(
         title=f"log-probs over {rows[0].vocabulary:,} from hidden states of {size}, forward and backward"
@@ -173,7 +173,7 @@ def show(rows: list[Measured], size: int) -> None:
             f"{row.seconds * 1000:,.1f}",
             "" if row.ratio_time is None else f"{row.ratio_time:.2f}",
         )
-    Console().print(table)
+    console.print(table)
 
 
 def main() -> None:
@@ -186,7 +186,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, help="size of a hidden state")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved pairs of passes that are timed")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="write the rows; without FILE, print"
+    )
     options = parser.parse_args()
     tokens = options.tokens or ([512, 1024] if options.quick else [2048, 8192, 32768])
     size = options.hidden or (64 if options.quick else 256)
@@ -197,9 +199,10 @@ def main() -> None:
         for count in tokens
         for e in (False, True)
     ]
-    show(rows, size)
+    show(rows, size, Console(stderr=options.json == "-"))
     if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        text = msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n"
+        Path("/dev/stdout" if options.json == "-" else options.json).write_text(text)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ loss. Pure, and without torch unless the config names an objective of the user's
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import NamedTuple
 
 from async_rl.config import Config, LayoutConfig
@@ -105,14 +106,15 @@ def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:
         ConfigError: When it cannot; the message names the setting, its value, and what it must divide.
     """
     tp, ep, etp = layout.tp, layout.ep, layout.etp
-    if model.heads % tp or model.groups % tp:
+    if model.heads % tp or (model.groups % tp and tp % model.groups):
         raise ConfigError(
             f"trainer.layout.tp is {tp}, but the model has {model.heads} attention heads in {model.groups} "
-            "groups: tp must divide both"
+            "groups: tp must divide the heads, and divide the groups or be a multiple of them"
         )
-    if model.vocabulary % tp:
+    if (tp - 1) * math.ceil(model.vocabulary / tp) >= model.vocabulary:
         raise ConfigError(
-            f"trainer.layout.tp is {tp}, but the vocabulary has {model.vocabulary} tokens: tp must divide it"
+            f"trainer.layout.tp is {tp}, but the vocabulary has {model.vocabulary} tokens: the last rank "
+            "would hold none of them"
         )
     if ep > 1 and not model.experts:
         raise ConfigError(f"trainer.layout.ep is {ep}, but the model has no experts: set ep=1")

@@ -48,6 +48,7 @@ CRITIC: Final = "tests/integration/test_trainer_critic.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
 GUARD: Final = "tests/unit/test_engine_guard.py"
 CAPTURES: Final = "tests/unit/test_captures.py"
+_LAID_OUT: Final = "tests/integration/test_trainer_ranks.py::test_ranks_equal_one_when_laid_out"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
     f"{_SMALL}[{name}]" for name in ("plain", "spliced", "in_place", "dies", "nan", "killed", "no_op")
@@ -2775,6 +2776,30 @@ MUTANTS: Final = (
         "            if not mask.keeps(chunk.token_ids).all():",
         "            if False:",
         (SAMPLING_MASKS,),
+    ),
+    Mutant(
+        "padding-of-the-vocabulary-has-a-probability",
+        "Rows that pad the vocabulary for the tensor ranks count in every distribution.",
+        "trainer/losses/log_probs.py",
+        "padded_weight[: vocabulary - first]",
+        "padded_weight",
+        ("tests/unit/test_log_probs.py",),
+    ),
+    Mutant(
+        "checkpoints-hold-rows-of-padding",
+        "A checkpoint of tensor ranks that do not divide the vocabulary fits no other number of them.",
+        "trainer/megatron/shards.py",
+        "value.global_shape = (model.vocab_size, *value.global_shape[1:])",
+        "pass",
+        ("tests/integration/test_trainer_uneven.py",),
+    ),
+    Mutant(
+        "two-stages-exchange-shapes",
+        "Micro-batches of two interleaved stages keep their lengths, and stages read each other's shapes.",
+        "trainer/megatron/layout.py",
+        "not (interleaved and stages == 2)",
+        "True",
+        (f"{_LAID_OUT}[interleaved pipeline]",),
     ),
     Mutant(
         "log-probs-of-all-tokens-stay-in-the-normaliser",

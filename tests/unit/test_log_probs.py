@@ -134,6 +134,20 @@ def test_the_entropys_gradient_is_finite_when_a_token_is_impossible():
     assert gradient[1, 0] == 0
 
 
+def test_rows_of_padding_have_no_part_when_the_vocabulary_was_padded():
+    hidden, weight, labels = inputs()
+    padded = torch.cat([weight.detach(), torch.full((3, HIDDEN), 5.0)]).requires_grad_()
+    expected = vocab_parallel_log_probs(hidden, weight, labels)
+    found = vocab_parallel_log_probs(hidden, padded, labels, vocabulary=VOCABULARY)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    of_padded = torch.autograd.grad(found[0].sum() + found[1].sum(), (hidden, padded))
+    of_plain = torch.autograd.grad(expected[0].sum() + expected[1].sum(), (hidden, weight))
+    assert torch.equal(of_padded[0], of_plain[0])
+    assert torch.equal(of_padded[1][:VOCABULARY], of_plain[1])
+    assert not of_padded[1][VOCABULARY:].any()
+
+
 def test_gradients_are_zero_when_no_token_is_trained_on():
     hidden, weight, labels = inputs()
     log_probs, entropy = vocab_parallel_log_probs(hidden[:0], weight, labels[:0])

@@ -15,7 +15,7 @@ MODEL = ModelSizes(layers=6, heads=4, groups=2, vocabulary=96, experts=8)
     ("layout", "words"),
     [
         ({"tp": 2}, "without expert parallelism set etp=2"),
-        ({"tp": 4, "etp": 4}, "4 attention heads in 2 groups: tp must divide both"),
+        ({"tp": 3, "etp": 3}, "4 attention heads in 2 groups: tp must divide the heads"),
         ({"ep": 3}, "8 experts: ep must divide them"),
         ({"pp": 4}, "6 layers: pp must divide them"),
         ({"pp": 2, "vpp": 2}, "so must pp times vpp"),
@@ -43,6 +43,8 @@ def test_a_layout_is_refused_when_the_model_does_not_fit(layout, words):
         ({"pp": 2, "first_stage_layers": 1, "last_stage_layers": 5}, MODEL),
         ({"pp": 2, "vpp": 2, "first_stage_layers": 2}, MODEL),
         ({"tp": 2}, MODEL._replace(experts=0)),
+        ({"tp": 4, "etp": 4}, MODEL),  # two ranks share a group
+        ({"tp": 2, "etp": 2}, MODEL._replace(vocabulary=97)),
     ],
 )
 def test_a_layout_is_taken_when_everything_divides(layout, model):
@@ -52,7 +54,8 @@ def test_a_layout_is_taken_when_everything_divides(layout, model):
 @pytest.mark.parametrize(
     ("model", "layout", "words"),
     [
-        (MODEL._replace(vocabulary=97), {"tp": 2, "etp": 2}, "97 tokens: tp must divide it"),
+        (MODEL._replace(heads=12, groups=6), {"tp": 4, "etp": 4}, "divide the groups or be a multiple"),
+        (MODEL._replace(vocabulary=9), {"tp": 4, "etp": 4}, "9 tokens: the last rank would hold none"),
         (MODEL._replace(experts=0), {"ep": 2}, "no experts: set ep=1"),
     ],
 )

@@ -81,6 +81,7 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     kept: KeptTokens | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-prob of each label and the entropy of each distribution, in float32.
 
@@ -92,6 +93,8 @@ def vocab_parallel_log_probs(
         temperature: The sampling temperature; log-probs are those of the distribution that was sampled from.
         group: The ranks that share the vocabulary, in its order; None for a single rank.
         kept: The tokens that could be sampled in each row, each label among them; None: all could.
+        vocabulary: The number of tokens; rows of the output layer beyond it are padding. Every rank has a
+            part of them. None: there is no padding.
 
     Returns:
         Log-probs and entropies (nats), `[n]` each, both with gradient.
@@ -99,13 +102,14 @@ def vocab_parallel_log_probs(
     Source: the exchange of maxima and sums is that of Megatron-Core, `tensor_parallel/cross_entropy.py`;
     recomputing logits in parts is that of arXiv 2411.09009 (Cut Cross-Entropy).
     """
-    return _VocabParallelLogProbs.apply(hidden, weight, labels, temperature, group, kept)
+    return _VocabParallelLogProbs.apply(hidden, weight, labels, temperature, group, kept, vocabulary)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature, group, kept):
-        first = len(weight) * (dist.get_rank(group) if _parallel(group) else 0)
+    def forward(ctx, hidden, padded_weight, labels, temperature, group, kept, vocabulary):
+        first = len(padded_weight) * (dist.get_rank(group) if _parallel(group) else 0)
+        weight = padded_weight if vocabulary is None else padded_weight[: vocabulary - first]
         local = labels - first
         ours = (local >= 0) & (local < len(weight))
         index = local.clamp(0, len(weight) - 1)[:, None]
@@ -127,14 +131,15 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         normaliser, weighted, predicted = sums
         log_probs = predicted - normaliser.log()
         entropy = normaliser.log() - weighted / normaliser
-        ctx.save_for_backward(hidden, weight, index, ours, largest, normaliser, log_probs, entropy)
-        ctx.temperature, ctx.kept, ctx.first = temperature, kept, first
+        ctx.save_for_backward(hidden, padded_weight, index, ours, largest, normaliser, log_probs, entropy)
+        ctx.temperature, ctx.kept, ctx.first, ctx.tokens = temperature, kept, first, len(weight)
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx, of_log_prob, of_entropy):
-        hidden, weight, index, ours, largest, normaliser, log_probs, entropy = ctx.saved_tensors
+        hidden, padded_weight, index, ours, largest, normaliser, log_probs, entropy = ctx.saved_tensors
+        weight = padded_weight[: ctx.tokens]
         of_log_prob = torch.zeros_like(log_probs) if of_log_prob is None else of_log_prob / ctx.temperature
         factor, offset = None, -of_log_prob / normaliser
         at_label = of_log_prob * -log_probs.expm1()
@@ -147,7 +152,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         parts = list(_parts(hidden, weight))
         # Parts are added in float32, and rounded once.
-        of_weight = torch.zeros_like(weight, dtype=torch.float32 if len(parts) > 1 else weight.dtype)
+        of_weight = torch.zeros_like(padded_weight, dtype=torch.float32 if len(parts) > 1 else weight.dtype)
         for rows in parts:
             logits = hidden[rows] @ weight.t()
             if ctx.kept is not None:
@@ -164,9 +169,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             value = torch.where(ours[rows, None], at_label[rows, None].to(known.dtype), known)
             gradient.scatter_(-1, index[rows], value)
             torch.mm(gradient, weight, out=of_hidden[rows])
-            _add_product(of_weight, gradient.t(), hidden[rows])
+            _add_product(of_weight[: ctx.tokens], gradient.t(), hidden[rows])
             del gradient, logits  # before the next part's
-        return of_hidden, of_weight.to(weight.dtype), None, None, None, None
+        return of_hidden, of_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _parts(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:

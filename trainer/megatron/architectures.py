@@ -41,6 +41,9 @@ class _Spec:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron warns about its own defaults
             super().__init__(hf_config, dtype=dtype)
+        ranks = self.mpu.tp_size
+        if hf_config.vocab_size % ranks:
+            self.make_vocab_size_divisible_by = ranks
 
     def _adjust_mapping_for_shared_weights(self) -> None:
         # mbridge records tied embeddings in a table shared by all models of a class, or not at all.

@@ -124,12 +124,16 @@ class HFBridge:
         return self.mbridge.config
 
     def build_chunks(self) -> list[torch.nn.Module]:
-        """Builds this rank's chunks of the model, whose weights `load_hf` overwrites."""
+        """Builds this rank's chunks of the model, whose weights `load_hf` overwrites.
+
+        Embedding and output layer may have more rows than the model has tokens (`vocab_size` of a chunk), to
+        divide among the tensor ranks. The rows are 0 and stay 0.
+        """
         provide = self.mbridge._model_provider([])
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron warns about arguments that its own specs omit
-            return [
+            modules = [
                 provide(
                     pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                     post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
@@ -137,6 +141,9 @@ class HFBridge:
                 )
                 for stage in ([None] if chunks is None else range(chunks))
             ]
+        for module in modules:
+            module.vocab_size = self.hf_config.vocab_size  # without padding
+        return modules
 
     @torch.no_grad()
     def load_hf(self, models: list[torch.nn.Module]) -> None:

@@ -25,6 +25,7 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
         fused: Whether layers are those of TransformerEngine.
     """
     interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
     fields: dict[str, Any] = {
         # Gradients are divided by the tokens of the whole batch, see `run_schedule`.
         "calculate_per_token_loss": True,
@@ -37,7 +38,10 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
         # wrong order, and gradients are silently wrong.
         "batch_p2p_comm": False,
         "overlap_p2p_comm": interleaved,
-        "variable_seq_lengths": not interleaved,  # see `MegatronModel.level_lengths`
+        # Interleaved stages of a two-stage pipeline send to one peer for both the previous and the next
+        # chunk. The order distinguishes their tensors, but not the shapes that Megatron exchanges before
+        # them.
+        "variable_seq_lengths": not (interleaved and stages == 2),
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         # True would make all expert ranks draw the same numbers. (Loading overwrites every weight anyway.)

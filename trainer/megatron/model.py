@@ -275,12 +275,8 @@ class MegatronModel:
 
     @property
     def level_lengths(self) -> bool:
-        """Whether all micro-batches of a schedule must have the same length.
-
-        Interleaved stages of a two-stage pipeline send to one peer for both the previous and the next chunk.
-        The order distinguishes their tensors, but not the shapes that Megatron exchanges before them.
-        """
-        return self._interleaved > 1
+        """Whether all micro-batches of a schedule must have the same length."""
+        return not self.config.variable_seq_lengths
 
     @property
     def alignment(self) -> int:
@@ -376,7 +372,9 @@ class MegatronModel:
         model = unwrap_model(self.chunks[-1])
         shared = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        return vocab_parallel_log_probs(hidden, weight, labels, temperature, self.tensor_group, kept)
+        return vocab_parallel_log_probs(
+            hidden, weight, labels, temperature, self.tensor_group, kept, model.vocab_size
+        )
 
     def record_routing(
         self, micro_batches: Sequence[MicroBatchInputs], loss: LossFunction[Result]

@@ -154,10 +154,13 @@ def set_random_state(model: MegatronModel, states: dict[str, TensorPart]) -> Non
 def _sharded(chunks: Sequence[torch.nn.Module]) -> Iterator[Sharded]:
     for chunk in chunks:
         # Values other than tensors are extra states of fused layers, which only eight-bit training uses.
-        values = nested_values(
-            unwrap_model(chunk).sharded_state_dict(metadata={"singleton_local_shards": True})
-        )
-        yield from (value for value in values if isinstance(value, Sharded))
+        model = unwrap_model(chunk)
+        for value in nested_values(model.sharded_state_dict(metadata={"singleton_local_shards": True})):
+            if isinstance(value, ShardedTensor) and value.allow_shape_mismatch:
+                # A row per token; layouts differ in the rows of padding (`HFBridge.build_chunks`).
+                value.global_shape = (model.vocab_size, *value.global_shape[1:])
+            if isinstance(value, Sharded):
+                yield value
 
 
 def _held(model: MegatronModel) -> Iterator[_HeldShard]:
@@ -217,8 +220,11 @@ def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = Non
                 f"{each.key} has a memory layout that cannot be resharded: expected a contiguous tensor"
             )
         begin = each.data.storage_offset() - whole.storage_offset()
+        stored = each.data.numel()
+        if each.allow_shape_mismatch:  # without rows of padding
+            stored = min(stored, (each.global_shape[0] - each.global_offset[0]) * each.data[0].numel())
         first = max(start, begin) - begin
-        last = min(start + flat.numel(), begin + each.data.numel()) - begin
+        last = min(start + flat.numel(), begin + stored) - begin
         position = first + begin - start
         replica = each.replica_id
         if held is not None and held.ranged:
