@@ -47,6 +47,35 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The defect of each newer checkpoint that was skipped."""
 
 
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Estimated bytes of the tensors of consecutive ranks that hold equally much."""
+
+    first: int
+    last: int
+    moments: dict[str, dict[str, int]]
+    """What lies on the device at each moment that may be the fullest: bytes by part."""
+    host: dict[str, int]
+    """What lies in host memory, bytes by part."""
+
+    @property
+    def fullest(self) -> str:
+        """The moment with the most bytes on the device."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device at the fullest moment."""
+        return sum(self.moments[self.fullest].values())
+
+
+class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Estimated memory of a trainer, before it is started."""
+
+    ranks: list[RankMemory]
+    model_bytes: int
+    """The whole model in its type, as engines load it."""
+
+
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of the last checkpoint."""
 

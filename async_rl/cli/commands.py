@@ -57,14 +57,30 @@ def _run_train(parsed: argparse.Namespace) -> int:
     return train(parsed.config, parsed.overrides)
 
 
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu",
+        metavar="SIZE",
+        help="memory of a GPU, such as 80GB; exit code 2 if something does not fit",
+    )
+
+
 def _add_check_options(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument(
         "--here", action="store_true", help="also check this machine: driver, CUDA toolkit, compile caches"
     )
+    parser.add_argument(
+        "--memory", action="store_true", help="instead show the memory of each trainer rank and engine"
+    )
+    _add_gpu(parser)
 
 
 def _run_check(parsed: argparse.Namespace) -> int:
+    if parsed.memory or parsed.gpu is not None:
+        from async_rl.cli.memory import show_memory
+
+        return show_memory(parsed.config, parsed.overrides, parsed.gpu)
     from async_rl.config import load_config
     from async_rl.config.reference import resolved_yaml
     from async_rl.run.preflight import check_config, check_trainer
@@ -170,6 +186,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="costs of driver and workers: JSON of benchmarks/driver_scale.py; default: measured ones",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_gpu(parser)
     for flag, kind, text in _WORKLOAD_FLAGS:
         parser.add_argument(f"--{flag}", type=kind, help=text)
     for flag, text in _SIMULATION_FLAGS:
@@ -184,7 +201,12 @@ def _run_plan(parsed: argparse.Namespace) -> int:
         values = ((name, getattr(parsed, name)) for name in (flag.replace("-", "_") for flag in flags))
         return {name: value for name, value in values if value is not None}
 
-    return plan(
+    fits = 0
+    if parsed.gpu is not None and not parsed.json:
+        from async_rl.cli.memory import show_memory
+
+        fits = show_memory(parsed.config, parsed.overrides, parsed.gpu)
+    return fits or plan(
         parsed.config,
         parsed.overrides,
         engines=parsed.engines,

@@ -2825,6 +2825,30 @@ MUTANTS: Final = (
         "",
         (SAMPLING_MASKS,),
     ),
+    Mutant(
+        "memory-of-experts-is-shared",
+        "The estimate of memory divides the optimizer of experts over all ranks.",
+        "trainer/memory/estimate.py",
+        "experts * layout.etp * layout.ep * layout.pp // ranks",
+        "experts // ranks",
+        ("tests/unit/test_memory_check.py",),
+    ),
+    Mutant(
+        "memory-without-the-critic",
+        "The estimate of memory leaves out the critic.",
+        "trainer/memory/estimate.py",
+        '    if config.trainer.loss.advantages == "gae":',
+        "    if False:",
+        ("tests/unit/test_memory_check.py",),
+    ),
+    Mutant(
+        "what-does-not-fit-is-accepted",
+        "A rank that needs more than a GPU has is no error.",
+        "async_rl/cli/memory.py",
+        "if use.needs > size]",
+        "if False]",
+        ("tests/unit/test_memory_check.py",),
+    ),
     # -- GPUs -------------------------------------------------------------------------------------------
     Mutant(
         "guard-unlinks-older-files",

@@ -1,0 +1,41 @@
+"""What ranks are estimated to hold is what real ranks hold, in each kind of layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.memory_estimate import CASES, SMALL, Compared, compare
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:::megatron"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+LAYOUTS = [name for name, case in CASES.items() if case.ranks == 2]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compared]]:
+    found: dict[str, list[Compared]] = {name: [] for name in LAYOUTS}
+    for row in compare(LAYOUTS, SMALL, Path(tmp_path_factory.mktemp("memory"))):
+        found[row.layout].append(row)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_peak_of_real_ranks_is_estimated(name: str, rows: dict[str, list[Compared]]) -> None:
+    assert len(rows[name]) == 2
+    for row in rows[name]:
+        assert row.error == pytest.approx(0, abs=0.05), row
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_step_adds_is_estimated_by_itself(name: str, rows: dict[str, list[Compared]]) -> None:
+    for row in rows[name]:
+        # Between steps, Megatron's dispatchers also keep what their last micro-batch sent to experts.
+        assert row.estimated_steady / row.steady == pytest.approx(0.96, abs=0.05), row
+        assert row.error_beyond_steady == pytest.approx(0, abs=0.06), row

@@ -1,0 +1,130 @@
+"""`async-rl check --memory`: what ranks and engines hold, whether it fits, and what would make it fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli.main import main
+from async_rl.config import load_config
+from async_rl.errors import ConfigError
+from async_rl.run.memory_estimate import estimate_devices, nearest_change, parse_size
+
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "tie_word_embeddings": False,
+}
+"""The dimensions of Qwen/Qwen3-30B-A3B, as in its config.json."""
+
+PARAMETERS = 30_532_122_624
+"""Of that model, by its safetensors index: total_size / 2."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3_30B))
+    tree: dict[str, Any] = {
+        "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"},
+        "data": {"path": "unused.jsonl"},
+        "rollout": {"max_context_tokens": 16384, "max_new_tokens": 8192, "group_size": 8},
+        "engine": {"device": "cuda", "num_engines": 4, "tp_size": 2},
+        "trainer": {
+            "device": "cuda",
+            "num_ranks": 8,
+            "layout": {"ep": 8},
+            "recompute": "full",
+            "groups_per_batch": 64,
+            "micro_batch_tokens": 16384,
+            "require_transformer_engine": False,
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_the_parameters_of_a_published_model_are_counted(config: Path) -> None:
+    (engines,) = [use for use in estimate_devices(load_config(config), 80 * 10**9) if "engine" in use.name]
+    assert engines.parts["weights"] == PARAMETERS  # of two bytes, over two GPUs
+
+
+def test_a_30b_model_on_eight_gpus_of_80_gb_is_refused_with_a_change_that_fits(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(config), "--memory", "--gpu", "80GB"]) == 2
+    out = capsys.readouterr().out
+    # 18 bytes a parameter: 3.6 B of experts, and 1.5 B that all share, whose optimizer is divided by eight.
+    assert "weights 10.3 GB, gradients 20.7 GB, optimizer 45.8 GB" in out
+    assert "█" in out
+    assert "does not fit into 80GB: rank 0 by 5.92 GB" in out
+    change = out.split("nearest change that fits: ")[1].split()
+    assert main(["check", str(config), "--memory", "--gpu", "80GB", *change]) == 0
+    assert "fits into 80GB with" in capsys.readouterr().out
+
+
+def test_more_ranks_are_asked_for_when_no_other_layout_fits(config: Path) -> None:
+    def load(changes: list[str]) -> Any:
+        return load_config(config, list(changes))
+
+    changes = nearest_change(load, 40 * 10**9)  # type: ignore[arg-type]
+    assert changes is not None
+    assert any(change.startswith("trainer.num_ranks=") for change in changes)
+    assert nearest_change(load, 2 * 10**9) is None  # type: ignore[arg-type]
+
+
+def test_without_a_size_there_is_no_verdict(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(config), "--memory"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 0: " in out
+    assert "engines 0-3, each of 2 GPUs: " in out
+    assert "fit" not in out
+
+
+def test_plan_refuses_what_does_not_fit(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--gpu", "80GB"]) == 2
+    assert "does not fit into 80GB" in capsys.readouterr().out
+
+
+def parts_of_rank(config: Path, *overrides: str) -> dict[str, int]:
+    (rank, *_) = estimate_devices(load_config(config, overrides), 80 * 10**9)
+    return rank.parts
+
+
+def test_a_critic_takes_as_much_as_the_policy_without_its_output_layer(config: Path) -> None:
+    parts = parts_of_rank(config, "trainer.loss.advantages=gae")
+    policy = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
+    output_layer = QWEN3_30B["vocab_size"] * QWEN3_30B["hidden_size"]
+    assert parts["critic"] == pytest.approx(policy - output_layer * (2 + 4 + 12 / 8), rel=1e-4)
+
+
+def test_the_reference_of_a_kl_penalty_is_in_host_memory(config: Path) -> None:
+    uses = estimate_devices(load_config(config, ["trainer.loss.kl.coefficient=0.01"]), 80 * 10**9)
+    assert uses[0].host["reference"] == uses[0].parts["weights"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("79.5 GiB", int(79.5 * 2**30))])
+def test_sizes_are_decimal_or_binary_as_they_say(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_another_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'80' is not a size of memory; expected one such as 80GB"):
+        parse_size("80")

@@ -1,0 +1,194 @@
+"""Bytes that a layer keeps for its backward pass, and that log-probs take, tensor by tensor.
+
+Each term is a tensor that autograd saves in megatron-core 0.16.1: the modules of Megatron's local layer spec
+(`trainer.megatron.attention`, torch's RMSNorm, `transformer/mlp.py`, `transformer/moe/`), or the fused ones
+of TransformerEngine on a GPU. Tensors that several operations save count once.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from trainer.memory.dimensions import Dimensions
+
+FLOAT32: Final = 4
+
+LOGITS_AT_ONCE: Final = 1 << 27
+"""That of `trainer.losses.log_probs`, which loads torch."""
+
+
+class Slice(NamedTuple):
+    """What one rank has of a micro-batch, and how it computes."""
+
+    tokens: int
+    """Tokens after context parallelism."""
+    tp: int
+    cp: int
+    etp: int
+    longest: int
+    """Tokens of the longest trajectory that a query may attend to."""
+    element: int
+    """Bytes of an element of the model's type."""
+    fused: bool
+    """Whether layers are those of TransformerEngine."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens between layers, which sequence parallelism splits."""
+        return self.tokens // self.tp
+
+    @property
+    def routed(self) -> int:
+        """Rows of experts' inputs here, per chosen expert, if all experts are chosen equally often."""
+        return self.sequence * self.etp
+
+
+def layer_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:
+    """Returns what a layer keeps: its norms, attention, MLP or experts, and the two sums of its residuals."""
+    residuals = 2 * part.sequence * model.hidden * part.element * keeps_inputs(part)
+    norms = 2 * norm_bytes(part.sequence * model.hidden, part)
+    mlp = experts_bytes(model, part) if experts else mlp_bytes(model.dense // part.tp, part.tokens, part)
+    return residuals + norms + attention_bytes(model, part) + mlp
+
+
+def keeps_inputs(part: Slice) -> bool:
+    """Whether norms keep their inputs; torch's keeps a float32 copy instead of one in half precision."""
+    return part.fused or part.element == FLOAT32
+
+
+def norm_bytes(elements: int, part: Slice, *, output: bool = True) -> int:
+    """Returns what an RMSNorm keeps besides its input, which the layer before keeps.
+
+    torch's keeps the normalised input and, for the next layer, the output; of a half-precision input it also
+    keeps a float32 copy, and the normalised input is float32, too. TransformerEngine's keeps the output.
+    """
+    kept = part.element * output
+    if not part.fused:
+        kept += part.element if part.element == FLOAT32 else 2 * FLOAT32
+    return elements * kept
+
+
+def attention_bytes(model: Dimensions, part: Slice) -> int:
+    """Returns what the projections, their norms, the rotation and the attention of a layer keep."""
+    tokens, e, heads = part.tokens, part.element, model.heads // part.tp
+    if model.latent is not None:
+        return _latent_attention_bytes(model, part)
+    query, key = tokens * heads * model.head, tokens * model.groups * model.head // part.tp
+    several = model.heads > model.groups
+    attended = tokens * heads * FLOAT32  # the normaliser of each query
+    if part.fused:
+        # The projection's output holds values and the norm's input; rotation makes queries and keys anew.
+        kept = query + 2 * key + query + key + query * (several and model.query_norm)
+        return e * (kept + query) + attended
+    kept = 0
+    if model.query_norm:
+        kept += norm_bytes(query + key, part, output=False)
+        if e == FLOAT32:  # the norms keep the projection's output, and of queries another copy in order
+            kept += e * (query + 2 * key + query * several)
+    kept += 4 * e * tokens * model.head  # sine and cosine, for queries and for keys
+    # Queries, keys and values of each head, and results; without a mask in the order of tokens, too.
+    results = 1 if part.cp > 1 else 2
+    return kept + e * (query + 2 * query * part.cp + results * query) + attended + _mask_bytes(part)
+
+
+def _mask_bytes(part: Slice) -> int:
+    """Returns the mask of the local attention under context parallelism, as numbers that are added."""
+    return part.tokens * part.tokens * part.cp * part.element if part.cp > 1 else 0
+
+
+def _latent_attention_bytes(model: Dimensions, part: Slice) -> int:
+    assert model.latent is not None
+    sizes, tokens, e, heads = model.latent, part.tokens, part.element, model.heads // part.tp
+    down = norm_bytes(part.sequence * (sizes.query_rank + sizes.rank), part)
+    if keeps_inputs(part):
+        down += part.sequence * (sizes.query_rank + sizes.rank + sizes.rotated) * e
+    query = tokens * heads * (sizes.plain + sizes.rotated)
+    value = tokens * heads * sizes.value
+    rotation = 4 * tokens * sizes.rotated * e
+    if part.fused:
+        return down + rotation + e * (2 * query + 2 * value) + tokens * heads * FLOAT32
+    if sizes.plain + sizes.rotated == sizes.value:
+        kept = e * (query + 2 * query * part.cp + 2 * value) + tokens * heads * FLOAT32
+    else:  # torch's kernel for a CPU needs equal sizes; otherwise it keeps float32 and all weights
+        kept = FLOAT32 * (query + (query + value) * part.cp + heads * tokens * part.longest) + e * value
+    return down + rotation + kept + _mask_bytes(part)
+
+
+def mlp_bytes(width: int, rows: int, part: Slice, *, scaled: bool = False) -> int:
+    """Returns what a gated MLP keeps: gate and up projection, SiLU, up + 0, their product, and if it is
+    scaled by a gate, that product; fused: both projections and the product.
+    """
+    return rows * width * part.element * (3 if part.fused else 6 if scaled else 5)
+
+
+def experts_bytes(model: Dimensions, part: Slice) -> int:
+    """Returns what router, dispatch, routed and shared experts of a layer keep."""
+    e, tokens = part.element, part.sequence
+    rows = part.routed * model.top_k
+    kept = rows * model.hidden * e  # their inputs, sorted by expert
+    kept += mlp_bytes(model.expert // part.etp, rows, part, scaled=True)
+    # Scores, gates and gates by expert; two maps; the chosen experts, twice, as int64.
+    kept += tokens * model.experts * (3 * (FLOAT32 if model.precise_router else e) + 2)
+    kept += tokens * model.top_k * 16
+    if model.shared:
+        kept += mlp_bytes(model.shared // part.tp, part.tokens, part)
+        kept += tokens * model.hidden * e * model.shared_gate
+    return kept
+
+
+def working_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:
+    """Returns what a layer takes at its end, beyond what it keeps: of experts their inputs before the last
+    sort, and their outputs before and after they are put together; else two gradients of an MLP's width.
+    """
+    if experts:
+        return part.routed * model.top_k * model.hidden * part.element * (1 if part.fused else 3)
+    return part.tokens * model.dense // part.tp * part.element * 2
+
+
+class LogProbBytes(NamedTuple):
+    """The most that log-probs take at a time, beyond the hidden states."""
+
+    forward: int
+    backward: int
+
+
+def log_prob_bytes(
+    rows: int, vocabulary: int, hidden: int, part: Slice, *, entropy: bool, compiled: bool
+) -> LogProbBytes:
+    """Returns what `trainer.losses.log_probs` takes for so many trained rows.
+
+    Args:
+        rows: Trained tokens.
+        vocabulary: This rank's part of the vocabulary.
+        hidden: Size of a hidden state.
+        part: The rank's part of the micro-batch.
+        entropy: Whether the loss has an entropy bonus.
+        compiled: Whether the functions of logits are fused, as on a GPU.
+    """
+    e, half = part.element, part.element < FLOAT32
+    at_once = min(rows, max(1, LOGITS_AT_ONCE // vocabulary))
+    logits = at_once * vocabulary
+    weight, several = vocabulary * hidden, at_once < rows
+    if compiled:
+        forward, backward = logits * e, logits * 2 * e
+    else:
+        # Logits, in float32, their exponentials, and those times the logits.
+        forward = logits * (e + FLOAT32 * half + 2 * FLOAT32)
+        backward = logits * (e + (FLOAT32 + e) * half + FLOAT32 * entropy)
+    product = 0 if compiled else logits * e * (1 + half) + weight * e * several * half
+    of_weight = weight * (FLOAT32 if several else e)
+    return LogProbBytes(forward, rows * hidden * e + of_weight + max(backward, product))
+
+
+def in_flight(stage: int, pp: int, vpp: int, micro_batches: int) -> list[int]:
+    """Returns for each chunk of a stage how many micro-batches it keeps activations of, at most.
+
+    Source: megatron/core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`: 1F1B, and interleaved.
+    """
+    if vpp == 1:
+        return [min(pp - stage, micro_batches)]
+    passes = min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, micro_batches * vpp)
+    counts = [0] * vpp
+    for number in range(passes):
+        counts[number // pp % vpp] += 1
+    return counts

@@ -1,0 +1,180 @@
+"""What each rank of the trainer holds at its fullest moments, from config.json and the layout."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from async_rl.config import Config, LayoutConfig
+from async_rl.engines.model_facts import read_config
+from async_rl.trainer_protocol import RankMemory, TrainerMemory
+from trainer.memory import activations
+from trainer.memory.activations import FLOAT32, Slice
+from trainer.memory.dimensions import Dimensions, Parameters, chunks_of, dimensions_of, padded, parameters_of
+
+
+def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
+    """Estimates the tensors of every rank of the trainer, in the order of ranks.
+
+    Assumptions: micro-batches are as large as they can be and all of their tokens are trained, as many follow
+    each other as the schedule keeps, and routers choose all experts equally often.
+
+    Args:
+        config: The run's config; of `model.path` only config.json is read.
+        cuda: Whether ranks have a GPU, with TransformerEngine for half-precision models.
+
+    Raises:
+        ConfigError: When there is no config.json.
+    """
+    model = dimensions_of(read_config(config.model.path))
+    whole = sum(map(sum, parameters_of(model, LayoutConfig(), 0))) * element_bytes(config)
+    ranks: list[RankMemory] = []
+    of_stage = config.trainer.num_ranks // config.trainer.layout.pp
+    for stage in range(config.trainer.layout.pp):
+        first, last = stage * of_stage, (stage + 1) * of_stage - 1
+        moments = _moments(config, model, stage, cuda=cuda)
+        host = _on_host(config, moments)
+        if stage == 0:
+            ranks.append(_first_rank(config, model, whole, moments, host))
+            first += 1
+        if first <= last:
+            ranks.append(RankMemory(first=first, last=last, moments=moments, host=host))
+    return TrainerMemory(ranks=ranks, model_bytes=whole)
+
+
+def largest_micro_batch(config: Config) -> tuple[int, int]:
+    """Returns the tokens of the largest micro-batch, and the most micro-batches that a rank has in a row."""
+    trainer, layout = config.trainer, config.trainer.layout
+    longest = config.rollout.max_context_tokens
+    groups = ceil(trainer.groups_per_batch / trainer.updates_per_batch)
+    trajectories = groups * config.rollout.group_size * (1 + config.rollout.max_branches)
+    tokens = min(max(trainer.micro_batch_tokens, longest), trajectories * longest)
+    align = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    replicas = trainer.num_ranks // (layout.tp * layout.pp * layout.cp)
+    return ceil(tokens / align) * align, ceil(trajectories / replicas)
+
+
+def element_bytes(config: Config) -> int:
+    """Returns the size of an element of the model's type."""
+    return FLOAT32 if config.model.dtype == "float32" else 2
+
+
+def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> dict[str, dict[str, int]]:
+    """Returns what a rank of a stage has on its device at each moment that may be the fullest."""
+    trainer, layout, e = config.trainer, config.trainer.layout, element_bytes(config)
+    steady = _steady(config, model, stage)
+    tokens, micro_batches = largest_micro_batch(config)
+    part = Slice(
+        tokens=tokens // layout.cp,
+        tp=layout.tp,
+        cp=layout.cp,
+        etp=layout.etp,
+        longest=config.rollout.max_context_tokens,
+        element=e,
+        fused=cuda and e < FLOAT32,
+    )
+    chunks = chunks_of(layout, stage, len(model.has_experts))
+    flights = activations.in_flight(stage, layout.pp, layout.vpp, micro_batches)
+    between = part.sequence * model.hidden * e  # hidden states between layers
+    kept, working = 0, 0
+    for chunk, flight in zip(chunks, flights, strict=True):
+        for layer in chunk:
+            experts = model.has_experts[layer]
+            whole = saved = activations.layer_bytes(model, part, experts=experts)
+            if trainer.recompute == "full":
+                saved = between
+            elif trainer.recompute == "selective" and experts:
+                saved -= activations.experts_bytes(model, part)
+            kept += flight * saved
+            # Of a layer that is computed again, everything; and the gradient of its output.
+            again = whole - saved + between * (saved < whole)
+            working = max(working, again + activations.working_bytes(model, part, experts=experts) + between)
+    if layout.tp > 1:
+        kept += part.tokens * model.hidden * e  # inputs of projections, gathered into one buffer
+    if trainer.recompute == "full" or activations.keeps_inputs(part):
+        kept += flights[0] * between  # the input of the first layer
+    found = {"a layer": steady | {"activations": kept, "working": working}}
+    if stage == layout.pp - 1:
+        norm = activations.norm_bytes(part.sequence * model.hidden, part)
+        gathered = part.tokens * model.hidden * e * (1 + (layout.tp > 1))
+        logits = activations.log_prob_bytes(
+            part.tokens,
+            ceil(model.vocabulary / layout.tp),
+            model.hidden,
+            part,
+            entropy=trainer.loss.entropy_bonus > 0,
+            compiled=cuda,
+        )
+        found["log-probs"] = steady | {"activations": kept + norm + gathered, "logits": max(logits)}
+    if layout.tp > 1:
+        # The parts of a tensor, and they put together.
+        found["export"] = steady | {"gathered": 2 * model.vocabulary * model.hidden * e}
+    if trainer.loss.kl.coefficient:
+        found["reference"] = steady | {"reference": steady["weights"], "working": working}
+        if stage == layout.pp - 1:
+            found["reference"]["logits"] = logits.forward
+    return found
+
+
+def _steady(config: Config, model: Dimensions, stage: int) -> dict[str, int]:
+    """Returns what a rank of a stage has on its device between steps."""
+    found = _state(config, parameters_of(model, config.trainer.layout, stage))
+    if config.trainer.loss.advantages == "gae":
+        critic = _state(config, parameters_of(model, config.trainer.layout, stage, value_head=True))
+        found["critic"] = sum(critic.values())
+    return found
+
+
+def _state(config: Config, parameters: Parameters) -> dict[str, int]:
+    """Returns what a rank has of a model with these parameters and of its optimizer."""
+    ranks, layout, e = config.trainer.num_ranks, config.trainer.layout, element_bytes(config)
+    replicas = ranks // (layout.tp * layout.pp)
+    sharded = replicas > 1  # Megatron's distributed optimizer
+    dense, experts = (padded(sizes, 64 if sharded else 1) for sizes in parameters)
+    of_optimizer = dense + experts
+    if sharded:
+        of_optimizer = dense // replicas + experts * layout.etp * layout.ep * layout.pp // ranks
+    return {
+        "weights": (dense + experts) * e,
+        "gradients": (dense + experts) * FLOAT32,
+        # Two moments, and in half precision the main weights.
+        "optimizer": of_optimizer * FLOAT32 * (3 if e < FLOAT32 else 2),
+    }
+
+
+def _on_host(config: Config, moments: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Returns what every rank of a stage copies to the host."""
+    steady = moments["a layer"]
+    e = element_bytes(config)
+    per_parameter = FLOAT32 * (3 if e < FLOAT32 else 2)
+    copies = 1 + ("critic" in steady)
+    host = {"checkpoint": copies * (steady["optimizer"] // per_parameter * (per_parameter + e))}
+    if config.trainer.loss.kl.coefficient:
+        host["reference"] = steady["weights"]
+    if config.placement.shared:
+        host["offloaded"] = copies * (steady["weights"] + steady["optimizer"])
+    return host
+
+
+def _first_rank(
+    config: Config,
+    model: Dimensions,
+    whole: int,
+    moments: dict[str, dict[str, int]],
+    host: dict[str, int],
+) -> RankMemory:
+    """Returns rank 0, which also sends the weights to the engines."""
+    weights = config.weights
+    snapshot = {"snapshot": whole} if weights.overlap else {}
+    if weights.overlap and weights.snapshot == "device":
+        moments = {name: parts | snapshot for name, parts in moments.items()}
+    else:
+        host = host | snapshot
+    bucket = min(whole, max(weights.bucket_bytes, model.vocabulary * model.hidden * element_bytes(config)))
+    if weights.transport == "tensor":
+        host = host | {"buckets": 2 * bucket}
+    if weights.transport == "distributed":
+        gathered = {"gathered": 2 * model.vocabulary * model.hidden * element_bytes(config)}
+        lasting = ("weights", "gradients", "optimizer", "critic")
+        steady = {name: size for name, size in moments["a layer"].items() if name in lasting}
+        moments = moments | {"weight update": steady | snapshot | gathered | {"bucket": bucket}}
+    return RankMemory(first=0, last=0, moments=moments, host=host)
