@@ -2789,9 +2789,17 @@ MUTANTS: Final = (
         "checkpoints-hold-rows-of-padding",
         "A checkpoint of tensor ranks that do not divide the vocabulary fits no other number of them.",
         "trainer/megatron/shards.py",
-        "value.global_shape = (model.vocab_size, *value.global_shape[1:])",
+        "value.global_shape = (min(rows, model.vocab_size), *rest)",
         "pass",
         ("tests/integration/test_trainer_uneven.py",),
+    ),
+    Mutant(
+        "value-head-gets-a-row-per-token",
+        "A critic's output layer is written as if it had a row per token, and no checkpoint is complete.",
+        "trainer/megatron/shards.py",
+        "(min(rows, model.vocab_size), *rest)",
+        "(model.vocab_size, *rest)",
+        ("tests/integration/test_checkpoint_layouts.py",),
     ),
     Mutant(
         "two-stages-exchange-shapes",

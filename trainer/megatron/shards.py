@@ -157,8 +157,10 @@ def _sharded(chunks: Sequence[torch.nn.Module]) -> Iterator[Sharded]:
         model = unwrap_model(chunk)
         for value in nested_values(model.sharded_state_dict(metadata={"singleton_local_shards": True})):
             if isinstance(value, ShardedTensor) and value.allow_shape_mismatch:
-                # A row per token; layouts differ in the rows of padding (`HFBridge.build_chunks`).
-                value.global_shape = (model.vocab_size, *value.global_shape[1:])
+                # A row per token, and rows of padding, in which layouts differ (`HFBridge.build_chunks`).
+                # A value model's output layer has a single row.
+                rows, *rest = value.global_shape
+                value.global_shape = (min(rows, model.vocab_size), *rest)
             if isinstance(value, Sharded):
                 yield value
 
