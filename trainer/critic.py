@@ -56,6 +56,7 @@ class Critic:
             recompute=trainer.recompute,
             overlap_grad_reduce=trainer.overlap_grad_reduce,
             value_head=True,
+            passed=trainer.megatron,
         )
 
     def compute_values(self, placed: Sequence[PlacedMicroBatch], num_tokens: int) -> Float32Array:

@@ -15,6 +15,7 @@ from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.runtime.devices import detect_device
 from trainer.losses.trial import try_loss
+from trainer.passthrough import check_megatron_settings
 
 KNOWN_MODEL_TYPES = (
     "deepseek_v3",
@@ -42,7 +43,7 @@ class ModelSizes(NamedTuple):
 
 
 def check(config: Config) -> None:
-    """Checks that the trainer can start with the config's model, layout and loss.
+    """Checks that the trainer can start with the config's model, layout, loss and Megatron's settings.
 
     Raises:
         ConfigError: When it cannot.
@@ -58,6 +59,7 @@ def check(config: Config) -> None:
     groups = model.get("num_key_value_heads") or heads
     sizes = ModelSizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
     check_layout(config.trainer.layout, sizes)
+    check_megatron_settings(config)
     try_loss(config)
     if config.trainer.device != "cpu" and detect_device() == "cuda":
         there = importlib.util.find_spec("transformer_engine") is not None

@@ -78,6 +78,7 @@ from trainer.megatron.packing import (
 )
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.replay import check_rows
+from trainer.passthrough import check_megatron_settings
 from trainer.placed import PlacedMicroBatch, spread_values
 from trainer.validate import check_fused_layers
 from trainer.weights.snapshot import WeightSnapshot, side_stream
@@ -165,6 +166,7 @@ class TrainerWorker:
         config, trainer = self.config, self.config.trainer
         try_loss(config)  # this node may lack the user's module
         device = choose_device(trainer.device, self._rank)
+        check_megatron_settings(config, on_gpu=device.type == "cuda")
         if device.type == "cuda":
             check_fused_layers(config, None if has_transformer_engine() else "is not installed")
         saver = memory_saver() if config.placement.shared and device.type == "cuda" else None
@@ -185,6 +187,7 @@ class TrainerWorker:
             recompute=trainer.recompute,
             replay=config.routing.replay != "off",
             overlap_grad_reduce=trainer.overlap_grad_reduce,
+            passed=trainer.megatron,
         )
         models = [self._model]
         if trainer.loss.advantages == "gae":

@@ -83,14 +83,14 @@ def _run_check(parsed: argparse.Namespace) -> int:
         return show_memory(parsed.config, parsed.overrides, parsed.gpu)
     from async_rl.config import load_config
     from async_rl.config.reference import resolved_yaml
-    from async_rl.run.preflight import check_config, check_trainer
+    from async_rl.run.preflight import check_config, check_trainer, describe_trainer
     from async_rl.sft.sft_run import check_sft
 
     config = load_config(parsed.config, parsed.overrides)
     findings: list[str] = []
     if config.has_tasks or config.sft.path is None:
         check_trainer(config, config.trainer.worker, "trainer.worker")
-        findings += check_config(config)
+        findings += [*check_config(config), *describe_trainer(config)]
     if config.sft.path is not None:
         findings += check_sft(config)
     if parsed.here:

@@ -394,6 +394,15 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
             description=("Sum gradients over data-parallel ranks during the backward pass; for several GPUs.")
         ),
     ] = False
+    megatron: Annotated[
+        dict[str, Any],
+        Meta(
+            description=(
+                "Fields of Megatron-Core's TransformerConfig, DistributedDataParallelConfig and "
+                "OptimizerConfig, passed through by name; those that the trainer sets itself are refused."
+            )
+        ),
+    ] = {}
     loss: LossConfig = LossConfig()
     capture: CaptureConfig = CaptureConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

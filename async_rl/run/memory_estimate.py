@@ -154,9 +154,13 @@ def _trainer_memory(config: Config, gpu: int | None) -> TrainerMemory:
     package: Any = sys.modules.get(worker.partition(":")[0].rpartition(".")[0])
     if not hasattr(package, "estimate_memory"):
         raise ConfigError(f"trainer.worker {worker!r}: its package has no function estimate_memory")
+    cuda = _on_gpu(config.trainer.device, gpu)
+    if cuda:  # also on a machine without a GPU
+        on_gpu = msgspec.structs.replace(config.trainer, device="cuda")
+        config = msgspec.structs.replace(config, trainer=on_gpu)
     if hasattr(package, "check"):
         package.check(config)
-    memory: TrainerMemory = package.estimate_memory(config, cuda=_on_gpu(config.trainer.device, gpu))
+    memory: TrainerMemory = package.estimate_memory(config, cuda=cuda)
     return memory
 
 

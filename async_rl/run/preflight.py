@@ -220,6 +220,12 @@ def check_trainer(config: Config, worker: str, key: str) -> None:
     check_weights(config.model.path, load_facts(config.model.path))
 
 
+def describe_trainer(config: Config) -> list[str]:
+    """Return what the trainer's package says about a config, if it has a function `describe(config)`."""
+    package: Any = sys.modules.get(config.trainer.worker.partition(":")[0].rpartition(".")[0])
+    return list(package.describe(config)) if hasattr(package, "describe") else []
+
+
 def require_module(path: str, key: str) -> None:
     """Find the trainer's module without importing it, because it loads torch and runs in other processes."""
     module, colon, attribute = path.partition(":")

@@ -45,6 +45,8 @@ PRINTED: Final = "tests/unit/test_printed_text.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 GAE: Final = "tests/unit/test_gae.py"
 CRITIC: Final = "tests/integration/test_trainer_critic.py"
+PASSED: Final = "tests/unit/test_passthrough.py"
+PASSED_IN_RANKS: Final = "tests/integration/test_trainer_passthrough.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
 GUARD: Final = "tests/unit/test_engine_guard.py"
 CAPTURES: Final = "tests/unit/test_captures.py"
@@ -3050,6 +3052,47 @@ MUTANTS: Final = (
         "        again = prompt in self._unparsed\n",
         "        again = False\n",
         (JUDGE,),
+    ),
+    # -- Megatron's own settings ------------------------------------------------------------------------
+    Mutant(
+        "owned-fields-are-passed",
+        "A field of Megatron that the trainer relies on can be set.",
+        "trainer/passthrough.py",
+        "        if name in OWNED:\n",
+        "        if name in OWNED and not values:\n",
+        (PASSED,),
+    ),
+    Mutant(
+        "needs-are-not-checked",
+        "A field of Megatron is passed where what it needs is missing.",
+        "trainer/passthrough.py",
+        "need.asks(value) and not need.holds(at)",
+        "need.asks(value) and not at.model",
+        (PASSED,),
+    ),
+    Mutant(
+        "fields-of-gpus-are-passed-on-a-cpu",
+        "A field that only works on a GPU fails somewhere in Megatron.",
+        "trainer/passthrough.py",
+        "    if name in _GPU and not at.on_gpu:\n",
+        "    if name in _GPU and not at.config:\n",
+        (PASSED,),
+    ),
+    Mutant(
+        "fields-of-the-optimizer-are-dropped",
+        "A field of Megatron's OptimizerConfig has no effect.",
+        "trainer/megatron/model.py",
+        "**fields_of(MegatronOptimizerConfig, passed),",
+        "**{},",
+        (PASSED_IN_RANKS,),
+    ),
+    Mutant(
+        "norms-are-decayed",
+        "Weight decay applies to norms, because Megatron's factor is ignored.",
+        "trainer/megatron/model.py",
+        'optimizer.weight_decay * group["wd_mult"]',
+        "optimizer.weight_decay",
+        (PASSED_IN_RANKS,),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,

@@ -192,6 +192,7 @@ EFFECTS: Final[dict[str, str]] = {
     "trainer.max_skipped_updates": "tests/integration/test_trainer_step.py::test_weights_stay_when_the_loss_is_not_finite",
     "trainer.recompute": "tests/integration/test_trainer_replay.py::test_result_is_the_same_when_activations_are_recomputed",
     "trainer.overlap_grad_reduce": "tests/integration/test_trainer_settings.py::test_gradients_are_summed_during_the_backward_pass_when_the_config_says_so",
+    "trainer.megatron": "tests/integration/test_trainer_passthrough.py::test_fields_of_the_model_and_of_the_optimizer_have_an_effect",
     "trainer.loss.advantages": "tests/integration/test_trainer_settings.py::test_gradients_change_with_the_loss[{'advantages': 'grpo'}]",
     "trainer.loss.advantages_args": "tests/unit/test_custom_losses.py::test_pass_at_k_is_the_mean_over_all_sets_of_k_attempts[1]",
     "trainer.loss.turn_discount": "tests/integration/test_trainer_updates.py::test_turns_have_returns_of_their_own_when_they_are_discounted[False]",

@@ -14,6 +14,9 @@ from async_rl.config import Config, parse_config
 
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

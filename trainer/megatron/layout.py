@@ -1,4 +1,4 @@
-"""Translates a parallel layout into fields of Megatron's config.
+"""Translates a parallel layout, and `trainer.megatron`, into fields of Megatron's config classes.
 
 Some settings make Megatron-Core 0.16.1 compute wrong results without an error. They are corrected here or
 rejected by `trainer.validate`; docs/design/trainer.md lists them.
@@ -6,9 +6,13 @@ rejected by `trainer.validate`; docs/design/trainer.md lists them.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnBackend
 
 from async_rl.config import LayoutConfig
 
@@ -31,7 +35,8 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
         "calculate_per_token_loss": True,
         "moe_enable_routing_replay": replay,
         "moe_token_dispatcher_type": "alltoall",
-        "gradient_accumulation_fusion": False,  # a kernel of Apex
+        # For the output layer and on a CPU it is a kernel of Apex; see `accumulate_in_place` for others.
+        "gradient_accumulation_fusion": False,
         # Without sequence parallelism, every tensor rank would route all tokens by itself.
         "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
         # When batched, tensors that interleaved stages of a two-stage pipeline send over Gloo arrive in the
@@ -66,3 +71,30 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
     if fused:
         fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
     return fields
+
+
+def fields_of(kind: type, passed: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `trainer.megatron` sets of one of Megatron's config classes.
+
+    Args:
+        kind: The class; a name that several classes have is set in each.
+        passed: The checked values of the config (`trainer.passthrough`), with types of torch by name.
+    """
+    names = {field.name for field in dataclasses.fields(kind)} - {"gradient_accumulation_fusion"}
+    found = {name: value for name, value in passed.items() if name in names}
+    for name, value in found.items():
+        if name.endswith("_dtype") and isinstance(getattr(torch, str(value), None), torch.dtype):
+            found[name] = getattr(torch, value)
+        elif name == "attention_backend":
+            found[name] = AttnBackend[value]
+    return found
+
+
+def accumulate_in_place(chunk: torch.nn.Module) -> None:
+    """Makes the layers of TransformerEngine add weight gradients to Megatron's buffers in their products.
+
+    Megatron's field would require Apex, for an output layer that is not used (`leave_out_output_layer`).
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True

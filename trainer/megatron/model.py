@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,6 +38,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
@@ -46,9 +47,10 @@ from trainer.losses.log_probs import KeptTokens, vocab_parallel_log_probs
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import fuses_layers
-from trainer.megatron.layout import transformer_config
+from trainer.megatron.layout import accumulate_in_place, fields_of, transformer_config
 from trainer.megatron.packing import Packing, sequence_cost
 from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows, moe_layer_numbers
+from trainer.passthrough import row_multiple
 from trainer.validate import ModelSizes, check_layout
 
 Result = TypeVar("Result")
@@ -88,10 +90,12 @@ class MegatronModel:
         replay: bool = False,
         overlap_grad_reduce: bool = False,
         value_head: bool = False,
+        passed: Mapping[str, Any] | None = None,
     ) -> None:
         """Builds the model and loads the folder's weights. Process groups of the same layout must exist.
 
-        With `value_head` its output layer is a `ValueHead`, and no log-probs can be computed.
+        With `value_head` its output layer is a `ValueHead`, and no log-probs can be computed. `passed` is
+        `trainer.megatron`.
 
         Raises:
             ConfigError: When model, layout and replay are incompatible.
@@ -99,8 +103,9 @@ class MegatronModel:
         self.device = device
         self._reference: list[torch.Tensor] | None = None
         layout = layout or LayoutConfig()
-        fields = transformer_config(layout, recompute, replay, fused=fuses_layers(dtype))
-        self.bridge = HFBridge(path, dtype, **fields)
+        passed, fused = passed or {}, fuses_layers(dtype)
+        fields = transformer_config(layout, recompute, replay, fused=fused)
+        self.bridge = HFBridge(path, dtype, **fields | fields_of(TransformerConfig, passed))
         config, vocabulary = self.bridge.config, self.bridge.hf_config.vocab_size
         sizes = ModelSizes(
             layers=config.num_layers,
@@ -111,6 +116,7 @@ class MegatronModel:
         )
         check_layout(layout, sizes)
         self.config = config
+        self._row_multiple = row_multiple(passed, layout.tp)
         self.cost = sequence_cost(config, vocabulary, len(moe_layer_numbers(config)))
         modules = self.bridge.build_chunks()
         for module in modules:
@@ -122,6 +128,8 @@ class MegatronModel:
         self.bridge.load_hf(modules)
         for module in modules:
             count_real_tokens(module)
+            if fused and passed.get("gradient_accumulation_fusion", True):
+                accumulate_in_place(module)
             if value_head:
                 replace_output_layer(unwrap_model(module))
             elif get_attr_wrapped_model(module, "post_process"):
@@ -135,6 +143,7 @@ class MegatronModel:
             overlap_grad_reduce=overlap_grad_reduce and sharded,
             # It would delay updated parameters until the next forward pass, after weights are published.
             overlap_param_gather=False,
+            **fields_of(DistributedDataParallelConfig, passed),
         )
         self.chunks = [DistributedDataParallel(self.config, ddp, module) for module in modules]
         self._number = {chunk: number for number, chunk in enumerate(self.chunks)}
@@ -157,17 +166,16 @@ class MegatronModel:
                     bf16=dtype == torch.bfloat16,
                     params_dtype=dtype,
                     use_distributed_optimizer=sharded,
+                    **fields_of(MegatronOptimizerConfig, passed),
                 ),
                 self.chunks,
                 use_gloo_process_groups=False,
             )
-        if device.type == "cpu":
-            for inner in self.inner_optimizers:
-                for group in inner.param_groups:
-                    group["fused"], group["foreach"] = (
-                        True,
-                        False,
-                    )  # one kernel a parameter instead of a dozen
+        for group in (group for inner in self.inner_optimizers for group in inner.param_groups):
+            # Megatron leaves norms and biases as they are, by a factor that only its scheduler applies.
+            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
+            if device.type == "cpu":  # one kernel a parameter instead of a dozen
+                group["fused"], group["foreach"] = True, False
 
     def close(self) -> None:
         """Releases the last autograd graph, and with it the model, which must not be used afterwards.
@@ -282,7 +290,7 @@ class MegatronModel:
     def alignment(self) -> int:
         """The length of each packed trajectory must be a multiple of this, for equal parts on all ranks."""
         tp, cp = self.config.tensor_model_parallel_size, self.config.context_parallel_size
-        return tp * (2 * cp if cp > 1 else 1)
+        return int(tp * (2 * cp if cp > 1 else 1) * self._row_multiple)
 
     def place_inputs(
         self,

@@ -10,6 +10,7 @@ from async_rl.trainer_protocol import RankMemory, TrainerMemory
 from trainer.memory import activations
 from trainer.memory.activations import FLOAT32, Slice
 from trainer.memory.dimensions import Dimensions, Parameters, chunks_of, dimensions_of, padded, parameters_of
+from trainer.passthrough import row_multiple, situation_of
 
 
 def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
@@ -26,6 +27,7 @@ def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
         ConfigError: When there is no config.json.
     """
     model = dimensions_of(read_config(config.model.path))
+    model = model._replace(precise_router=situation_of(config, on_gpu=cuda).precise_router)
     whole = sum(map(sum, parameters_of(model, LayoutConfig(), 0))) * element_bytes(config)
     ranks: list[RankMemory] = []
     of_stage = config.trainer.num_ranks // config.trainer.layout.pp
@@ -49,6 +51,7 @@ def largest_micro_batch(config: Config) -> tuple[int, int]:
     trajectories = groups * config.rollout.group_size * (1 + config.rollout.max_branches)
     tokens = min(max(trainer.micro_batch_tokens, longest), trajectories * longest)
     align = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    align *= row_multiple(trainer.megatron, layout.tp)
     replicas = trainer.num_ranks // (layout.tp * layout.pp * layout.cp)
     return ceil(tokens / align) * align, ceil(trajectories / replicas)
 

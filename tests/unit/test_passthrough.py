@@ -1,0 +1,269 @@
+"""`trainer.megatron`: what is refused and why, and what `async-rl check` says about defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from async_rl.cli.main import main
+from async_rl.config import Config, load_config
+from async_rl.errors import ConfigError
+from tests.support.run_config import write_run
+from trainer import passthrough
+from trainer.alternatives import describe
+from trainer.passthrough import OWNED, check_megatron_settings, megatron_fields, row_multiple
+
+REVIEWED = {
+    "activation_func_fp8_input_store",
+    "apply_rope_fusion",
+    "apply_wd_to_qk_layernorm",
+    "attention_backend",
+    "batch_invariant_mode",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "bucket_size",
+    "clone_scatter_output_in_embedding",
+    "cp_comm_type",
+    "deallocate_pipeline_outputs",
+    "deterministic_mode",
+    "disable_bf16_reduced_precision_matmul",
+    "disable_parameter_transpose_cache",
+    "first_last_layers_bf16",
+    "fp8",
+    "fp8_recipe",
+    "fp8_wgrad",
+    "fused_single_qkv_rope",
+    "gradient_accumulation_fusion",
+    "moe_deepep_num_sms",
+    "moe_enable_deepep",
+    "moe_flex_dispatcher_backend",
+    "moe_grouped_gemm",
+    "moe_hybridep_num_sms",
+    "moe_permute_fusion",
+    "moe_router_dtype",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type",
+    "num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16",
+    "pad_buckets_for_high_nccl_busbw",
+    "recompute_modules",
+    "use_te_activation_func",
+}
+"""What can be set. A field that a later Megatron-Core adds belongs here or in `OWNED`."""
+
+LATENT = {
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+    *("rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "cache_mla_latents"),
+}
+"""Fields of MLATransformerConfig alone."""
+
+EXPERTS = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
+SHARED = EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128}
+DENSE = {
+    "model_type": "qwen3",
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+}
+LATENT_MODEL = {"model_type": "deepseek_v3", "n_routed_experts": 8, "kv_lora_rank": 8, "hidden_size": 256}
+LATENT_MODEL |= {"first_k_dense_replace": 1}
+
+
+def config_with(
+    folder: Path, passed: Mapping[str, Any], model: Mapping[str, Any] = EXPERTS, **trainer: Any
+) -> Config:
+    file = write_run(folder, **model)
+    changes = {"megatron": dict(passed), **trainer}
+    return load_config(file, [f"trainer.{key}={json.dumps(value)}" for key, value in changes.items()])
+
+
+def changed(config: Config, passed: Mapping[str, Any], **trainer: Any) -> Config:
+    replaced = msgspec.structs.replace(config.trainer, megatron=dict(passed), **trainer)
+    return msgspec.structs.replace(config, trainer=replaced)
+
+
+def test_every_field_of_megatron_is_owned_with_a_reason_or_reviewed() -> None:
+    fields = megatron_fields()
+    assert fields is not None
+    assert set(fields) - set(OWNED) == REVIEWED
+    assert set(OWNED) - set(fields) == LATENT
+
+
+def test_each_owned_field_is_refused_with_its_reason(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {})
+    for name, reason in OWNED.items():
+        with pytest.raises(ConfigError) as refused:
+            check_megatron_settings(changed(config, {name: 1}), on_gpu=True)
+        assert str(refused.value) == f"trainer.megatron.{name} cannot be set: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("passed", "words"),
+    [
+        ({"moe_router_dtyp": "fp32"}, "no such field .*nearest names are moe_router_dtype"),
+        ({"nonsense_xyz": 1}, "nearest names are too far away"),
+        ({"moe_router_dtype": "float32"}, r"Invalid enum value 'float32'.*Literal\['fp32', 'fp64'\]"),
+        ({"bucket_size": "large"}, "Expected `int | null`, got `str`"),
+        ({"deterministic_mode": 1}, "Expected `bool`, got `int`"),
+        ({"recompute_modules": "moe"}, "Expected `array | null`, got `str`"),
+        ({"lr": 1}, "lr cannot be set: set trainer.optimizer instead"),
+    ],
+    ids=str,
+)
+def test_a_wrong_name_or_type_ends_check_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], passed: dict[str, Any], words: str
+) -> None:
+    file = write_run(tmp_path)
+    assert main(["check", str(file), f"trainer.megatron={json.dumps(passed)}"]) == 2
+    error = capsys.readouterr().err
+    with pytest.raises(ConfigError, match=words):
+        raise ConfigError(error)
+
+
+def test_names_are_checked_by_the_ranks_when_megatron_is_not_installed_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passthrough, "megatron_fields", lambda: None)
+    config = config_with(tmp_path, {"nonsense": 1})
+    check_megatron_settings(config)
+    with pytest.raises(ConfigError, match=r"set trainer\.layout instead"):
+        check_megatron_settings(changed(config, {"sequence_parallel": True}))
+
+
+def test_fields_of_gpus_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {}, device="cpu")
+    values: dict[str, Any] = {
+        "moe_token_dispatcher_type": "flex",
+        "fp8": "hybrid",
+        "attention_backend": "flash",
+    }
+    for name in (
+        "moe_enable_deepep",
+        "gradient_accumulation_fusion",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+    ):
+        values[name] = True
+    for name, value in values.items():
+        with pytest.raises(ConfigError, match=r"GPUs"):
+            check_megatron_settings(changed(config, {name: value}))
+        if value is True:
+            check_megatron_settings(changed(config, {name: False}))
+
+
+FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("passed", "model", "trainer", "words"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, EXPERTS, {}, "varying lengths"),
+        (FLEX, EXPERTS, {}, r"set trainer\.layout\.ep above 1"),
+        ({"moe_token_dispatcher_type": "flex"}, EXPERTS, {"layout": {"ep": 2}, "num_ranks": 2}, "=fp32"),
+        ({"moe_enable_deepep": True}, EXPERTS, {}, "set moe_token_dispatcher_type=flex"),
+        (
+            FLEX | {"moe_enable_deepep": True, "moe_flex_dispatcher_backend": "hybridep"},
+            EXPERTS,
+            {"layout": {"ep": 2}, "num_ranks": 2},
+            "names another backend",
+        ),
+        ({"moe_flex_dispatcher_backend": "hybridep"}, EXPERTS, {}, "set moe_token_dispatcher_type=flex"),
+        (
+            FLEX | {"moe_shared_expert_overlap": True},
+            SHARED,
+            {"layout": {"ep": 2}, "num_ranks": 2},
+            "with moe_token_dispatcher_type=alltoall only",
+        ),
+        ({"moe_shared_expert_overlap": True}, EXPERTS, {}, "no shared experts"),
+        ({"moe_router_fusion": True}, EXPERTS, {}, r"set routing\.replay=off"),
+        ({"moe_router_dtype": "fp32"}, DENSE, {}, "the model has no experts"),
+        ({"apply_rope_fusion": True}, LATENT_MODEL, {}, "latent attention is experimental"),
+        ({"fp8": "hybrid"}, EXPERTS, {}, "set fp8_recipe to tensorwise, blockwise or mxfp8"),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, EXPERTS, {}, "which checkpoints do not hold"),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, EXPERTS | {"hidden_size": 192}, {}, "128 values"),
+        ({"fp8_recipe": "mxfp8"}, EXPERTS, {}, "set fp8 to"),
+        ({"first_last_layers_bf16": True}, EXPERTS, {}, "set fp8 to"),
+        ({"bucket_size": 1000}, EXPERTS, {}, r"trainer\.overlap_grad_reduce=true"),
+        ({"recompute_modules": ["moe"]}, EXPERTS, {}, r"trainer\.recompute=selective"),
+        ({"recompute_modules": ["moe"]}, DENSE, {"recompute": "selective"}, "the model has no experts"),
+        ({"recompute_modules": ["mla_up_proj"]}, EXPERTS, {"recompute": "selective"}, "latent attention"),
+        (
+            {"recompute_modules": ["shared_experts"], "moe_shared_expert_overlap": True},
+            SHARED,
+            {"recompute": "selective"},
+            "leave one of them out",
+        ),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_go_together_are_refused(
+    tmp_path: Path, passed: dict[str, Any], model: dict[str, Any], trainer: dict[str, Any], words: str
+) -> None:
+    config = config_with(tmp_path, passed, model, **trainer)
+    with pytest.raises(ConfigError, match=words):
+        check_megatron_settings(config, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("passed", "model", "trainer"),
+    [
+        (FLEX | {"moe_enable_deepep": True}, EXPERTS, {"layout": {"ep": 2}, "num_ranks": 2}),
+        ({"moe_shared_expert_overlap": True, "moe_router_dtype": "fp64"}, SHARED, {}),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise", "first_last_layers_bf16": True}, EXPERTS, {}),
+        ({"recompute_modules": ["moe", "layernorm", "moe_act"]}, EXPERTS, {"recompute": "selective"}),
+    ],
+    ids=str,
+)
+def test_values_that_go_together_are_taken(
+    tmp_path: Path, passed: dict[str, Any], model: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    check_megatron_settings(config_with(tmp_path, passed, model, **trainer), on_gpu=True)
+
+
+def test_layers_of_transformer_engine_need_half_precision(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {"moe_permute_fusion": True})
+    float32 = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float32"))
+    with pytest.raises(ConfigError, match=r"set model\.dtype=bfloat16"):
+        check_megatron_settings(float32, on_gpu=True)
+
+
+def test_rows_are_a_multiple_of_what_products_in_fp8_need() -> None:
+    assert row_multiple({}, 2) == 1
+    assert row_multiple({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 2) == 16
+    assert row_multiple({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 2) == 32
+    assert [row_multiple({"fp8": "e4m3", "fp8_recipe": "blockwise"}, tp) for tp in (1, 2)] == [16, 128]
+
+
+def test_check_lists_what_is_left_at_its_default_and_what_another_value_gives(tmp_path: Path) -> None:
+    layout = {"layout": {"ep": 2}, "num_ranks": 4, "device": "cuda"}
+    config = config_with(tmp_path, {}, SHARED, **layout)
+    lines = describe(config)
+    names = [line.split()[0] for line in lines[1:]]
+    assert names == [
+        "moe_router_dtype",
+        "moe_token_dispatcher_type",
+        "moe_shared_expert_overlap",
+        "fp8",
+        "trainer.overlap_grad_reduce",
+    ]
+    by_name = dict(zip(names, lines[1:], strict=True))
+    assert "true: 33% of the experts' work" in by_name["moe_shared_expert_overlap"]
+    passed = {"moe_router_dtype": "fp32", "fp8": None, "moe_shared_expert_overlap": False}
+    left = describe(changed(config, passed, overlap_grad_reduce=True))
+    assert [line.split()[0] for line in left[1:]] == ["moe_token_dispatcher_type"]
+
+
+def test_check_prints_the_table_where_it_applies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path)
+    assert main(["check", str(file), "model.dtype=bfloat16"]) == 0
+    assert "#   moe_router_dtype  null  fp32: " in capsys.readouterr().out
+    assert main(["check", str(file), "model.dtype=float32"]) == 0
+    assert "left at its default" not in capsys.readouterr().out
