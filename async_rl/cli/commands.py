@@ -311,7 +311,7 @@ def _run_inspect(parsed: argparse.Namespace) -> int:
 
 def _add_capture_options(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="default: the newest step whose batch is kept")
+    parser.add_argument("--step", type=int, metavar="N", help="default: the newest that has been trained")
 
 
 def _run_capture(parsed: argparse.Namespace) -> int:

@@ -217,14 +217,21 @@ def _verdict(compared: Sequence[Comparison], *, same: bool, path: Path) -> str:
     Raises:
         ReplayDiffers: A loss or gradient norm differs by more than it may.
     """
+    last = compared[-1].step
     checked = [each for each in compared if each.figure in _COMPARED and each.captured is not None]
+    lost = ""
+    if all(each.step != last for each in checked):
+        lost = f"step {last} has no result in the run: it failed there, or was still being trained then"
     if not checked:
-        return "the step did not finish in the run; here it did"
+        return lost
     worst = max(checked, key=lambda each: each.difference)
     if not worst.difference:
+        if lost:
+            return f"the steps before are reproduced, bit for bit; {lost}"
         return "reproduced: losses and gradient norms are those of the run, bit for bit"
     if not same and worst.difference <= TOLERANCE:
-        return f"reproduced with other settings: the largest difference is {worst.difference:.1e}"
+        how = f"reproduced with other settings: the largest difference is {worst.difference:.1e}"
+        return f"the steps before are {how}; {lost}" if lost else how
     where = f"{worst.figure} of step {worst.step} is {worst.replayed!r} and was {worst.captured!r} in the run"
     limit = f"more than {TOLERANCE} apart" if not same else "expected equal"
     raise ReplayDiffers(f"not reproduced: {where}, {limit}{_changed_versions(path)}")

@@ -34,9 +34,9 @@ from msgspec.structs import replace
 
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, DataError
 from async_rl.queue import kept_batches
-from async_rl.queue.kept_batches import kept_steps, step_folder
+from async_rl.queue.kept_batches import kept_steps, load_batch, load_result, step_folder
 from async_rl.run import checkpoints
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.threads import run_uncancellable
@@ -205,7 +205,7 @@ def write_capture(
         The folder of the capture.
 
     Raises:
-        ConfigError: The batch of the step is not kept.
+        ConfigError: The batch of the step is not kept, or not completely yet.
         OSError: The capture cannot be written.
     """
     run_dir = run_dir.absolute()
@@ -216,6 +216,13 @@ def write_capture(
             f"the batch of step {step} is not kept in {batches}; kept are: {number_ranges(kept) or 'none'}. "
             "Batches are kept from a checkpoint to the next, within trainer.capture.max_bytes"
         )
+    try:
+        load_batch(step_folder(batches, step))
+    except DataError as error:
+        raise ConfigError(
+            f"the batch of step {step} is still being written, or the trainer failed meanwhile: {error}. "
+            f"Capture it after its step, or an earlier one (--step N); kept are: {number_ranges(kept)}"
+        ) from error
     if base_step is None:
         base_step = max((each for each in kept_steps(saved) if each < step), default=0)
     target = step_folder(run_dir / FOLDER, step)
@@ -254,18 +261,22 @@ def write_capture(
 
 
 def newest_kept_step(run_dir: Path) -> int:
-    """Return the newest step of a run whose batch is kept.
+    """Return the newest step of a run whose batch is kept and whose result is known.
+
+    Without any result, the newest step: that of a run that failed in its first one.
 
     Raises:
         ConfigError: There is none.
     """
-    kept = kept_steps(run_dir / kept_batches.FOLDER)
+    batches = run_dir / kept_batches.FOLDER
+    kept = kept_steps(batches)
     if not kept:
         raise ConfigError(
-            f"{run_dir / kept_batches.FOLDER} has no batch: they are kept from a checkpoint to the next, "
+            f"{batches} has no batch: they are kept from a checkpoint to the next, "
             "within trainer.capture.max_bytes"
         )
-    return kept[-1]
+    trained = [step for step in kept if load_result(step_folder(batches, step)) is not None]
+    return (trained or kept)[-1]
 
 
 def load_capture(folder: Path) -> Capture:

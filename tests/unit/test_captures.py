@@ -228,6 +228,30 @@ def test_what_is_not_kept_cannot_be_captured(config: Config, tmp_path: Path) -> 
         newest_kept_step(tmp_path)
 
 
+async def test_the_step_that_is_being_trained_is_captured_only_when_requested(
+    config: Config, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    captures = captures_of(config, run)
+    for step in (1, 2):
+        await train(captures, tmp_path, step)
+    batch = captures.keep_batch(batch_of(tmp_path, 3), 3)
+    kept = Path(batch.kept_in or "")
+    keep_frames(batch, kept, (1, 2), rank=1)
+    assert newest_kept_step(run) == 2, "step 3 has no result yet"
+    with pytest.raises(ConfigError, match=r"the batch of step 3 is still being written.*after its step"):
+        write_capture(config, run, 3, "test")
+    keep_frames(batch, kept, (0,), rank=0)
+    with pytest.raises(ConfigError, match=r"is still being written, .* lacks the frames of 1 of 4"):
+        write_capture(config, run, 3, "test")
+    keep_frames(batch, kept, (0, 3), rank=0)
+    assert write_capture(config, run, 3, "test").is_dir()
+    assert newest_kept_step(run) == 2
+    for step in (1, 2):
+        (run / "batches" / f"step_{step:08d}" / "result.msgpack").unlink()
+    assert newest_kept_step(run) == 3, "a run that failed in its first step has no result"
+
+
 def test_numbers_are_printed_as_ranges() -> None:
     assert number_ranges([1, 3, 4, 5, 9, 10]) == "1, 3-5, 9-10"
     assert number_ranges([]) == ""
@@ -319,7 +343,30 @@ def test_a_step_that_failed_in_the_run_is_told_from_one_that_differs(
 ) -> None:
     (captured / "batches" / "step_00000007" / "result.msgpack").unlink()
     assert replay_step(captured, open_trainer=ReplayedTrainer(off_by(1.0)).open) == 0
-    assert "step 7: loss 1.7 (not in the run)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 7: loss 1.7 (not in the run)" in out
+    assert (
+        "the steps before are reproduced, bit for bit; step 7 has no result in the run: it failed there, "
+        "or was still being trained then" in " ".join(out.split())
+    )
+    assert "those of the run" not in out
+
+
+def test_a_failed_step_is_not_reproduced_when_a_step_before_it_differs(captured: Path) -> None:
+    (captured / "batches" / "step_00000007" / "result.msgpack").unlink()
+    with pytest.raises(ReplayDiffers, match="loss of step 6"):
+        replay_step(captured, open_trainer=ReplayedTrainer(lambda step: {"loss": 0.5}).open)
+
+
+def test_only_a_step_without_a_result_is_compared_with_nothing(
+    captured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (5, 6, 7):
+        (captured / "batches" / f"step_{step:08d}" / "result.msgpack").unlink()
+    assert replay_step(captured, open_trainer=ReplayedTrainer(off_by(1.0)).open) == 0
+    out = capsys.readouterr().out
+    assert "step 7 has no result in the run" in out
+    assert "reproduced" not in out
 
 
 def test_missing_batches_are_named_and_the_step_alone_can_be_shown(
