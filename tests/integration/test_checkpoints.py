@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import PosixPath
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_mo
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config, weights
 from trainer.checkpoints import loading, saving
-from trainer.megatron import storage
+from trainer.megatron import shards, storage
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -70,6 +71,32 @@ def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(moe, folde
         (folder / "step_00000001" / "manifest.json").unlink()
         with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete: .*Restore one of them"):
             loading.find_checkpoint(folder)
+
+
+def test_a_run_goes_on_when_the_generators_are_those_of_another_device(moe, tmp_path, monkeypatch):
+    states = shards.random_state
+
+    def of_a_gpu():
+        """One more, and Megatron's as short as a GPU's; the CPU's own is the same everywhere."""
+        found = states()
+        first = next(name for name in found if name != "cpu")
+        short = {"local_shape": (1, 16), "global_shape": (1, 16), "data": found[first].data[:, :16].clone()}
+        there = {name: replace(part, **short) for name, part in found.items() if name != "cpu"}
+        there["device"] = replace(there[first], key="random.device")
+        return {"cpu": found["cpu"], **there}
+
+    for name, written, read in (("gpu", of_a_gpu, states), ("cpu", states, of_a_gpu)):
+        with started(trainer_config(moe)) as worker, monkeypatch.context() as patch:
+            patch.setattr(shards, "random_state", written)
+            worker.train_on(random_batch(1, layers=2), 1)
+            worker.save_checkpoint(str(tmp_path / name), {})
+            expected = worker.train_on(random_batch(2, layers=2), 2).metrics
+            assert worker.saved_checkpoint(wait=True).failure is None
+        with monkeypatch.context() as patch:
+            patch.setattr(shards, "random_state", read)
+            with started(trainer_config(moe), tmp_path / name) as worker:
+                metrics = worker.train_on(random_batch(2, layers=2), 2).metrics
+        assert (metrics["loss"], metrics["grad_norm"]) == (expected["loss"], expected["grad_norm"])
 
 
 def test_checkpoint_is_refused_when_it_is_of_another_model_type_or_version(moe, folder, tmp_path):

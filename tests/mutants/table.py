@@ -50,6 +50,7 @@ PASSED_IN_RANKS: Final = "tests/integration/test_trainer_passthrough.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
 GUARD: Final = "tests/unit/test_engine_guard.py"
 CAPTURES: Final = "tests/unit/test_captures.py"
+SPECS: Final = "tests/integration/test_checkpoint_specs.py"
 _LAID_OUT: Final = "tests/integration/test_trainer_ranks.py::test_ranks_equal_one_when_laid_out"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
@@ -2794,6 +2795,46 @@ MUTANTS: Final = (
         "value.global_shape = (min(rows, model.vocab_size), *rest)",
         "pass",
         ("tests/integration/test_trainer_uneven.py",),
+    ),
+    Mutant(
+        "checkpoints-have-names-of-their-layer-spec",
+        "What one layer spec wrote cannot be read by the other.",
+        "trainer/megatron/shards.py",
+        "            value.key = names[value.key]\n",
+        "",
+        (SPECS,),
+    ),
+    Mutant(
+        "earlier-checkpoints-are-of-another-model",
+        "A checkpoint with the names of an earlier version is refused.",
+        "trainer/megatron/storage.py",
+        "names = portable_names(tensors)",
+        "names = {key: key for key in tensors}",
+        (SPECS,),
+    ),
+    Mutant(
+        "norms-of-expert-layers-keep-an-earlier-name",
+        "The norm before experts has another name in either layer spec.",
+        "trainer/megatron/names.py",
+        "_OF_EXPERTS if number in with_experts else _OF_DENSE",
+        "_OF_DENSE if number not in with_experts else {}",
+        ("tests/unit/test_portable_names.py",),
+    ),
+    Mutant(
+        "generators-of-another-device-are-expected",
+        "A CPU cannot resume what a GPU wrote under the same layout.",
+        "trainer/checkpoints/loading.py",
+        "            random = {}  # a GPU's generators are others than a CPU's\n",
+        "            pass\n",
+        ("tests/integration/test_checkpoints.py",),
+    ),
+    Mutant(
+        "replicated-projections-count-in-each-tensor-rank",
+        "The gradient norm of DeepSeek models with TransformerEngine grows with the tensor ranks.",
+        "trainer/megatron/bridge.py",
+        "parameter.tensor_model_parallel = False",
+        "pass",
+        ("tests/integration/test_checkpoint_spec_layouts.py",),
     ),
     Mutant(
         "value-head-gets-a-row-per-token",

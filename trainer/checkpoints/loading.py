@@ -119,6 +119,8 @@ def load_checkpoint(
         if critic is not None:
             wanted += shards.of_critic(shards.parts_to_load(critic, optimizer=bool(critic_step)))
         random = shards.random_state() if same_layout else {}
+        if any(stored.get(part.key) != tuple(part.global_shape) for part in random.values()):
+            random = {}  # a GPU's generators are others than a CPU's
         wanted += random.values()
         check_tensors(path, {part.key: tuple(part.global_shape) for part in wanted}, stored)
     keys = sorted(key for key in stored if not key.startswith("random."))
@@ -135,7 +137,7 @@ def load_checkpoint(
             shards.set_optimizer_step(model, manifest.optimizer_step)
         if critic is not None and critic_step:
             shards.set_optimizer_step(critic, critic_step)
-        if same_layout:
+        if random:
             shards.set_random_state(model, random)
     return TrainerState(
         step=manifest.step, extra=manifest.extra, skipped_checkpoints=found.skipped_checkpoints

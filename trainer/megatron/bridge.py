@@ -28,6 +28,7 @@ from transformers import AutoConfig
 from async_rl.errors import ConfigError
 from trainer.collectives import raise_on_all_ranks
 from trainer.megatron.architectures import bridge_for
+from trainer.megatron.names import portable_names
 
 SHARD_BYTES = 4 << 30
 """Default size limit of the safetensors files that `save_hf` writes; a larger tensor gets its own file."""
@@ -35,13 +36,9 @@ SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
-_MLA_INPUT_NORMS = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-}
-"""With TransformerEngine, latent attention fuses its own norms into the following projections; its input's
-norm is separate."""
+_REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+"""Projections of latent attention that tensor ranks do not split. TransformerEngine marks the weight of every
+`Linear` as a part, so that a gradient norm would count these once for each rank."""
 
 
 class _TransformerEngineNames:
@@ -49,12 +46,13 @@ class _TransformerEngineNames:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.decoder = model.decoder
-        self._names = {name: name for name in model.state_dict() if "_extra_state" not in name}
-        moe_layers = {name.split(".")[2] for name in self._names if name.endswith(".mlp.router.weight")}
-        latent = any(name.endswith(".linear_kv_down_proj.weight") for name in self._names)
-        for name in self._names:
-            self._names[name] = transformer_engine_name(name, moe_layers, latent)
-        self._state = {self._names[n]: t for n, t in model.state_dict().items() if n in self._names}
+        state = {name: value for name, value in model.state_dict().items() if "_extra_state" not in name}
+        self._names = {
+            # Experts are one grouped layer.
+            name: re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", portable)
+            for name, portable in portable_names(state).items()
+        }
+        self._state = {self._names[name]: value for name, value in state.items()}
         self._parameters = [(self._names[n], p) for n, p in model.named_parameters()]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -62,29 +60,6 @@ class _TransformerEngineNames:
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return self._parameters
-
-
-def transformer_engine_name(name: str, moe_layers: set[str], latent: bool) -> str:
-    """Returns the name that a parameter of the local spec has in the TransformerEngine spec.
-
-    Args:
-        name: The parameter's name in the local spec.
-        moe_layers: The numbers of the layers with experts.
-        latent: Whether the model uses multi-head latent attention.
-    """
-    layer = re.match(r"^(decoder\.layers\.\d+\.)(.+)$", name)
-    if latent and layer and layer.group(2) in _MLA_INPUT_NORMS:
-        return layer.group(1) + _MLA_INPUT_NORMS[layer.group(2)]
-    name = re.sub(
-        r"^(decoder\.layers\.\d+)\.input_layernorm\.weight$",
-        r"\1.self_attention.linear_qkv.layer_norm_weight",
-        name,
-    )
-    name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", name)
-    dense = re.match(r"^decoder\.layers\.(\d+)\.pre_mlp_layernorm\.weight$", name)
-    if dense and dense.group(1) not in moe_layers:
-        return f"decoder.layers.{dense.group(1)}.mlp.linear_fc1.layer_norm_weight"
-    return name
 
 
 class HFBridge:
@@ -143,6 +118,9 @@ class HFBridge:
             ]
         for module in modules:
             module.vocab_size = self.hf_config.vocab_size  # without padding
+            for name, parameter in module.named_parameters():
+                if name.endswith(_REPLICATED):
+                    parameter.tensor_model_parallel = False
         return modules
 
     @torch.no_grad()

@@ -9,7 +9,8 @@ random.<generator>                                           `[ranks, n]`, usabl
 ```
 
 Megatron's model describes each parameter as a part of a tensor (`sharded_state_dict`). With one tensor per
-layer and expert, names do not depend on pipeline stages or expert ranks. The distributed optimizer holds flat
+layer and expert, names do not depend on pipeline stages or expert ranks, nor on the layer spec
+(`trainer.megatron.names`). The distributed optimizer holds flat
 ranges of parameters. Each rank writes the boxes that make up its ranges (`boxes`), parameters included, so
 that ranks share the work and nothing is gathered. Megatron's own formats either gather whole buffers on each
 rank (`fully_reshardable`) or can be loaded only under the layout that wrote them (`dp_reshardable`).
@@ -37,6 +38,7 @@ from megatron.core.utils import unwrap_model
 
 from async_rl.errors import CheckpointError
 from trainer.megatron.model import MegatronModel
+from trainer.megatron.names import portable_names
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -153,16 +155,19 @@ def set_random_state(model: MegatronModel, states: dict[str, TensorPart]) -> Non
 
 def _sharded(chunks: Sequence[torch.nn.Module]) -> Iterator[Sharded]:
     for chunk in chunks:
-        # Values other than tensors are extra states of fused layers, which only eight-bit training uses.
         model = unwrap_model(chunk)
-        for value in nested_values(model.sharded_state_dict(metadata={"singleton_local_shards": True})):
+        state = model.sharded_state_dict(metadata={"singleton_local_shards": True})
+        # The others are extra states of TransformerEngine's layers: the scales of eight-bit training.
+        tensors = [value for value in nested_values(state) if isinstance(value, Sharded)]
+        names = portable_names(value.key for value in tensors)
+        for value in tensors:
+            value.key = names[value.key]
             if isinstance(value, ShardedTensor) and value.allow_shape_mismatch:
                 # A row per token, and rows of padding, in which layouts differ (`HFBridge.build_chunks`).
                 # A value model's output layer has a single row.
                 rows, *rest = value.global_shape
                 value.global_shape = (min(rows, model.vocab_size), *rest)
-            if isinstance(value, Sharded):
-                yield value
+            yield value
 
 
 def _held(model: MegatronModel) -> Iterator[_HeldShard]:

@@ -18,6 +18,7 @@ import pickle
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from async_rl.errors import CheckpointError
 from async_rl.runtime.files import file_name
+from trainer.megatron.names import portable_names
 from trainer.megatron.shards import TensorPart
 
 METADATA: Final = ".metadata"
@@ -163,6 +165,8 @@ def write_metadata(folder: Path, of_ranks: Sequence[Sequence[WrittenPart]]) -> t
 def read_metadata(folder: Path) -> Metadata:
     """Reads which parts of which tensors a checkpoint holds.
 
+    Tensors have their portable names, also in a checkpoint of an earlier version.
+
     Raises:
         CheckpointError: When the file is damaged, or holds something that does not belong there.
     """
@@ -178,7 +182,13 @@ def read_metadata(folder: Path) -> Metadata:
             file_name(info.relative_path, folder / METADATA)
     except (AttributeError, ValueError) as error:
         raise CheckpointError(f"{folder / METADATA} names no files of the checkpoint: {error}") from error
-    return metadata
+    tensors, places = metadata.state_dict_metadata, metadata.storage_data or {}
+    names = portable_names(tensors)
+    return replace(
+        metadata,
+        state_dict_metadata={names[key]: value for key, value in tensors.items()},
+        storage_data={replace(at, fqn=names.get(at.fqn, at.fqn)): info for at, info in places.items()},
+    )
 
 
 def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:

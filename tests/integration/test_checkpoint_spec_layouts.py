@@ -1,0 +1,139 @@
+"""A checkpoint goes on under any layout of either layer spec, also when an earlier version named it."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.layer_specs import (
+    earlier_name,
+    layers_of,
+    rename_tensors,
+    spawn_with_transformer_engine,
+    stored_tensors,
+)
+from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import gathered_gradients, started, trainer_config, weights
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.megatron,
+    pytest.mark.timeout(600),  # two processes import everything
+    pytest.mark.filterwarnings("ignore:::megatron"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+MODELS = {
+    "qwen3_moe": partial(
+        build_tiny_qwen3_moe,
+        num_layers=4,
+        dense_layers=(0,),
+        num_experts=4,
+        vocab_size=97,  # two tensor ranks have 49 and 48
+    ),
+    "deepseek_v3": partial(build_tiny_deepseek_v3, num_layers=4),
+}
+LAYOUTS = {
+    "tensor": {"tp": 2, "etp": 2},
+    "interleaved pipeline": {"pp": 2, "vpp": 2},
+    "expert": {"ep": 2},
+    "tensor and expert": {"tp": 2, "ep": 2},
+    "data": {},
+}
+SPECS = ("transformer_engine", "local")
+CHAIN = [(spec, layout) for layout in LAYOUTS for spec in SPECS]
+"""Of two ranks, each resumed from the checkpoint of the one before, the first from that of a single rank."""
+
+
+def config_of(model: Path, ranks: int, layout: dict) -> dict:
+    return trainer_config(
+        model,
+        replay=False,
+        dtype="bfloat16",
+        num_ranks=ranks,
+        layout=layout,
+        micro_batch_tokens=48,
+        loss={"advantages": "gae"},
+        critic={"lr": 1e-3},
+        # The norm is a sum over parameters in another order, which would scale all gradients.
+        optimizer={"lr": 1e-3, "clip_grad": 100.0},
+    )
+
+
+def batch(seed: int):
+    return random_batch(
+        seed,
+        layers=4,
+        routing=False,
+        lengths=(13, 7, 30, 19, 5, 22),
+        group_size=6,
+    )
+
+
+def run_rank(rank: int, out: Path) -> None:
+    """Goes through the layouts; runs in a process of its own."""
+    from trainer.worker import TrainerWorker
+
+    torch.set_num_threads(1)
+    for model in MODELS:
+        before = "earlier"
+        for spec, layout in CHAIN:
+            name = f"{layout} {spec}"
+            gc.collect()  # threads of earlier process groups wake a hundred times a second
+            with layers_of(spec):
+                config = config_of(out / model, 2, LAYOUTS[layout])
+                worker = TrainerWorker(config, rank, 2, f"file://{out}/meet {model} {name}")
+                worker.setup(str(out / f"{model} {before}"))
+            worker.save_checkpoint(str(out / f"{model} {name}"), {})
+            metrics = worker.train_on(batch(2), 2).metrics
+            assert worker.saved_checkpoint(wait=True).failure is None
+            found = metrics, gathered_gradients(worker), weights(worker)
+            torch.save(found, out / f"{model} {name} {rank}.pt")
+            worker.close()
+            before = name
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    """A single rank's checkpoint, and those of all layouts, with what another step gives."""
+    out = tmp_path_factory.mktemp("layouts")
+    for name, build in MODELS.items():
+        build(out / name)
+        with started(config_of(out / name, 1, {})) as worker:
+            worker.train_on(batch(1), 1)
+            worker.save_checkpoint(str(out / f"{name} one"), {})
+            assert worker.saved_checkpoint(wait=True).failure is None
+        earlier = shutil.copytree(out / f"{name} one", out / f"{name} earlier")
+        latent = name == "deepseek_v3"
+        rename_tensors(earlier / "step_00000001", partial(earlier_name, latent=latent))
+    spawn_with_transformer_engine(run_rank, out, ranks=2)
+    return out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Megatron calls torch by an old name
+@pytest.mark.parametrize("model", MODELS)
+def test_state_is_the_same_bit_for_bit_when_it_has_gone_through_layouts_of_both_specs(ran, model):
+    with started(config_of(ran / model, 1, {})):
+        first = stored_tensors(ran / f"{model} one" / "step_00000001")
+        for spec, layout in CHAIN:
+            again = stored_tensors(ran / f"{model} {layout} {spec}" / "step_00000001")
+            assert again.keys() == first.keys()
+            changed = [key for key, tensor in first.items() if not torch.equal(again[key], tensor)]
+            assert changed == [], (spec, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_next_step_is_the_same_bit_for_bit_when_the_other_spec_resumes_a_layout(ran, model, layout):
+    (fused, *of_fused), (local, *of_local) = (torch.load(ran / f"{model} {layout} {s} 0.pt") for s in SPECS)
+    for figure in ("loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm"):
+        assert fused[figure] == pytest.approx(local[figure], rel=1e-6), figure
+    for found, expected in zip(of_fused, of_local, strict=True):
+        assert found.keys() == expected.keys()
+        assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []

@@ -1,0 +1,233 @@
+"""Checkpoints have one set of names: what either layer spec wrote goes on under the other, bit for bit.
+
+TransformerEngine's layers are emulated (`tests/support/emulated_te`), so that Megatron-Core's own classes of
+that spec say what their parameters are called, and both specs compute the same.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from async_rl.cli.main import main
+from async_rl.config import LayoutConfig
+from tests.support import tiny_model
+from tests.support.layer_specs import (
+    earlier_name,
+    layers_of,
+    rename_tensors,
+    spawn_with_transformer_engine,
+    stored_tensors,
+    unfused_config,
+)
+from tests.support.train_batches import random_batch
+from tests.support.trainers import started, trainer_config, weights
+from trainer.megatron import cpu, shards
+from trainer.megatron.bridge import HFBridge
+from trainer.megatron.process_groups import start_process_groups, stop_process_groups
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.timeout(600),  # a process imports everything
+    pytest.mark.filterwarnings("ignore:::megatron"),
+]
+
+SPECS = ("local", "transformer_engine")
+MODELS = {
+    "qwen3_moe": lambda path: tiny_model.build_tiny_qwen3_moe(
+        path, num_layers=2, dense_layers=(0,), num_experts=4
+    ),
+    "deepseek_v3": lambda path: tiny_model.build_tiny_deepseek_v3(path, num_layers=2),
+    "deepseek_v3 without q_lora_rank": lambda path: tiny_model.build_tiny_deepseek_v3(
+        path, num_layers=2, q_lora_rank=None
+    ),
+    "glm4_moe": lambda path: tiny_model.build_tiny_glm4_moe(path, num_layers=2),
+    "qwen2_moe": lambda path: tiny_model.build_tiny_qwen2_moe(path, num_layers=2, dense_layers=(0,)),
+    "mixtral": tiny_model.build_tiny_mixtral,
+    "qwen3": tiny_model.build_tiny_qwen3,
+    "llama": lambda path: tiny_model.build_tiny_dense(path, "llama"),
+    "qwen2": lambda path: tiny_model.build_tiny_dense(path, "qwen2"),
+}
+TRAINED = ("qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3")
+
+EARLIER_NAMES = {
+    "qwen3_moe": "critic.optimizer.state.fp32_param.decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+    "deepseek_v3": "optimizer.state.exp_avg_sq.decoder.layers.1.self_attention.kv_layernorm.weight",
+}
+"""An example of the names that earlier versions gave tensors of Megatron's own layers, by model."""
+
+FIGURES = ("loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm")
+
+
+def config_of(model: Path, **trainer):
+    return trainer_config(
+        model,
+        dtype="bfloat16",
+        replay=False,
+        loss={"advantages": "gae"},
+        critic={"lr": 1e-3},
+        # The norm is a sum over parameters in another order, which would scale all gradients.
+        optimizer={"lr": 1e-3, "clip_grad": 100.0},
+        **trainer,
+    )
+
+
+def batch(seed: int):
+    return random_batch(seed, layers=2, routing=False)
+
+
+def names_of(model: Path, spec: str) -> dict:
+    """Names and shapes of parameters in checkpoints, and what Megatron calls them and its extra states."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    with layers_of(spec):
+        fused = cpu.fuses_layers(torch.bfloat16)
+        fields = unfused_config(LayoutConfig(), "none", False, fused=fused)
+        chunks = HFBridge(str(model), torch.bfloat16, **fields).build_chunks()
+    stored = {part.key: tuple(part.global_shape) for part in shards.parameter_parts(chunks)}
+    given = list(nested_values(chunks[0].sharded_state_dict(metadata={"singleton_local_shards": True})))
+    return {
+        "stored": stored,
+        "megatron": [each.key for each in given if not isinstance(each, ShardedObject)],
+        "extra": [each.key for each in given if isinstance(each, ShardedObject)],
+    }
+
+
+def write_names(out: Path) -> None:
+    start_process_groups(0, 1, "", LayoutConfig(), timeout_s=60)
+    try:
+        found = {(name, spec): names_of(out / name, spec) for name in MODELS for spec in SPECS}
+    finally:
+        stop_process_groups()
+    torch.save(found, out / "names")
+
+
+def go_on(out: Path, model: str, spec: str, source: str | None, target: str) -> None:
+    """Trains a step under a spec after the checkpoint `source`, which is written again as `target`; without
+    `source`, trains a first step before.
+    """
+    with layers_of(spec), started(config_of(out / model), source and out / model / source) as worker:
+        if source is None:
+            worker.train_on(batch(1), 1)
+        worker.save_checkpoint(str(out / model / target), {})
+        assert worker.saved_checkpoint(wait=True).failure is None
+        published = weights(worker)
+        stored = stored_tensors(out / model / target / "step_00000001")
+        metrics = worker.train_on(batch(2), 2).metrics
+        following = {part.key: part.data.clone() for part in shards.parts_to_save(worker.model)}
+        layers = {type(module).__name__ for module in worker.model.chunks[0].modules()}
+        assert ("TELayerNormColumnParallelLinear" in layers) == (spec == "transformer_engine")
+    result = {"stored": stored, "published": published, "metrics": metrics, "following": following}
+    torch.save(result, out / model / f"{target}.pt")
+
+
+def run(rank: int, out: Path) -> None:
+    """Runs in a process of its own, which has an emulated TransformerEngine."""
+    torch.set_num_threads(1)
+    write_names(out)
+    for model in TRAINED:
+        for first, second in (SPECS, SPECS[::-1]):
+            go_on(out, model, first, None, first)
+            go_on(out, model, second, first, f"{first} over")
+            go_on(out, model, first, f"{first} over", f"{first} back")
+    for model in EARLIER_NAMES:
+        earlier = shutil.copytree(out / model / "local", out / model / "earlier") / "step_00000001"
+        rename_tensors(earlier, partial(earlier_name, latent=model == "deepseek_v3"))
+        for spec in SPECS:
+            go_on(out, model, spec, "earlier", f"earlier {spec}")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("specs")
+    for name, build in MODELS.items():
+        build(out / name)
+    spawn_with_transformer_engine(run, out)
+    return out
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_names_and_shapes_are_transformer_engines_when_either_spec_is_built(ran, model):
+    found = torch.load(ran / "names")
+    local, fused = (found[model, spec] for spec in SPECS)
+    assert local["stored"] == fused["stored"]
+    # Gate and up projections are one parameter in Megatron, and two tensors in a checkpoint.
+    parameters = {re.sub(r"(linear_fc1\.(weight|bias))_[wv]$", r"\1", key) for key in fused["stored"]}
+    assert parameters == set(fused["megatron"])
+    assert fused["extra"]
+    assert not any("_extra_state" in key for key in fused["stored"])
+
+
+def test_experts_and_norms_have_their_names_when_layers_have_experts(ran):
+    found = torch.load(ran / "names")
+    moe, deepseek = (found[model, "local"]["stored"] for model in ("qwen3_moe", "deepseek_v3"))
+    layers = {key.removeprefix("decoder.layers."): shape for key, shape in moe.items()}
+    assert layers["0.mlp.linear_fc1.layer_norm_weight"] == layers["1.pre_mlp_layernorm.weight"] == (32,)
+    assert layers["1.self_attention.linear_qkv.layer_norm_weight"] == (32,)
+    for expert in range(4):
+        for half in "wv":
+            assert layers[f"1.mlp.experts.experts.{expert}.linear_fc1.weight_{half}"] == (32, 32)
+        assert layers[f"1.mlp.experts.experts.{expert}.linear_fc2.weight"] == (32, 32)
+    latent = {key.removeprefix("decoder.layers."): shape for key, shape in deepseek.items()}
+    for layer, norm in enumerate(("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")):
+        assert latent[f"{layer}.{norm}"] == latent[f"{layer}.input_layernorm.weight"] == (32,)
+        for projection, size in (("q", 24), ("kv", 20)):
+            name = f"{layer}.self_attention.linear_{projection}_up_proj.layer_norm_weight"
+            assert latent[name] == (size,)
+    states = found["qwen3_moe", "transformer_engine"]["extra"]
+    assert "decoder.layers.1.mlp.experts.experts.3.linear_fc1._extra_state" in states
+
+
+@pytest.mark.parametrize("first", SPECS)
+@pytest.mark.parametrize("model", TRAINED)
+def test_a_checkpoint_goes_on_bit_for_bit_when_the_other_spec_resumes_it_and_back(ran, model, first):
+    written, *resumed = (torch.load(ran / model / f"{first}{tail}.pt") for tail in ("", " over", " back"))
+    kinds = {re.split(r"decoder|embedding|output_layer", key)[0] for key in written["stored"]}
+    optimizer = {f"optimizer.state.{name}." for name in ("exp_avg", "exp_avg_sq", "fp32_param")}
+    assert kinds == {"", "critic."} | optimizer | {f"critic.{name}" for name in optimizer}
+    for result in resumed:
+        assert_equal(result, written)
+
+
+def assert_equal(result: dict, expected: dict) -> None:
+    """The same checkpoint bit for bit, and the same state after another step."""
+    for kind in ("stored", "published", "following"):
+        assert result[kind].keys() == expected[kind].keys()
+        changed = [
+            key for key, tensor in expected[kind].items() if not torch.equal(result[kind][key], tensor)
+        ]
+        assert changed == [], kind
+    for figure in FIGURES:
+        assert result["metrics"][figure] == pytest.approx(expected["metrics"][figure], rel=1e-6), figure
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("model", EARLIER_NAMES)
+def test_a_checkpoint_of_an_earlier_version_goes_on_when_it_has_other_names(ran, model, spec):
+    expected = torch.load(ran / model / "local.pt")
+    index = pickle.loads((ran / model / "earlier" / "step_00000001" / ".metadata").read_bytes())
+    assert EARLIER_NAMES[model] in index.state_dict_metadata
+    assert EARLIER_NAMES[model] not in expected["stored"]
+    assert_equal(torch.load(ran / model / f"earlier {spec}.pt"), expected)
+
+
+@pytest.mark.parametrize("model", TRAINED)
+def test_weights_of_transformer_engines_layers_are_exported_where_it_cannot_be_imported(
+    ran, model, tmp_path, capsys
+):
+    out = tmp_path / "exported"
+    checkpoint = ran / model / "transformer_engine"
+    assert main(["export", "--checkpoint", str(checkpoint), "--out", str(out)]) == 0
+    assert "the weights of step 1" in capsys.readouterr().out
+    exported = load_file(out / "model.safetensors")
+    published = torch.load(ran / model / "transformer_engine.pt")["published"]
+    assert exported.keys() == published.keys()
+    assert [name for name, tensor in published.items() if not torch.equal(exported[name], tensor)] == []

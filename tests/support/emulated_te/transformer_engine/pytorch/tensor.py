@@ -1,0 +1,5 @@
+"""Quantised tensors, of which there are none."""
+
+
+class QuantizedTensor:
+    """No tensor is one."""
