@@ -5,6 +5,6 @@ exchanges with other ranks belongs here. Rollouts, the queue and the train loop 
 imports this package by name only; calls to Megatron-Core belong in `trainer.megatron`.
 """
 
-from trainer.alternatives import describe as describe
 from trainer.memory import estimate_memory as estimate_memory
 from trainer.validate import check as check
+from trainer.validate import describe as describe

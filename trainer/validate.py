@@ -14,7 +14,8 @@ from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.runtime.devices import detect_device
-from trainer.losses.trial import try_loss
+from trainer import alternatives
+from trainer.losses.trial import describe_penalty, try_loss
 from trainer.passthrough import check_megatron_settings
 
 KNOWN_MODEL_TYPES = (
@@ -64,6 +65,11 @@ def check(config: Config) -> None:
     if config.trainer.device != "cpu" and detect_device() == "cuda":
         there = importlib.util.find_spec("transformer_engine") is not None
         check_fused_layers(config, None if there else "is not installed")
+
+
+def describe(config: Config) -> list[str]:
+    """Returns what `async-rl check` says of a config that `check` has let pass, a line each."""
+    return [*describe_penalty(config), *alternatives.describe(config)]
 
 
 def check_fused_layers(config: Config, problem: str | None) -> None:

@@ -204,7 +204,14 @@ def check_groups(config: Config) -> None:
             f"trainer.updates_per_batch is {trainer.updates_per_batch}, but trainer.groups_per_batch only "
             f"{trainer.groups_per_batch}, and groups are not split: lower the one or raise the other"
         )
-    if rollout.group_size > 1 or rollout.max_branches:
+    teacher_alone = trainer.loss.teacher.only
+    if rollout.dynamic_filtering and teacher_alone:
+        raise ValueError(
+            "rollout.dynamic_filtering drops groups of equal rewards, and with trainer.loss.teacher.only "
+            "rewards have no effect, so it would drop groups that the teacher trains: set "
+            "rollout.dynamic_filtering=false"
+        )
+    if rollout.group_size > 1 or rollout.max_branches or teacher_alone:
         return
     if rollout.dynamic_filtering:
         raise ValueError(
@@ -212,12 +219,12 @@ def check_groups(config: Config) -> None:
             "would drop all: raise rollout.group_size"
         )
     # The trainer's check asks a function of the user's whether its baseline is the group.
-    advantages = config.trainer.loss.advantages
+    advantages = trainer.loss.advantages
     if advantages in ADVANTAGES and advantages not in ("reinforce++", "gae"):
         raise ValueError(
             "rollout.group_size is 1, so a group's advantages are all zero: use at least 2, or set "
             "trainer.loss.advantages=reinforce++, whose baseline is the batch, or gae, whose baseline is a "
-            "critic"
+            "critic; or train on a teacher alone (trainer.loss.teacher.only=true)"
         )
 
 
@@ -385,12 +392,18 @@ def check_loss(config: Config) -> None:
             "trainer.loss.kl: k1 as a term of the loss has a gradient of mean zero and restrains nothing: "
             "use k2 or k3, or where=reward"
         )
+    if loss.kl.coefficient and loss.kl.where == "reward" and loss.teacher.only:
+        raise ValueError(
+            "trainer.loss.kl.where is reward, and with trainer.loss.teacher.only rewards have no effect: set "
+            "trainer.loss.kl.where=loss"
+        )
     if loss.kl.coefficient and loss.kl.where == "reward" and loss.advantages == "grpo":
         raise ValueError(
             "trainer.loss.kl.where is reward, and trainer.loss.advantages is grpo, which divides by the "
             "deviation of the group's rewards: where task rewards are equal the coefficient cancels, and "
-            "advantages are as large for 1e-4 as for 1. Use where=loss, or advantages=dr_grpo, rloo, "
-            "reinforce++, reinforce++_baseline or gae"
+            "advantages are as large for 1e-4 as for 1. reinforce++, reinforce++_baseline and gae divide by "
+            "the deviation over the batch, where the same happens if all of its task rewards are equal (for "
+            "the baseline form: those of each group). Use where=loss, or advantages=dr_grpo or rloo"
         )
 
 

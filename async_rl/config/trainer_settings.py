@@ -108,7 +108,8 @@ class KLConfig(Strict, frozen=True, kw_only=True):
         Meta(
             description=(
                 "Added to the loss of each token, or subtracted from the reward: of the trajectory, or under "
-                "`reinforce++` of each token, which is charged for itself and later ones. Not with `grpo`."
+                "`reinforce++` of each token, which is charged for itself and later ones. Not with `grpo`; "
+                "its coefficient keeps its meaning with `dr_grpo` and `rloo` only."
             )
         ),
     ] = "loss"

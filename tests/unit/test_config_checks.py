@@ -10,6 +10,7 @@ from async_rl.config import parse_config
 from async_rl.config.loader import apply_override
 from async_rl.config.root import CHECKS
 from async_rl.errors import ConfigError
+from trainer.losses.trial import try_loss
 
 REFUSED: dict[str, list[tuple[str, str]]] = {
     "check_data": [
@@ -23,6 +24,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trainer={updates_per_batch: 3, groups_per_batch: 2}", "only 2, and groups are not split"),
         ("rollout={group_size: 1, dynamic_filtering: true}", "would drop all: raise rollout.group_size"),
         ("rollout.group_size=1", "advantages are all zero: use at least 2, or set trainer.loss.advantages"),
+        (
+            "{models: {a: {path: m}}, trainer: {loss: {teacher: {model: a, only: true}}}, "
+            "rollout: {dynamic_filtering: true}}",
+            "would drop groups that the teacher trains: set rollout.dynamic_filtering=false",
+        ),
     ],
     "check_engines": [
         ("engine={urls: ['http://a:1'], urls_file: b}", "are both set: write the URLs into the file"),
@@ -72,6 +78,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trainer.loss.overlong_buffer_tokens=999999", "every answer would be penalised"),
         ("trainer.loss.kl={coefficient: 0.1, where: loss, estimator: k1}", "use k2 or k3, or where=reward"),
         ("trainer.loss.kl={coefficient: 0.1, where: reward}", "where task rewards are equal the coefficient"),
+        (
+            "{models: {a: {path: m}}, trainer: {loss: {teacher: {model: a, only: true}, "
+            "kl: {coefficient: 0.1, where: reward}}}}",
+            "rewards have no effect: set trainer.loss.kl.where=loss",
+        ),
     ],
     "check_critic": [
         ("trainer.critic.lr=1e-4", "advantages is grpo, which uses no critic: set it to gae"),
@@ -135,6 +146,23 @@ def test_a_config_is_refused_with_the_remedy_when_its_settings_do_not_go_togethe
 def test_a_critic_needs_no_siblings() -> None:
     config = parse_config(tree_with("{rollout: {group_size: 1}, trainer: {loss: {advantages: gae}}}"))
     assert config.trainer.critic.gae_lambda == 1.0
+
+
+def test_only_what_divides_by_no_deviation_is_recommended_with_kl_in_the_reward() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree_with("trainer.loss.kl={coefficient: 0.1, where: reward}"))
+    assert str(caught.value).endswith("Use where=loss, or advantages=dr_grpo or rloo")
+
+
+@pytest.mark.parametrize("advantages", ["grpo", "tests.unit.test_custom_losses:centred"])
+def test_a_teacher_alone_needs_no_siblings(advantages: str) -> None:
+    config = parse_config(
+        tree_with(
+            "{models: {a: {path: m}}, rollout: {group_size: 1}, "
+            f"trainer: {{loss: {{advantages: '{advantages}', teacher: {{model: a, only: true}}}}}}}}"
+        )
+    )
+    try_loss(config)
 
 
 def test_each_check_is_made() -> None:

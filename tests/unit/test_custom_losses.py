@@ -24,7 +24,7 @@ from trainer.losses.advantages import (
     load_estimator,
 )
 from trainer.losses.objectives import OBJECTIVES, Objective
-from trainer.losses.trial import try_loss
+from trainer.losses.trial import describe_penalty, try_loss
 
 HERE = "tests.unit.test_custom_losses"
 
@@ -102,6 +102,8 @@ def by_deviation(compared):
 
 
 constant = 3.0
+another_name = ESTIMATORS["grpo"]
+another_objective = OBJECTIVES["gspo"]
 
 
 def in_place(compared):
@@ -115,6 +117,15 @@ def failing(compared):
 
 def centred(compared):
     return compared.rewards - compared.group_mean(compared.rewards)
+
+
+def zero(compared):
+    return np.zeros_like(compared.rewards)
+
+
+def own_grpo(compared):
+    centred = compared.rewards - compared.group_mean(compared.rewards)
+    return centred / (np.sqrt(compared.group_mean(centred**2)) + 1e-6)
 
 
 @batch_baseline
@@ -216,6 +227,22 @@ def test_a_right_function_is_taken_with_its_arguments(loss):
 
 
 @pytest.mark.parametrize(
+    ("key", "path", "name"),
+    [
+        ("advantages", "trainer.losses.advantages:grpo", "grpo"),
+        ("advantages", f"{HERE}:another_name", "grpo"),
+        ("advantages", "trainer.losses.advantages:reinforce_plus_plus", r"reinforce\+\+"),
+        ("objective", f"{HERE}:another_objective", "gspo"),
+    ],
+)
+def test_a_built_in_function_has_one_name_so_that_no_check_of_it_is_missed(key, path, name):
+    with pytest.raises(
+        ConfigError, match=rf"is the built-in {name}, whose settings are .*: set trainer.loss.{key}={name}$"
+    ):
+        try_loss(config_of(**{key: path}))
+
+
+@pytest.mark.parametrize(
     "loss",
     [
         {"advantages": f"{HERE}:of_the_batch", "advantages_args": {"size": 2}},
@@ -225,6 +252,37 @@ def test_a_right_function_is_taken_with_its_arguments(loss):
 def test_arguments_that_a_function_does_not_have_are_refused(loss):
     with pytest.raises(ConfigError, match=r"unexpected keyword argument"):
         try_loss(config_of(**loss))
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"),
+    [
+        ("dr_grpo", False),
+        ("rloo", False),
+        ("reinforce++", True),
+        ("reinforce++_baseline", True),
+        ("gae", True),
+        (f"{HERE}:centred", False),
+        (f"{HERE}:own_grpo", True),
+        (f"{HERE}:zero", False),
+    ],
+)
+def test_check_warns_where_the_coefficient_of_a_kl_in_the_reward_can_cancel(name, warned):
+    kl = {"coefficient": 0.1, "where": "reward"}
+    said = describe_penalty(config_of(advantages=name, kl=kl))
+    assert len(said) == warned
+    assert all(
+        f"cancels with advantages={name} in batches whose task rewards are all equal" in each for each in said
+    )
+    assert not describe_penalty(config_of(advantages=name, kl=kl | {"where": "loss"}))
+    assert not describe_penalty(config_of(advantages=name, kl={"where": "reward"}))
+
+
+def test_the_warning_reaches_async_rl_check(tmp_path, capsys):
+    path = write_run(tmp_path)
+    settings = ["trainer.loss.kl={coefficient: 0.1, where: reward}", "trainer.loss.advantages=reinforce++"]
+    assert main(["check", str(path), *settings, "trainer.worker=trainer.worker:TrainerWorker"]) == 0
+    assert "# trainer.loss.kl: the coefficient of the penalty" in capsys.readouterr().out
 
 
 def test_an_estimator_that_compares_siblings_needs_groups():

@@ -93,6 +93,9 @@ def test_a_template_is_filled_at_once() -> None:
         (r"Score: (\d+)", "Score: 3? No. Score: 9, of 10", 9.0),
         (r"Score: (\w+)", "Score: good", None),
         (r"Score: (\d+)?", "Score: good", None),
+        (r"Score: (\S+)", "Score: nan", None),
+        (r"Score: (\S+)", "Score: -inf", None),
+        (r"Score: (\S+)", "Score: 1e999", None),
     ],
 )
 def test_the_score_is_the_last_match(pattern: str, text: str, score: float | None) -> None:
@@ -128,6 +131,16 @@ async def test_equal_questions_are_asked_once_also_side_by_side() -> None:
     assert not judge.answers
 
 
+@pytest.mark.parametrize("no_number", ["nan", "inf", "1e999"])
+@in_virtual_time
+async def test_a_score_that_is_no_finite_number_is_not_kept(no_number: str) -> None:
+    judge = Judge(f"Score: {no_number}", "Score: 7")
+    call = call_of(judge, score=r"Score: (\S+)")
+    with pytest.raises(RewardError, match="finds no number"):
+        await call(TASK, [completion("a")])
+    assert [await call(TASK, [completion("a")]) for _ in range(2)] == [7, 7]
+
+
 @in_virtual_time
 async def test_nothing_is_kept_without_a_cache() -> None:
     judge = Judge("1", "2")
@@ -147,7 +160,7 @@ async def test_an_answer_without_a_score_is_asked_for_again_and_sampled() -> Non
         assert [temperature for *_, temperature in judge.asked] == [0.0, 1.0, 1.0]
         judge.answers = ["well"]
         rewards = Rewards(config_of(max_retries=0), decode=str, metrics=metrics, clock=clock)
-        with pytest.raises(RewardError, match="`score` matches nothing in its answer 'well'"):
+        with pytest.raises(RewardError, match="`score` finds no number in its answer 'well'"):
             await rewards.score_completion(TASK, completion("b"))
     finally:
         asking.reset(token)

@@ -22,11 +22,18 @@ def load_function(key: str, name: str, known: Mapping[str, F], args: Mapping[str
         args: Keyword arguments of a function that is not built in.
 
     Raises:
-        ConfigError: The dotted path cannot be loaded, or leads to something that cannot be called.
+        ConfigError: The dotted path cannot be loaded, leads to something that cannot be called, or to a
+            built-in function, whose settings are checked by its name.
     """
     if name in known:
         return known[name]
     function = load_object(name, what=key)
     if not callable(function):
         raise ConfigError(f"{key}: {name} is {type(function).__name__}, expected a function")
+    for built_in, its_function in known.items():
+        if function is its_function:
+            raise ConfigError(
+                f"{key}: {name} is the built-in {built_in}, whose settings are checked by this name: set "
+                f"{key}={built_in}"
+            )
     return partial(function, **args)  # type: ignore[return-value]

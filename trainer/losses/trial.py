@@ -26,6 +26,9 @@ _REWARDS: Final = ComparedRewards(
 """Four groups: an attempt of the first has two conversations, the rewards of the second are equal, and the
 third does not count."""
 
+_PENALTIES: Final = np.array([0.1, 0.3, 0.2, 0.5, 0.4, 0.0, 0.05, 0.2])
+_COEFFICIENTS: Final = (1e-2, 1.0)
+
 R = TypeVar("R")
 
 
@@ -60,13 +63,36 @@ def _try_estimator(config: Config) -> None:
         raise _wrong(key, loss.advantages, f"returned {problem}")
     if not all(np.array_equal(now, before) for now, before in zip(inputs, _REWARDS, strict=True)):
         raise _wrong(key, loss.advantages, "changed its inputs, expected a pure function: return a new array")
-    if not has_batch_baseline(estimator) and rollout.group_size == 1 and not rollout.max_branches:
+    has_siblings = rollout.group_size > 1 or rollout.max_branches
+    if not (has_siblings or loss.teacher.only or has_batch_baseline(estimator)):
         raise _wrong(
             key,
             loss.advantages,
             "compares the attempts of a group, and rollout.group_size is 1: use at least 2, or mark it with "
             "trainer.losses.advantages.batch_baseline if its baseline is the batch",
         )
+
+
+def describe_penalty(config: Config) -> list[str]:
+    """Returns a warning, in one line or none, where the coefficient of a KL in the reward can cancel.
+
+    The estimator gets equal task rewards minus a small and a large penalty: one that divides by their
+    deviation returns the same advantages for both.
+    """
+    loss = config.trainer.loss
+    if not loss.kl.coefficient or loss.kl.where == "loss":
+        return []
+    estimator, counted = load_estimator(loss), _REWARDS.share > 0
+    small, large = (
+        estimator(_REWARDS._replace(rewards=1 - coefficient * _PENALTIES))[counted]
+        for coefficient in _COEFFICIENTS
+    )
+    if not small.any() or not np.allclose(small, large, rtol=1e-2):
+        return []
+    return [
+        f"trainer.loss.kl: the coefficient of the penalty in the reward cancels with advantages="
+        f"{loss.advantages} in batches whose task rewards are all equal; dr_grpo and rloo keep it"
+    ]
 
 
 def _try_objective(loss: LossConfig) -> None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ class JudgeCall:
             self._metrics.judge_answers_total.labels(self._name, "no_score").inc()
             _keep(self._unparsed, prompt, None, _MAX_UNPARSED)
             raise RewardError(
-                f"asked {settings.judge!r}, and `score` matches nothing in its answer {text[-_MAX_SHOWN:]!r}"
+                f"asked {settings.judge!r}, and `score` finds no number in its answer {text[-_MAX_SHOWN:]!r}"
             )
         self._metrics.judge_answers_total.labels(self._name, "scored").inc()
         self._unparsed.pop(prompt, None)
@@ -124,12 +125,16 @@ def fill_template(template: str, task: Task, completion: Completion) -> str:
 
 
 def find_score(pattern: str, text: str) -> float | None:
-    """Return the number that a pattern's last match has in its group, or as a whole; None without one."""
+    """Return the number that a pattern's last match has in its group, or as a whole.
+
+    None without a match, and where it is no finite number: an answer is then asked for again.
+    """
     found = list(re.finditer(pattern, text))
     if not found:
         return None
     last = found[-1]
     try:
-        return float(last.group(1) if last.re.groups else last.group())
+        score = float(last.group(1) if last.re.groups else last.group())
     except (TypeError, ValueError):
         return None
+    return score if math.isfinite(score) else None
