@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.emulated_layers import spawn_with_transformer_engine
 from tests.support.layer_specs import (
     earlier_name,
     layers_of,
     rename_tensors,
-    spawn_with_transformer_engine,
     stored_tensors,
 )
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe

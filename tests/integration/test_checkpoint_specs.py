@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from async_rl.cli.main import main
 from async_rl.config import LayoutConfig
 from tests.support import tiny_model
+from tests.support.emulated_layers import spawn_with_transformer_engine
 from tests.support.layer_specs import (
     earlier_name,
     layers_of,
     rename_tensors,
-    spawn_with_transformer_engine,
     stored_tensors,
     unfused_config,
 )

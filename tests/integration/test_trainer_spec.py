@@ -5,6 +5,8 @@ and that the names of its parameters lead to those of Hugging Face.
 """
 
 import importlib.util
+import os
+import subprocess
 import sys
 import types
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from async_rl.config import LayoutConfig, parse_config
 from async_rl.errors import ConfigError, EnvironmentNotReady
+from tests.support.emulated_layers import EMULATED
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
@@ -54,6 +57,25 @@ def test_transformer_engine_is_taken_when_there_is_a_gpu_to_run_it(monkeypatch, 
         sys.modules, "transformer_engine.pytorch", types.ModuleType("transformer_engine.pytorch")
     )
     assert cpu.has_transformer_engine() == taken
+
+
+def test_an_installed_transformer_engine_is_left_out_when_no_gpu_is_visible():
+    program = (
+        "import importlib.util\n"
+        "print(importlib.util.find_spec('transformer_engine') is not None)\n"
+        "import trainer.megatron\n"
+        "from megatron.core.extensions import transformer_engine\n"
+        "print(transformer_engine.HAVE_TE)\n"
+    )
+    path = os.pathsep.join([str(EMULATED), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 def test_a_transformer_engine_that_cannot_be_imported_is_refused(monkeypatch):

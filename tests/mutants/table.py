@@ -2911,6 +2911,14 @@ MUTANTS: Final = (
         ("tests/integration/test_checkpoints.py",),
     ),
     Mutant(
+        "a-cpu-takes-transformer-engine",
+        "Megatron takes TransformerEngine's optimizer and products where no GPU is visible.",
+        "trainer/megatron/cpu.py",
+        '        sys.modules.setdefault("transformer_engine", None)\n',
+        "",
+        ("tests/integration/test_trainer_spec.py",),
+    ),
+    Mutant(
         "replicated-projections-count-in-each-tensor-rank",
         "The gradient norm of DeepSeek models with TransformerEngine grows with the tensor ranks.",
         "trainer/megatron/bridge.py",

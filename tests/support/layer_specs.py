@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,28 +19,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.support.trainers import take_layers_of_transformer_engine
 from trainer.checkpoints.manifest import read_manifest, record_file, write_manifest
 from trainer.megatron import layout, model
-
-_EMULATED = Path(__file__).parent / "emulated_te"
 
 _UNFUSED = (
     *("masked_softmax_fusion", "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion"),
     *("moe_permute_fusion", "apply_rope_fusion", "moe_shared_expert_overlap"),
 )
 """Kernels that are not emulated. Without them both specs compute the same, bit for bit."""
-
-
-def spawn_with_transformer_engine(function: Callable[..., None], *arguments: Any, ranks: int = 1) -> None:
-    """Runs `function(rank, *arguments)` in processes where Megatron-Core imports the emulated layers."""
-    sys.path.insert(0, str(_EMULATED))  # which processes inherit
-    try:
-        mp.spawn(function, arguments, nprocs=ranks)
-    finally:
-        sys.path.remove(str(_EMULATED))
 
 
 @contextlib.contextmanager

@@ -100,6 +100,9 @@ def install() -> None:
     torch._megatron_prepared = True
     if not torch.cuda.is_available():
         _replace_cuda_calls()
+        # Installed, it may fail to load without a driver, and Megatron would take its optimizer and products,
+        # which need a GPU. One that is already imported is left: tests emulate its layers.
+        sys.modules.setdefault("transformer_engine", None)
     with _quiet_import(compiling=fused):
         if not fused:
             _fill_in_for_transformer_engine()

@@ -1,6 +1,6 @@
 """TransformerEngine 2.11 as far as Megatron-Core's layer spec needs it, in plain torch on a CPU.
 
-Tests put the folder above first in `sys.path` of a process of their own (`tests.support.layer_specs`), so
+Tests put the folder above first in `sys.path` of a process of their own (`tests.support.emulated_layers`), so
 that Megatron-Core imports it in place of the real one, and its own subclasses (`TELinear`,
 `TEColumnParallelGroupedLinear`, `TENorm`, ...) are built and give names and shapes of parameters.
 
