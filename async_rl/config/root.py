@@ -237,6 +237,14 @@ def check_engines(config: Config) -> None:
     engine = config.engine
     if not isinstance(engine, SGLangEngines):
         return
+    names = {f"models.{name}": model.extra_args for name, model in config.models.items()}
+    for name, arguments in ({"engine": engine.extra_args} | names).items():
+        if any(argument.startswith("--preferred-sampling-params") for argument in arguments):
+            raise ValueError(
+                f"{name}.extra_args has --preferred-sampling-params, with which servers would sample from "
+                "another distribution than that of the trainer's log-probs: remove it, and set what rollout "
+                "has (temperature, top_p, top_k, min_p)"
+            )
     if engine.urls and engine.urls_file:
         raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
     for url in engine.urls:

@@ -3137,6 +3137,14 @@ MUTANTS: Final = (
         ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(
+        "servers-may-have-penalties",
+        "A server with sampling settings of its own, which calls do not override, is used.",
+        "async_rl/engines/sglang/client.py",
+        "            self._check_preferred_sampling(info.preferred_sampling_params)\n",
+        "",
+        (f"{SGLANG}::test_a_server_with_sampling_settings_that_calls_do_not_override_is_refused",),
+    ),
+    Mutant(
         "scores-of-other-tokens-are-kept",
         "A teacher's log-probs are taken without looking at the tokens that they are of.",
         "async_rl/engines/sglang/generate_call.py",

@@ -32,6 +32,14 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "check_engines": [
         ("engine={urls: ['http://a:1'], urls_file: b}", "are both set: write the URLs into the file"),
+        (
+            "engine={kind: sglang, extra_args: [--preferred-sampling-params, '{\"min_p\": 0.1}']}",
+            "log-probs: remove it, and set what rollout has (temperature, top_p, top_k, min_p)",
+        ),
+        (
+            "{models: {a: {path: m, extra_args: ['--preferred-sampling-params={}']}}}",
+            "models.a.extra_args has --preferred-sampling-params",
+        ),
         ("engine.urls=[localhost:30500]", "'localhost:30500', which is no URL: write http://localhost:30500"),
     ],
     "check_models": [

@@ -895,6 +895,29 @@ async def test_a_server_is_refused_when_its_routing_would_be_wrong(
             await engine.wait_ready()
 
 
+@pytest.mark.parametrize(
+    ("preferred", "refused"),
+    [
+        ({"repetition_penalty": 1.3}, "repetition_penalty = 1.3"),
+        ('{"frequency_penalty": 0.5, "top_p": 0.5}', "frequency_penalty = 0.5:"),
+        ({"top_p": 0.5, "temperature": 0.1}, None),  # each call has its own
+        ({}, None),
+        (None, None),
+    ],
+)
+async def test_a_server_with_sampling_settings_that_calls_do_not_override_is_refused(
+    server: FakeSGLang, preferred: dict | str | None, refused: str | None
+) -> None:
+    info = {"weight_version": "0", "preferred_sampling_params": preferred}
+    server.answers["model_info"] = (200, info)
+    async with server.client() as engine:
+        if refused is None:
+            await engine.wait_ready()
+            return
+        with pytest.raises(ConfigError, match=rf"--preferred-sampling-params {refused}.*: start it without"):
+            await engine.wait_ready()
+
+
 async def test_a_server_without_routing_will_do_when_none_is_needed(server: FakeSGLang) -> None:
     server.answers["server_info"] = (200, GOOD_SERVER | {"enable_return_routed_experts": False, "pp_size": 2})
     async with server.client(routing=False) as engine:

@@ -43,6 +43,7 @@ from async_rl.engine_protocol import (
 )
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.generate_call import (
+    SENT_SETTINGS,
     CallAccount,
     choose_stream_interval,
     encode_request,
@@ -97,6 +98,8 @@ class _WeightSums(msgspec.Struct):
 class _ModelInfo(msgspec.Struct):
     model_path: str = ""
     weight_version: str | None = None
+    preferred_sampling_params: dict[str, Any] | str | None = None
+    """Settings of the server for calls that do not have them; as text, JSON."""
 
 
 class _ServerInfo(msgspec.Struct):
@@ -555,6 +558,7 @@ class SGLangEngine:
         try:
             self._check_server(await self._http.get_info("server_info", _ServerInfo))
             info = await self._http.get_info("model_info", _ModelInfo)
+            self._check_preferred_sampling(info.preferred_sampling_params)
             if not (info.weight_version or "").isdecimal():
                 await self._http.send_command(
                     "update_weight_version", {"new_version": "0", "abort_all_requests": False}
@@ -611,6 +615,25 @@ class SGLangEngine:
             self._check_masks(server, info, self._mask_top_k)
         if info.context_length is not None:
             self._context_length = info.context_length
+
+    def _check_preferred_sampling(self, preferred: dict[str, Any] | str | None) -> None:
+        """Refuse a server with sampling settings of its own that a call does not override.
+
+        Source: `sglang/srt/managers/tokenizer_manager.py`, which merges them under those of the call.
+        """
+        settings = preferred or {}
+        if isinstance(settings, str):
+            try:
+                settings = msgspec.json.decode(settings, type=dict[str, Any])
+            except msgspec.MsgspecError:
+                settings = {str(preferred): "unreadable"}
+        others = [f"{name} = {value}" for name, value in settings.items() if name not in SENT_SETTINGS]
+        if others:
+            raise ConfigError(
+                f"{self._engine_id} at {self._http.url} runs with --preferred-sampling-params "
+                f"{', '.join(others)}: it would sample from another distribution than the trainer computes: "
+                "start it without"
+            )
 
     def _check_masks(self, server: str, info: _ServerInfo, top_k: int) -> None:
         """Refuse a server that cannot return the sampling masks that a run needs.

@@ -48,6 +48,10 @@ class _SamplingParams(msgspec.Struct):
     stream_interval: int = 1
 
 
+SENT_SETTINGS: Final = frozenset(_SamplingParams.__struct_fields__)
+"""The sampling settings that each call has, whatever the server prefers."""
+
+
 class _Body(msgspec.Struct):
     rid: str
     input_ids: list[int]
