@@ -49,6 +49,8 @@ class Case(NamedTuple):
     layout: dict[str, int] = {}  # noqa: RUF012 - a tuple's default is never changed
     dtype: str = "float32"
     recompute: str = "none"
+    trainer: dict[str, Any] = {}  # noqa: RUF012 - likewise
+    """Further settings of the trainer."""
 
 
 CASES = {
@@ -63,6 +65,17 @@ CASES = {
     "context": Case("qwen2_moe", 2, {"cp": 2}, "bfloat16", "full"),
     "latent attention": Case("deepseek_v3", 2, {"ep": 2}, "bfloat16"),
     "tensor, pipeline, expert": Case("qwen3_moe", 4, {"tp": 2, "pp": 2, "ep": 2}),
+} | {
+    f"one rank, {' and '.join(modules)} recomputed": Case(
+        kind, 1, {}, dtype, "selective", {"megatron": {"recompute_modules": modules}}
+    )
+    for kind, dtype, modules in (
+        ("qwen3_moe", "bfloat16", ["layernorm", "mlp"]),
+        ("qwen3_moe", "float32", ["layernorm", "moe"]),
+        ("qwen3_moe", "bfloat16", ["core_attn"]),
+        ("qwen2_moe", "bfloat16", ["shared_experts"]),
+        ("deepseek_v3", "bfloat16", ["mla_up_proj"]),
+    )
 }
 
 
@@ -150,6 +163,7 @@ def config_of(case: Case, model: Path, size: Size) -> dict[str, Any]:
         micro_batch_tokens=size.micro_batch,
         recompute=case.recompute,
         groups_per_batch=trajectories // 2,
+        **case.trainer,
     )
     config["rollout"] |= {"max_context_tokens": size.trajectory, "max_new_tokens": size.trajectory - 4}
     return config

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from async_rl.config import Config
 from async_rl.engines.model_facts import read_config
 from trainer.memory.dimensions import dimensions_of
-from trainer.memory.estimate import element_bytes, estimate_memory, largest_micro_batch
+from trainer.memory.estimate import element_bytes, estimate_memory, largest_micro_batch, optimizer_bytes
 from trainer.passthrough import Situation, situation_of
 
 
@@ -47,6 +47,7 @@ def _alternatives(at: Situation) -> Iterator[Alternative]:
             "hybrid, with fp8_recipe=blockwise or mxfp8: matrix products of 8 bits; engines serve "
             "bfloat16, so the log-prob mismatch grows",
         )
+    yield from _of_optimizer(at)
     replicas = trainer.num_ranks // (layout.tp * layout.pp)
     if at.on_gpu and replicas > 1 and not trainer.overlap_grad_reduce:
         rank = estimate_memory(at.config, cuda=True).ranks[0]
@@ -56,6 +57,28 @@ def _alternatives(at: Situation) -> Iterator[Alternative]:
             "false",
             f"true: the {_size(gradients)} of gradients of a rank are summed during the backward pass",
         )
+
+
+def _of_optimizer(at: Situation) -> Iterator[Alternative]:
+    if not at.fused or at.value("optimizer_cpu_offload"):
+        return
+    rank = estimate_memory(at.config, cuda=True).ranks[0]
+    held, each = rank.moments[rank.fullest]["optimizer"], optimizer_bytes(at.config)
+    if not at.value("use_precision_aware_optimizer"):
+        saved = int(held * 4 / each.device)
+        yield Alternative(
+            "use_precision_aware_optimizer",
+            "false",
+            f"true with exp_avg_dtype and exp_avg_sq_dtype=bfloat16: {_size(saved)} less for each rank; "
+            "moments are rounded",
+        )
+    moved = int(held * (each.device + 4) / each.device)
+    yield Alternative(
+        "optimizer_cpu_offload",
+        "false",
+        f"true with use_precision_aware_optimizer: {_size(held)} less for each rank, {_size(moved)} more of "
+        "host memory; CPUs take the optimizer's step",
+    )
 
 
 def _of_experts(at: Situation) -> Iterator[Alternative]:

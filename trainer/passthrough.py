@@ -79,10 +79,7 @@ _OWNED: Final = {
         optimizer decoupled_weight_decay sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov
         muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor qk_clip
         qk_clip_alpha qk_clip_threshold""",
-    "checkpoints take the optimizer's state from the device, in float32": """
-        use_precision_aware_optimizer store_param_remainders exp_avg_dtype exp_avg_sq_dtype
-        optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload
-        overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params""",
+    "checkpoints hold main weights in float32": "store_param_remainders",
     "set trainer.recompute instead; routing replay must know which layers are computed again": """
         recompute_granularity recompute_method recompute_num_layers moe_layer_recompute
         distribute_saved_activations num_microbatches_with_partial_activation_checkpoints""",
@@ -222,17 +219,28 @@ class Situation(NamedTuple):
 _DEVICES: Final = {
     "GPU": """
         moe_deepep_num_sms moe_hybridep_num_sms moe_flex_dispatcher_backend moe_enable_deepep
-        disable_bf16_reduced_precision_matmul batch_invariant_mode""",
+        disable_bf16_reduced_precision_matmul batch_invariant_mode optimizer_cpu_offload
+        optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d
+        pin_cpu_grads pin_cpu_params""",
     "layers": """
         gradient_accumulation_fusion apply_rope_fusion fused_single_qkv_rope moe_grouped_gemm
         moe_permute_fusion moe_router_fusion fp8 fp8_recipe fp8_wgrad first_last_layers_bf16
         num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 disable_parameter_transpose_cache
-        activation_func_fp8_input_store use_te_activation_func attention_backend cp_comm_type""",
+        activation_func_fp8_input_store use_te_activation_func attention_backend cp_comm_type
+        use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype""",
 }
-"""Fields that work on a GPU only, and of them those of TransformerEngine's layers."""
+"""Fields that work on a GPU only, and of them those of TransformerEngine's layers or optimizer."""
 
 _FUSED: Final = frozenset(_DEVICES["layers"].split())
 _GPU: Final = frozenset(_DEVICES["GPU"].split()) | _FUSED
+
+
+_MOMENTS: Final = ("exp_avg_dtype", "exp_avg_sq_dtype")
+_OF_OFFLOAD: Final = (
+    "optimizer_offload_fraction",
+    "use_torch_optimizer_for_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+)
 
 
 class Need(NamedTuple):
@@ -323,6 +331,61 @@ NEEDS: Final = (
         _given,
         lambda at: at.value("fp8_recipe") != "blockwise" or at.model["hidden_size"] % 128 == 0,
         "blocks have 128 values, which must divide the model's hidden size: take another fp8_recipe",
+    ),
+    Need(
+        "optimizer_cpu_offload",
+        _given,
+        lambda at: at.fused and bool(at.value("use_precision_aware_optimizer")),
+        "set use_precision_aware_optimizer=true and model.dtype=bfloat16: main weights would stay on the "
+        "device otherwise",
+    ),
+    Need(
+        "optimizer_cpu_offload",
+        _given,
+        lambda at: not at.config.placement.shared or at.value("optimizer_offload_fraction", 1.0) == 1.0,
+        "with placement.shared the device must be empty between steps: set optimizer_offload_fraction=1.0",
+    ),
+    *(
+        Need(
+            name,
+            _given,
+            lambda at: bool(at.value("optimizer_cpu_offload")),
+            "it divides the work of optimizer_cpu_offload: set that",
+        )
+        for name in _OF_OFFLOAD
+    ),
+    Need(
+        "optimizer_offload_fraction",
+        lambda value: not 0 < value <= 1,
+        lambda at: False,
+        "expected a fraction above 0, at most 1",
+    ),
+    *(
+        Need(
+            name,
+            lambda value: value != "float32",
+            lambda at: bool(at.value("use_precision_aware_optimizer")),
+            "set use_precision_aware_optimizer=true",
+        )
+        for name in _MOMENTS
+    ),
+    *(
+        Need(
+            name,
+            lambda value: value != "float32",
+            lambda at: not at.value("optimizer_cpu_offload"),
+            "the optimizer of the host, torch's AdamW, keeps its moments in float32",
+        )
+        for name in _MOMENTS
+    ),
+    *(
+        Need(
+            name,
+            lambda value: value not in ("float32", "bfloat16"),
+            lambda at: False,
+            "such moments have scales, which checkpoints do not hold: set bfloat16",
+        )
+        for name in _MOMENTS
     ),
     Need(
         "bucket_size",
@@ -441,6 +504,6 @@ def _check_device(at: Situation, name: str, value: Any) -> None:
         )
     if name in _FUSED and not at.fused:
         raise ConfigError(
-            f"trainer.megatron.{name} is of TransformerEngine's layers, which need half precision: set "
+            f"trainer.megatron.{name} is of TransformerEngine, and has a use in half precision only: set "
             "model.dtype=bfloat16"
         )

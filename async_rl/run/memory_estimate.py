@@ -132,15 +132,28 @@ def _trainer_changes(config: Config) -> Iterator[list[str]]:
         if trainer.num_ranks * n <= _MOST_RANKS
     ]
     least = [*recompute[-1:], *budgets[-1:]]
-    alone = [*recompute, *budgets, *split]
+    optimizer = list(_optimizer_changes(config))
+    alone = [*recompute, *budgets, *split, *optimizer]
     yield from alone
     saved = list(itertools.chain.from_iterable(least))
-    yield from ([*saved, *change] for change in ([], *split))
+    yield from ([*saved, *change] for change in ([], *split, *optimizer))
+    yield from ([*saved, *change, *optimizer[-1]] for change in split if optimizer)
     yield from more
     yield from ([*saved, *change] for change in more)
     for ranks in more:
         yield from ([*ranks, *change] for change in split)
         yield from ([*ranks, *saved, *change] for change in split)
+
+
+def _optimizer_changes(config: Config) -> Iterator[list[str]]:
+    """Yield settings that make the optimizer of a half-precision model smaller, or move it to the host."""
+    passed, key = config.trainer.megatron, "trainer.megatron"
+    if config.model.dtype == "float32" or passed.get("optimizer_cpu_offload"):
+        return
+    aware = [f"{key}.use_precision_aware_optimizer=true"]
+    if passed.get("exp_avg_sq_dtype") != "bfloat16":
+        yield [*aware, f"{key}.exp_avg_dtype=bfloat16", f"{key}.exp_avg_sq_dtype=bfloat16"]
+    yield [*aware, f"{key}.optimizer_cpu_offload=true"]
 
 
 def _engine_changes(config: Config) -> Iterator[list[str]]:

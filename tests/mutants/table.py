@@ -47,6 +47,7 @@ GAE: Final = "tests/unit/test_gae.py"
 CRITIC: Final = "tests/integration/test_trainer_critic.py"
 PASSED: Final = "tests/unit/test_passthrough.py"
 PASSED_IN_RANKS: Final = "tests/integration/test_trainer_passthrough.py"
+OPTIMIZER: Final = "tests/integration/test_trainer_optimizer.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
 GUARD: Final = "tests/unit/test_engine_guard.py"
 CAPTURES: Final = "tests/unit/test_captures.py"
@@ -3253,8 +3254,8 @@ MUTANTS: Final = (
         "fields-of-the-optimizer-are-dropped",
         "A field of Megatron's OptimizerConfig has no effect.",
         "trainer/megatron/model.py",
-        "**fields_of(MegatronOptimizerConfig, passed),",
-        "**{},",
+        "| fields_of(MegatronOptimizerConfig, passed),",
+        "| {},",
         (PASSED_IN_RANKS,),
     ),
     Mutant(
@@ -3264,6 +3265,46 @@ MUTANTS: Final = (
         'optimizer.weight_decay * group["wd_mult"]',
         "optimizer.weight_decay",
         (PASSED_IN_RANKS,),
+    ),
+    Mutant(
+        "the-reference-is-lost-when-it-was-in-place",
+        "The policy's weights are copied to the host and not back.",
+        "trainer/megatron/model.py",
+        "            host.copy_(current, non_blocking=True)\n",
+        "",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "gradients-on-the-host-are-not-clipped",
+        "Clipping looks for gradients where the precision-aware optimizer has none.",
+        "trainer/megatron/model.py",
+        "clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm, decoupled)",
+        "clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm, False)",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "main-weights-on-the-host-are-not-saved",
+        "A checkpoint holds the parameters of an offloaded optimizer in bfloat16.",
+        "trainer/megatron/shards.py",
+        "    inner = optimizer.param_to_inner_param[main]\n",
+        "    return main, optimizer\n    inner = optimizer.param_to_inner_param[main]\n",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "moments-are-loaded-in-float32",
+        "A resumed precision-aware optimizer has moments of another type.",
+        "trainer/megatron/shards.py",
+        'if hasattr(each.optimizer, "initialize_state"):',
+        'if hasattr(each.optimizer, "no_such_state"):',
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "offloaded-optimizers-are-estimated-on-the-device",
+        "The memory check does not know optimizer_cpu_offload.",
+        "trainer/memory/estimate.py",
+        "OptimizerBytes((1 - fraction) * own,",
+        "OptimizerBytes(own,",
+        ("tests/unit/test_memory_check.py",),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import trainer
 from async_rl.cli.main import main
 from async_rl.config import load_config
 from async_rl.errors import ConfigError
@@ -84,7 +85,7 @@ def test_more_ranks_are_asked_for_when_no_other_layout_fits(config: Path) -> Non
     def load(changes: list[str]) -> Any:
         return load_config(config, list(changes))
 
-    changes = nearest_change(load, 40 * 10**9)  # type: ignore[arg-type]
+    changes = nearest_change(load, 24 * 10**9)  # type: ignore[arg-type]
     assert changes is not None
     assert any(change.startswith("trainer.num_ranks=") for change in changes)
     assert nearest_change(load, 2 * 10**9) is None  # type: ignore[arg-type]
@@ -106,6 +107,55 @@ def test_plan_refuses_what_does_not_fit(config: Path, capsys: pytest.CaptureFixt
 def parts_of_rank(config: Path, *overrides: str) -> dict[str, int]:
     (rank, *_) = estimate_devices(load_config(config, overrides), 80 * 10**9)
     return rank.parts
+
+
+MOMENTS = (
+    "trainer.megatron.use_precision_aware_optimizer=true",
+    "trainer.megatron.exp_avg_dtype=bfloat16",
+    "trainer.megatron.exp_avg_sq_dtype=bfloat16",
+)
+OFFLOADED = (MOMENTS[0], "trainer.megatron.optimizer_cpu_offload=true")
+
+
+def test_smaller_moments_and_an_optimizer_on_the_host_are_estimated(config: Path) -> None:
+    plain = parts_of_rank(config)["optimizer"]  # 12 bytes an element
+    assert parts_of_rank(config, *MOMENTS)["optimizer"] == pytest.approx(plain * 8 / 12)
+    (rank, *_) = estimate_devices(load_config(config, OFFLOADED), 80 * 10**9)
+    assert rank.parts["optimizer"] == 0
+    assert rank.host["optimizer"] == pytest.approx(plain * 16 / 12)  # and the gradients
+    half = [*OFFLOADED, "trainer.megatron.optimizer_offload_fraction=0.5"]
+    assert parts_of_rank(config, *half)["optimizer"] == pytest.approx(plain / 2)
+
+
+def test_the_optimizer_goes_to_the_host_when_no_layout_fits(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(config), "--memory", "--gpu", "48GB"]) == 2
+    change = capsys.readouterr().out.split("nearest change that fits: ")[1].split()
+    assert change == list(OFFLOADED)
+    assert main(["check", str(config), "--memory", "--gpu", "48GB", *change]) == 0
+
+
+def test_the_reference_changes_places_with_the_policy_tensor_by_tensor(config: Path) -> None:
+    memory = trainer.estimate_memory(load_config(config, ["trainer.loss.kl.coefficient=0.01"]), cuda=True)
+    largest = QWEN3_30B["vocab_size"] * QWEN3_30B["hidden_size"] * 2
+    assert memory.ranks[0].moments["reference"]["reference"] == largest
+
+
+def test_recompute_modules_are_estimated_one_by_one(config: Path) -> None:
+    def activations(*modules: str) -> int:
+        overrides = [
+            "trainer.recompute=selective",
+            f"trainer.megatron.recompute_modules={json.dumps(modules)}",
+        ]
+        return parts_of_rank(config, *overrides)["activations"]
+
+    layers, tokens = QWEN3_30B["num_hidden_layers"], 16384
+    none = activations()
+    assert none - activations("layernorm") == layers * tokens * QWEN3_30B["hidden_size"] * 2
+    act = tokens * QWEN3_30B["num_experts_per_tok"] * QWEN3_30B["moe_intermediate_size"] * 2
+    assert none - activations("moe_act") == layers * act
+    assert activations("moe") == activations("moe", "moe_act") < activations("moe_act")
 
 
 def test_a_critic_takes_as_much_as_the_policy_without_its_output_layer(config: Path) -> None:

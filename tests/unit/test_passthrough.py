@@ -38,6 +38,15 @@ REVIEWED = {
     "fp8_recipe",
     "fp8_wgrad",
     "fused_single_qkv_rope",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "use_precision_aware_optimizer",
+    "use_torch_optimizer_for_cpu_offload",
     "gradient_accumulation_fusion",
     "moe_deepep_num_sms",
     "moe_enable_deepep",
@@ -159,6 +168,7 @@ def test_fields_of_gpus_are_refused_on_a_cpu(tmp_path: Path) -> None:
             check_megatron_settings(changed(config, {name: False}))
 
 
+OFFLOAD = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 
 
@@ -191,6 +201,17 @@ FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
         ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, EXPERTS | {"hidden_size": 192}, {}, "128 values"),
         ({"fp8_recipe": "mxfp8"}, EXPERTS, {}, "set fp8 to"),
         ({"first_last_layers_bf16": True}, EXPERTS, {}, "set fp8 to"),
+        ({"optimizer_cpu_offload": True}, EXPERTS, {}, "set use_precision_aware_optimizer=true"),
+        ({"optimizer_offload_fraction": 0.5}, EXPERTS, {}, "work of optimizer_cpu_offload"),
+        (OFFLOAD | {"optimizer_offload_fraction": 1.5}, EXPERTS, {}, "at most 1"),
+        (OFFLOAD | {"exp_avg_dtype": "bfloat16"}, EXPERTS, {}, "torch's AdamW, keeps its moments in float32"),
+        ({"exp_avg_sq_dtype": "bfloat16"}, EXPERTS, {}, "set use_precision_aware_optimizer=true"),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8"},
+            EXPERTS,
+            {},
+            "scales, which checkpoints do not hold",
+        ),
         ({"bucket_size": 1000}, EXPERTS, {}, r"trainer\.overlap_grad_reduce=true"),
         ({"recompute_modules": ["moe"]}, EXPERTS, {}, r"trainer\.recompute=selective"),
         ({"recompute_modules": ["moe"]}, DENSE, {"recompute": "selective"}, "the model has no experts"),
@@ -219,6 +240,16 @@ def test_values_that_do_not_go_together_are_refused(
         ({"moe_shared_expert_overlap": True, "moe_router_dtype": "fp64"}, SHARED, {}),
         ({"fp8": "hybrid", "fp8_recipe": "blockwise", "first_last_layers_bf16": True}, EXPERTS, {}),
         ({"recompute_modules": ["moe", "layernorm", "moe_act"]}, EXPERTS, {"recompute": "selective"}),
+        (OFFLOAD | {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}, EXPERTS, {}),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "bfloat16",
+                "exp_avg_sq_dtype": "bfloat16",
+            },
+            EXPERTS,
+            {},
+        ),
     ],
     ids=str,
 )
@@ -226,6 +257,13 @@ def test_values_that_go_together_are_taken(
     tmp_path: Path, passed: dict[str, Any], model: dict[str, Any], trainer: dict[str, Any]
 ) -> None:
     check_megatron_settings(config_with(tmp_path, passed, model, **trainer), on_gpu=True)
+
+
+def test_shared_devices_need_the_whole_optimizer_on_the_host(tmp_path: Path) -> None:
+    config = config_with(tmp_path, OFFLOAD | {"optimizer_offload_fraction": 0.5})
+    placement = msgspec.structs.replace(config.placement, shared=True)
+    with pytest.raises(ConfigError, match=r"set optimizer_offload_fraction=1\.0"):
+        check_megatron_settings(msgspec.structs.replace(config, placement=placement), on_gpu=True)
 
 
 def test_layers_of_transformer_engine_need_half_precision(tmp_path: Path) -> None:
@@ -252,11 +290,14 @@ def test_check_lists_what_is_left_at_its_default_and_what_another_value_gives(tm
         "moe_token_dispatcher_type",
         "moe_shared_expert_overlap",
         "fp8",
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
         "trainer.overlap_grad_reduce",
     ]
     by_name = dict(zip(names, lines[1:], strict=True))
     assert "true: 33% of the experts' work" in by_name["moe_shared_expert_overlap"]
     passed = {"moe_router_dtype": "fp32", "fp8": None, "moe_shared_expert_overlap": False}
+    passed |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
     left = describe(changed(config, passed, overlap_grad_reduce=True))
     assert [line.split()[0] for line in left[1:]] == ["moe_token_dispatcher_type"]
 

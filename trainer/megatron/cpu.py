@@ -292,6 +292,14 @@ def _fill_in_for_transformer_engine() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
+    # Norms that are computed again ask it whether products are of eight bits (`CheckpointWithoutOutput`).
+    random = _core("tensor_parallel.random")
+    if not random.HAVE_TE:
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+        random.FP8GlobalStateManager = types.SimpleNamespace(
+            is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None
+        )
+
     # Megatron rejects torch's norms under sequence parallelism. They only lack the attribute by which their
     # gradients are reduced over the tensor-parallel group.
     def norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:

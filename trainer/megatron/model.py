@@ -137,9 +137,11 @@ class MegatronModel:
         self.replay = RouterReplayAdapter(modules, self.config, device) if replay else None
 
         sharded = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+        # Only Megatron's distributed optimizer can leave main weights to another one.
+        distributed = sharded or bool(passed.get("use_precision_aware_optimizer"))
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=sharded,
+            use_distributed_optimizer=distributed,
             overlap_grad_reduce=overlap_grad_reduce and sharded,
             # It would delay updated parameters until the next forward pass, after weights are published.
             overlap_param_gather=False,
@@ -165,8 +167,9 @@ class MegatronModel:
                     clip_grad=optimizer.clip_grad,
                     bf16=dtype == torch.bfloat16,
                     params_dtype=dtype,
-                    use_distributed_optimizer=sharded,
-                    **fields_of(MegatronOptimizerConfig, passed),
+                    use_distributed_optimizer=distributed,
+                    store_param_remainders=False,
+                    **{"optimizer_offload_fraction": 1.0} | fields_of(MegatronOptimizerConfig, passed),
                 ),
                 self.chunks,
                 use_gloo_process_groups=False,
@@ -253,23 +256,29 @@ class MegatronModel:
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Gives the model the reference policy's weights within the block, for forward passes only."""
-        assert self._reference is not None, "keep_reference comes first"
-        kept = [p.detach().clone() for p in self._parameters()]
+        """Gives the model the reference policy's weights within the block, for forward passes only.
+
+        Both sets of weights change places, one tensor after the other: the device never holds two sets.
+        """
+        self._swap_with_reference()
         try:
-            self._overwrite(self._reference)
             yield
         finally:
-            self._overwrite(kept)
+            self._swap_with_reference()
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
 
     @torch.no_grad()
-    def _overwrite(self, values: Sequence[torch.Tensor]) -> None:
-        # In place, because parameters are views of one buffer with the distributed optimizer.
-        for parameter, value in zip(self._parameters(), values, strict=True):
-            parameter.copy_(value, non_blocking=True)
+    def _swap_with_reference(self) -> None:
+        assert self._reference is not None, "keep_reference comes first"
+        # In place, because parameters are views of one buffer with the distributed optimizer. Copies are in
+        # the order of one stream: the host's tensor is read before it is overwritten.
+        for parameter, host in zip(self._parameters(), self._reference, strict=True):
+            current = parameter.detach().clone()
+            parameter.copy_(host, non_blocking=True)
+            host.copy_(current, non_blocking=True)
+            del current  # before the next one is copied
 
     @property
     def _interleaved(self) -> int:
@@ -480,9 +489,11 @@ class MegatronModel:
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm) or (skip_above is not None and norm > skip_above):
             return norm
+        config = self.optimizer.config
+        decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         for inner in self.inner_optimizers:
             parameters = [p for group in inner.param_groups for p in group["params"]]
-            clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm)
+            clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm, decoupled)
             for group in inner.param_groups:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()

@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
@@ -53,9 +54,9 @@ class _HeldShard(NamedTuple):
     parameter: torch.nn.Parameter
     main: torch.Tensor
     """The tensor that the optimizer updates: the parameter, a float32 copy, or a flat range of either."""
+    optimizer: torch.optim.Optimizer
     start: int
     """Start of the range in the flattened parameter."""
-    optimizer: torch.optim.Optimizer
     ranged: bool
     """Whether other data-parallel ranks hold the other ranges; otherwise they hold the same tensor."""
 
@@ -86,6 +87,9 @@ def parts_to_load(model: MegatronModel, *, optimizer: bool) -> list[TensorPart]:
     parts = parameter_parts(model.chunks)
     if optimizer:
         for each in _held(model):
+            if hasattr(each.optimizer, "initialize_state"):  # TransformerEngine's, with types of its own
+                each.optimizer.initialize_state(each.main, store_param_remainders=False)
+                continue
             for name in _MOMENTS:
                 each.optimizer.state[each.main].setdefault(name, torch.zeros_like(each.main.data))
         parts += _optimizer_state(model)
@@ -184,12 +188,27 @@ def _held(model: MegatronModel) -> Iterator[_HeldShard]:
         if not isinstance(part, DistributedOptimizer):
             for group in part.optimizer.param_groups:
                 for main in group["params"]:
-                    yield _HeldShard(of_main[id(main)], main, 0, part.optimizer, ranged=False)
+                    yield _HeldShard(of_main[id(main)], main, part.optimizer, start=0, ranged=False)
             continue
         for parameter, (group_index, index) in part.model_param_group_index_map.items():
             main = part.optimizer.param_groups[group_index]["params"][index]
             start = part._get_model_param_range_map(parameter)["param"].start
-            yield _HeldShard(parameter, main, start, part.optimizer, ranged=True)
+            yield _HeldShard(parameter, *_stepped(part.optimizer, main), start=start, ranged=True)
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, main: torch.Tensor
+) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    """Returns the tensor that is updated, and the optimizer that does it: with Megatron's CPU offload they
+    are a float32 copy on the host, and one of several optimizers.
+    """
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        return main, optimizer
+    inner = optimizer.param_to_inner_param[main]
+    for part in optimizer.sub_optimizers:
+        if any(inner is each for group in part.param_groups for each in group["params"]):
+            return inner, part
+    raise AssertionError("every parameter has an optimizer")
 
 
 def _optimizer_state(model: MegatronModel) -> list[TensorPart]:
@@ -199,7 +218,8 @@ def _optimizer_state(model: MegatronModel) -> list[TensorPart]:
         state = each.optimizer.state[each.main]
         tensors = {name: state[name] for name in _MOMENTS}
         if each.parameter.dtype != torch.float32:
-            tensors["fp32_param"] = each.main
+            # TransformerEngine's precision-aware optimizer keeps it in its state.
+            tensors["fp32_param"] = state.get("master_param", each.main)
         for name, tensor in tensors.items():
             parts += [
                 replace(part, key=f"optimizer.state.{name}.{part.key}")

@@ -7,6 +7,7 @@ of TransformerEngine on a GPU. Tensors that several operations save count once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from trainer.memory.dimensions import Dimensions
@@ -49,6 +50,38 @@ def layer_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:
     norms = 2 * norm_bytes(part.sequence * model.hidden, part)
     mlp = experts_bytes(model, part) if experts else mlp_bytes(model.dense // part.tp, part.tokens, part)
     return residuals + norms + attention_bytes(model, part) + mlp
+
+
+def recomputed_bytes(model: Dimensions, part: Slice, modules: Sequence[str], *, experts: bool) -> int:
+    """Returns what a layer does not keep with these `recompute_modules`, of what `layer_bytes` counts.
+
+    Source: `TransformerConfig.recompute_modules` of megatron-core 0.16.1.
+    """
+    e, tokens, heads = part.element, part.tokens, model.heads // part.tp
+    norm = part.sequence * model.hidden
+    found = {
+        "moe": experts_bytes(model, part) if experts else 0,
+        "mlp": 0 if experts else mlp_bytes(model.dense // part.tp, tokens, part),
+        "shared_experts": _shared_bytes(model, part) if experts else 0,
+        "moe_act": part.routed * model.top_k * model.expert // part.etp * e if experts else 0,
+    }
+    # Norms keep their inputs instead; TransformerEngine has most of them in the projections behind them.
+    norms = (experts + (model.latent is not None)) if part.fused else 2
+    found["layernorm"] = norms * (norm_bytes(norm, part) - (0 if keeps_inputs(part) else norm * e))
+    if model.latent is None:
+        query, key = tokens * heads * model.head, tokens * model.groups * model.head // part.tp
+        own = 0 if part.fused else e * (2 * query * part.cp - 2 * key) + _mask_bytes(part)
+        found["core_attn"] = own + tokens * heads * FLOAT32
+        found["mla_up_proj"] = 0
+    else:
+        sizes = model.latent
+        found["core_attn"] = tokens * heads * FLOAT32
+        # The local attention keeps copies of its own.
+        up = heads * (2 * (sizes.plain + sizes.rotated) + sizes.value) if part.fused else 0
+        found["mla_up_proj"] = tokens * e * (up + 4 * sizes.rotated)
+    if "moe" in modules:
+        found["shared_experts"] = found["moe_act"] = 0
+    return sum(found[module] for module in modules)
 
 
 def keeps_inputs(part: Slice) -> bool:
@@ -130,10 +163,13 @@ def experts_bytes(model: Dimensions, part: Slice) -> int:
     # Scores, gates and gates by expert; two maps; the chosen experts, twice, as int64.
     kept += tokens * model.experts * (3 * (FLOAT32 if model.precise_router else e) + 2)
     kept += tokens * model.top_k * 16
-    if model.shared:
-        kept += mlp_bytes(model.shared // part.tp, part.tokens, part)
-        kept += tokens * model.hidden * e * model.shared_gate
-    return kept
+    return kept + _shared_bytes(model, part)
+
+
+def _shared_bytes(model: Dimensions, part: Slice) -> int:
+    """Returns what the shared experts of a layer keep, and the product with their gate."""
+    gated = part.sequence * model.hidden * part.element * model.shared_gate
+    return mlp_bytes(model.shared // part.tp, part.tokens, part) + gated
 
 
 def working_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:

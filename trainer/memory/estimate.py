@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from math import ceil
+from typing import NamedTuple
 
 from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import read_config
@@ -34,7 +36,7 @@ def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
     for stage in range(config.trainer.layout.pp):
         first, last = stage * of_stage, (stage + 1) * of_stage - 1
         moments = _moments(config, model, stage, cuda=cuda)
-        host = _on_host(config, moments)
+        host = _on_host(config, model, stage, moments["a layer"])
         if stage == 0:
             ranks.append(_first_rank(config, model, whole, moments, host))
             first += 1
@@ -78,6 +80,7 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
     chunks = chunks_of(layout, stage, len(model.has_experts))
     flights = activations.in_flight(stage, layout.pp, layout.vpp, micro_batches)
     between = part.sequence * model.hidden * e  # hidden states between layers
+    modules = trainer.megatron.get("recompute_modules", ["moe"])
     kept, working = 0, 0
     for chunk, flight in zip(chunks, flights, strict=True):
         for layer in chunk:
@@ -85,8 +88,8 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
             whole = saved = activations.layer_bytes(model, part, experts=experts)
             if trainer.recompute == "full":
                 saved = between
-            elif trainer.recompute == "selective" and experts:
-                saved -= activations.experts_bytes(model, part)
+            elif trainer.recompute == "selective":
+                saved -= activations.recomputed_bytes(model, part, modules, experts=experts)
             kept += flight * saved
             # Of a layer that is computed again, everything; and the gradient of its output.
             again = whole - saved + between * (saved < whole)
@@ -112,7 +115,9 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
         # The parts of a tensor, and they put together.
         found["export"] = steady | {"gathered": 2 * model.vocabulary * model.hidden * e}
     if trainer.loss.kl.coefficient:
-        found["reference"] = steady | {"reference": steady["weights"], "working": working}
+        # Both sets of weights change places tensor by tensor.
+        largest = max(itertools.chain(*parameters_of(model, layout, stage))) * e
+        found["reference"] = steady | {"reference": largest, "working": working}
         if stage == layout.pp - 1:
             found["reference"]["logits"] = logits.forward
     return found
@@ -129,31 +134,66 @@ def _steady(config: Config, model: Dimensions, stage: int) -> dict[str, int]:
 
 def _state(config: Config, parameters: Parameters) -> dict[str, int]:
     """Returns what a rank has of a model with these parameters and of its optimizer."""
-    ranks, layout, e = config.trainer.num_ranks, config.trainer.layout, element_bytes(config)
-    replicas = ranks // (layout.tp * layout.pp)
-    sharded = replicas > 1  # Megatron's distributed optimizer
-    dense, experts = (padded(sizes, 64 if sharded else 1) for sizes in parameters)
-    of_optimizer = dense + experts
-    if sharded:
-        of_optimizer = dense // replicas + experts * layout.etp * layout.ep * layout.pp // ranks
+    to = 64 if _is_distributed(config) else 1
+    count, e = sum(padded(sizes, to) for sizes in parameters), element_bytes(config)
     return {
-        "weights": (dense + experts) * e,
-        "gradients": (dense + experts) * FLOAT32,
-        # Two moments, and in half precision the main weights.
-        "optimizer": of_optimizer * FLOAT32 * (3 if e < FLOAT32 else 2),
+        "weights": count * e,
+        "gradients": count * FLOAT32,
+        "optimizer": int(_stepped(config, parameters) * optimizer_bytes(config).device),
     }
 
 
-def _on_host(config: Config, moments: dict[str, dict[str, int]]) -> dict[str, int]:
-    """Returns what every rank of a stage copies to the host."""
-    steady = moments["a layer"]
-    e = element_bytes(config)
-    per_parameter = FLOAT32 * (3 if e < FLOAT32 else 2)
-    copies = 1 + ("critic" in steady)
-    host = {"checkpoint": copies * (steady["optimizer"] // per_parameter * (per_parameter + e))}
+def _is_distributed(config: Config) -> bool:
+    """Whether the optimizer is Megatron's distributed one."""
+    layout = config.trainer.layout
+    shared = config.trainer.num_ranks > layout.tp * layout.pp
+    return shared or bool(config.trainer.megatron.get("use_precision_aware_optimizer"))
+
+
+def _stepped(config: Config, parameters: Parameters) -> int:
+    """Returns how many elements a rank's optimizer updates."""
+    ranks, layout = config.trainer.num_ranks, config.trainer.layout
+    dense, experts = (padded(sizes, 64 if _is_distributed(config) else 1) for sizes in parameters)
+    replicas = ranks // (layout.tp * layout.pp)
+    return dense // replicas + experts * layout.etp * layout.ep * layout.pp // ranks
+
+
+class OptimizerBytes(NamedTuple):
+    """What the optimizer takes for each element that it updates, on average."""
+
+    device: float
+    host: float
+    stored: int
+    """In a checkpoint, with the parameter."""
+
+
+def optimizer_bytes(config: Config) -> OptimizerBytes:
+    """Returns the bytes of main weights and moments, by the config's type and `trainer.megatron`."""
+    passed, e = config.trainer.megatron, element_bytes(config)
+    moments = sum(
+        2 if passed.get(name) == "bfloat16" else FLOAT32 for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    )
+    own = moments + FLOAT32 * (e < FLOAT32)
+    fraction = 0.0
+    if passed.get("optimizer_cpu_offload"):
+        fraction = float(passed.get("optimizer_offload_fraction", 1.0))
+    # The host has a copy of the gradients, too.
+    return OptimizerBytes((1 - fraction) * own, fraction * (own + FLOAT32), own + e)
+
+
+def _on_host(config: Config, model: Dimensions, stage: int, steady: dict[str, int]) -> dict[str, int]:
+    """Returns what every rank of a stage has in host memory."""
+    layout, each = config.trainer.layout, optimizer_bytes(config)
+    count = _stepped(config, parameters_of(model, layout, stage))
+    if "critic" in steady:
+        count += _stepped(config, parameters_of(model, layout, stage, value_head=True))
+    host = {"checkpoint": count * each.stored}
+    if each.host:
+        host["optimizer"] = int(count * each.host)
     if config.trainer.loss.kl.coefficient:
         host["reference"] = steady["weights"]
     if config.placement.shared:
+        copies = 1 + ("critic" in steady)
         host["offloaded"] = copies * (steady["weights"] + steady["optimizer"])
     return host
 
