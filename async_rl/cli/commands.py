@@ -74,6 +74,13 @@ def _add_check_options(parser: argparse.ArgumentParser) -> None:
         "--memory", action="store_true", help="instead show the memory of each trainer rank and engine"
     )
     _add_gpu(parser)
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="show the placement on such nodes; default: as this machine, 8 if it has none and the config "
+        "asks for cuda",
+    )
 
 
 def _run_check(parsed: argparse.Namespace) -> int:
@@ -83,6 +90,8 @@ def _run_check(parsed: argparse.Namespace) -> int:
         return show_memory(parsed.config, parsed.overrides, parsed.gpu)
     from async_rl.config import load_config
     from async_rl.config.reference import resolved_yaml
+    from async_rl.errors import ConfigError
+    from async_rl.run.placement_table import gpus_of_a_node, placement_table
     from async_rl.run.preflight import check_config, check_trainer, describe_trainer
     from async_rl.sft.sft_run import check_sft
 
@@ -93,6 +102,10 @@ def _run_check(parsed: argparse.Namespace) -> int:
         findings += [*check_config(config), *describe_trainer(config)]
     if config.sft.path is not None:
         findings += check_sft(config)
+    if parsed.gpus_per_node is not None and parsed.gpus_per_node < 1:
+        raise ConfigError(f"--gpus-per-node is {parsed.gpus_per_node}: a node has at least 1")
+    if gpus := parsed.gpus_per_node or gpus_of_a_node(config):
+        findings += placement_table(config, gpus)
     if parsed.here:
         from async_rl.run.this_machine import describe_machine
 

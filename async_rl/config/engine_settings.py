@@ -138,6 +138,16 @@ class SGLangEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind", 
         Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU if torch sees one.")
     ] = "auto"
     tp_size: Annotated[int, Meta(ge=1, description="Tensor-parallel size of one engine.")] = 1
+    num_nodes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Nodes that share one engine, each with an equal part of its `tp_size` GPUs; above 1 only "
+                "for a model that one node cannot hold."
+            ),
+        ),
+    ] = 1
     host: Annotated[
         str,
         Meta(

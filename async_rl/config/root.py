@@ -81,6 +81,7 @@ class Config(Strict, frozen=True, kw_only=True):
             changed |= {
                 "urls": model.urls,
                 "tp_size": model.tp_size,
+                "num_nodes": model.num_nodes,
                 "context_length": model.context_length,
                 "max_total_tokens": model.max_total_tokens,
                 "extra_args": model.extra_args,
@@ -245,6 +246,12 @@ def check_engines(config: Config) -> None:
                 "another distribution than that of the trainer's log-probs: remove it, and set what rollout "
                 "has (temperature, top_p, top_k, min_p)"
             )
+    check_nodes("engine", engine)
+    if engine.num_nodes > 1 and config.weights.transport == "tensor":
+        raise ValueError(
+            f"engine.num_nodes is {engine.num_nodes} and weights.transport is tensor, which hands over "
+            "memory of the trainer's node: set weights.transport=distributed"
+        )
     if engine.urls and engine.urls_file:
         raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
     for url in engine.urls:
@@ -252,6 +259,19 @@ def check_engines(config: Config) -> None:
             raise ValueError(
                 f"engine.urls has {url!r}, which is no URL: write http://{url.rpartition('//')[2]}"
             )
+
+
+def check_nodes(section: str, engines: SGLangEngines | FrozenModelConfig) -> None:
+    """Check that the GPUs of an engine can be divided among its nodes.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if engines.tp_size % engines.num_nodes:
+        raise ValueError(
+            f"{section}.num_nodes is {engines.num_nodes} and {section}.tp_size is {engines.tp_size}: each "
+            "node has an equal part of the GPUs, so the one must divide the other"
+        )
 
 
 def check_models(config: Config) -> None:
@@ -267,6 +287,7 @@ def check_models(config: Config) -> None:
                 f"models has the name {name!r}: engines are named after it, as the policy's are `engine-0`; "
                 "use letters, digits, dots, dashes and underscores, and not `engine`"
             )
+        check_nodes(f"models.{name}", model)
         for url in model.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"models.{name}.urls has {url!r}, which is no URL: write http://{url}")

@@ -84,6 +84,9 @@ class FrozenModelConfig(Strict, frozen=True, kw_only=True):
         Meta(description="URLs of servers that are already running; their keys are as for `engine`."),
     ] = []
     tp_size: Annotated[int, Meta(ge=1, description="Tensor-parallel size of one engine.")] = 1
+    num_nodes: Annotated[
+        int, Meta(ge=1, description="Nodes that share one engine, each with an equal part of its GPUs.")
+    ] = 1
     context_length: Annotated[
         PositiveInt | None, Meta(description="Context length of its servers; null takes the model's.")
     ] = None
@@ -180,7 +183,12 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
         float, Meta(ge=0, description="CPUs reserved per process of `rollout.num_workers`.")
     ] = 0.0
     gpus_per_engine: Annotated[
-        float | None, Meta(description="GPUs per engine; null takes its tp_size on cuda, 0 on cpu.")
+        float | None,
+        Meta(
+            description=(
+                "GPUs per engine on each of its nodes; null takes tp_size / num_nodes on cuda, 0 on cpu."
+            )
+        ),
     ] = None
     gpus_per_rank: Annotated[
         float | None, Meta(description="GPUs per trainer rank; null takes 1 on cuda, 0 on cpu.")
@@ -195,6 +203,14 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = False
+    bind_numa: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Restrict each trainer rank to the cores beside its GPU, as SGLang does with its processes."
+            )
+        ),
+    ] = True
     resources_per_engine: Annotated[
         dict[str, PositiveFloat],
         Meta(
@@ -217,7 +233,7 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
         Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
         Meta(
             description=(
-                "How engines are distributed over nodes; all GPUs of one engine are always on one node."
+                "How engines are distributed over nodes; the GPUs of one engine are on `engine.num_nodes`."
             )
         ),
     ] = "SPREAD"
@@ -226,7 +242,8 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
         Meta(
             description=(
                 "How trainer ranks are distributed over nodes; the ranks of a node have "
-                "consecutive numbers, so that neighbours in tp and ep share it."
+                "consecutive numbers. `PACK` and `STRICT_PACK` keep the ranks of a tensor or expert group "
+                "on one node where they fit on one."
             )
         ),
     ] = "PACK"

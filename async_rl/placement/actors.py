@@ -21,6 +21,7 @@ from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
 from async_rl.runtime.addresses import NODE_ADDRESS, is_loopback
+from async_rl.runtime.devices import bind_to_numa_node, detect_device
 from async_rl.runtime.files import private_folder
 from async_rl.runtime.loading import add_import_folder, load_object
 from async_rl.runtime.package_warnings import hide_package_warnings
@@ -101,6 +102,13 @@ def prepare_rank_environment(cpus: float) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def gpu_uuid() -> str:
+    """Return the UUID of the first GPU that this process may use."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(0).uuid)
+
+
 class RankActor(NodeActor):
     """One trainer rank in a process of its own."""
 
@@ -121,6 +129,9 @@ class RankActor(NodeActor):
     ) -> None:
         """Load the worker class that the config names and construct the worker."""
         sys.path.insert(0, os.getcwd())
+        parsed = parse_config(config)
+        if parsed.placement.bind_numa and parsed.trainer.device != "cpu" and detect_device() == "cuda":
+            bind_to_numa_node(gpu_uuid())
         self._worker = load_object(worker, what="trainer worker")(config, rank, world_size, init_address)
 
     def call_worker(self, method: str, *arguments: Any) -> Any:
@@ -129,9 +140,11 @@ class RankActor(NodeActor):
 
 
 class EngineActor(NodeActor):
-    """Owns one SGLang server process, which ends with this actor."""
+    """Owns one SGLang server process, or one node's part of it, which ends with this actor."""
 
-    def __init__(self, server: type[SGLangServer], config: dict[str, Any], index: int, log_dir: str) -> None:
+    def __init__(
+        self, server: type[SGLangServer], config: dict[str, Any], index: int, log_dir: str, node_rank: int = 0
+    ) -> None:
         die_with_parent()
         parsed = parse_config(config)
         assert isinstance(parsed.engine, SGLangEngines)
@@ -145,6 +158,7 @@ class EngineActor(NodeActor):
             seed=parsed.run.seed,
             shared=parsed.placement.shared,
             node_address=node_address(),
+            node_rank=node_rank,
         )
         run = hashlib.sha256(str(Path(log_dir).absolute()).encode()).hexdigest()[:16]
         # The next incarnation of the run uses the same name and removes what this one left.
@@ -172,9 +186,13 @@ class EngineActor(NodeActor):
         context = ray.get_runtime_context()
         return [Device(context.get_node_id(), gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
-    async def start_server(self) -> tuple[str, str, str]:
+    async def rendezvous(self) -> str:
+        """Return an address for `start_server` of all parts of an engine."""
+        return self._server.rendezvous()
+
+    async def start_server(self, rendezvous: str | None) -> tuple[str, str, str]:
         """Start or restart the server; return its URL, API key and admin key."""
-        await self._server.start()
+        await self._server.start(rendezvous)
         return self._server.url, self._server.api_key, self._server.admin_key
 
     async def wait_exit(self) -> str:

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from async_rl.errors import EnvironmentNotReady
+from async_rl.run.placement_table import processes_per_node
 
 MIN_CPUS: Final = 0.001
 """CPUs of a process that needs none: a bundle of a placement group cannot be empty, and Ray does not spread
@@ -55,6 +56,7 @@ class Placements:
         strategy: str,
         *,
         neighbours: bool = False,
+        together: int = 1,
         remedy: str,
     ) -> None:
         """Store the request; nothing is requested from Ray yet.
@@ -67,6 +69,8 @@ class Placements:
             neighbours: Whether processes on a node get consecutive numbers. After the loss of a node, numbers
                 may then move to other placements, so that all processes must restart; otherwise a number
                 keeps its placement.
+            together: Number of consecutive processes that should share a node; it divides `count`. Where they
+                do not fit on one, the largest equal parts of them that fit do.
             remedy: Advice for a cluster without capacity.
         """
         self._what = what
@@ -78,6 +82,8 @@ class Placements:
         self._remedy = remedy
         self._group: PlacementGroup | None = None
         self._neighbours = neighbours
+        self._together = together
+        self._per_bundle = 1
         self._order = list(range(count))
 
     async def wait_ready(self, limit_s: float) -> None:
@@ -88,7 +94,7 @@ class Placements:
                 each node.
         """
         if self._group is None:
-            self._group = placement_group([self._asked] * self._count, strategy=self._strategy)
+            self._group = await asyncio.to_thread(self._request)
         try:
             async with asyncio.timeout(limit_s):
                 try:
@@ -104,7 +110,27 @@ class Placements:
             ) from error
         if self._neighbours:
             table = await asyncio.to_thread(placement_group_table, self._group)
-            self._order = group_by_node([table["bundles_to_node_id"][index] for index in range(self._count)])
+            nodes = table["bundles_to_node_id"]
+            self._order = group_by_node([nodes[index] for index in range(self._count // self._per_bundle)])
+
+    def _request(self) -> PlacementGroup:
+        """Request a bundle for each number of processes that share a node; blocks."""
+        nodes = alive_nodes()
+        self._per_bundle = processes_per_node(
+            self._asked, self._count, self._together, [n.free for n in nodes], [n.total for n in nodes]
+        )
+        if self._per_bundle < self._together:
+            log.warning(
+                "%s: groups of %d exchange the most data, but only %d of each fit on a node: the groups span "
+                "several nodes",
+                self._what,
+                self._together,
+                self._per_bundle,
+            )
+        bundle = {name: round(amount * self._per_bundle, 4) for name, amount in self._asked.items()}
+        bundles = [bundle] * (self._count // self._per_bundle)
+        group: PlacementGroup = placement_group(bundles, strategy=self._strategy)
+        return group
 
     async def wait_ready_again(self, number: int, limit_s: float) -> None:
         """Wait until a process that has ended has a placement: its own, if its node is alive.
@@ -119,7 +145,7 @@ class Placements:
             await self.wait_ready(limit_s)
 
     def _is_placed(self, number: int) -> bool:
-        node = placement_group_table(self._group)["bundles_to_node_id"][self._order[number]]
+        node = placement_group_table(self._group)["bundles_to_node_id"][self._bundle(number)]
         alive = (one["NodeID"] for one in ray.nodes() if one["Alive"])  # type: ignore[no-untyped-call]
         return node in alive
 
@@ -147,9 +173,13 @@ class Placements:
             "num_gpus": self._asked.get("GPU", 0),
             "resources": custom,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._order[number]
+                self._group, placement_group_bundle_index=self._bundle(number)
             ),
         }
+
+    def _bundle(self, number: int) -> int:
+        """Return the bundle of a process."""
+        return self._order[number // self._per_bundle]
 
 
 def group_by_node(nodes: Sequence[str]) -> list[int]:

@@ -35,6 +35,7 @@ from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.cluster import Cluster
+from async_rl.run.placement_table import ranks_together
 from async_rl.run.recovery import node_folder
 from async_rl.runtime.addresses import NODE_ADDRESS
 from async_rl.runtime.loading import IMPORT_FOLDERS
@@ -79,7 +80,7 @@ class RayCluster(Cluster):
         directory = None if spool_dir is None else node_folder(spool_dir, run_dir)
         self._frame_readers = FrameReaders(self._setup, self._logs, directory)
         self.node = os.environ[NODE_ADDRESS] = node_address()
-        self._engine_actors: dict[str, Any] = {}
+        self._engine_actors: dict[str, list[Any]] = {}  # of each engine one per node
         self._engine_placements = self._new_engine_placements()
         self._engines: dict[str, Engine] = {}
         self._urls: dict[str, str] = {}  # of external servers, by engine
@@ -104,7 +105,8 @@ class RayCluster(Cluster):
             with waiting("engine start", "placements"):
                 await self._engine_placements.wait_ready(self._config.placement.wait_s)
             for index in range(engine.num_engines):
-                self._engine_actors[f"{self._name}-{index}"] = self._engine_actor(index)
+                parts = [self._engine_actor(index, part) for part in range(engine.num_nodes)]
+                self._engine_actors[f"{self._name}-{index}"] = parts
         numbered = list(self._engine_actors or self._engines)
         async with Nursery() as nursery:
             for engine_id in numbered:
@@ -140,10 +142,17 @@ class RayCluster(Cluster):
 
     async def stop_engine(self, engine_id: str) -> None:
         """Stop a server process, and replace its actor if that fails. An external server keeps running."""
-        if engine_id in self._engine_actors and not await self._stop_server(engine_id):
-            await self._end(self._engine_actors[engine_id])
-            index = list(self._engine_actors).index(engine_id)
-            self._engine_actors[engine_id] = self._engine_actor(index)
+        parts = self._engine_actors.get(engine_id, [])
+        index = list(self._engine_actors).index(engine_id) if parts else 0
+
+        async def stop(part: int) -> None:
+            if not await self._stop_server(engine_id, parts[part]):
+                await self._end(parts[part])
+                parts[part] = self._engine_actor(index, part)
+
+        async with Nursery() as nursery:  # the first part ends the others, which would wait for it
+            for part in range(len(parts)):
+                nursery.start_task(f"stop node {part} of {engine_id}", stop(part))
 
     async def restart_engine(self, engine_id: str) -> None:
         """Restart the server process; for an external server only wait until it answers."""
@@ -160,12 +169,12 @@ class RayCluster(Cluster):
         self._restarted[engine_id].set()
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """Report servers whose process ends; never returns."""
+        """Report servers of which a process ends; never returns."""
 
-        async def watch(engine_id: str) -> None:
+        async def watch(engine_id: str, part: int) -> None:
             while True:
                 try:
-                    exit_reason = await self._engine_actors[engine_id].wait_exit.remote()
+                    exit_reason = await self._engine_actors[engine_id][part].wait_exit.remote()
                 except RayError as error:
                     exit_reason = str(error)
                 self._restarted[engine_id].clear()
@@ -173,9 +182,15 @@ class RayCluster(Cluster):
                 await self._restarted[engine_id].wait()
 
         async with Nursery() as nursery:
-            for engine_id in self._engine_actors:
-                nursery.start_task(f"watch {engine_id}", watch(engine_id))
+            for engine_id, parts in self._engine_actors.items():
+                for part in range(len(parts)):
+                    nursery.start_task(f"watch node {part} of {engine_id}", watch(engine_id, part))
             await asyncio.Future()
+
+    async def place_trainer(self) -> None:
+        """Reserve places for the trainer's ranks, before engines take any."""
+        with waiting("trainer start", "placements"):
+            await self._rank_placements.wait_ready(self._config.placement.wait_s)
 
     async def start_trainer(self) -> Trainer:
         """Start all ranks, which connect to each other in `setup`; kill the previous ranks first."""
@@ -186,7 +201,7 @@ class RayCluster(Cluster):
                 await self._end(*self._rank_actors)
                 trainer = await self._start_ranks()
                 known, actors = self._processes, self._engine_actors.items()
-                there = {name: known[actor].host for name, actor in actors if actor in known}
+                there = {name: known[parts[0]].host for name, parts in actors if parts[0] in known}
                 self._check_memory_is_shared(there, urls)
                 return trainer
         except RayError as error:
@@ -257,7 +272,7 @@ class RayCluster(Cluster):
         """Return the GPU that each rank shares with an engine; None if it shares none."""
         if not (self._config.placement.shared and uses_gpus(self._config.trainer.device)):
             return [None] * ranks
-        asked = [actor.devices.remote() for actor in self._engine_actors.values()]
+        asked = [actor.devices.remote() for parts in self._engine_actors.values() for actor in parts]
         return list(assign_devices([await devices for devices in asked], ranks))
 
     async def open_port(self) -> tuple[str, int]:
@@ -271,9 +286,11 @@ class RayCluster(Cluster):
         return host, port
 
     def local_folder(self, engine_id: str) -> HostFolder | None:
-        """Return the folder of weights on an engine's host; None for an external server."""
-        actor = self._engine_actors.get(engine_id)
-        return None if actor is None else RayFolder(actor)
+        """Return the folder of weights on an engine's hosts; None for an external server."""
+        parts = self._engine_actors.get(engine_id)
+        if parts is None:
+            return None
+        return RayFolder({self._processes[actor].host: actor for actor in parts if actor in self._processes})
 
     def open_frame_reader(self, node: str) -> FrameReader:
         """Start the reader of frames on another node, if there is none."""
@@ -295,36 +312,47 @@ class RayCluster(Cluster):
             await engine.close()
         if not at_once:
             async with Nursery() as nursery:
-                for engine_id in self._engine_actors:
-                    nursery.start_task(f"stop {engine_id}", self._stop_server(engine_id))
+                for engine_id, parts in self._engine_actors.items():
+                    for actor in parts:
+                        nursery.start_task(f"stop {engine_id}", self._stop_server(engine_id, actor))
         grace_s = 0.0 if at_once else EXIT_LIMIT_S
-        await self._end(*self._engine_actors.values(), *self._rank_actors, grace_s=grace_s)
+        owners = [actor for parts in self._engine_actors.values() for actor in parts]
+        await self._end(*owners, *self._rank_actors, grace_s=grace_s)
         await self._frame_readers.close(at_once=at_once)
 
     # -- helpers ---------------------------------------------------------------------------------------
 
-    def _engine_actor(self, index: int) -> Any:
-        actor_class = ray.remote(EngineActor)
-        return actor_class.options(max_concurrency=8, **self._engine_placements.actor_options(index)).remote(
-            self._server, to_builtins(self._config), index, str(self._logs)
+    def _engine_actor(self, index: int, part: int) -> Any:
+        placement = self._engine_placements.actor_options(index * self._num_nodes + part)
+        return (
+            ray.remote(EngineActor)
+            .options(max_concurrency=8, **placement)
+            .remote(self._server, to_builtins(self._config), index, str(self._logs), part)
         )
+
+    @property
+    def _num_nodes(self) -> int:
+        """The nodes of one engine."""
+        engine = self._config.engine
+        return engine.num_nodes if isinstance(engine, SGLangEngines) else 1
 
     def _new_engine_placements(self) -> Placements:
         engine, placement = self._config.engine, self._config.placement
         gpus = placement.gpus_per_engine
         if gpus is None:
             real = isinstance(engine, SGLangEngines) and uses_gpus(engine.device)
-            gpus = float(engine.tp_size) if real and isinstance(engine, SGLangEngines) else 0.0
+            gpus = engine.tp_size / engine.num_nodes if real and isinstance(engine, SGLangEngines) else 0.0
         return Placements(
-            "engine",
+            "engine" if self._num_nodes == 1 else "node of an engine",
             {"CPU": placement.cpus_per_engine, "GPU": gpus, **placement.resources_per_engine},
-            engine.num_engines,
+            engine.num_engines * self._num_nodes,
             placement.engine_strategy,
             remedy="lower engine.num_engines, engine.tp_size or placement.*_per_engine",
         )
 
     def _new_rank_placements(self) -> Placements:
         trainer, placement = self._config.trainer, self._config.placement
+        packed = placement.trainer_strategy in ("PACK", "STRICT_PACK")
         gpus = placement.gpus_per_rank
         if gpus is None:
             gpus = 1.0 if uses_gpus(trainer.device) and not placement.shared else 0.0
@@ -334,6 +362,7 @@ class RayCluster(Cluster):
             trainer.num_ranks,
             placement.trainer_strategy,
             neighbours=True,
+            together=ranks_together(trainer.layout) if packed else 1,
             remedy="lower trainer.num_ranks or placement.*_per_rank",
         )
 
@@ -342,7 +371,11 @@ class RayCluster(Cluster):
         while engine_id in self._engine_actors:
             number = list(self._engine_actors).index(engine_id)
             try:
-                return await self._engine_placements.wait_ready_again(number, self._config.placement.wait_s)
+                for part in range(self._num_nodes):
+                    await self._engine_placements.wait_ready_again(
+                        number * self._num_nodes + part, self._config.placement.wait_s
+                    )
+                return
             except EnvironmentNotReady as error:
                 log.warning("engine %s waits for a node: %s", engine_id, error)
 
@@ -366,11 +399,11 @@ class RayCluster(Cluster):
             failure = EnvironmentNotReady(f"{name} cannot work on its node: {last_line(error)}")
             raise cause_of(error, failure) from error
 
-    async def _stop_server(self, engine_id: str) -> bool:
+    async def _stop_server(self, engine_id: str, actor: Any) -> bool:
         """Stop a server gracefully; return False if its actor is gone or does not answer."""
         try:
             async with asyncio.timeout(_STOP_LIMIT_S):
-                await self._engine_actors[engine_id].stop_server.remote()
+                await actor.stop_server.remote()
         except (RayError, TimeoutError) as error:
             log.warning("engine %s could not be stopped gracefully: %s", engine_id, last_line(error))
             return False
@@ -389,15 +422,19 @@ class RayCluster(Cluster):
 
     async def _start_engine(self, engine_id: str) -> None:
         engine = self._engines.get(engine_id)
-        actor = self._engine_actors.get(engine_id)
-        if actor is not None:
+        parts = self._engine_actors.get(engine_id)
+        if parts is not None:
             config = self._config.engine
             assert isinstance(config, SGLangEngines), "only a real engine is an actor"
             try:
                 async with asyncio.timeout(config.start_timeout_s):
-                    await self._join_run(engine_id, actor, self._engine_placements, None)
-                    self._check_memory_is_shared({engine_id: self._processes[actor].host}, {})
-                    url, api_key, admin_key = await actor.start_server.remote()
+                    for actor in parts:
+                        await self._join_run(engine_id, actor, self._engine_placements, None)
+                    self._check_memory_is_shared({engine_id: self._processes[parts[0]].host}, {})
+                    rendezvous = await parts[0].rendezvous.remote() if len(parts) > 1 else None
+                    started = [actor.start_server.remote(rendezvous) for actor in parts]
+                    # The first part is the server, and the others have no API.
+                    (url, api_key, admin_key), *_ = [await each for each in started]
             except (RayError, TimeoutError) as error:
                 raise cause_of(error, EnvironmentNotReady(f"{engine_id} did not start: {error!r}")) from error
             if engine is None:
@@ -409,14 +446,17 @@ class RayCluster(Cluster):
         await engine.wait_ready()
 
     def _exit_reason_of(self, engine_id: str) -> Callable[[], Awaitable[str | None]]:
-        """Return a function that asks the engine's current actor for the exit reason of its server."""
+        """Return a function that asks the engine's current actors for the exit reason of its server."""
 
         async def exit_reason_of() -> str | None:
             try:
-                exit_reason: str | None = await self._engine_actors[engine_id].exit_reason.remote()
+                for asked in [actor.exit_reason.remote() for actor in self._engine_actors[engine_id]]:
+                    exit_reason: str | None = await asked
+                    if exit_reason is not None:
+                        return exit_reason
             except RayError as error:
                 return f"its actor is gone: {last_line(error)}"
-            return exit_reason
+            return None
 
         return exit_reason_of
 
@@ -446,22 +486,23 @@ def _actor_setup(run_dir: Path) -> ActorSetup:
 
 
 class RayFolder(HostFolder):
-    """The folder of weights on an engine's host, kept by the actor that owns its server."""
+    """The folder of weights on each host of an engine, kept by an actor there; their paths are equal."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, actors: Mapping[str, Any]) -> None:
+        """Take the actor of each host."""
+        self._actors = list(actors.values())
 
     async def copy_version(self, path: str, version: int) -> str:
         """Copy full weights into the folder, and return its path."""
-        return await self._answer(self._actor.copy_version.remote(path, version))
+        return await self._answer([actor.copy_version.remote(path, version) for actor in self._actors])
 
     async def apply_delta(self, path: str) -> str:
         """Apply a delta to the copy, and return its path."""
-        return await self._answer(self._actor.apply_delta.remote(path))
+        return await self._answer([actor.apply_delta.remote(path) for actor in self._actors])
 
-    async def _answer(self, reference: Any) -> str:
+    async def _answer(self, references: list[Any]) -> str:
         try:
-            folder: str = await reference
+            folders: list[str] = [await each for each in references]
         except RayError as error:
             raise cause_of(error, WeightSyncError(last_line(error))) from error
-        return folder
+        return folders[0]

@@ -29,6 +29,13 @@ class Cluster(EngineProcesses, Protocol):
         """Return what starts the engines of a model in `models`."""
         ...
 
+    async def place_trainer(self) -> None:
+        """Reserve places for the trainer's ranks; called before engines start that do not share devices.
+
+        Raises:
+            EnvironmentNotReady: There is no capacity for them.
+        """
+
     async def start_trainer(self) -> Trainer:
         """Start all trainer ranks; called again, first end the previous ones, whatever their state.
 

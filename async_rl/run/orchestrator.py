@@ -559,6 +559,8 @@ class Orchestrator:
             await self._start_engines()
             await self.devices.clear_devices()
             return await self._trainer_restarts.start_trainer()
+        # Groups of ranks want nodes of their own; engines take what is left.
+        await self._cluster.place_trainer()
         async with Nursery() as nursery:
             for frozen in self._frozen:
                 nursery.start_task(f"engines of {frozen.name}", frozen.start_engines())

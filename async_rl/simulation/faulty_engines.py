@@ -697,6 +697,9 @@ class SimulatedCluster:
         await asyncio.sleep(self._scenario.speeds.restart_s)
         return list(self.engines)
 
+    async def place_trainer(self) -> None:
+        """See `Cluster.place_trainer`."""
+
     async def start_trainer(self) -> Trainer:
         """Implements `Cluster.start_trainer`."""
         await asyncio.sleep(self._scenario.speeds.restart_s)

@@ -439,6 +439,8 @@ class _PlannedCluster:
     async def start_engines(self) -> list[Engine]:
         return list(self.engines)
 
+    async def place_trainer(self) -> None: ...
+
     async def start_trainer(self) -> Trainer:
         return self._trainer
 

@@ -12,6 +12,7 @@ import pytest
 
 from agent_loops.single_turn import SingleTurnLoop
 from async_rl.config import Config, apply_override, parse_config
+from async_rl.engine_protocol import Engine
 from async_rl.errors import AsyncRLError, NonFiniteLoss
 from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.metrics import Metrics
@@ -104,6 +105,22 @@ async def test_a_run_trains_every_step_and_accounts_for_every_trajectory(calcula
     assert summary.routing.rows_invalid == 0
     trained = [i for batch in cluster.trainer.batches for i in batch.trajectory_ids]
     assert len(set(trained)) == len(trained)
+
+
+async def test_ranks_have_their_places_before_engines_take_any(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "run.max_steps=1")
+    order = []
+
+    class Ordered(LocalCluster):
+        async def place_trainer(self) -> None:
+            order.append("places")
+
+        async def start_engines(self) -> list[Engine]:
+            order.append("engines")
+            return await super().start_engines()
+
+    await run(config, Ordered(config))
+    assert order == ["places", "engines"]
 
 
 async def test_a_run_is_served_and_announced_where_the_config_says(calculator, tmp_path):

@@ -77,9 +77,9 @@ class GatedLoop:
 class GatedServer(QuickServer):
     """Stops at a gate while it starts."""
 
-    async def start(self) -> None:
+    async def start(self, rendezvous: str | None = None) -> None:
         await asyncio.to_thread(pass_gate, "server")
-        await super().start()
+        await super().start(rendezvous)
 
 
 def length(task: Task, completion: Completion) -> float:

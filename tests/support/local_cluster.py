@@ -154,6 +154,8 @@ class LocalCluster:
     async def start_engines(self) -> list[Engine]:
         return [] if self.trainer.config.engine.urls_file else list(self.engines)
 
+    async def place_trainer(self) -> None: ...
+
     async def start_trainer(self) -> Trainer:
         return self.trainer  # type: ignore[return-value]
 

@@ -52,6 +52,20 @@ def test_check_prints_the_resolved_config_and_what_follows(
     assert not (tmp_path / "runs").exists()
 
 
+def test_check_shows_the_placement_on_nodes_with_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_run(tmp_path))
+    assert main(["check", path]) == 0
+    assert "placement on" not in capsys.readouterr().out  # of a CPU
+    assert main(["check", path, "trainer.num_ranks=16", "trainer.layout.ep=8", "--gpus-per-node", "8"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "# placement on 3 nodes with 8 GPUs:\n#   nodes 1-2: 8 ranks each (0-15)\n#   node 3: 1 engine" in out
+    )
+    assert main(["check", path, "--gpus-per-node", "0"]) == 2
+
+
 def test_check_says_where_the_chat_template_writes_turns_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ class Asked(NamedTuple):
     resources: dict[str, float]
     count: int
     strategy: str
+    together: int = 1
 
 
 class RecordedPlacements:
@@ -37,9 +38,9 @@ class RecordedPlacements:
     wait: Callable[[], Awaitable[None]]
 
     def __init__(
-        self, what: str, asked: dict[str, float], count: int, strategy: str, **options: object
+        self, what: str, asked: dict[str, float], count: int, strategy: str, *, together: int = 1, **_: object
     ) -> None:
-        self.asked[what] = Asked(asked, count, strategy)
+        self.asked[what] = Asked(asked, count, strategy, together)
 
     async def wait_ready(self, limit_s: float) -> None:
         self.limits.append(limit_s)
@@ -145,6 +146,27 @@ def test_ray_is_asked_for_what_a_setting_says(tmp_path: Path, silent_ray: Silent
     assert not REQUESTS[override](RecordedPlacements.asked)
     cluster_of(tmp_path, override)
     assert REQUESTS[override](RecordedPlacements.asked)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "together"),
+    [
+        (["trainer.layout={ep: 4, tp: 2}"], 4),
+        (["trainer.layout={tp: 2, cp: 4, ep: 2}"], 8),
+        (["trainer.layout={ep: 4}", "placement.trainer_strategy=SPREAD"], 1),
+    ],
+)
+def test_ranks_that_exchange_the_most_are_placed_together(
+    tmp_path: Path, silent_ray: SilentRay, overrides: list[str], together: int
+) -> None:
+    cluster_of(tmp_path, "trainer.num_ranks=8", *overrides)
+    assert RecordedPlacements.asked["trainer rank"].together == together
+
+
+def test_an_engine_on_several_nodes_has_a_place_on_each(tmp_path: Path, silent_ray: SilentRay) -> None:
+    cluster_of(tmp_path, "engine={device: cuda, num_engines: 3, tp_size: 16, num_nodes: 2}")
+    asked = RecordedPlacements.asked["node of an engine"]
+    assert (asked.count, asked.resources["GPU"]) == (6, 8)
 
 
 def test_a_model_has_engines_of_its_own_and_places_for_them(tmp_path: Path, silent_ray: SilentRay) -> None:

@@ -44,6 +44,7 @@ SETTINGS: Final[dict[str, Callable[[Config], Any]]] = {
     "num_engines=3": lambda config: config.engine.num_engines,
     "urls=[http://a:1]": lambda config: engines_of(config).urls,
     "tp_size=2": lambda config: engines_of(config).tp_size,
+    "num_nodes=2": lambda config: engines_of(config).num_nodes,
     "context_length=5000": lambda config: engines_of(config).context_length,
     "max_running_requests=5": lambda config: config.engine.max_running_requests,
     "max_total_tokens=700": lambda config: engines_of(config).max_total_tokens,
@@ -54,7 +55,7 @@ SETTINGS: Final[dict[str, Callable[[Config], Any]]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_engines_of_a_model_have_its_settings(setting: str) -> None:
     key = setting.partition("=")[0]
-    changed = config_of(f"models.teacher.{setting}").of_model("teacher")
+    changed = config_of("models.teacher.tp_size=2", f"models.teacher.{setting}").of_model("teacher")
     tree: dict[str, Any] = {}
     apply_override(tree, setting)
     assert SETTINGS[setting](changed) == tree[key]

@@ -1,23 +1,34 @@
 """Placement of processes in a cluster, and the message when there is no capacity."""
 
 import os
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray._private import ray_constants
 
 from async_rl.codec import ALIGNMENT
-from async_rl.config import parse_config
+from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement import actors
-from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_folder, interface_of
+from async_rl.placement.actors import (
+    ActorSetup,
+    EngineActor,
+    RankActor,
+    enter_driver_folder,
+    interface_of,
+)
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
+from async_rl.run.placement_table import placement_table, processes_per_node
 from async_rl.runtime.addresses import is_loopback
+from async_rl.runtime.devices import bind_to_numa_node
 from tests.support.run_config import config_of, write_weights
 
 
@@ -200,3 +211,130 @@ async def test_an_engines_copy_of_the_weights_is_where_the_config_says(tmp_path,
     actor = EngineActor(lambda *arguments, **options: None, config, 0, str(tmp_path / "logs"))
     copy = await actor.copy_version(str(tmp_path / "published"), 1)
     assert Path(copy).is_relative_to(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("free", "together", "size"),
+    [
+        ([8, 8], 8, 8),
+        ([4, 4, 4, 4], 8, 4),  # engines hold half of each node: two nodes for each group
+        ([16], 8, 8),
+        ([6, 6, 6], 8, 2),  # 4 would leave room for 12
+        ([7, 8, 1], 4, 1),  # only one by one do they all fit
+        ([0, 0], 8, 8),  # full: they wait for whole nodes
+        ([], 8, 1),
+    ],
+)
+def test_as_many_neighbours_share_a_node_as_fit_on_one(free, together, size):
+    nodes = [{"GPU": float(gpus), "CPU": 64.0} for gpus in free]
+    total = [{"GPU": 8.0, "CPU": 64.0}] * len(free)
+    assert processes_per_node({"GPU": 1, "CPU": 0.001}, 16, together, nodes, total) == size
+
+
+def config_with(*overrides: str) -> Config:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+def lay_out(*overrides: str, gpus: int = 8) -> list[str]:
+    """Returns the table of a config, without its title."""
+    return placement_table(config_with(*overrides), gpus)[1:]
+
+
+def test_check_shows_ranks_first_and_engines_on_what_is_left():
+    assert lay_out("trainer={num_ranks: 16, layout: {ep: 8}}", "engine={num_engines: 8, tp_size: 2}") == [
+        "  nodes 1-2: 8 ranks each (0-15)",
+        "  nodes 3-4: 4 engines each (0-7)",
+    ]
+    packed = ["engine={num_engines: 3, tp_size: 2}", "placement.engine_strategy=PACK"]
+    teacher = "models={teacher: {path: t, tp_size: 4}}"
+    assert lay_out("trainer={num_ranks: 4, layout: {tp: 4}}", *packed, teacher) == [
+        "  node 1: 4 ranks (0-3); 2 engines (0-1)",
+        "  node 2: 1 engine (2); 1 teacher (0); 2 GPUs free",
+    ]
+
+
+def test_check_says_when_groups_span_nodes_and_engines_do():
+    wide = "engine={num_engines: 2, tp_size: 16, num_nodes: 2}"
+    title, *lines = placement_table(config_with("trainer={num_ranks: 32, layout: {ep: 16}}", wide), 8)
+    assert title.endswith("on 8 nodes with 8 GPUs; groups of 16 ranks span nodes, in parts of 8:")
+    assert lines == ["  nodes 1-4: 8 ranks each (0-31)", "  nodes 5-8: 1 part of engine each (0-1)"]
+    (line,) = placement_table(config_with("engine.tp_size=16"), 8)
+    assert "needs 16 GPUs of one node, and nodes have 8: raise engine.num_nodes" in line
+
+
+def test_check_shows_ranks_on_the_gpus_of_engines_that_share_them():
+    shared = ["placement.shared=true", "trainer={num_ranks: 8, layout: {ep: 8}}"]
+    assert lay_out(*shared, "engine={num_engines: 4, tp_size: 2}") == [
+        "  node 1: 8 ranks (0-7); 4 engines (0-3)"
+    ]
+
+
+def test_an_engine_on_several_nodes_is_refused_where_it_cannot_be_divided_or_reached():
+    with pytest.raises(ConfigError, match=r"engine.num_nodes is 2 and engine.tp_size is 3"):
+        config_with("engine={tp_size: 3, num_nodes: 2}")
+    with pytest.raises(ConfigError, match=r"models.judge.num_nodes is 2 and models.judge.tp_size is 1"):
+        config_with("models={judge: {path: j, num_nodes: 2}}")
+    with pytest.raises(ConfigError, match=r"weights\.transport is tensor"):
+        config_with("engine={tp_size: 2, num_nodes: 2}", "weights.transport=tensor")
+
+
+def machine(root: Path, node: int, cores: str) -> None:
+    """Writes what the kernel and the driver say of a GPU at a NUMA node."""
+    gpu, device = root / "proc/driver/nvidia/gpus/0000:1b:00.0", root / "sys/bus/pci/devices/0000:1b:00.0"
+    nodes = root / "sys/devices/system/node/node1"
+    for folder in (gpu, device, nodes):
+        folder.mkdir(parents=True)
+    (gpu / "information").write_text("Model: \t A GPU\nGPU UUID: \t GPU-12-34\n")
+    (device / "numa_node").write_text(f"{node}\n")
+    (nodes / "cpulist").write_text(f"{cores}\n")
+
+
+@pytest.fixture
+def affinity() -> Iterator[list[int]]:
+    """The cores of this process, which it has again afterwards."""
+    before = os.sched_getaffinity(0)
+    yield sorted(before)
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), before)
+
+
+def test_all_threads_are_bound_to_the_cores_beside_a_gpu(tmp_path: Path, affinity: list[int]) -> None:
+    first, others = affinity[0], affinity[1:]
+    if not others:
+        pytest.skip("one core")
+    machine(tmp_path, 1, f"{first},900-901")
+    waits, seen = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (seen.set(), waits.wait()))
+    thread.start()
+    seen.wait()
+    assert bind_to_numa_node("12-34", tmp_path) == {first}
+    assert os.sched_getaffinity(0) == os.sched_getaffinity(thread.native_id or 0) == {first}
+    waits.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("node", "cores", "uuid"), [(-1, "0", "12-34"), (1, "900-901", "12-34"), (1, "0", "56")]
+)
+def test_nothing_is_bound_where_no_node_is_known(tmp_path, affinity, node, cores, uuid) -> None:
+    machine(tmp_path, node, cores)
+    assert bind_to_numa_node(uuid, tmp_path) == frozenset()
+    assert sorted(os.sched_getaffinity(0)) == affinity
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_rank_is_bound_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(actors, "detect_device", lambda: "cuda")
+    monkeypatch.setattr(actors, "gpu_uuid", lambda: "12-34")
+    monkeypatch.setattr(actors, "bind_to_numa_node", found.append)
+    monkeypatch.setattr(actors, "load_object", lambda *_, **__: lambda *arguments: arguments)
+    monkeypatch.setattr(actors, "die_with_parent", lambda: None)
+    monkeypatch.setattr(actors, "prepare_rank_environment", lambda cpus: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = to_builtins(config_with(f"placement.bind_numa={str(bound).lower()}"))
+    RankActor(1.0).make_worker("a.module:Worker", config, 0, 1, "127.0.0.1:1")
+    assert found == (["12-34"] if bound else [])

@@ -14,6 +14,7 @@ OPTIONS: Final = {
     "model.dtype=float32": "--dtype=float32",
     "engine.device=cuda": "--device=cuda",
     "engine.tp_size=2": "--tp-size=2",
+    "engine.num_nodes=2": "--nnodes=2",
     "engine.host=127.0.0.2": "--host=127.0.0.2",
     "engine.context_length=5000": "--context-length=5000",
     "engine.max_running_requests=5": "--max-running-requests=5",
@@ -38,8 +39,9 @@ def command_of(folder: Path, *overrides: str) -> list[str]:
 def test_a_setting_is_on_the_command_line_when_it_differs_from_its_default(
     tmp_path: Path, override: str
 ) -> None:
-    assert OPTIONS[override] not in command_of(tmp_path)
-    assert OPTIONS[override] in command_of(tmp_path, override)
+    before = "engine.tp_size=1" if override == "engine.tp_size=2" else "engine.tp_size=2"
+    assert OPTIONS[override] not in command_of(tmp_path, before)
+    assert OPTIONS[override] in command_of(tmp_path, before, override)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

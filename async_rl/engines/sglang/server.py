@@ -1,4 +1,4 @@
-"""Starts one SGLang server, watches it, and ends it with all processes it started.
+"""Starts one SGLang server or one node's part of it, watches it, and ends it with all processes it started.
 
 On a GPU it runs `python -m sglang.launch_server`, or `memory_gate.py` where the trainer shares the device; on
 a CPU `cpu_launcher.py`; on both `narrow_launcher.py` if routing is sent as narrow ids. All run under
@@ -73,6 +73,7 @@ class SGLangServer:
         seed: int,
         shared: bool = False,
         node_address: str | None = None,
+        node_rank: int = 0,
     ) -> None:
         """Choose address and keys; start nothing.
 
@@ -86,6 +87,7 @@ class SGLangServer:
             shared: Whether it shares its device with the trainer, and must be able to release its memory.
             node_address: Address of this host in a cluster, to which `engine.host: auto` binds; None on a
                 single machine.
+            node_rank: Which of the engine's `num_nodes` nodes this is; the first one answers requests.
         """
         self._config = config
         self._model = model
@@ -101,7 +103,11 @@ class SGLangServer:
         self._port = free_port(self._bind)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0
-        self.log_path = log_dir / f"engine-{index}.log"
+        self._node_rank = node_rank
+        self._rendezvous: str | None = None
+        self.log_path = log_dir / (
+            f"engine-{index}-node-{node_rank}.log" if node_rank else f"engine-{index}.log"
+        )
         self.api_key = secrets.token_hex(24)
         self.admin_key = secrets.token_hex(24)
 
@@ -120,8 +126,16 @@ class SGLangServer:
         """Process id of the guard, which leads the server's process group."""
         return self._process.pid if self._process is not None else None
 
-    async def start(self) -> None:
+    def rendezvous(self) -> str:
+        """Returns an address at which the parts of an engine on several nodes can meet, for `start`."""
+        return f"{self._host}:{free_port(self._bind)}"
+
+    async def start(self, rendezvous: str | None = None) -> None:
         """Start the process (again); `SGLangEngine.wait_ready` waits until it answers.
+
+        Args:
+            rendezvous: Where the parts of an engine on several nodes meet, on the first one's node; another
+                one at each start.
 
         Raises:
             EnvironmentNotReady: When SGLang is not installed, or the process cannot be started.
@@ -142,6 +156,7 @@ class SGLangServer:
             )
         if self._narrow and installed != aborted_rows.SUPPORTED:
             raise EnvironmentNotReady(narrow_launcher.wrong_version(installed))
+        self._rendezvous = rendezvous
         self._process = self._spawn()
 
     @property
@@ -186,6 +201,9 @@ class SGLangServer:
             "host": self._bind,
             "port": self._port,
             "tp-size": config.tp_size,
+            "nnodes": config.num_nodes if config.num_nodes > 1 else None,
+            "node-rank": self._node_rank if config.num_nodes > 1 else None,
+            "dist-init-addr": self._rendezvous,
             "max-running-requests": config.max_running_requests,
             "context-length": config.context_length,
             "max-total-tokens": config.max_total_tokens,
@@ -228,6 +246,9 @@ class SGLangServer:
         environment.setdefault("NCCL_CUMEM_ENABLE", "0")
         if self._device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            # SGLang wants a NUMA node for each tensor-parallel rank, or a list of cores.
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            environment |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * self._config.tp_size)}
         return environment
 
     def poll(self) -> int | None:
@@ -261,7 +282,8 @@ class SGLangServer:
                 lines = deque((line.rstrip() for line in log if line.strip()), maxlen=_EXIT_REASON_LINES)
         except FileNotFoundError:
             lines = deque()
-        return "\n  ".join([f"engine {self._index} {code}; the end of {self.log_path}:", *lines])
+        part = f" on its node {self._node_rank}" if self._config.num_nodes > 1 else ""
+        return "\n  ".join([f"engine {self._index}{part} {code}; the end of {self.log_path}:", *lines])
 
     async def stop(self) -> None:
         """End the server and all processes it started, even stopped ones; returns when they have ended."""

@@ -1,0 +1,217 @@
+"""Which ranks and engines share a node, on nodes with a number of GPUs: what `async-rl check` shows.
+
+Ray decides where the processes of a run start. This shows what it chooses on empty, equal nodes, as few as
+are needed: ranks first, in units that stay together, then engines on what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from async_rl.config import Config, LayoutConfig, SGLangEngines
+from async_rl.runtime.devices import count_gpus
+
+
+class _Node:
+    """A node with free GPUs, and the numbers of what runs there."""
+
+    def __init__(self, gpus: float) -> None:
+        self.free = gpus
+        self.ranks: list[int] = []
+        self.engines: dict[str, list[int]] = {}
+
+    def take(self, gpus: float) -> None:
+        self.free = round(self.free - gpus, 4)
+
+
+class EngineGroup(NamedTuple):
+    """Engines of one model."""
+
+    name: str
+    count: int
+    num_nodes: int
+    gpus: float
+    """GPUs of one engine on each of its nodes."""
+
+
+def ranks_together(layout: LayoutConfig) -> int:
+    """Return how many consecutive ranks exchange the most data: those of a tensor or an expert group."""
+    return max(layout.tp * layout.cp, layout.ep * layout.etp)
+
+
+def processes_per_node(
+    asked: Mapping[str, float],
+    count: int,
+    together: int,
+    free: Sequence[Mapping[str, float]],
+    total: Sequence[Mapping[str, float]],
+) -> int:
+    """Return how many consecutive processes are placed on a node at once.
+
+    Args:
+        asked: The resources of one process.
+        count: Number of all processes.
+        together: Number that should share a node; it divides `count`.
+        free: What is free now on each node.
+        total: What each node has.
+
+    Returns:
+        The largest divisor of `together` for which all processes fit into what is free. Where even single
+        ones do not fit, they wait: the largest for which they fit into all that the nodes have, or that fits
+        on any.
+
+    Example:
+        >>> processes_per_node({"GPU": 1}, 16, 8, [{"GPU": 8}] * 2, [{"GPU": 8}] * 2)
+        8
+    """
+
+    def fitting(nodes: Sequence[Mapping[str, float]], number: int) -> int:
+        return sum(
+            int(min(node.get(name, 0) / (amount * number) for name, amount in asked.items()) + 1e-9)
+            for node in nodes
+        )
+
+    divisors = [number for number in range(together, 0, -1) if together % number == 0]
+    for nodes in (free, total):
+        for number in divisors:
+            if fitting(nodes, number) * number >= count:
+                return number
+    return next((number for number in divisors if fitting(total, number)), 1)
+
+
+def engine_groups(config: Config) -> list[EngineGroup]:
+    """Return the engines that a config starts on GPUs, of the policy and of `models`."""
+    found = []
+    for name, job in [("engine", config), *((name, config.of_model(name)) for name in config.models)]:
+        engine = job.engine
+        if isinstance(engine, SGLangEngines) and not engine.urls and engine.urls_file is None:
+            asked = job.placement.gpus_per_engine
+            gpus = engine.tp_size / engine.num_nodes if asked is None else asked
+            found.append(EngineGroup(name, engine.num_engines, engine.num_nodes, gpus))
+    return found
+
+
+def gpus_of_a_node(config: Config) -> int:
+    """Return the GPUs that nodes are taken to have: as many as this machine, or 8 if it has none.
+
+    0 if the config's engines and ranks use none.
+    """
+    engine = config.engine.device if isinstance(config.engine, SGLangEngines) else "cpu"
+    here, devices = count_gpus(), {engine, config.trainer.device}
+    if "cuda" in devices:
+        return here or 8
+    return here if "auto" in devices else 0
+
+
+def placement_table(config: Config, gpus_per_node: int) -> list[str]:
+    """Return the lines of a table: how many nodes a config needs, and what each of them runs.
+
+    Args:
+        config: A config whose engines and ranks run on GPUs.
+        gpus_per_node: GPUs of each node.
+
+    Returns:
+        A title and a line for each run of nodes that look alike; or one line that says what fits on no node.
+    """
+    placement, layout, ranks = config.placement, config.trainer.layout, config.trainer.num_ranks
+    asked = 1.0 if placement.gpus_per_rank is None else placement.gpus_per_rank
+    groups = engine_groups(config)
+    for group in groups:
+        if group.gpus > gpus_per_node:
+            section = "engine" if group.name == "engine" else f"models.{group.name}"
+            return [
+                f"placement: an engine needs {group.gpus:g} GPUs of one node, and nodes have "
+                f"{gpus_per_node}: raise {section}.num_nodes"
+            ]
+    nodes: list[_Node] = []
+    packed = placement.trainer_strategy in ("PACK", "STRICT_PACK")
+    per_unit = 1
+    if not placement.shared:
+        limit = ranks_together(layout) if packed else 1
+        plenty = [{"GPU": float(gpus_per_node)}] * ranks
+        per_unit = processes_per_node({"GPU": asked or 1e-3}, ranks, limit, plenty, plenty)
+        for first in range(0, ranks, per_unit):
+            node = _first_with(nodes, asked * per_unit, gpus_per_node)
+            node.take(asked * per_unit)
+            node.ranks += range(first, first + per_unit)
+    for group in groups:
+        _place_engines(nodes, group, gpus_per_node, spread="SPREAD" in placement.engine_strategy)
+    if placement.shared:
+        places = [node for node in nodes for _ in range(round(gpus_per_node - node.free))]
+        for rank, node in enumerate(places[:ranks]):
+            node.ranks.append(rank)
+    title = f"placement on {len(nodes)} nodes with {gpus_per_node} GPUs"
+    spans = ranks_together(layout)
+    if packed and not placement.shared and per_unit < spans:
+        title += f"; groups of {spans} ranks span nodes, in parts of {per_unit}"
+    return [f"{title}:", *_lines(nodes)]
+
+
+def _first_with(nodes: list[_Node], gpus: float, size: int) -> _Node:
+    """Return the first node with free GPUs; a further one if there is none."""
+    for node in nodes:
+        if node.free >= gpus:
+            return node
+    nodes.append(_Node(size))
+    return nodes[-1]
+
+
+def _place_engines(nodes: list[_Node], group: EngineGroup, size: int, *, spread: bool) -> None:
+    parts = [number for number in range(group.count) for _ in range(group.num_nodes)]
+    if spread:  # on as many nodes as packing needs, the emptiest first
+        free = [node.free for node in nodes]
+        for _ in parts:
+            _first_with(nodes, group.gpus, size).take(group.gpus)
+        for node, before in zip(nodes, free + [float(size)] * (len(nodes) - len(free)), strict=True):
+            node.free = before
+    for number in parts:
+        chosen = max(nodes, key=lambda node: node.free) if spread else _first_with(nodes, group.gpus, size)
+        chosen.take(group.gpus)
+        chosen.engines.setdefault(group.name, []).append(number)
+
+
+def _lines(nodes: Sequence[_Node]) -> list[str]:
+    """Return a line for each run of nodes with equal numbers of ranks and engines."""
+    runs: list[list[_Node]] = []
+    for node in nodes:
+        if runs and _shape(runs[-1][-1]) == _shape(node):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    lines, first = [], 1
+    for run in runs:
+        last = first + len(run) - 1
+        where = f"node {first}" if first == last else f"nodes {first}-{last}"
+        each = " each" if len(run) > 1 else ""
+        cells = [
+            _cell("rank", [rank for node in run for rank in node.ranks], len(run[0].ranks), each),
+            *(
+                _cell(name, [number for node in run for number in node.engines[name]], len(numbers), each)
+                for name, numbers in run[0].engines.items()
+            ),
+        ]
+        free = f"{run[0].free:g} GPUs{each} free" if run[0].free else ""
+        lines.append(f"  {where}: " + "; ".join(cell for cell in [*cells, free] if cell))
+        first = last + 1
+    return lines
+
+
+def _shape(node: _Node) -> tuple[object, ...]:
+    return (len(node.ranks), node.free, *((name, len(numbers)) for name, numbers in node.engines.items()))
+
+
+def _cell(name: str, numbers: Sequence[int], count: int, each: str) -> str:
+    """Return how many there are of something on a node, and the numbers on all nodes of the run."""
+    if not count:
+        return ""
+    ordered = sorted(set(numbers))
+    ranges: list[list[int]] = []
+    for number in ordered:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number, number])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    what = f"part{'s' * (count > 1)} of {name}" if len(numbers) > len(ordered) else name + "s" * (count > 1)
+    return f"{count} {what}{each} ({text})"

@@ -1,0 +1,135 @@
+"""The real loop with one engine on two nodes of a Ray cluster, and placements of ranks on such nodes."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from async_rl import placement
+from async_rl.config import Config, parse_config
+from async_rl.observability.records import step_record_log
+from async_rl.placement.placements import Placements
+from async_rl.queue.ledger import Ledger
+from async_rl.runtime.supervision import Nursery
+from tests.support.ray_nodes import RayNodes
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.sglang,
+    pytest.mark.megatron,
+    pytest.mark.ray,
+    pytest.mark.timeout(900),
+]
+
+GROUP_SIZE, STEPS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with RayNodes() as nodes:
+        nodes.start(engines=1)  # the driver's
+        nodes.start(engines=1, trainer=3)
+        nodes.start(trainer=3)
+        yield nodes
+
+
+def make_config(nodes: RayNodes, calculator: Path, folder: Path) -> tuple[Config, Path]:
+    tree: dict[str, Any] = {
+        "run": {"name": "wide", "dir": str(folder), "max_steps": STEPS, "drain_s": 120},
+        "model": {"path": str(calculator / "model"), "dtype": "float32"},
+        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+        "engine": {
+            "device": "cpu",
+            "tp_size": 2,
+            "num_nodes": 2,
+            "max_running_requests": 8,
+            "max_total_tokens": 16384,
+            "context_length": 512,
+            "restart_delay_s": 0.1,
+        },
+        "weights": {"transport": "distributed"},
+        "rollout": {
+            "agent_loop": "agent_loops.tool_loop:ToolLoop",
+            "agent_loop_args": {"tools": ["agent_loops.calculator:calculator"]},
+            "reward": "agent_loops.rewards:last_number",
+            "group_size": GROUP_SIZE,
+            "max_concurrent_trajectories": 16,
+            "max_staleness": 2,
+            "max_context_tokens": 480,
+            "max_new_tokens": 48,
+            "num_workers": 0,
+        },
+        "trainer": {"device": "cpu", "groups_per_batch": 2, "optimizer": {"lr": 1e-3}},
+        "placement": {
+            "ray_address": nodes.address,
+            "wait_s": 200,
+            "resources_per_engine": {"engines": 1},
+            "resources_per_rank": {"trainer": 1},
+        },
+    }
+    config = parse_config(tree)
+    run_dir = folder / config.run.name
+    for name in ("checkpoints", "logs"):
+        (run_dir / name).mkdir(parents=True, exist_ok=True)
+    return config, run_dir
+
+
+async def test_a_run_loses_nothing_when_its_engine_spans_nodes_and_one_part_is_killed(
+    nodes: RayNodes, calculator: Path, tmp_path: Path
+) -> None:
+    config, run_dir = make_config(nodes, calculator, tmp_path)
+    log = step_record_log(run_dir / "metrics.jsonl")
+    serving: dict[str, set[str]] = {}
+
+    async def kill_second_part() -> None:
+        while not (run_dir / "metrics.jsonl").exists() or not list(log.read()):  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        for rank in (0, 1):
+            part = f"--node-rank={rank}"
+            serving[part] = await asyncio.to_thread(nodes.nodes_with, part)
+        nodes.kill("--node-rank=1")
+
+    async with Nursery() as nursery:
+        nursery.start_task("kill the second part", kill_second_part())
+        summary = await placement.run(config, run_dir, asyncio.Event())
+    assert len(serving["--node-rank=0"]) == len(serving["--node-rank=1"]) == 1
+    assert serving["--node-rank=0"] | serving["--node-rank=1"] == set(list(nodes.nodes)[:2])
+    assert summary.weight_versions == STEPS
+    assert summary.trajectories.unaccounted == 0
+    assert summary.trajectories.trained == STEPS * 2 * GROUP_SIZE
+    records = list(log.read())
+    assert [record.step for record in records] == list(range(1, STEPS + 1))
+    # Both parts have every version: at equal versions they agree with the trainer, by their routes.
+    assert [r.step for r in records if r.rollout_kl_lag0 is not None and abs(r.rollout_kl_lag0) > 1e-5] == []
+    assert records[0].rollout_kl_lag0 is not None
+    assert not any(nodes.nodes_with("--node-rank"))
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    assert ledger.audit().holds
+    ledger.close()
+
+
+@pytest.mark.parametrize(("together", "sizes"), [(2, [2, 2]), (3, [3, 3]), (1, [3, 1])])
+async def test_groups_of_ranks_stay_on_one_node_where_they_fit(
+    nodes: RayNodes, calculator: Path, tmp_path: Path, together: int, sizes: list[int]
+) -> None:
+    """Two nodes with three places each: two pairs need both, which packing one by one would not use."""
+    count = max(4, 2 * together)
+    config, run_dir = make_config(nodes, calculator, tmp_path)
+    async with placement.ray_cluster(config, run_dir):
+        placements = Placements(
+            "rank", {"trainer": 1}, count, "PACK", neighbours=True, together=together, remedy="none"
+        )
+        await placements.wait_ready(60)
+
+        @ray.remote
+        def place() -> str:
+            return str(ray.util.get_node_ip_address())
+
+        asked = [place.options(**placements.actor_options(number)).remote() for number in range(count)]
+        found = [await each for each in asked]
+        groups = [set(found[start : start + together]) for start in range(0, count, together)]
+        assert all(len(group) == 1 for group in groups)
+        assert sorted((found.count(node) for node in set(found)), reverse=True) == sizes
