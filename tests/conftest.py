@@ -1,8 +1,10 @@
 """What several kinds of tests share."""
 
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,26 @@ def place_in_queue(item: pytest.Item) -> int:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
     config.option.loadscopereorder = False  # which would put files with many tests first
     return Lanes(config, log)
+
+
+@pytest.fixture(autouse=True)
+def loggers_stay_as_they_were() -> Iterator[None]:
+    """Fails a test that leaves our loggers silent, and not the next one that reads the log."""
+    before = _silenced()
+    yield
+    assert _silenced() == before
+
+
+def _silenced() -> dict[str, object]:
+    loggers = {"": logging.root} | logging.root.manager.loggerDict
+    ours = {name: each for name, each in loggers.items() if name.partition(".")[0] in ("", "async_rl")}
+    found = {
+        name: (each.level, each.disabled, each.propagate)
+        for name, each in ours.items()
+        if isinstance(each, logging.Logger)
+    }
+    normal = (logging.NOTSET, False, True)
+    return {"disable": logging.root.manager.disable} | {n: v for n, v in found.items() if v != normal}
 
 
 @pytest.fixture(scope="session")

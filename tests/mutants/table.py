@@ -3265,6 +3265,7 @@ MUTANTS: Final = (
         'optimizer.weight_decay * group["wd_mult"]',
         "optimizer.weight_decay",
         (PASSED_IN_RANKS,),
+    ),
     Mutant(
         "engines-placed-before-ranks",
         "Engines take places on every node, and no node has room for a group of ranks.",

@@ -57,11 +57,11 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_cut(lengths, objective, aggr
 def test_advantages_match_plain_loops_over_attempts(attempts, sizes, estimator):
     """Attempts of one to three conversations with a reward each, some of which do not count."""
     group_of = np.repeat(np.arange(len(sizes)) * 7, sizes)[: len(attempts)].tolist()
-    alone = estimator != "reinforce++"
+    whitened = estimator in ("reinforce++", "gae")
     votes = {a: [r for r, counted in each if counted] for a, each in enumerate(attempts)}
     votes = {a: each for a, each in votes.items() if each}
     voters = {g: [a for a in votes if group_of[a] == g] for g in set(group_of)}
-    if alone:
+    if not whitened:
         voters = {g: each if len(each) > 1 else [] for g, each in voters.items()}
         votes = {a: each for a, each in votes.items() if voters[group_of[a]]}
 
@@ -90,7 +90,7 @@ def test_advantages_match_plain_loops_over_attempts(attempts, sizes, estimator):
                     value = centred(a, reward)
                 case "rloo":
                     value = reward - mean([other for other in mine if other != a])
-                case "reinforce++":
+                case "reinforce++" | "gae":
                     value = (reward - mean(votes)) / (deviation(votes) + 1e-6)
                 case _:
                     value = (centred(a, reward) - mean(votes, centred)) / (deviation(votes, centred) + 1e-6)
