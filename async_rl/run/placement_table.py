@@ -29,7 +29,8 @@ class EngineGroup(NamedTuple):
     """Engines of one model."""
 
     name: str
-    count: int
+    number: int
+    """How many there are."""
     num_nodes: int
     gpus: float
     """GPUs of one engine on each of its nodes."""
@@ -158,7 +159,7 @@ def _first_with(nodes: list[_Node], gpus: float, size: int) -> _Node:
 
 
 def _place_engines(nodes: list[_Node], group: EngineGroup, size: int, *, spread: bool) -> None:
-    parts = [number for number in range(group.count) for _ in range(group.num_nodes)]
+    parts = [number for number in range(group.number) for _ in range(group.num_nodes)]
     if spread:  # on as many nodes as packing needs, the emptiest first
         free = [node.free for node in nodes]
         for _ in parts:
