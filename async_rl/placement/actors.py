@@ -21,7 +21,6 @@ from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
 from async_rl.runtime.addresses import NODE_ADDRESS, is_loopback
-from async_rl.runtime.devices import bind_to_numa_node, detect_device
 from async_rl.runtime.files import private_folder
 from async_rl.runtime.loading import add_import_folder, load_object
 from async_rl.runtime.package_warnings import hide_package_warnings
@@ -102,13 +101,6 @@ def prepare_rank_environment(cpus: float) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def gpu_uuid() -> str:
-    """Return the UUID of the first GPU that this process may use."""
-    import torch
-
-    return str(torch.cuda.get_device_properties(0).uuid)
-
-
 class RankActor(NodeActor):
     """One trainer rank in a process of its own."""
 
@@ -129,9 +121,6 @@ class RankActor(NodeActor):
     ) -> None:
         """Load the worker class that the config names and construct the worker."""
         sys.path.insert(0, os.getcwd())
-        parsed = parse_config(config)
-        if parsed.placement.bind_numa and parsed.trainer.device != "cpu" and detect_device() == "cuda":
-            bind_to_numa_node(gpu_uuid())
         self._worker = load_object(worker, what="trainer worker")(config, rank, world_size, init_address)
 
     def call_worker(self, method: str, *arguments: Any) -> Any:

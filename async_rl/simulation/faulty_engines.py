@@ -698,7 +698,7 @@ class SimulatedCluster:
         return list(self.engines)
 
     async def place_trainer(self) -> None:
-        """See `Cluster.place_trainer`."""
+        """Implements `Cluster.place_trainer`."""
 
     async def start_trainer(self) -> Trainer:
         """Implements `Cluster.start_trainer`."""

@@ -3268,7 +3268,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "engines-placed-before-ranks",
-        "Engines take places on every node, and no node has room for a group of ranks.",
+        "Engines take places on every node, and a group of ranks fits on none.",
         "async_rl/run/orchestrator.py",
         "        await self._cluster.place_trainer()\n",
         "",
@@ -3284,7 +3284,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "second-part-of-an-engine-is-not-watched",
-        "Nobody notices when a part of an engine on several nodes ends.",
+        "It stays unnoticed that a part of an engine on several nodes ends.",
         "async_rl/placement/ray_cluster.py",
         'for part in range(len(parts)):\n                    nursery.start_task(f"watch',
         'for part in range(1):\n                    nursery.start_task(f"watch',

@@ -1,11 +1,13 @@
 """Placement of processes in a cluster, and the message when there is no capacity."""
 
+import json
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,20 +19,14 @@ from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement import actors
-from async_rl.placement.actors import (
-    ActorSetup,
-    EngineActor,
-    RankActor,
-    enter_driver_folder,
-    interface_of,
-)
+from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_folder, interface_of
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
 from async_rl.run.placement_table import placement_table, processes_per_node
 from async_rl.runtime.addresses import is_loopback
 from async_rl.runtime.devices import bind_to_numa_node
-from tests.support.run_config import config_of, write_weights
+from tests.support.run_config import MOE, config_of, write_weights
 
 
 @pytest.mark.parametrize(
@@ -220,7 +216,7 @@ async def test_an_engines_copy_of_the_weights_is_where_the_config_says(tmp_path,
         ([8, 8], 8, 8),
         ([4, 4, 4, 4], 8, 4),  # engines hold half of each node: two nodes for each group
         ([16], 8, 8),
-        ([6, 6, 6], 8, 2),  # 4 would leave room for 12
+        ([6, 6, 6], 8, 2),  # only 12 would fit in units of 4
         ([7, 8, 1], 4, 1),  # only one by one do they all fit
         ([0, 0], 8, 8),  # full: they wait for whole nodes
         ([], 8, 1),
@@ -327,16 +323,38 @@ def test_nothing_is_bound_where_no_node_is_known(tmp_path, affinity, node, cores
     assert sorted(os.sched_getaffinity(0)) == affinity
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("bound", [True, False])
-def test_a_rank_is_bound_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
+def test_a_rank_is_bound_to_the_cores_beside_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bound: bool
+) -> None:
+    import torch
+
+    from trainer.megatron import process_groups
+    from trainer.worker import TrainerWorker
+
+    class Started(Exception):
+        """Ends the set-up of a rank where it would meet the others."""
+
+    def start(*_: object, **__: object) -> None:
+        raise Started
+
     found: list[str] = []
-    monkeypatch.setattr(actors, "detect_device", lambda: "cuda")
-    monkeypatch.setattr(actors, "gpu_uuid", lambda: "12-34")
-    monkeypatch.setattr(actors, "bind_to_numa_node", found.append)
-    monkeypatch.setattr(actors, "load_object", lambda *_, **__: lambda *arguments: arguments)
-    monkeypatch.setattr(actors, "die_with_parent", lambda: None)
-    monkeypatch.setattr(actors, "prepare_rank_environment", lambda cpus: None)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    config = to_builtins(config_with(f"placement.bind_numa={str(bound).lower()}"))
-    RankActor(1.0).make_worker("a.module:Worker", config, 0, 1, "127.0.0.1:1")
+    worker = sys.modules[TrainerWorker.__module__]
+    monkeypatch.setattr(process_groups, "bind_to_numa_node", found.append)
+    monkeypatch.setattr(worker, "start_process_groups", start)
+    for name in ("check_megatron_settings", "check_fused_layers", "try_loss"):
+        monkeypatch.setattr(worker, name, lambda *_, **__: None)
+    gpu = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        set_device=lambda _: None,
+        current_device=lambda: 0,
+        get_device_properties=lambda _: SimpleNamespace(uuid="12-34"),
+    )
+    monkeypatch.setattr(torch, "cuda", gpu)
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    config = to_builtins(config_with(f"model.path={tmp_path}", f"placement.bind_numa={str(bound).lower()}"))
+    with pytest.raises(Started):
+        TrainerWorker(config, 0, 1, "127.0.0.1:1").setup(None)
     assert found == (["12-34"] if bound else [])

@@ -12,11 +12,17 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from async_rl.config import LayoutConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.runtime.devices import bind_to_numa_node
 from async_rl.weights.broadcast import open_store
 
 
-def choose_device(device: str, rank: int = 0) -> torch.device:
+def choose_device(device: str, rank: int = 0, *, bind_numa: bool = False) -> torch.device:
     """Resolves `trainer.device` and makes it this process's device; ranks are assigned to GPUs round-robin.
+
+    Args:
+        device: `trainer.device`.
+        rank: The rank of this process.
+        bind_numa: Whether this process is restricted to the cores beside its GPU.
 
     Raises:
         EnvironmentNotReady: When CUDA is requested but not available.
@@ -34,7 +40,10 @@ def choose_device(device: str, rank: int = 0) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
+    found = torch.device("cuda", torch.cuda.current_device())
+    if bind_numa:
+        bind_to_numa_node(str(torch.cuda.get_device_properties(found).uuid))
+    return found
 
 
 def start_process_groups(
