@@ -14,6 +14,7 @@ else of the project.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -76,14 +77,32 @@ class SamplingMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     token_ids: np.ndarray  # [sum(counts)] uint16, or uint32 where an id does not fit
 
     @classmethod
-    def of(cls, kept: Sequence[Sequence[int]]) -> SamplingMask:
-        """Return the mask of these ids, one list for each position."""
-        flat = np.array([token_id for ids in kept for token_id in ids], np.int64)
-        counts = np.array([len(ids) for ids in kept], np.int64)
-        if counts.max(initial=0) > _MAX_KEPT or (len(flat) and not 0 <= flat.min() <= flat.max() < 1 << 32):
-            raise ValueError(f"a sampling mask has at most {_MAX_KEPT} token ids of 32 bits per position")
-        wide = flat.max(initial=0) > _MAX_KEPT
-        return cls(counts=counts.astype(np.uint16), token_ids=flat.astype(np.uint32 if wide else np.uint16))
+    def of(cls, kept: Sequence[list[int]], limit: int = 1 << 32) -> SamplingMask:
+        """Return the mask of these ids, one list for each position.
+
+        Raises:
+            ValueError: A position has too many ids, or an id is negative or not below the limit.
+        """
+        counts = [len(ids) for ids in kept]
+        if max(counts, default=0) > _MAX_KEPT:
+            raise ValueError(
+                f"a sampling mask has {max(counts)} token ids at a position, expected at most {_MAX_KEPT}"
+            )
+        flat = array("I")
+        try:
+            for ids in kept:
+                flat.fromlist(ids)  # numpy takes four times as long for lists
+        except OverflowError as error:
+            raise ValueError(
+                "a sampling mask has token ids that are negative or wider than 32 bits"
+            ) from error
+        token_ids: np.ndarray = np.frombuffer(flat, np.uint32)
+        largest = token_ids.max(initial=0)
+        if largest >= limit:
+            raise ValueError(f"a sampling mask has the token id {largest}, expected less than {limit}")
+        if largest <= _MAX_KEPT:
+            token_ids = token_ids.astype(np.uint16)
+        return cls(counts=np.array(counts, np.uint16), token_ids=token_ids)
 
     @classmethod
     def untruncated(cls, length: int) -> SamplingMask:
@@ -95,6 +114,8 @@ class SamplingMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Return the masks one after the other; the ids get the widest type among them."""
         if not masks:
             return cls.untruncated(0)
+        if len(masks) == 1:
+            return masks[0]
         return cls(
             counts=np.concatenate([mask.counts for mask in masks]),
             token_ids=np.concatenate([mask.token_ids for mask in masks]),
@@ -127,8 +148,11 @@ class SamplingMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def keeps(self, token_ids: np.ndarray) -> BoolArray:
         """Return whether each position keeps a token, `[n]`; where every token is kept, it does."""
         found: BoolArray = self.counts == 0
-        rows = self.rows
-        found[rows[self.token_ids == token_ids[rows]]] = True
+        if len(self) == 1:  # most events have one token
+            found |= (self.token_ids == token_ids[0]).any()
+            return found
+        hits = np.flatnonzero(self.token_ids == np.repeat(token_ids, self.counts))
+        found[np.searchsorted(np.cumsum(self.counts, dtype=np.int64), hits, side="right")] = True
         return found
 
 

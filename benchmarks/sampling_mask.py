@@ -1,6 +1,6 @@
 """Measures whether replaying the kept tokens makes the trainer compute what truncated sampling computed.
 
-    python benchmarks/sampling_mask.py [--quick] [--model NAME …] [--seeds N] [--json FILE]
+    python benchmarks/sampling_mask.py [--quick] [--costs] [--model NAME …] [--seeds N] [--json FILE]
 
 A tiny MoE with random weights samples tokens on a real SGLang server in float32 under several settings of
 temperature, top_p, top_k and min_p; Megatron-Core, with the same weights and the engine's routing, gives its
@@ -12,7 +12,7 @@ log-probs of the same tokens. They are compared with the log-probs by which the 
 
 Only mask may be small. Where it is above 1e-5 nats, or shifted is not worse than mask, or none is not where
 sampling is truncated, the program says so and exits with 1. It also prints the bytes of the masks per sampled
-token beside those of routing, and the time that the loop takes for both.
+token beside those of routing, and at the end what each of them costs the loop; with --costs only that.
 """
 
 from __future__ import annotations
@@ -22,34 +22,51 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import msgspec
 import numpy as np
+import pybase64
 import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.engine_protocol import DiskUpdate, SamplingParams
-from async_rl.engines.model_facts import load_facts
+from async_rl.engines.model_facts import facts_of, load_facts
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.types import Int32Array, SamplingMask, TrainBatch, Trajectory
+from async_rl.engines.sglang.generate_call import CallAccount
+from async_rl.engines.sglang.routing_payload import RoutingWire
+from async_rl.rollout.session.tokens import GrowingMask
+from async_rl.routing import make_trace
+from async_rl.types import (
+    Context,
+    Int32Array,
+    RoutingTrace,
+    Sampled,
+    SamplingMask,
+    TrainBatch,
+    Trajectory,
+)
 from benchmarks.real_parts import (
     BUILDERS,
     build_model,
     make_batch,
+    make_trajectory,
     random_prompts,
     sample_calls,
     serving,
+    trace_of,
     trainer_log_probs,
     training,
     write_json,
 )
 from tests.support.engine_calls import request
+from tests.support.fake_sglang import event
+from tests.support.train_batches import random_rows
 
 VARIANTS: Final = ("mask", "none", "shifted")
 
@@ -180,9 +197,7 @@ def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row]
             found: dict[str, list[np.ndarray]] = {variant: [] for variant in VARIANTS}
             kept: list[int] = []
             for model, trajectories in zip(models, by_seed, strict=True):
-                begin_s = time.process_time()
                 batch = make_batch(trajectories, 0, facts)
-                pack_s = time.process_time() - begin_s
                 assert batch.sampling_mask is not None
                 kept += batch.sampling_mask.counts[batch.loss_mask].tolist()
                 for variant, difference in differences(model, batch, sampling.temperature).items():
@@ -202,11 +217,11 @@ def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row]
                 )
                 for variant in VARIANTS
             ]
-            costs.append(_costs(batch, pack_s))
+            costs.append(_bytes(batch))
     return rows, wrong, costs
 
 
-def _costs(batch: TrainBatch, pack_s: float) -> str:
+def _bytes(batch: TrainBatch) -> str:
     """What masks and routing take per sampled token in a batch."""
     mask, tokens = batch.sampling_mask, int(batch.loss_mask.sum())
     assert mask is not None
@@ -214,8 +229,142 @@ def _costs(batch: TrainBatch, pack_s: float) -> str:
     mask_bytes = mask.counts.nbytes + mask.token_ids.nbytes
     return (
         f"{mask_bytes / tokens:6.1f} B of masks and {batch.routed_experts.nbytes / tokens:6.1f} B of routing "
-        f"per sampled token; packing both takes {1e6 * pack_s / tokens:.2f} us"
+        f"per sampled token"
     )
+
+
+# -- what they cost the loop ------------------------------------------------------------------------------
+
+_FACTS: Final = facts_of(
+    {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+    }
+)
+"""The dimensions of Qwen3-30B-A3B."""
+
+_COST_TOKENS: Final = 512
+_COST_ANSWERS: Final = 8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What masks or routing add to the CPU time of a sampled token, in microseconds, and its bytes."""
+
+    what: str
+    bytes: float
+    """In frames and batches."""
+    arrival_us: float
+    """From the text of the engine's response to the session's arrays."""
+    batch_us: float
+    """Into a frame on disk, and from it into the trainer's batch, with their checks."""
+
+
+def loop_costs(kept: Sequence[int] = (20, 200, 4000)) -> list[Cost]:
+    """Measures the CPU time that masks of so many kept tokens, and routing, add to that of a plain answer."""
+    rng = np.random.default_rng(0)
+    token_ids = rng.integers(0, _FACTS.vocab_size, _COST_TOKENS).astype(np.int32)
+    plain = _fastest(_read_events(token_ids, None))
+    batch = _fastest(_pack(token_ids, None, None), _COST_ANSWERS)
+    rows = random_rows(rng, _COST_TOKENS - 1, 48, 128, 8)
+    payload = pybase64.b64encode(rows.astype(np.int32).tobytes())
+    wire = RoutingWire(facts=_FACTS)
+
+    def receive_rows() -> RoutingTrace:
+        return make_trace(wire.decode(memoryview(payload), len(rows)), 128, 0, moe_layers=_FACTS.moe_layers)
+
+    trace = trace_of(receive_rows(), token_ids)
+    found = [
+        Cost(
+            f"routing, {len(_FACTS.moe_layers)} layers, top {_FACTS.top_k}",
+            trace.rows.nbytes / len(rows),
+            _fastest(receive_rows),
+            _fastest(_pack(token_ids, None, trace), _COST_ANSWERS) - batch,
+        )
+    ]
+    for count in kept:
+        others = rng.integers(0, _FACTS.vocab_size, (_COST_TOKENS, count - 1))
+        lists = np.column_stack([others, token_ids]).tolist()
+        mask = SamplingMask.of(lists)
+        found.append(
+            Cost(
+                f"masks, {count} kept tokens",
+                (mask.counts.nbytes + mask.token_ids.nbytes) / _COST_TOKENS,
+                _fastest(_read_events(token_ids, lists)) - plain,
+                _fastest(_pack(token_ids, mask, None), _COST_ANSWERS) - batch,
+            )
+        )
+    return found
+
+
+def _fastest(work: Callable[[], object], answers: int = 1) -> float:
+    """CPU time of the fastest of five, in microseconds per token."""
+    times = []
+    for _ in range(5):
+        begin_s = time.process_time()
+        work()
+        times.append(time.process_time() - begin_s)
+    return 1e6 * min(times) / _COST_TOKENS / answers
+
+
+def _read_events(token_ids: Int32Array, kept: list[list[int]] | None) -> Callable[[], None]:
+    """Returns what a session does with the events of a call, one for each token."""
+    asked = request([1, 2], _COST_TOKENS)
+    if kept is not None:
+        sampling = SamplingParams(top_k=len(kept[0]))
+        asked = msgspec.structs.replace(asked, sampling=sampling, return_mask=True)
+    events = []
+    for index, token in enumerate(token_ids.tolist()):
+        masks = (
+            {}
+            if kept is None
+            else {"output_token_sampling_mask": [kept[index]], "output_token_sampling_logprobs": [-0.5]}
+        )
+        events.append(event([token], index + 1, **masks)[len(b"data: ") :])
+
+    def read() -> None:
+        account, mask = CallAccount("engine-0", asked, _FACTS.vocab_size), GrowingMask()
+        for document in events:
+            account.read_event(document, None)
+            chunk = account.take_chunk()
+            assert chunk is not None
+            if chunk.mask is not None:
+                assert chunk.mask.keeps(chunk.token_ids).all()
+                mask.extend(chunk.mask)
+        mask.part(0, len(events) if kept is not None else 0)
+
+    return read
+
+
+def _pack(token_ids: Int32Array, mask: SamplingMask | None, trace: RoutingTrace | None) -> Callable[[], None]:
+    """Returns what stores answers and assembles a batch of them."""
+    sampled = Sampled(
+        token_ids=token_ids[1:],
+        rollout_log_probs=np.full(_COST_TOKENS - 1, -0.5, np.float32),
+        weight_version=0,
+        engine_id="engine-0",
+        finish_reason="length",
+        mask=None if mask is None else mask[1:],
+    )
+    segments = (Context(token_ids=token_ids[:1]), sampled)
+
+    def pack() -> None:
+        made = [make_trajectory(f"{number:08d}", segments, trace) for number in range(_COST_ANSWERS)]
+        make_batch(made, 0, _FACTS)
+
+    return pack
+
+
+def print_costs(file: TextIO) -> None:
+    """Prints what masks and routing cost the loop."""
+    print("\nin the loop, per sampled token     bytes   arrival, us   batch, us", file=file)
+    for cost in loop_costs():
+        row = f"{cost.what:<31}{cost.bytes:>9.0f}{cost.arrival_us:>14.2f}{cost.batch_us:>12.2f}"
+        print(row, file=file)
 
 
 def main() -> int:
@@ -223,6 +372,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one seed, fewer and shorter answers")
+    parser.add_argument("--costs", action="store_true", help="only what masks and routing cost the loop")
     parser.add_argument("--model", nargs="+", choices=tuple(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--seeds", type=int, help="models and prompts (default: 3)")
     parser.add_argument("--json", metavar="FILE", help="write the rows; - is the standard output")
@@ -233,7 +383,7 @@ def main() -> int:
     report = sys.stderr if arguments.json == "-" else sys.stdout
     rows: list[Row] = []
     wrong: list[str] = []
-    for kind in arguments.model:
+    for kind in () if arguments.costs else arguments.model:
         found, violated, costs = measure(kind, seeds, prompts, tokens)
         rows += found
         wrong += violated
@@ -246,6 +396,7 @@ def main() -> int:
             values = "".join(f"{row.mean_abs:>11.2e}" for row in of_setting)
             settings = f"{first.temperature:>5g}{first.top_p:>7g}{first.top_k:>7}{first.min_p:>7g}"
             print(f"{settings}{first.kept:>7.1f}{values}   {cost}", file=report, flush=True)
+    print_costs(report)
     write_json(arguments.json, [asdict(row) for row in rows])
     for sentence in wrong:
         print(f"WRONG: {sentence}", file=sys.stderr)

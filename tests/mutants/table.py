@@ -3138,6 +3138,22 @@ MUTANTS: Final = (
         ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(
+        "any-token-is-kept-by-a-single-mask",
+        "The mask of one position keeps every token.",
+        "async_rl/types.py",
+        "(self.token_ids == token_ids[0]).any()",
+        "True",
+        (f"{SAMPLING_MASKS}::test_a_mask_keeps_a_token_if_its_list_has_it_or_is_empty",),
+    ),
+    Mutant(
+        "masks-outlive-their-tokens",
+        "The masks of an event that is refused stay, and shift those of other tokens.",
+        "async_rl/engines/sglang/generate_call.py",
+        "            masks = [self._read_masks(meta, new)]\n",
+        "            self._masks.append(self._read_masks(meta, new))\n",
+        (f"{SAMPLING_MASKS}::test_tokens_before_an_event_that_makes_no_sense_keep_their_masks",),
+    ),
+    Mutant(
         "servers-may-have-penalties",
         "A server with sampling settings of its own, which calls do not override, is used.",
         "async_rl/engines/sglang/client.py",

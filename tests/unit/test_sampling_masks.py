@@ -76,10 +76,28 @@ def test_a_mask_knows_which_tokens_it_keeps() -> None:
     assert SamplingMask.of(KEPT).keeps(np.array([9, 5, 70000, 4])).tolist() == [True, True, True, False]
 
 
-@pytest.mark.parametrize("kept", [[[1 << 32]], [[-1]], [[0] * 65536]])
-def test_a_mask_of_impossible_ids_is_refused(kept: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="at most 65535 token ids of 32 bits"):
-        SamplingMask.of(kept)
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        ([[1 << 32]], "negative or wider than 32 bits"),
+        ([[-1]], "negative or wider than 32 bits"),
+        ([[1], [0] * 65536], "has 65536 token ids at a position, expected at most 65535"),
+        ([[1], [500]], "has the token id 500, expected less than 500"),
+    ],
+)
+def test_a_mask_of_impossible_ids_is_refused(kept: list[list[int]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SamplingMask.of(kept, 500)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 50])
+def test_a_mask_keeps_a_token_if_its_list_has_it_or_is_empty(length: int) -> None:
+    rng = np.random.default_rng(length)
+    for largest in (4, 1 << 17):
+        kept = [rng.integers(0, largest, rng.integers(0, 5)).tolist() for _ in range(length)]
+        tokens = [int(rng.choice(ids)) if ids and rng.random() < 0.5 else 3 for ids in kept]
+        expected = [not ids or token in ids for ids, token in zip(kept, tokens, strict=True)]
+        assert SamplingMask.of(kept).keeps(np.array(tokens, np.int32)).tolist() == expected
 
 
 # -- sessions ---------------------------------------------------------------------------------------------
@@ -258,6 +276,16 @@ def test_log_probs_are_those_of_the_truncated_distribution() -> None:
     assert lists(chunk.mask) == [[7, 8], [9], [1, 10]]
 
 
+def test_tokens_before_an_event_that_makes_no_sense_keep_their_masks() -> None:
+    account = CallAccount("engine-0", request(), 300)
+    account.read_event(document([7], 1, [[7, 8]], [-0.25]), None)
+    with pytest.raises(EngineError, match=r"a log-prob of 0\.5"):
+        account.read_event(document([9], 2, [[9]], [0.5]), None)
+    chunk = account.take_chunk()
+    assert chunk is not None
+    assert (chunk.token_ids.tolist(), lists(chunk.mask)) == ([7], [[7, 8]])
+
+
 def test_masks_are_cut_with_their_tokens_when_an_abort_repeats_or_lacks_some() -> None:
     account = CallAccount("engine-0", request(), 300)
     account.read_event(document([7, 8], 2, [[7], [8]], [-0.5, -0.5]), None)
@@ -277,10 +305,10 @@ def test_masks_are_cut_with_their_tokens_when_an_abort_repeats_or_lacks_some() -
 @pytest.mark.parametrize(
     ("kept", "log_probs", "words"),
     [
-        ([[7, 300]], [-0.5], "outside the vocabulary"),
-        ([[-1, 7]], [-0.5], "outside the vocabulary"),
+        ([[7, 300]], [-0.5], "has the token id 300, expected less than 300"),
+        ([[-1, 7]], [-0.5], "has token ids that are negative or wider than 32 bits"),
         ([[7]], [], "0 log-probs of the same tokens"),
-        ([[7] * 70000], [-0.5], "kept 70000 tokens"),
+        ([[7] * 70000], [-0.5], "has 70000 token ids at a position, expected at most 65535"),
         ([[7]], [0.5], "expected at most 0"),
     ],
 )

@@ -113,8 +113,6 @@ _TOKEN_BYTES: Final = 256
 _KEPT_ID_BYTES: Final = 12
 """One id of a sampling mask in an event, with its comma."""
 
-_LONGEST_MASK: Final = (1 << 16) - 1
-
 _STREAMS_PER_TOKEN: Final = 64
 """With 64 more streams, events have one more token: 64 streams at 40 tokens/s take a thirtieth of a core."""
 
@@ -206,7 +204,7 @@ class CallAccount:
         self._log_probs: list[float] = []
         self._num_retractions = 0
         self._retractions: list[Retraction] = []
-        self._kept: list[list[int]] = []
+        self._masks: list[SamplingMask] = []
 
     @property
     def max_event_bytes(self) -> int:
@@ -233,9 +231,9 @@ class CallAccount:
         """Returns the tokens of the events since the last call; None if there are none."""
         if not self._token_ids:
             return None
-        mask = SamplingMask.of(self._kept) if self._request.return_mask else None
+        mask = SamplingMask.joined(self._masks) if self._request.return_mask else None
         chunk = Chunk.of(self._token_ids, self._log_probs, mask)
-        self._token_ids, self._log_probs, self._kept = [], [], []
+        self._token_ids, self._log_probs, self._masks = [], [], []
         return chunk
 
     def read_event(self, document: bytes, payload: RoutingText | None) -> Finish | None:
@@ -332,8 +330,9 @@ class CallAccount:
             )
         if new < len(token_ids):
             token_ids = token_ids[len(token_ids) - new :]
+        masks: list[SamplingMask] = []
         if self._request.return_mask:
-            self._add_masks(meta, token_ids, new)
+            masks = [self._read_masks(meta, new)]
             entries = [(value, 0, None) for value in meta.output_token_sampling_logprobs]
         if len(entries) > new:
             entries = entries[len(entries) - new :]
@@ -348,9 +347,10 @@ class CallAccount:
         self.delivered += len(token_ids)
         self._token_ids += token_ids
         self._log_probs += log_probs
+        self._masks += masks
 
-    def _add_masks(self, meta: _Meta, token_ids: list[int], new: int) -> None:
-        """Adds the sampling masks of an event's new tokens.
+    def _read_masks(self, meta: _Meta, new: int) -> SamplingMask:
+        """Returns the sampling masks of an event's new tokens.
 
         An aborted call may lack those of its last tokens, like their log-probs: `cut_short` then cuts both.
         """
@@ -360,12 +360,10 @@ class CallAccount:
                 f"{self._engine_id} sent {len(meta.output_token_sampling_mask)} sampling masks and "
                 f"{len(meta.output_token_sampling_logprobs)} log-probs of the same tokens"
             )
-        ids = [token_id for each in kept for token_id in each]
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            raise EngineError(f"{self._engine_id} sent a sampling mask with ids outside the vocabulary")
-        if (longest := max(map(len, kept), default=0)) > _LONGEST_MASK:  # ties may exceed top_k
-            raise EngineError(f"{self._engine_id} kept {longest} tokens of one position")
-        self._kept += kept
+        try:
+            return SamplingMask.of(kept, self._vocab_size)  # ties may exceed top_k
+        except ValueError as error:
+            raise EngineError(f"{self._engine_id} sent a wrong sampling mask: {error}") from error
 
     def _check_tokens(self, token_ids: list[int], log_probs: list[float]) -> None:
         request = self._request
