@@ -37,7 +37,7 @@ MODELS = {
         num_experts=4,
         vocab_size=97,  # two tensor ranks have 49 and 48
     ),
-    "deepseek_v3": partial(build_tiny_deepseek_v3, num_layers=4),
+    "deepseek_v3": partial(build_tiny_deepseek_v3, num_layers=4, vocab_size=97),
 }
 LAYOUTS = {
     "tensor": {"tp": 2, "etp": 2},

@@ -2920,6 +2920,14 @@ MUTANTS: Final = (
         ("tests/integration/test_trainer_spec.py",),
     ),
     Mutant(
+        "deepseeks-vocabulary-is-not-padded",
+        "DeepSeek models fail at the start where the tensor ranks do not divide the vocabulary.",
+        "trainer/megatron/architectures.py",
+        "super(DeepseekV3Bridge, self)._model_provider",
+        "super()._model_provider",
+        ("tests/integration/test_checkpoint_spec_layouts.py",),
+    ),
+    Mutant(
         "replicated-projections-count-in-each-tensor-rank",
         "The gradient norm of DeepSeek models with TransformerEngine grows with the tensor ranks.",
         "trainer/megatron/bridge.py",

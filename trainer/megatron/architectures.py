@@ -162,6 +162,10 @@ class _DeepseekV3(_Spec, DeepseekV3Bridge):
             moe_router_enable_expert_bias=True,
         )
 
+    def _model_provider(self, callbacks: list[Callable[[torch.nn.Module], None]]) -> Callable[..., Any]:
+        # DeepSeek's own adds layers for multi-token prediction, and no rows of padding to the vocabulary.
+        return super(DeepseekV3Bridge, self)._model_provider(callbacks)
+
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
         # mbridge dequantises fp8 blocks here, on a GPU; `_EXPECTED` rejects such checkpoints.
         return SafeTensorIO(weights_path)
