@@ -4,7 +4,7 @@
  versions   0 ───────────── restarts ─────────────► ──────────────── one long incarnation ────────────► end
  driver     killed · killed on disk · cancelled · stopped, `endings_each`      not touched
  faults     all                                                    those that restart nothing
- config     in process · in rollout workers · on shared devices                            in process
+ config     in process · in workers · on shared devices · with a judge                     in process
  growth     of the process, between incarnations                    of an incarnation, at every few versions
 ```
 
@@ -70,7 +70,7 @@ _DRAINED_S: Final = 120.0
 _MAX_BYTES_PER_TRAJECTORY: Final = 50.0
 """The limit of growth, set beforehand: a leak of 100 B must be found."""
 
-_SETTINGS: Final[tuple[Setting, ...]] = ("any", "any", "workers", "any", "shared")
+_SETTINGS: Final[tuple[Setting, ...]] = ("any", "models", "workers", "any", "shared")
 """Settings of the incarnations in turn, while there are restarts."""
 
 Lifetime = Literal["process", "incarnation"]
@@ -159,7 +159,9 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
-    """Return the config of an incarnation: the setting decides where loops run and who owns the devices."""
+    """Return the config of an incarnation: the setting decides where loops run, who owns the devices, and
+    whether a judge gives the rewards.
+    """
     transports = ("disk", "tensor", "distributed", "delta")
     tree: dict[str, Any] = {
         "run": {
@@ -223,6 +225,10 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "max_restarts": 1_000_000,
         },
     }
+    if setting == "models":
+        tree["models"] = {"judge": {"path": "model", "num_engines": 2}}
+        judge = {"judge": "judge", "template": "7 {response}", "score": r"\d+", "max_new_tokens": 8}
+        tree["rollout"] |= {"reward": "graded", "rewards": {"graded": {"kind": "judge", **judge}}}
     return parse_config(tree)
 
 
