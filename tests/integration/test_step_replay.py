@@ -1,5 +1,6 @@
 """A captured step is trained once more on real Megatron-Core: bit for bit, or within rounding."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from async_rl.cli.main import main
 from async_rl.cli.replay_step import ReplayDiffers, replay_step
 from async_rl.config import Config, parse_config
 from async_rl.config.reference import resolved_yaml
@@ -63,6 +65,30 @@ def test_a_step_is_repeated_bit_for_bit(capture, capsys):
 def test_other_micro_batches_give_the_step_within_rounding(capture, capsys):
     assert replay_step(capture, ["trainer.micro_batch_tokens=1"], open_trainer=in_process) == 0
     assert "reproduced with other settings" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["trainer.num_ranks=2"],
+        ["trainer.num_ranks=2", "trainer.layout.tp=2", "trainer.layout.etp=2"],
+        ["trainer.num_ranks=2", "trainer.layout.pp=2"],
+    ],
+    ids=["dp2", "tp2", "pp2"],
+)
+def test_another_layout_gives_the_step_within_rounding(capture, capsys, tmp_path, layout):
+    assert main(["replay-step", str(capture), *layout, "--json", "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert {(row["step"], row["figure"]) for row in rows} >= {
+        (step, figure) for step in (2, 3) for figure in ("loss", "grad_norm")
+    }
+    for row in rows:
+        assert row["replayed"] == pytest.approx(row["captured"], rel=1e-5, abs=1e-5), row
+    assert any(row["replayed"] != row["captured"] for row in rows), "the layout of the run"
+    assert len(list((tmp_path / "logs").glob("*trainer*"))) >= 2
 
 
 def test_another_loss_is_not_the_step_of_the_run(capture):
