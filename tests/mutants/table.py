@@ -3312,7 +3312,7 @@ MUTANTS: Final = (
         "async_rl/placement/ray_cluster.py",
         'for part in range(len(parts)):\n                    nursery.start_task(f"watch',
         'for part in range(1):\n                    nursery.start_task(f"watch',
-        ("tests/integration/test_engine_nodes.py",),
+        ("tests/unit/test_cluster_settings.py",),
     ),
     Mutant(
         "groups-of-ranks-span-nodes",

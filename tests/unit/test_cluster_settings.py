@@ -16,7 +16,7 @@ from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.rollout.workers.worker_backend import WorkerSpec
-from async_rl.runtime.supervision import first_error
+from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.run_config import MOE
 
@@ -74,13 +74,14 @@ class SilentRay:
 
     def __init__(self) -> None:
         self.options_of: list[dict[str, Any]] = []
+        self.actor: Callable[..., Any] = lambda *_: SilentActor()
 
     def remote(self, *classes: type, **options: object) -> Any:
         return self if classes else lambda each: self
 
     def options(self, **options: Any) -> Any:
         self.options_of.append(options)
-        return type("Start", (), {"remote": staticmethod(lambda *arguments: SilentActor())})
+        return type("Start", (), {"remote": staticmethod(self.actor)})
 
     def kill(self, actor: object) -> None: ...
 
@@ -167,6 +168,33 @@ def test_an_engine_on_several_nodes_has_a_place_on_each(tmp_path: Path, silent_r
     cluster_of(tmp_path, "engine={device: cuda, num_engines: 3, tp_size: 16, num_nodes: 2}")
     asked = RecordedPlacements.asked["node of an engine"]
     assert (asked.count, asked.resources["GPU"]) == (6, 8)
+
+
+class EndedPart(SilentActor):
+    """The actor of the part of an engine on its second node, whose process has ended."""
+
+    @property
+    def wait_exit(self) -> Any:
+        async def ended() -> str:
+            return "killed"
+
+        return type("Ended", (), {"remote": staticmethod(ended)})
+
+
+async def test_an_engine_has_died_when_its_part_on_any_node_ends(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
+    silent_ray.actor = lambda *arguments: EndedPart() if arguments[-1] == 1 else SilentActor()
+    cluster = cluster_of(tmp_path, "engine.tp_size=2", "engine.num_nodes=2")
+    died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with Nursery() as nursery:
+        nursery.start_task("start", cluster.start_engines())  # never ends, as no actor answers
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        nursery.start_task("watch", cluster.watch_engines(lambda engine, error: died.set_result(f"{error}")))
+        async with asyncio.timeout(5):
+            assert "engine-0 ended: killed" in await died
+        nursery.cancel_tasks()
 
 
 def test_a_model_has_engines_of_its_own_and_places_for_them(tmp_path: Path, silent_ray: SilentRay) -> None:
