@@ -57,6 +57,7 @@ class Critic:
             overlap_grad_reduce=trainer.overlap_grad_reduce,
             value_head=True,
             passed=trainer.megatron,
+            offload_activations=trainer.offload_activations,
         )
 
     def compute_values(self, placed: Sequence[PlacedMicroBatch], num_tokens: int) -> Float32Array:

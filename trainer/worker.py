@@ -188,6 +188,7 @@ class TrainerWorker:
             replay=config.routing.replay != "off",
             overlap_grad_reduce=trainer.overlap_grad_reduce,
             passed=trainer.megatron,
+            offload_activations=trainer.offload_activations,
         )
         models = [self._model]
         if trainer.loss.advantages == "gae":

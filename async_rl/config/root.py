@@ -356,6 +356,16 @@ def check_layout(config: Config) -> None:
         )
 
 
+def check_recompute(config: Config) -> None:
+    """Check what is kept of a forward pass for the backward pass."""
+    trainer = config.trainer
+    if trainer.offload_activations and trainer.recompute != "full":
+        raise ValueError(
+            f"trainer.offload_activations is set, and trainer.recompute is {trainer.recompute}: layers keep "
+            "more than their inputs; set trainer.recompute=full"
+        )
+
+
 def check_sampling(config: Config) -> None:
     """Check that prompts and answers fit the context, and that tokens can be sampled.
 
@@ -570,6 +580,7 @@ CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
     check_engines,
     check_models,
     check_layout,
+    check_recompute,
     check_sampling,
     check_loss,
     check_critic,

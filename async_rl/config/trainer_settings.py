@@ -389,6 +389,15 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     recompute: Annotated[
         Literal["none", "full", "selective"], Meta(description="Activation recomputation.")
     ] = "none"
+    offload_activations: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Keep the inputs of layers on the host until their backward pass; with `recompute: full`, "
+                "which keeps nothing else."
+            )
+        ),
+    ] = False
     overlap_grad_reduce: Annotated[
         bool,
         Meta(

@@ -131,6 +131,8 @@ def _trainer_changes(config: Config) -> Iterator[list[str]]:
         for n in doubled
         if trainer.num_ranks * n <= _MOST_RANKS
     ]
+    if not trainer.offload_activations:
+        recompute.append(["trainer.recompute=full", "trainer.offload_activations=true"])
     least = [*recompute[-1:], *budgets[-1:]]
     optimizer = list(_optimizer_changes(config))
     alone = [*recompute, *budgets, *split, *optimizer]

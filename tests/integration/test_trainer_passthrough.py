@@ -54,6 +54,7 @@ CHOSEN = {
     "moe_router_dtype",
     "moe_shared_expert_overlap",
     "moe_token_dispatcher_type",
+    "optimizer_offload_fraction",
     "recompute_modules",
 }
 """What the trainer sets and the config may set otherwise."""

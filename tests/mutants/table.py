@@ -48,6 +48,7 @@ CRITIC: Final = "tests/integration/test_trainer_critic.py"
 PASSED: Final = "tests/unit/test_passthrough.py"
 PASSED_IN_RANKS: Final = "tests/integration/test_trainer_passthrough.py"
 OPTIMIZER: Final = "tests/integration/test_trainer_optimizer.py"
+ACTIVATIONS: Final = "tests/integration/test_trainer_activations.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
 GUARD: Final = "tests/unit/test_engine_guard.py"
 CAPTURES: Final = "tests/unit/test_captures.py"
@@ -3369,6 +3370,22 @@ MUTANTS: Final = (
         "OptimizerBytes((1 - fraction) * own,",
         "OptimizerBytes(own,",
         ("tests/unit/test_memory_check.py",),
+    ),
+    Mutant(
+        "inputs-of-layers-stay-on-the-device",
+        "trainer.offload_activations moves nothing.",
+        "trainer/megatron/activation_offload.py",
+        "        return copy_to_host(saved)\n",
+        "        return saved\n",
+        (ACTIVATIONS,),
+    ),
+    Mutant(
+        "dispatchers-keep-the-graph-of-a-micro-batch",
+        "Layers that are computed again leave their input and its gradient on the device.",
+        "trainer/megatron/model.py",
+        "                setattr(holder, name, None)\n",
+        "                setattr(holder, name, getattr(holder, name))\n",
+        (ACTIVATIONS,),
     ),
 )
 """All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts,

@@ -193,6 +193,7 @@ EFFECTS: Final[dict[str, str]] = {
     "trainer.epochs_per_batch": "tests/integration/test_trainer_updates.py::test_the_proximal_policy_stays_when_a_batch_has_several_updates",
     "trainer.max_skipped_updates": "tests/integration/test_trainer_step.py::test_weights_stay_when_the_loss_is_not_finite",
     "trainer.recompute": "tests/integration/test_trainer_replay.py::test_result_is_the_same_when_activations_are_recomputed",
+    "trainer.offload_activations": "tests/integration/test_trainer_activations.py::test_a_step_is_the_same_when_inputs_of_layers_are_on_the_host[r3]",
     "trainer.overlap_grad_reduce": "tests/integration/test_trainer_settings.py::test_gradients_are_summed_during_the_backward_pass_when_the_config_says_so",
     "trainer.megatron": "tests/integration/test_trainer_passthrough.py::test_fields_of_the_model_and_of_the_optimizer_have_an_effect",
     "trainer.loss.advantages": "tests/integration/test_trainer_settings.py::test_gradients_change_with_the_loss[{'advantages': 'grpo'}]",

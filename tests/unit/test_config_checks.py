@@ -73,6 +73,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trainer.layout={vpp: 2}", "only a pipeline can be interleaved; set vpp=1 or raise pp"),
         ("trainer.layout={last_stage_layers: 1}", "pp is 1: only stages of a pipeline can differ"),
     ],
+    "check_recompute": [
+        ("trainer={offload_activations: true, recompute: selective}", "set trainer.recompute=full"),
+    ],
     "check_sampling": [
         ("rollout={max_new_tokens: 64, max_context_tokens: 64}", "leaves no tokens for a prompt"),
         ("rollout.top_k=0", "no token could be sampled: use -1 for no limit"),

@@ -142,6 +142,18 @@ def test_the_reference_changes_places_with_the_policy_tensor_by_tensor(config: P
     assert memory.ranks[0].moments["reference"]["reference"] == largest
 
 
+def test_inputs_of_layers_are_on_the_host_when_activations_are_offloaded(config: Path) -> None:
+    offloaded = load_config(config, ["trainer.offload_activations=true"])
+    (rank, *_) = estimate_devices(offloaded, 80 * 10**9)
+    inputs = 16384 * QWEN3_30B["hidden_size"] * 2
+    assert rank.parts["activations"] == 0
+    assert rank.host["activations"] == (QWEN3_30B["num_hidden_layers"] + 1) * inputs
+    staged = ["trainer.offload_activations=true", "trainer.layout.pp=4", "trainer.layout.ep=2"]
+    (first, *_) = trainer.estimate_memory(load_config(config, staged), cuda=True).ranks
+    assert first.moments["a layer"]["activations"] == 4 * inputs  # what it sent, of four micro-batches
+    assert first.host["activations"] == 4 * 12 * inputs
+
+
 def test_recompute_modules_are_estimated_one_by_one(config: Path) -> None:
     def activations(*modules: str) -> int:
         overrides = [

@@ -44,6 +44,7 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
 from trainer.losses.log_probs import KeptTokens, vocab_parallel_log_probs
+from trainer.megatron.activation_offload import LayerInputsOnHost
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import fuses_layers
@@ -91,6 +92,7 @@ class MegatronModel:
         overlap_grad_reduce: bool = False,
         value_head: bool = False,
         passed: Mapping[str, Any] | None = None,
+        offload_activations: bool = False,
     ) -> None:
         """Builds the model and loads the folder's weights. Process groups of the same layout must exist.
 
@@ -116,6 +118,7 @@ class MegatronModel:
         )
         check_layout(layout, sizes)
         self.config = config
+        self._inputs_on_host = LayerInputsOnHost(config.hidden_size, device) if offload_activations else None
         self._row_multiple = row_multiple(passed, layout.tp)
         self.cost = sequence_cost(config, vocabulary, len(moe_layer_numbers(config)))
         modules = self.bridge.build_chunks()
@@ -128,6 +131,7 @@ class MegatronModel:
         self.bridge.load_hf(modules)
         for module in modules:
             count_real_tokens(module)
+            forget_probabilities(module)
             if fused and passed.get("gradient_accumulation_fusion", True):
                 accumulate_in_place(module)
             if value_head:
@@ -450,7 +454,11 @@ class MegatronModel:
                 padding_mask=mask,
                 **kept,
             )
-            return through(index, self._number[chunk], call), partial(reduce, index)
+            moved = contextlib.nullcontext()
+            if self._inputs_on_host is not None and not forward_only:
+                moved = self._inputs_on_host.forward_pass()
+            with moved:
+                return through(index, self._number[chunk], call), partial(reduce, index)
 
         def reduce(index: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
             summed, tokens, result = loss(index, hidden.squeeze(0))
@@ -560,6 +568,27 @@ def _count(original: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor 
     if padding_mask is not None:
         routing_map = routing_map.masked_fill(padding_mask[:, None], 0)
     original(routing_map)
+
+
+def forget_probabilities(chunk: torch.nn.Module) -> None:
+    """Makes token dispatchers drop the gates of a micro-batch when its tokens are back.
+
+    Their graph leads to the layer's input and its gradient. Where layers are computed again, both would stay
+    on the device until the layer's next micro-batch.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            dispatcher = module.token_dispatcher
+            dispatcher.combine_postprocess = partial(_combine, dispatcher, dispatcher.combine_postprocess)
+
+
+def _combine(dispatcher: Any, original: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    output = original(tokens)
+    for holder in (dispatcher, vars(dispatcher).get("_comm_manager")):  # of the flex dispatcher
+        for name in ("probs", "local_probs", "token_probs", "dispatched_probs"):
+            if hasattr(holder, name):
+                setattr(holder, name, None)
+    return output
 
 
 def padding_mask_for(

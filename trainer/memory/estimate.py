@@ -87,7 +87,7 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
             experts = model.has_experts[layer]
             whole = saved = activations.layer_bytes(model, part, experts=experts)
             if trainer.recompute == "full":
-                saved = between
+                saved = 0 if trainer.offload_activations else between
             elif trainer.recompute == "selective":
                 saved -= activations.recomputed_bytes(model, part, modules, experts=experts)
             kept += flight * saved
@@ -96,7 +96,10 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
             working = max(working, again + activations.working_bytes(model, part, experts=experts) + between)
     if layout.tp > 1:
         kept += part.tokens * model.hidden * e  # inputs of projections, gathered into one buffer
-    if trainer.recompute == "full" or activations.keeps_inputs(part):
+    if trainer.offload_activations:
+        # What stages send and receive stays for the backward pass.
+        kept += sum(flights) * between * ((stage > 0) + (stage < layout.pp - 1))
+    elif trainer.recompute == "full" or activations.keeps_inputs(part):
         kept += flights[0] * between  # the input of the first layer
     found = {"a layer": steady | {"activations": kept, "working": working}}
     if stage == layout.pp - 1:
@@ -183,13 +186,22 @@ def optimizer_bytes(config: Config) -> OptimizerBytes:
 
 def _on_host(config: Config, model: Dimensions, stage: int, steady: dict[str, int]) -> dict[str, int]:
     """Returns what every rank of a stage has in host memory."""
-    layout, each = config.trainer.layout, optimizer_bytes(config)
+    trainer = config.trainer
+    layout, each = trainer.layout, optimizer_bytes(config)
     count = _stepped(config, parameters_of(model, layout, stage))
     if "critic" in steady:
         count += _stepped(config, parameters_of(model, layout, stage, value_head=True))
     host = {"checkpoint": count * each.stored}
     if each.host:
         host["optimizer"] = int(count * each.host)
+    if trainer.offload_activations:
+        tokens, micro_batches = largest_micro_batch(config)
+        inputs = tokens // layout.cp // layout.tp * model.hidden * element_bytes(config)
+        chunks = chunks_of(layout, stage, len(model.has_experts))
+        flights = activations.in_flight(stage, layout.pp, layout.vpp, micro_batches)
+        # One more for the norm after the last layer.
+        layers = sum(len(chunk) * flight for chunk, flight in zip(chunks, flights, strict=True))
+        host["activations"] = (layers + flights[-1] * (stage == layout.pp - 1)) * inputs
     if config.trainer.loss.kl.coefficient:
         host["reference"] = steady["weights"]
     if config.placement.shared:
