@@ -37,6 +37,7 @@ def test_valid_responses_deliver_their_tokens() -> None:
         *(1, 1),
         *(0, 0),
         *(1, 1),
+        *(3, 3),
         *(0, 1),  # 20 times the rows that it can have; in one read, they come with its token
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+import msgspec
 import numpy as np
 
 from async_rl.engine_protocol import GenerateRequest, SamplingParams
@@ -22,11 +23,22 @@ REQUEST = GenerateRequest(
     sampling=SamplingParams(temperature=1.0, stop_token_ids=(2,)),
     return_routing=True,
 )
+MASKED = msgspec.structs.replace(REQUEST, sampling=SamplingParams(top_k=4), return_mask=True)
+"""Asks for sampling masks; for streams that have some."""
+
 VALID = [
     event([10, 11], 2) + event([2], 3, finish_reason=finish("stop", matched=2), routed_experts="A" * 160),
     event([10], 1, finish_reason=finish("abort"), weight_versions=[{"version": "0", "start": 0, "end": 1}]),
     event([], 0, finish_reason=finish("abort", status_code=503, message="full")),
     event([10], 1, log_probs=[None]) + b": comment\n\n" + b'data: {"error":{"message":"no","code":400}}\n\n',
+    event([7], 1, output_token_sampling_mask=[[7, 8]], output_token_sampling_logprobs=[-0.5])
+    + event(
+        [9, 2],
+        3,
+        finish_reason=finish("stop", matched=2),
+        output_token_sampling_mask=[[9], [1, 2, 299]],
+        output_token_sampling_logprobs=[0.0, -1.5],
+    ),
     event([10], 1, finish_reason=finish("length"), routed_experts="A" * 90_000) + b"data: [DONE]\n\n",
 ]
 """Streams to mutate."""
@@ -48,7 +60,8 @@ def read_stream(data: bytes, read_bytes: int, max_step_s: float = math.inf) -> i
         AssertionError: Something that holds of each call was violated.
         SlowRead: A read took longer than `max_step_s`.
     """
-    call = CallAccount("engine-0", REQUEST, FACTS.vocab_size)
+    request = MASKED if b"sampling_mask" in data else REQUEST
+    call = CallAccount("engine-0", request, FACTS.vocab_size)
     wire = RoutingWire(facts=FACTS)
     reader = EventReader(lambda: RoutingText(wire, call.num_rows, call.max_rows), call.max_event_bytes)
     tokens = 0
@@ -65,6 +78,11 @@ def read_stream(data: bytes, read_bytes: int, max_step_s: float = math.inf) -> i
                     assert all(0 <= token < FACTS.vocab_size for token in chunk.token_ids)
                     assert all(math.isnan(p) or -math.inf < p < 0.01 for p in chunk.log_probs)
                     assert tokens <= REQUEST.max_new_tokens
+                    assert (chunk.mask is not None) == request.return_mask
+                    if chunk.mask is not None:
+                        assert len(chunk.mask) == len(chunk.token_ids)
+                        assert chunk.mask.token_ids.max(initial=0) < FACTS.vocab_size
+                        chunk.mask.keeps(chunk.token_ids)
             call.ends_without_rows(reader.head)
             if reader.payload is not None and reader.payload.is_too_long:
                 break
