@@ -9,9 +9,12 @@ defines the layout of a bucket.
 from __future__ import annotations
 
 import logging
+import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from async_rl.engine_protocol import GroupInvite
 from async_rl.errors import WeightSyncError
+
+_BLOCKING_WAIT: Final = "TORCH_NCCL_BLOCKING_WAIT"
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +51,26 @@ def open_store(host: str, port: int, world_size: int, timeout_s: float) -> c10d.
         )
 
 
+@contextmanager
+def blocking_waits() -> Iterator[None]:
+    """Makes `wait()` of NCCL groups that are created within the block raise when a peer fails, as Gloo's.
+
+    By default it returns at once, and torch's watchdog ends the whole process when the peer stays away. With
+    this variable a group has no watchdog: `wait()` blocks, and aborts the group before it raises. Torch reads
+    it when a group is created (`ProcessGroupNCCL.cpp`, the constructor and `synchronizeInternal`), so the
+    groups of training keep their watchdogs.
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
+
+
 class WeightGroup:
     """Rank 0 of one process group that an engine's ranks have joined."""
 
@@ -61,15 +86,16 @@ class WeightGroup:
             store = open_store(invite.host, invite.port, invite.world_size, timeout_s)
             # Not init_process_group: it would create the default group, of which a process has only one.
             # SGLang prefixes the store with the name before torch's helper prefixes it again; so does this.
-            self._group, _ = c10d._new_process_group_helper(
-                invite.world_size,
-                0,
-                [],
-                c10d.Backend(invite.backend),
-                c10d.PrefixStore(invite.group_name, store),
-                group_name=c10d.GroupName(invite.group_name),
-                timeout=timeout,
-            )
+            with blocking_waits():
+                self._group, _ = c10d._new_process_group_helper(
+                    invite.world_size,
+                    0,
+                    [],
+                    c10d.Backend(invite.backend),
+                    c10d.PrefixStore(invite.group_name, store),
+                    group_name=c10d.GroupName(invite.group_name),
+                    timeout=timeout,
+                )
         except (RuntimeError, OSError) as e:
             raise WeightSyncError(
                 f"the engine did not join the weight-update group {self.name} at "
