@@ -48,6 +48,11 @@ def check_weights(model_path: str | Path, facts: EngineFacts) -> None:
                 )
 
 
+def weights_bytes(model_path: str | Path) -> int:
+    """Return the size of a model's weights, bytes; 0 if the folder has none, as beside external engines."""
+    return sum(path.stat().st_size for path in Path(model_path).glob("*.safetensors"))
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """Return the files of the weights; those of the index, if there is one."""
     index = folder / _INDEX

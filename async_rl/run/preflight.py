@@ -11,14 +11,14 @@ import sys
 import time
 from collections import Counter
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from async_rl.config import Config, SGLangEngines
 from async_rl.data.chat_format import ChatFormat, check_same_tokens, has_tokenizer, load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.data.template_rewrites import describe_rewrites
 from async_rl.engines.model_facts import check_model, check_served_by_sglang, load_facts
-from async_rl.engines.model_files import check_weights
+from async_rl.engines.model_files import check_weights, weights_bytes
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.observability.console_report import derived_bounds
 from async_rl.observability.metrics import Metrics
@@ -29,6 +29,10 @@ from async_rl.run.descriptor_needs import check_descriptors
 from async_rl.run.memory_needs import describe_memory
 from async_rl.runtime.devices import detect_device
 from async_rl.runtime.loading import extend_import_path
+
+
+_PLAIN_SPEED: Final = 100e6
+"""Bytes per second of a weight update that any file system or network in use reaches."""
 
 
 def check_config(config: Config) -> list[str]:
@@ -79,6 +83,7 @@ def check_config(config: Config) -> list[str]:
     return [
         f"model: {model}, context {facts.context_length} tokens",
         *_sharing_findings(config),
+        *_transfer_findings(config),
         *(_template_findings(chat) if chat is not None else ()),
         f"data: {len(tasks)} tasks",
         *(f"data: {_describe_dataset(dataset)}" for dataset in tasks.datasets),
@@ -176,6 +181,17 @@ def _sharing_findings(config: Config) -> list[str]:
             )
         return ["devices: shared; engines hold no memory while the trainer works, and the reverse"]
     return ["devices: engines and trainer alternate, but this machine has no GPU memory to share"]
+
+
+def _transfer_findings(config: Config) -> list[str]:
+    """Say which speed of weight updates their time limit asks for, where that is no matter of course."""
+    size, limit_s = weights_bytes(config.model.path), config.weights.timeout_s
+    if size / limit_s < _PLAIN_SPEED:
+        return []
+    return [
+        f"weights: {size / 1e9:.3g} GB a version; an update slower than {size / limit_s / 1e9:.2g} GB/s exceeds "
+        f"weights.timeout_s = {limit_s:g}: raise it where file system or network are slower"
+    ]
 
 
 def _device(engine: SGLangEngines) -> str:

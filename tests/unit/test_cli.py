@@ -52,6 +52,21 @@ def test_check_prints_the_resolved_config_and_what_follows(
     assert not (tmp_path / "runs").exists()
 
 
+def test_check_says_how_fast_updates_of_a_large_model_must_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write_run(tmp_path))
+    assert main(["check", path]) == 0
+    assert "weights.timeout_s =" not in capsys.readouterr().out
+    monkeypatch.setattr(preflight, "weights_bytes", lambda _: 470_000_000_000)
+    assert main(["check", path]) == 0
+    assert "470 GB a version; an update slower than 1.6 GB/s exceeds weights.timeout_s = 300" in (
+        capsys.readouterr().out
+    )
+    assert main(["check", path, "weights.timeout_s=5000"]) == 0
+    assert "weights.timeout_s =" not in capsys.readouterr().out
+
+
 def test_check_shows_the_placement_on_nodes_with_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
