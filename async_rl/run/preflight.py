@@ -30,7 +30,6 @@ from async_rl.run.memory_needs import describe_memory
 from async_rl.runtime.devices import detect_device
 from async_rl.runtime.loading import extend_import_path
 
-
 _PLAIN_SPEED: Final = 100e6
 """Bytes per second of a weight update that any file system or network in use reaches."""
 
