@@ -188,8 +188,8 @@ def _transfer_findings(config: Config) -> list[str]:
     if size / limit_s < _PLAIN_SPEED:
         return []
     return [
-        f"weights: {size / 1e9:.3g} GB a version; an update slower than {size / limit_s / 1e9:.2g} GB/s exceeds "
-        f"weights.timeout_s = {limit_s:g}: raise it where file system or network are slower"
+        f"weights: {size / 1e9:.3g} GB a version; an update slower than {size / limit_s / 1e9:.2g} GB/s "
+        f"exceeds weights.timeout_s = {limit_s:g}: raise it where file system or network are slower"
     ]
 
 
