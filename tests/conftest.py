@@ -31,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if addresses:  # each worker would collect other names, and none would run
+        raise pytest.UsageError(f"the name of a test has an address, give it another by ids=: {addresses[0]}")
     if wanted := set(config.getoption("--case") or ()):
         items[:] = [
             item for item in items if wanted & {n for mark in item.iter_markers("case") for n in mark.args}

@@ -183,7 +183,7 @@ def test_the_device_holds_one_set_of_weights_while_the_reference_is_in_place(moe
         (build_tiny_qwen2_moe, ["shared_experts"]),
         (build_tiny_deepseek_v3, ["mla_up_proj"]),
     ],
-    ids=str,
+    ids=["attention", "norms-and-experts", "shared-experts", "latent-attention"],
 )
 def test_gradients_are_equal_when_modules_are_computed_again(
     build: Any, modules: list[str], tmp_path: Path
