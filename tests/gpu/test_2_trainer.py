@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -54,6 +55,41 @@ def test_fused_layers_agree_with_plain_ones(model: Path, measure, monkeypatch: p
     measure("gradient norms", found[True][1] / found[False][1], "(ratio)")
     assert difference.mean() < 0.02
     assert found[True][1] == pytest.approx(found[False][1], rel=0.1)
+
+
+AWARE = {"use_precision_aware_optimizer": True}
+SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+    "optimizer on the host": ({"megatron": AWARE | {"optimizer_cpu_offload": True}}, 0.01),
+    "moments in bfloat16": (
+        {"megatron": AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}},
+        0.02,
+    ),
+    "inputs of layers on the host": ({"recompute": "full", "offload_activations": True}, 0.01),
+    "modules computed again": (
+        {"recompute": "selective", "megatron": {"recompute_modules": ["layernorm", "moe_act"]}},
+        0.01,
+    ),
+    "gradients not added up by layers": ({"megatron": {"gradient_accumulation_fusion": False}}, 0.01),
+    "routers in float32": ({"megatron": {"moe_router_dtype": "fp32"}}, 0.05),
+    "products in fp8": ({"megatron": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}}, 0.2),
+}
+"""Settings of the trainer, and how far gradient norms may be apart."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_steps_are_the_same_with_settings_of_megatron(model: Path, measure, name: str) -> None:
+    """Steps with `trainer.megatron` and `offload_activations` have the gradient norms of plain steps."""
+    settings, tolerance = SETTINGS[name]
+    found = []
+    for trainer in ({}, settings):
+        torch.cuda.reset_peak_memory_stats()
+        with started(trainer_config(model, dtype="bfloat16", **trainer)) as worker:
+            norms = [worker.train_on(batch_of(step), step).metrics["grad_norm"] for step in (1, 2, 3)]
+        found.append((norms, torch.cuda.max_memory_allocated()))
+    (plain, before), (norms, peak) = found
+    measure(f"{name}: gradient norm of the 3rd step", norms[2] / plain[2], "(ratio)")
+    measure(f"{name}: peak", peak / before, "(ratio)")
+    assert norms == pytest.approx(plain, rel=tolerance)
 
 
 def test_packed_trajectories_do_not_see_each_other(model: Path, measure) -> None:
