@@ -287,7 +287,7 @@ async def test_only_the_call_that_is_left_ends_when_another_id_ends_like_its_own
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_call_goes_on_under_new_weights_when_it_stood_still(subject: Subject, mode: str) -> None:
     flush = mode == "retract"
-    running = Call(subject.engine, request(PROMPT, 200))
+    running = Call(subject.engine, request(PROMPT, 500))
     async with asyncio.TaskGroup() as group:
         group.create_task(running.run())
         await running.has_tokens(4)
@@ -296,7 +296,7 @@ async def test_a_call_goes_on_under_new_weights_when_it_stood_still(subject: Sub
         await subject.engine.resume_generation(mode)
     spans = running.finish.version_spans
     assert running.finish.reason == "length"
-    assert check_partition(spans, 200)
+    assert check_partition(spans, 500)
     assert [span.weight_version for span in spans] == [0, 1]
     check(running.trace, len(running.sequence), running.trace.moe_layers)
     # The session tells retractions of updates from others by the change of the version.
