@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["tests.support.environment"]
+
+PARTS_OF_MUTANTS = 24
 
 GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
@@ -56,15 +59,20 @@ class Lanes(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return lane(nodeid.partition("::")[0])
+        file, _, test = nodeid.partition("::")
+        if file.startswith("tests/mutants/"):  # as long as all others together: both workers take parts
+            return f"{file} {zlib.crc32(test.encode()) % PARTS_OF_MUTANTS}"
+        return lane(file)
 
 
 def place_in_queue(item: pytest.Item) -> int:
-    """Returns when a worker of several gets a test: the longest lanes first."""
+    """Returns when a worker of several gets a test: the longest lanes first, what can be divided last."""
     found = lane(item.nodeid.partition("::")[0])
     if "/" not in found:
         return 0
-    return 1 if found.startswith(("tests/mutants/", "tests/settings/", "tests/simulation/")) else 2
+    if found.startswith("tests/mutants/"):
+        return 3
+    return 1 if found.startswith(("tests/settings/", "tests/simulation/")) else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:

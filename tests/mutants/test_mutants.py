@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.mutants.harness import ROOT, Tree, bounded_run
 from tests.mutants.table import MUTANTS, Mutant
@@ -30,12 +31,16 @@ def test_tests_that_never_end_are_killed(tmp_path: Path) -> None:
     assert re.fullmatch(r"began\n\nTimeout.*\n", output)
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """Returns a copy of the repository in which all tests of the table pass."""
-    copy = Tree(tmp_path_factory.mktemp("mutants") / "tree")
-    result = copy.run_unchanged(sorted({test for mutant in MUTANTS for test in mutant.tests}))
-    assert result.verdict != "error", result.output
+@pytest.fixture(scope="session")
+def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """Returns a copy of the repository in which all tests of the table pass; one worker runs them."""
+    copy, folder = Tree(tmp_path_factory.mktemp("mutants") / "tree"), tmp_path_factory.getbasetemp()
+    passed = (folder.parent if hasattr(request.config, "workerinput") else folder) / "unchanged"
+    with FileLock(f"{passed}.lock"):
+        if not passed.exists():
+            result = copy.run_unchanged(sorted({test for mutant in MUTANTS for test in mutant.tests}))
+            assert result.verdict != "error", result.output
+            passed.touch()
     return copy
 
 
