@@ -185,7 +185,7 @@ async def test_a_server_on_the_nodes_address_is_reached_there_and_not_on_loopbac
         pytest.skip("this machine has no other interface")
     async with (
         Endpoint(here).open_trajectory(ScriptedSession("Hello."), reader=None) as access,
-        httpx.AsyncClient(trust_env=False) as client,
+        httpx.AsyncClient(trust_env=False, timeout=60) as client,
     ):
         key = {"Authorization": f"Bearer {access.api_key}"}
         assert (await client.get(f"{access.base_url}/models", headers=key)).status_code == 200

@@ -243,6 +243,7 @@ def test_a_transformer_engine_of_another_torch_is_found_by_its_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str
 ) -> None:
     assert "is not installed" in this_machine.describe_transformer_engine()
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)  # hidden, if Megatron was imported
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     (tmp_path / "transformer_engine" / "pytorch.py").write_text(content)
