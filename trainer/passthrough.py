@@ -212,7 +212,7 @@ class Situation(NamedTuple):
     @property
     def precise_router(self) -> bool:
         """Whether routers compute in float32 or more."""
-        own = self.model["model_type"] in ("deepseek_v3", "glm4_moe")
+        own = self.model["model_type"] in ("deepseek_v3", "glm4_moe", "kimi_k2")
         return self.value("moe_router_dtype", "fp32" if own else None) is not None
 
 

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from async_rl.config import Config, LayoutConfig
-from async_rl.engines.model_facts import load_facts, read_config
+from async_rl.engines.model_facts import NOT_SUPPORTED, load_facts, read_config
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.runtime.devices import detect_device
 from trainer import alternatives
@@ -21,6 +21,7 @@ from trainer.passthrough import check_megatron_settings
 KNOWN_MODEL_TYPES = (
     "deepseek_v3",
     "glm4_moe",
+    "kimi_k2",
     "llama",
     "mixtral",
     "qwen2",
@@ -98,8 +99,12 @@ def check_model_type(kind: str, path: str) -> None:
     """Checks that the trainer supports a model type.
 
     Raises:
-        ConfigError: When it does not; the message lists the supported types.
+        ConfigError: When it does not; the message lists the supported types, or says what is missing.
     """
+    if kind in NOT_SUPPORTED:
+        raise ConfigError(
+            f"model.path is {path}, of type {kind!r}, which cannot be trained: {NOT_SUPPORTED[kind]}"
+        )
     if kind not in KNOWN_MODEL_TYPES:
         raise ConfigError(
             f"model.path is {path}, a model of type {kind!r}; the trainer supports "

@@ -16,6 +16,19 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of published Qwen2/3-MoE, of the same written by newer transformers, and of DeepSeek, GLM, Kimi."""
 
 
+NOT_SUPPORTED = {
+    "gpt_oss": (
+        "mbridge 0.15.1 has no names for its weights, and neither the trainer's attention nor SGLang's "
+        "torch_native has its sinks and sliding windows"
+    ),
+    "qwen3_next": (
+        "Megatron-Core 0.16.1 computes its gated delta net on unpacked sequences only, and mbridge "
+        "0.15.1 has no names for its weights"
+    ),
+}
+"""By `model_type`: what the pinned libraries lack. `docs/reference/models.md` names their source files."""
+
+
 def load_facts(model_path: str | Path, context_length: int | None = None) -> EngineFacts:
     """Returns the dimensions of the model in a Hugging Face folder.
 
@@ -113,6 +126,10 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
     moe_layers: tuple[int, ...] = ()
     if num_experts or any("expert" in key and text[key] for key in text):
         kind = _kind(config)
+        if kind in NOT_SUPPORTED:
+            raise ConfigError(
+                f"the model is of type {kind!r}, which cannot be trained: {NOT_SUPPORTED[kind]}"
+            )
         if kind not in _HAS_EXPERTS:
             raise ConfigError(
                 f"the model has experts and is of type {kind!r}; the layers with experts are known for "

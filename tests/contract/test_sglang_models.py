@@ -25,6 +25,7 @@ from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld
 from tests.support.tiny_model import (
     build_tiny_deepseek_v3,
     build_tiny_glm4_moe,
+    build_tiny_kimi_k2,
     build_tiny_qwen2_moe,
     build_tiny_qwen3_moe,
 )
@@ -42,6 +43,7 @@ pytestmark = [
 BUILDERS = {
     "deepseek_v3": build_tiny_deepseek_v3,
     "glm4_moe": build_tiny_glm4_moe,
+    "kimi_k2, 384 experts": partial(build_tiny_kimi_k2, num_experts=384, top_k=8),
     "qwen2_moe": build_tiny_qwen2_moe,
     # More experts than a byte can number, odd numbers of layers and of experts per token, dense layers first.
     "qwen3_moe, 300 experts": partial(
@@ -54,6 +56,7 @@ BUILDERS = {
 MOE_LAYERS = {
     "deepseek_v3": (1, 2),
     "glm4_moe": (1, 2),
+    "kimi_k2, 384 experts": (1, 2),
     "qwen2_moe": (0, 1, 2),
     "qwen3_moe, 300 experts": (0, 1, 2, 3, 4),
     "deepseek_v3, 320 experts": (2, 3, 4),

@@ -20,6 +20,7 @@ from tests.support.tiny_model import (
     build_tiny_deepseek_v3,
     build_tiny_dense,
     build_tiny_glm4_moe,
+    build_tiny_kimi_k2,
     build_tiny_mixtral,
     build_tiny_qwen2_moe,
     build_tiny_qwen3_moe,
@@ -90,6 +91,7 @@ MODELS = {
     "glm4_moe, bare attention, two shared experts": lambda path: build_tiny_glm4_moe(
         path, std=0.3, attention_bias=False, use_qk_norm=False, n_shared_experts=2, dense_layers=0
     ),
+    "kimi_k2": lambda path: build_tiny_kimi_k2(path, std=0.3),
     "qwen2_moe": lambda path: build_tiny_qwen2_moe(path, std=0.3),
     "qwen2_moe, normalised, a dense layer": lambda path: build_tiny_qwen2_moe(
         path, std=0.3, norm_top_k=True, dense_layers=(1,)
@@ -402,6 +404,7 @@ LAYOUTS = {
     "deepseek_v3: context": {"cp": 2},
     "glm4_moe: expert": {"ep": 2},
     "glm4_moe: pipeline, a dense layer first": {"pp": 2, "first_stage_layers": 1},
+    "kimi_k2: tensor and expert": {"tp": 2, "ep": 2},
     "qwen2, tied: tensor": {"tp": 2},
     "qwen2, tied: pipeline": {"pp": 2},
 }
@@ -435,6 +438,7 @@ def laid_out(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     build_tiny_deepseek_v3(out / "deepseek_v3", num_layers=4)
     build_tiny_glm4_moe(out / "glm4_moe")
+    build_tiny_kimi_k2(out / "kimi_k2")
     build_tiny_dense(out / "qwen2, tied", "qwen2", tie_word_embeddings=True)
     ranks = mp.spawn(run_rank, (str(out), str(out)), nprocs=2, join=False)
     alone = {}

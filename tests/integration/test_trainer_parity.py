@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from async_rl.engines.model_facts import read_config
 from async_rl.errors import ConfigError, TrainerError
 from tests.support.tiny_model import build_tiny_qwen3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
@@ -22,9 +23,14 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatro
 
 def hf_log_probs(path, batch, temperature=1.0):
     """Hugging Face's log-probs of the trained tokens at the predicting positions, and its experts."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if read_config(path)["model_type"] == "kimi_k2":  # whose architecture transformers knows by another name
+        config = DeepseekV3Config.from_pretrained(path)
+        config.model_type = "deepseek_v3"
+    else:
+        config = AutoConfig.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval()
     result = np.zeros(batch.num_tokens, np.float32)
     for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         ids = torch.from_numpy(batch.token_ids[start:end].astype(np.int64))
@@ -141,8 +147,8 @@ def test_bfloat16_model_says_so_when_published(moe, tmp_path):
     ("change", "words"),
     [
         (
-            {"model_type": "gpt_oss", "head_dim": 16},
-            "type 'gpt_oss'; the trainer supports deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe",
+            {"model_type": "gemma3", "head_dim": 16},
+            "type 'gemma3'; the trainer supports deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, qwen2",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias = True"),

@@ -2921,6 +2921,14 @@ MUTANTS: Final = (
         ("tests/integration/test_trainer_spec.py",),
     ),
     Mutant(
+        "kimi-k2-is-read-as-an-unknown-type",
+        "Kimi-K2 cannot be loaded without the code in its folder.",
+        "trainer/megatron/architectures.py",
+        "reader = KimiK2Config if kind == KimiK2Config.model_type else AutoConfig",
+        "reader = AutoConfig",
+        ("tests/integration/test_trainer_models.py",),
+    ),
+    Mutant(
         "deepseeks-vocabulary-is-not-padded",
         "DeepSeek models fail at the start where the tensor ranks do not divide the vocabulary.",
         "trainer/megatron/architectures.py",

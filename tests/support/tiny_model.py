@@ -210,6 +210,35 @@ def build_tiny_deepseek_v3(
     return path
 
 
+def build_tiny_kimi_k2(path: Path, *, num_experts: int = 16, top_k: int = 4, **config: Any) -> Path:
+    """Writes a random Kimi-K2 in float32: a DeepSeek-V3 without groups, and a config.json as published.
+
+    Published are the older form of rotary settings, a YaRN ramp without width, and a class in the folder's
+    own code, which is not there.
+    """
+    build_tiny_deepseek_v3(
+        path,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_groups=1,
+        top_groups=1,
+        routed_scaling_factor=2.827,
+        **config,
+    )
+    fields = json.loads((path / "config.json").read_text())
+    yarn = fields.pop("rope_parameters") | {"beta_fast": 1.0, "beta_slow": 1.0, "type": "yarn"}
+    del yarn["rope_type"]
+    fields["rope_theta"] = yarn.pop("rope_theta") * 5
+    (path / "config.json").write_text(json.dumps(fields))
+    amend_config(
+        path,
+        model_type="kimi_k2",
+        rope_scaling=yarn,
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    )
+    return path
+
+
 def build_tiny_glm4_moe(
     path: Path,
     *,

@@ -64,6 +64,14 @@ def test_known_architectures_are_listed_when_experts_are_in_another(experts: str
         facts_of(config)
 
 
+@pytest.mark.parametrize(
+    ("kind", "missing"), [("gpt_oss", "sinks and sliding windows"), ("qwen3_next", "gated delta net")]
+)
+def test_what_is_missing_is_said_when_the_libraries_lack_a_part(kind: str, missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"type '{kind}', which cannot be trained: .*{missing}"):
+        facts_of(BASE | {"model_type": kind, "num_experts": 8, "num_experts_per_tok": 2})
+
+
 def test_facts_are_asked_for_when_a_config_leaves_dense_layers_open() -> None:
     config = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
     with pytest.raises(KeyError, match="first_k_dense_replace"):

@@ -20,6 +20,7 @@ from trainer.validate import KNOWN_MODEL_TYPES
 MODELS: dict[str, Any] = {
     "deepseek_v3": tiny_model.build_tiny_deepseek_v3,
     "glm4_moe": tiny_model.build_tiny_glm4_moe,
+    "kimi_k2": tiny_model.build_tiny_kimi_k2,
     "llama": lambda path: tiny_model.build_tiny_dense(path, "llama"),
     "mixtral": tiny_model.build_tiny_mixtral,
     "qwen2": lambda path: tiny_model.build_tiny_dense(path, "qwen2"),

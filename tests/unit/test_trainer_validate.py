@@ -72,7 +72,9 @@ def test_a_layout_is_refused_when_another_model_does_not_fit(model, layout, word
             ["routing.replay=off"],
             f"a model of type 'gemma3'; the trainer supports {', '.join(KNOWN_MODEL_TYPES)}",
         ),
-        ({"model_type": "kimi_k2", "first_k_dense_replace": 1}, [], "a model of type 'kimi_k2'"),
+        ({"model_type": "deepseek_v2", "first_k_dense_replace": 1}, [], "a model of type 'deepseek_v2'"),
+        ({"model_type": "gpt_oss"}, [], "sinks and sliding windows"),
+        ({"model_type": "qwen3_next"}, [], "its gated delta net"),
         (
             {"num_attention_heads": 6},
             ["trainer.num_ranks=4", "trainer.layout={tp: 4, etp: 4}"],
@@ -90,5 +92,5 @@ def test_a_check_says_so_before_anything_is_started(tmp_path, capsys, model, ove
 
 
 def test_another_package_is_asked_when_it_is_started(tmp_path):
-    path = write_run(tmp_path, model_type="kimi_k2", first_k_dense_replace=1)
+    path = write_run(tmp_path, model_type="deepseek_v2", first_k_dense_replace=1)
     assert main(["check", str(path), "trainer.worker=tests.support.recording_worker:RecordingWorker"]) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from transformers import AutoConfig, DeepseekV3Config
 
+from async_rl.engines.model_facts import read_config
 from async_rl.errors import ConfigError
 from trainer.megatron.attention import PackedAttention
 from trainer.megatron.cpu import fuses_layers
@@ -225,6 +228,7 @@ def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
 _BRIDGES: dict[str, type[_Spec]] = {
     "deepseek_v3": _DeepseekV3,
     "glm4_moe": _Glm4MoE,
+    "kimi_k2": _DeepseekV3,
     "llama": _Llama,
     "mixtral": _Mixtral,
     "qwen2": _Qwen2,
@@ -243,7 +247,7 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
     layers = range(hf_config.num_hidden_layers)
     if hf_config.model_type == "mixtral":
         return [1 for _ in layers]
-    if hf_config.model_type in ("deepseek_v3", "glm4_moe"):
+    if hf_config.model_type in ("deepseek_v3", "glm4_moe", "kimi_k2"):
         return [int(layer >= hf_config.first_k_dense_replace) for layer in layers]
     num_experts = getattr(hf_config, "num_experts", 0) or 0
     return [
@@ -267,6 +271,30 @@ _LOCAL_SPEC: dict[str, Any] = {
     "moe_grouped_gemm": False,
     "moe_shared_expert_overlap": False,
 }
+
+
+class KimiK2Config(DeepseekV3Config):
+    """The config.json of Kimi-K2, a DeepSeek-V3 under its own `model_type`.
+
+    transformers knows the type only from the code in the model's folder, which is never run.
+
+    Source: MoonshotAI/Kimi-K2, docs/deploy_guidance.md, "Others"; sglang/srt/utils/hf_transformers/common.py,
+    `_KimiK2ConfigAlias`.
+    """
+
+    model_type = "kimi_k2"
+
+
+def load_hf_config(path: Path) -> Any:
+    """Returns the config of a model folder as transformers reads it, without code from the folder.
+
+    Raises:
+        ConfigError: When the trainer does not support the model's type.
+    """
+    kind = str(read_config(path).get("model_type"))
+    check_model_type(kind, str(path))
+    reader = KimiK2Config if kind == KimiK2Config.model_type else AutoConfig
+    return reader.from_pretrained(path, trust_remote_code=False)
 
 
 def bridge_for(hf_config: Any, path: str, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
@@ -386,6 +414,7 @@ def _expected_of_glm(hf_config: Any) -> list[Expectation]:
 _EXPECTED: dict[str, Callable[[Any], list[Expectation]]] = {
     "deepseek_v3": _expected_of_deepseek,
     "glm4_moe": _expected_of_glm,
+    "kimi_k2": _expected_of_deepseek,
     "llama": _expected_of_llama,
     "mixtral": _expected_of_mixtral,
     "qwen2": _expected_of_qwen,

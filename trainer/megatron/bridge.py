@@ -23,11 +23,10 @@ from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig
 
 from async_rl.errors import ConfigError
 from trainer.collectives import raise_on_all_ranks
-from trainer.megatron.architectures import bridge_for
+from trainer.megatron.architectures import bridge_for, load_hf_config
 from trainer.megatron.names import portable_names
 
 SHARD_BYTES = 4 << 30
@@ -85,7 +84,7 @@ class HFBridge:
             raise ConfigError(
                 f"model.path is {path}, but there is no config.json: name a Hugging Face model folder"
             )
-        self.hf_config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        self.hf_config = load_hf_config(self.path)
         try:
             self.mbridge = bridge_for(self.hf_config, path, dtype, transformer_config)
         except ValueError as e:  # Megatron's own checks of divisibility

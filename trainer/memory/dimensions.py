@@ -63,7 +63,7 @@ def dimensions_of(config: dict[str, Any]) -> Dimensions:
             config.get("n_shared_experts") or 0
         )
         shared = 0 if kind == "mixtral" else shared
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v3", "kimi_k2"):
         latent = Latent(
             query_rank=config.get("q_lora_rank") or 0,
             rank=config["kv_lora_rank"],
@@ -86,7 +86,7 @@ def dimensions_of(config: dict[str, Any]) -> Dimensions:
         tied=bool(config.get("tie_word_embeddings")),
         query_norm=kind in ("qwen3", "qwen3_moe") or bool(config.get("use_qk_norm")),
         query_bias=kind in ("qwen2", "qwen2_moe") or (kind == "glm4_moe" and bool(config["attention_bias"])),
-        precise_router=kind in ("deepseek_v3", "glm4_moe"),
+        precise_router=kind in ("deepseek_v3", "glm4_moe", "kimi_k2"),
         latent=latent,
         has_experts=tuple(layer in facts.moe_layers for layer in range(facts.num_layers)),
     )
