@@ -278,7 +278,7 @@ class KimiK2Config(DeepseekV3Config):
 
     transformers knows the type only from the code in the model's folder, which is never run.
 
-    Source: MoonshotAI/Kimi-K2, docs/deploy_guidance.md, "Others"; sglang/srt/utils/hf_transformers/common.py,
+    Source: the deployment guide of MoonshotAI/Kimi-K2, "Others"; sglang/srt/utils/hf_transformers/common.py,
     `_KimiK2ConfigAlias`.
     """
 
