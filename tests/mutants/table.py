@@ -3313,7 +3313,7 @@ MUTANTS: Final = (
         "async_rl/placement/ray_cluster.py",
         "await parts[0].rendezvous.remote() if len(parts) > 1 else None",
         "None",
-        ("tests/integration/test_engine_nodes.py",),
+        ("tests/unit/test_cluster_settings.py",),
     ),
     Mutant(
         "second-part-of-an-engine-is-not-watched",

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import pytest
 
@@ -16,6 +16,7 @@ from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.rollout.workers.worker_backend import WorkerSpec
+from async_rl.runtime.processes import this_process
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.run_config import MOE
@@ -195,6 +196,38 @@ async def test_an_engine_has_died_when_its_part_on_any_node_ends(
         async with asyncio.timeout(5):
             assert "engine-0 ended: killed" in await died
         nursery.cancel_tasks()
+
+
+class JoiningPart(SilentActor):
+    """The actor of a part of an engine: it joins the run, and its server never starts."""
+
+    rendezvous_of: ClassVar[list[object]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {"join_run": this_process("here"), "rendezvous": "10.0.0.1:15000"}
+
+        async def answer(*arguments: object) -> Any:
+            if name == "start_server":
+                self.rendezvous_of.extend(arguments)
+                await SilentCall()
+            return answers[name]
+
+        return type("Call", (), {"remote": staticmethod(lambda *a: asyncio.ensure_future(answer(*a)))})
+
+
+@pytest.mark.parametrize(("num_nodes", "expected"), [(1, [None]), (2, ["10.0.0.1:15000"] * 2)])
+async def test_the_parts_of_an_engine_meet_where_the_first_one_says(
+    tmp_path: Path, silent_ray: SilentRay, num_nodes: int, expected: list[object]
+) -> None:
+    JoiningPart.rendezvous_of.clear()
+    silent_ray.actor = lambda *_: JoiningPart()
+    cluster = cluster_of(tmp_path, "engine.tp_size=2", f"engine.num_nodes={num_nodes}")
+    async with Nursery() as nursery, asyncio.timeout(10):
+        nursery.start_task("start", cluster.start_engines())
+        while len(JoiningPart.rendezvous_of) < num_nodes:  # noqa: ASYNC110 - a fake actor notifies no one
+            await asyncio.sleep(0.01)
+        nursery.cancel_tasks()
+    assert JoiningPart.rendezvous_of == expected
 
 
 def test_a_model_has_engines_of_its_own_and_places_for_them(tmp_path: Path, silent_ray: SilentRay) -> None:
