@@ -144,4 +144,4 @@ def test_each_example_is_listed_and_says_how_it_is_run(folder: str) -> None:
     assert f"(examples/{folder}/)" in (ROOT / "README.md").read_text()
     readme = (EXAMPLES / folder / "README.md").read_text()
     assert "examples/" in readme or "quickstart" in readme
-    assert (EXAMPLES / folder / "config.yaml").is_file()
+    assert list((EXAMPLES / folder).rglob("config.yaml"))
