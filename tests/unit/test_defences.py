@@ -168,7 +168,7 @@ def test_no_loader_of_transformers_may_ask_whether_to_run_code() -> None:
         call
         for folder in ("async_rl", "agent_loops", "trainer", "examples", "benchmarks")
         for file in (root / folder).rglob("*.py")
-        for call in re.findall(r"\bAuto\w+\.from_\w+\([^)]*\)", file.read_text(encoding="utf-8"))
+        for call in re.findall(r"\b(?:Auto\w+|reader)\.from_\w+\([^)]*\)", file.read_text(encoding="utf-8"))
     ]
     assert len(calls) >= 2
     assert [call for call in calls if "trust_remote_code=False" not in call] == []
