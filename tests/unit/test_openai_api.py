@@ -238,8 +238,14 @@ async def test_an_agent_is_told_when_its_context_is_full():
         assert (await a.say("Hi")).choices[0].message.content == "Hello."
 
 
-async def test_sampling_parameters_are_ignored_and_that_is_logged_once(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.WARNING)
+async def test_sampling_parameters_are_ignored_and_that_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    # A package that configures logging while it is imported by an earlier test may disable our loggers.
+    for name in ("async_rl", "async_rl.openai_api", "async_rl.openai_api.endpoint"):
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        caplog.set_level(logging.WARNING, logger=name)
     async with asked(lines("Hello.", "Again.")) as a:
         first = await a.say("Hi", temperature=0.1, seed=4, presence_penalty=0, top_p=1)
         await a.say("Hi", reply(first), "More", temperature=0.1)
