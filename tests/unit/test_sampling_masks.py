@@ -383,6 +383,15 @@ def test_sampling_that_cannot_be_replayed_is_refused(sampling: dict[str, float])
     parse_config(tree | {"rollout": {"reward": "m:f", **sampling, "top_k": 20}})
 
 
+def test_a_temperature_at_which_engines_are_greedy_is_refused() -> None:
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"kind": "simulated"}}
+    parse_config(tree | {"rollout": {"reward": "m:f", "temperature": 0.01}})
+    with pytest.raises(
+        ConfigError, match=r"rollout\.temperature is 1e-07, expected at least 0\.01: engines are greedy"
+    ):
+        parse_config(tree | {"rollout": {"reward": "m:f", "temperature": 1e-7}})
+
+
 @pytest.mark.parametrize(
     "mask", [SamplingMask.of([[1]] * 3), SamplingMask(counts=np.ones(9, np.uint16), token_ids=np.zeros(2))]
 )

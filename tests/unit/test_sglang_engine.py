@@ -918,6 +918,23 @@ async def test_a_server_with_sampling_settings_that_calls_do_not_override_is_ref
             await engine.wait_ready()
 
 
+@pytest.mark.parametrize("threshold", ["single", "acc"])
+async def test_a_server_that_accepts_drafts_below_their_probability_is_refused(
+    server: FakeSGLang, threshold: str
+) -> None:
+    drafts = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
+    server.answers["server_info"] = (200, GOOD_SERVER | drafts)
+    async with server.client() as engine:
+        await engine.wait_ready()
+    setting = f"speculative_accept_threshold_{threshold}"
+    server.answers["server_info"] = (200, GOOD_SERVER | drafts | {setting: 0.9})
+    async with server.client() as engine:
+        with pytest.raises(
+            ConfigError, match=f"--speculative-accept-threshold-{threshold} 0.9.*expected 1.*another distri"
+        ):
+            await engine.wait_ready()
+
+
 async def test_a_server_without_routing_will_do_when_none_is_needed(server: FakeSGLang) -> None:
     server.answers["server_info"] = (200, GOOD_SERVER | {"enable_return_routed_experts": False, "pp_size": 2})
     async with server.client(routing=False) as engine:

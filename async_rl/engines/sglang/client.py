@@ -111,6 +111,8 @@ class _ServerInfo(msgspec.Struct):
     pp_size: int = 1
     speculative_algorithm: str | None = None
     speculative_eagle_topk: int | None = None
+    speculative_accept_threshold_single: float = 1.0
+    speculative_accept_threshold_acc: float = 1.0
     moe_runner_backend: str | None = None
     disaggregation_mode: str = "null"
     sampling_mask_max_tokens: int | None = None
@@ -585,6 +587,17 @@ class SGLangEngine:
                 f"{server} repeats all sampled tokens with every token: start it with "
                 f"--incremental-streaming-output"
             )
+        thresholds = {
+            "single": info.speculative_accept_threshold_single,
+            "acc": info.speculative_accept_threshold_acc,
+        }
+        for name, threshold in thresholds.items():
+            if info.speculative_algorithm is not None and threshold != 1:
+                raise ConfigError(
+                    f"{server} runs with --speculative-accept-threshold-{name} {threshold:g}, expected 1: it "
+                    f"accepts drafts more often than their probability, so that tokens come from another "
+                    f"distribution than their log-probs; start it without"
+                )
         if self._routing:
             if not info.enable_return_routed_experts:
                 raise ConfigError(
