@@ -76,14 +76,13 @@ class Teacher:
         return [each.result() for each in scored]
 
     async def _score_trajectory(self, trajectory: Trajectory) -> Trajectory:
-        own = np.concatenate(
-            [
-                np.full(
-                    len(segment.token_ids), isinstance(segment, Sampled) and i >= trajectory.num_inherited
-                )
-                for i, segment in enumerate(trajectory.segments)
-            ]
+        segments = trajectory.segments
+        lengths = [len(segment.token_ids) for segment in segments]
+        sampled = [isinstance(segment, Sampled) for segment in segments]
+        own = np.repeat(
+            [is_own and i >= trajectory.num_inherited for i, is_own in enumerate(sampled)], lengths
         )
+        masked = [isinstance(segment, Sampled) and segment.mask is not None for segment in segments]
         if not own.any():
             return trajectory
         start, end = int(own.argmax()), len(own) - int(own[::-1].argmax())
@@ -92,6 +91,8 @@ class Teacher:
         with waiting("teacher", self._name):
             scores[start:end] = await self._score_tokens(trajectory.token_ids[:end], start)
         self._metrics.model_call_seconds.labels(self._name).observe(self._clock() - began_s)
+        # Sampled before the run had a teacher: the policy's log-probs are of the kept tokens only.
+        scores[np.repeat(masked, lengths)] = np.nan
         scores[~own] = 0
         return msgspec.structs.replace(trajectory, teacher_log_probs=scores)
 

@@ -23,7 +23,7 @@ from async_rl.rollout.teacher import Teacher
 from async_rl.runtime.supervision import services
 from async_rl.simulation.simulated_models import score_seed
 from async_rl.simulation.virtual_time import in_virtual_time
-from async_rl.types import Context, Group, Trajectory
+from async_rl.types import Context, Group, SamplingMask, Trajectory
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_trajectory
 from tests.unit.test_frozen_models import frozen_model
@@ -61,6 +61,20 @@ async def test_own_sampled_tokens_are_scored_and_no_others(tmp_path: Path) -> No
     own = np.array([False] * 9 + [True] * 2 + [False] * 2)
     assert np.array_equal(second.teacher_log_probs, np.where(own, expected(branch), 0))
     assert third.teacher_log_probs is None
+
+
+@in_virtual_time
+async def test_tokens_of_truncated_sampling_have_no_score(tmp_path: Path) -> None:
+    """They were sampled before the run was resumed with a teacher, whose log-probs are not of kept tokens."""
+    model, _ = frozen_model(tmp_path)
+    await model.start_engines()
+    trajectory = make_trajectory("t", prompt=3, sampled=((4, 0), (2, 1)), routing=False)
+    prompt, truncated, after = trajectory.segments
+    truncated = msgspec.structs.replace(truncated, mask=SamplingMask.of([[1, 2]] * 4))
+    trajectory = msgspec.structs.replace(trajectory, segments=(prompt, truncated, after))
+    (scored,) = await teacher_of(model).score_trajectories([trajectory])
+    assert np.isnan(scored.teacher_log_probs[3:7]).all()
+    assert np.array_equal(scored.teacher_log_probs[7:], expected(trajectory)[7:])
 
 
 @in_virtual_time
