@@ -41,7 +41,7 @@ TOLERANCE: Final = 1e-5
 """Largest difference on another layout, relative for values above 1."""
 
 _COMPARED: Final = ("loss", "grad_norm")
-_SHOWN: Final = (*_COMPARED, "ppo_kl")
+_SHOWN: Final = (*_COMPARED, "ppo_kl", "ppo_kl_bypass")
 
 
 class ReplayDiffers(AsyncRLError):
@@ -200,14 +200,14 @@ def _checkpoint_of(path: Path, capture: Capture) -> str | None:
 
 
 def _compare(captured: StepResult | None, replayed: StepResult) -> list[Comparison]:
-    """Return the figures of a step that both have or the run lacks."""
+    """Return the figures of a step that both have or the run lacks; a KL only where it was measured."""
     before: dict[str, float] = {} if captured is None else captured.metrics
     return [
         Comparison(
             step=replayed.step, figure=name, captured=before.get(name), replayed=replayed.metrics[name]
         )
         for name in _SHOWN
-        if name in replayed.metrics
+        if name in replayed.metrics and (name in _COMPARED or math.isfinite(replayed.metrics[name]))
     ]
 
 

@@ -11,8 +11,8 @@ runs/NAME/
 ```
 
 The driver decides which batches are kept, and the ranks keep them (`queue.kept_batches`). It captures a step
-that fails, that skips an update, or whose gradient norm or ppo_kl jumps; `async-rl capture` does so on
-request.
+that fails, that skips an update, or whose gradient norm or ppo_kl (`ppo_kl_bypass` where the engines'
+log-probs are the old ones) jumps; `async-rl capture` does so on request.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ _HISTORY: Final = 20
 _MIN_HISTORY: Final = 5
 """Steps before the first comparison."""
 
-_LEAST_PPO_KL: Final = 0.01
-"""Nats that a |ppo_kl| must exceed to count as a jump: medians near 0 are exceeded by noise."""
+_LEAST_JUMP: Final = {"grad_norm": 0.0, "ppo_kl": 0.01, "ppo_kl_bypass": 0.01}
+"""What is compared, and the size (of a KL: in nats) that it must exceed to count as a jump: medians near 0
+are exceeded by noise."""
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +103,7 @@ class Captures:
         self._kept: dict[int, int] = {}
         """Bytes of the batches that are kept, by step."""
         self._base_step = step
-        self._history = {name: deque[float](maxlen=_HISTORY) for name in ("grad_norm", "ppo_kl")}
+        self._history = {name: deque[float](maxlen=_HISTORY) for name in _LEAST_JUMP}
 
     def keep_batch(self, batch: TakenBatch, step: int) -> TakenBatch:
         """Return the batch of a step, with the folder in which the trainer's ranks keep it if there is space.
@@ -171,8 +172,7 @@ class Captures:
         for name, history in self._history.items():
             value = abs(metrics.get(name, float("nan")))
             usual = median(history) if len(history) >= _MIN_HISTORY else 0.0
-            floor = _LEAST_PPO_KL if name == "ppo_kl" else 0.0
-            if jump is not None and usual and value > max(jump * usual, floor):
+            if jump is not None and usual and value > max(jump * usual, _LEAST_JUMP[name]):
                 reasons.append(f"{name} is {value:.3g}, {value / usual:.1f} times its median")
             if value < float("inf"):
                 history.append(value)

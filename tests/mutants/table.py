@@ -3078,7 +3078,7 @@ MUTANTS: Final = (
         "small-ppo-kl-is-a-jump",
         "Noise of a ppo_kl near 0 counts as a jump.",
         "async_rl/run/captures.py",
-        "max(jump * usual, floor)",
+        "max(jump * usual, _LEAST_JUMP[name])",
         "jump * usual",
         (CAPTURES,),
     ),

@@ -150,6 +150,20 @@ async def test_a_step_is_captured_when_it_stands_out(
         assert kept_steps(run / "captures" / "step_00000007" / "batches") == [1, 2, 3, 4, 5, 6, 7]
 
 
+async def test_a_jump_of_ppo_kl_is_captured_under_the_name_that_it_has_in_bypass_mode(
+    config: Config, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    captures = captures_of(config, run)
+    for step in range(1, 7):
+        await train(captures, tmp_path, step, ppo_kl=float("nan"), ppo_kl_bypass=0.001)
+    await train(captures, tmp_path, 7, ppo_kl=float("nan"), ppo_kl_bypass=0.009)
+    assert kept_steps(run / "captures") == [], "small, though nine times the median"
+    await train(captures, tmp_path, 8, ppo_kl=float("nan"), ppo_kl_bypass=-0.02)
+    manifest = load_capture(run / "captures" / "step_00000008")
+    assert manifest.reason == "ppo_kl_bypass is 0.02, 20.0 times its median"
+
+
 async def test_first_steps_and_a_gradient_of_nothing_are_not_compared(config: Config, tmp_path: Path) -> None:
     captures = captures_of(config, tmp_path / "run")
     await train(captures, tmp_path, 1)
