@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -31,6 +31,14 @@ from async_rl.runtime.files import replace_file
 
 _TICK_WIDTH = 9
 """Columns of a chart for each tick of its x axis."""
+
+SPIKES: Final = {
+    "ppo_kl": "the updates of one batch moved the policy far: check grad_norm, lower the learning rate",
+    "mismatch": "engine and trainer differ at equal weights: damaged weights or wrong routing rows",
+    "staleness": "older data than usual, or a policy that moves fast: lower max_staleness or the rate",
+    "routing": "replay removes more than usual, close choices of experts; below 0 the rows are wrong",
+}
+"""What a spike of a figure in a step's line means."""
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -77,6 +85,8 @@ def print_header(console: TextConsole, config: Config, run_dir: Path, metrics_ur
     console.print(_figures([(key, str(value)) for key, value in changed_fields(config).items()]))
     console.print(Text("follows from it", style="bold"))
     console.print(_figures([(key, str(value)) for key, value in derived_bounds(config).items()]))
+    console.print(Text("a spike of these in a step's line means", style="bold"))
+    console.print(_figures([*SPIKES.items()]))
 
 
 _NAMES_WIDTH = 30
@@ -213,19 +223,22 @@ def _named_kl(ppo_kl: Figure, bypass: Figure) -> list[tuple[str, str]]:
 
 
 def _kl_curves(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
-    """Returns the KL of the updates and the parts of the rollout KL by step, as far as measured."""
+    """Returns the KL of the updates and the parts of the rollout KL by step, as far as measured, each with
+    what a spike means.
+    """
     curves = {
-        "ppo_kl by step": [record.ppo_kl for record in records],
-        "ppo_kl_bypass by step": [record.ppo_kl_bypass for record in records],
-        "KL of mismatch": [record.kl_mismatch for record in records],
-        "KL of staleness": [record.kl_staleness for record in records],
-        "KL of routing": [record.kl_routing for record in records],
+        "ppo_kl by step": ("ppo_kl", [record.ppo_kl for record in records]),
+        "ppo_kl_bypass by step": ("ppo_kl", [record.ppo_kl_bypass for record in records]),
+        "KL of mismatch": ("mismatch", [record.kl_mismatch for record in records]),
+        "KL of staleness": ("staleness", [record.kl_staleness for record in records]),
+        "KL of routing": ("routing", [record.kl_routing for record in records]),
     }
     rows = []
-    for name, values in curves.items():
+    for name, (figure, values) in curves.items():
         measured = [value for value in values if is_finite(value)]
         if measured:
             rows.append((name, f"at most {max(measured, key=abs):.0e} nats  {sparkline(values, 28)}"))
+            rows.append(("", f"a spike: {SPIKES[figure]}"))
     return rows
 
 

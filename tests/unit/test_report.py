@@ -247,6 +247,20 @@ def test_the_summary_shows_what_was_measured_of_the_kl_by_step(tmp_path: Path) -
     assert "ppo_kl by step" in text
     assert "at most 2e-05 nats" in text
     assert "KL of routing" not in text
+    said = " ".join(text.split())
+    assert "a spike: the updates of one batch moved the policy far" in said
+    assert "a spike: engine and trainer differ at equal weights" in said
+    assert "a spike: replay removes more" not in said
+
+
+def test_the_first_screen_says_what_a_spike_in_a_steps_line_means(tmp_path: Path) -> None:
+    out, file = console()
+    print_header(out, config(), tmp_path, "http://127.0.0.1:9000")
+    said = " ".join(file.getvalue().partition("a spike of")[2].split())
+    assert "ppo_kl the updates of one batch moved the policy far" in said
+    assert "mismatch engine and trainer differ at equal weights" in said
+    assert "staleness older data than usual" in said
+    assert "routing replay removes more than usual" in said
 
 
 def test_a_step_shows_no_kl_that_nothing_has_measured():
