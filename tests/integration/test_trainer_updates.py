@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from async_rl.errors import NonFiniteLoss
+from async_rl.types import SamplingMask
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
@@ -132,6 +133,26 @@ def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
     advantages = centred / np.sqrt((share * centred**2).sum())
     by_hand = -np.mean(np.minimum(ratio, 2.0) * advantages)
     assert by_token["loss"] == pytest.approx(by_hand, abs=1e-4)
+
+
+def test_the_kl_to_the_reference_is_between_renormalised_distributions(moe):
+    """Both models over the kept tokens: 0 before the first update, whatever was kept."""
+    config = trainer_config(moe, replay=False, loss={"kl": {"coefficient": 0.1, "estimator": "k3"}})
+    batch = random_batch(routing=False)
+    kept = [
+        sorted({int(token), 4, 50}) if trained else []
+        for token, trained in zip(batch.token_ids, batch.loss_mask, strict=True)
+    ]
+    batch = msgspec.structs.replace(batch, sampling_mask=SamplingMask.of(kept))
+    with started(config) as worker:
+        assert worker.train_on(batch, 1).metrics["reference_kl"] == pytest.approx(0, abs=1e-9)
+        policy = log_probs_of(worker, batch)
+        with worker.model.as_reference():
+            reference = log_probs_of(worker, batch)
+        found = worker.train_on(batch, 2).metrics["reference_kl"]
+    difference = (policy - reference)[:-1][batch.loss_mask[1:]].astype(np.float64)
+    assert found == pytest.approx(np.mean(np.expm1(-difference) + difference), rel=1e-3)
+    assert found > 1e-6
 
 
 def with_first(batch, count):
