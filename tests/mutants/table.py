@@ -1426,6 +1426,24 @@ MUTANTS: Final = (
         ("tests/integration/test_trainer_step.py",),
     ),
     Mutant(
+        "ppo-kl-is-the-other-way-round",
+        "`ppo_kl` is the mean of current minus proximal log-probs.",
+        "trainer/losses/policy_loss.py",
+        "                    old - log_probs,\n",
+        "                    log_probs - old,\n",
+        (
+            "tests/integration/test_trainer_step.py::test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ",
+        ),
+    ),
+    Mutant(
+        "teachers-score-truncated-tokens",
+        "Log-probs over a teacher's whole vocabulary are compared with those over the kept tokens.",
+        "async_rl/rollout/teacher.py",
+        "        scores[np.repeat(masked, lengths)] = np.nan\n",
+        "",
+        (f"{TEACHER}::test_tokens_of_truncated_sampling_have_no_score",),
+    ),
+    Mutant(
         "first-updates-dilute-ppo-kl",
         "`ppo_kl` also averages over the first update of a batch, where it is 0 by construction.",
         "trainer/worker.py",
