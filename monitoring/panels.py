@@ -511,7 +511,8 @@ TRAINER: Final = (
     ),
     Panel(
         "Parts of the KL",
-        "Half the mean squared log-prob difference. Routing is what replay removes, below zero what it adds.",
+        "Half the mean squared log-prob difference. A spike of mismatch: damaged weights or wrong rows. Of "
+        "staleness: data is too old. Of routing: replay removes more; below 0 the rows are wrong.",
         (
             Query(value("kl_mismatch_nats"), "engine mismatch"),
             Query(value("kl_staleness_nats"), "staleness"),

@@ -12,6 +12,7 @@ import pytest
 
 from async_rl.observability.metrics import Metrics
 from monitoring import dashboard, picture
+from monitoring.panels import TRAINER
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 DASHBOARDS = sorted((MONITORING / "grafana" / "dashboards").glob("*.json"))
@@ -104,6 +105,13 @@ def test_panels_fill_their_rows_and_do_not_overlap() -> None:
 def test_each_panel_tells_the_help_of_its_metrics() -> None:
     (panel,) = [p for p in dashboard.dashboard()["panels"] if p["title"] == "Tokens"]
     assert "`async_rl_sampled_tokens_total`: Tokens sampled by engines." in panel["description"]
+
+
+def test_the_dashboard_says_what_a_spike_of_each_kl_means() -> None:
+    said = {panel.title: panel.says for panel in TRAINER}
+    assert "A spike:" in said["ppo_kl"]
+    for part in ("A spike of mismatch:", "Of staleness:", "Of routing:"):
+        assert part in said["Parts of the KL"]
 
 
 def test_every_metric_is_on_the_dashboard() -> None:
