@@ -29,7 +29,7 @@ from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import OpenWorker, WorkerSpec
 from async_rl.run import orchestrator
 from async_rl.runtime.supervision import cut_by, was_stopped_at_start
-from async_rl.runtime.user_processes import write_reports
+from async_rl.runtime.user_processes import end_leftovers, write_reports
 
 
 async def run(
@@ -48,6 +48,7 @@ async def run(
         progress: Shows phases and steps on the terminal; None shows nothing.
         server: The server class that an engine's actor starts; every node must be able to import it.
     """
+    end_leftovers(run_dir)
     write_reports(run_dir)
     async with AsyncExitStack() as stack:
         async with cut_by(stop):

@@ -41,7 +41,7 @@ from async_rl.runtime.printable import PrintableFormatter
 from async_rl.runtime.processes import Process, die_with_parent
 from async_rl.runtime.short_collections import short_collections
 from async_rl.runtime.supervision import Nursery, first_error
-from async_rl.runtime.user_processes import mark_all_children, write_reports
+from async_rl.runtime.user_processes import end_leftovers, mark_all_children, write_reports
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,9 @@ class RolloutWorkerActor(NodeActor):
         logging.basicConfig(handlers=[handler], level=logging.INFO)
         sys.path.insert(0, os.getcwd())
         parsed = parse_config(config)
-        write_reports(Path(parsed.run.dir) / parsed.run.name)
+        run_dir = Path(parsed.run.dir) / parsed.run.name
+        end_leftovers(run_dir)
+        write_reports(run_dir)
         mark_all_children()
         with short_collections():
             asyncio.run(

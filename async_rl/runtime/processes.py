@@ -29,7 +29,7 @@ class Process(msgspec.Struct, frozen=True):
 
 def this_process(host: str) -> Process:
     """Return the calling process."""
-    return Process(host, os.getpid(), _started(os.getpid()))
+    return Process(host, os.getpid(), start_time(os.getpid()))
 
 
 def kill(process: Process, limit_s: float, grace_s: float = 0.0) -> bool:
@@ -48,7 +48,7 @@ def kill(process: Process, limit_s: float, grace_s: float = 0.0) -> bool:
     except ProcessLookupError:
         return True
     try:
-        if _started(process.pid) != process.started:
+        if start_time(process.pid) != process.started:
             return True
         poller = select.poll()  # `select` takes no descriptor above 1023, and a driver has thousands
         poller.register(descriptor, select.POLLIN)
@@ -70,7 +70,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _started(pid: int) -> str:
+def start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks after boot.
+
+    Raises:
+        FileNotFoundError: It has ended.
+    """
     # After the name in parentheses, which may hold anything, from the third field of proc(5) on.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 

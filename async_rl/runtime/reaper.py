@@ -8,14 +8,16 @@
 
 A process belongs to a scope (an attempt, the agent loops of a run) by a mark in its environment, which its
 children inherit even if they fork twice or lead a session of their own. Descendants without the mark belong
-to it if they were seen below a marked process. The mark contains a random token of the owner, so no process
-of another run is ever touched. When the owner has ended for whatever reason, all its scopes are over; a pidfd
-shows that even after SIGKILL. The reaper leads a session of its own, so that a signal to the owner's process
-group does not reach it.
+to it if they were seen below a marked process, and so do processes that the owner names (`adopted`). The mark
+contains a random token of the owner, so no process of another run is ever touched. When the owner has ended
+for whatever reason, all its scopes are over; a pidfd shows that even after SIGKILL. The reaper leads a
+session of its own, so that a signal to the owner's process group does not reach it. If it is killed together
+with the owner, the file REPORT.owner is left, by which the next process of the run starts another reaper.
 
 Usage: reaper.py OWNER_PID OWNER_START MARK GRACE_S REPORT
 """
 
+import fcntl
 import json
 import os
 import select
@@ -70,6 +72,9 @@ class Reaper:
         self._upto = request["upto"]
         self._live.update(request["begun"])
         self._live.difference_update(request["ended"])
+        for pid, start in request["adopted"]:
+            self._known[pid, start] = "0", "other"
+            self._marked.add((pid, start))
         for number, scope, kind, command in request["held"]:
             self._held[number] = scope, kind, command
         for number in request["released"]:
@@ -209,10 +214,21 @@ def _signal(key: Key, number: int) -> None:
         os.close(descriptor)
 
 
+def _lock(path: str) -> int:
+    """Wait until no other reaper of the same owner runs, where the file system has locks."""
+    descriptor = -1
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor  # it is locked until this process ends
+
+
 def main() -> None:
     """Serve the owner, and end everything when it has ended."""
     pid, start, mark, grace_s, report = sys.argv[1:]
     owner = int(pid), int(start)
+    if report:
+        _lock(report + ".owner")
     reaper = Reaper(mark, float(grace_s))
     poller, buffer = select.poll(), b""
     poller.register(0, select.POLLIN)
@@ -244,7 +260,10 @@ def main() -> None:
     if found and report:
         with suppress(OSError):
             Path(report + ".new").write_text(json.dumps([[kind, "owner_ended"] for _, kind, _ in found]))
-            os.rename(report + ".new", report)
+            os.rename(report + ".new", report + ".json")
+    if report:
+        with suppress(OSError):
+            os.unlink(report + ".owner")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@
 
 Well-behaved code ends its processes itself, and nothing is left over. The reaper ends what a crash, a
 swallowed cancellation, a double fork or a new session has left, and everything when this process is killed.
+Processes of `multiprocessing` have no mark, because a fork keeps the environment of its parent. They may be
+a pool that later attempts use too, so they belong to this process and end with it.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import wraps
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from async_rl.runtime.processes import this_process
+from async_rl.runtime.processes import start_time, this_process
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,10 @@ Reason = Literal["attempt_ended", "attempt_failed", "attempt_cancelled", "run_en
 """Why the scope of a process is over; the reaper of an ended owner adds `owner_ended`."""
 
 _REPORTS: Final = Path("logs", "reaped")
+"""Below a run's folder: `TOKEN.json` is the report of a reaper, `TOKEN.owner` an owner whose reaper has not
+ended yet."""
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+"""Tells hosts apart, and a host before and after it was started again."""
 _PROGRAM: Final = Path(__file__).with_name("reaper.py")
 _SWEEP_S: Final = 5.0
 """Time between two looks at all processes of this host, which take about 20 us per process."""
@@ -60,6 +67,9 @@ _MAX_OVER: Final = 10_000
 """How many ended scopes are remembered with their names, for the log."""
 _ANSWER_S: Final = 30.0
 """A reaper that is silent for so long is replaced."""
+
+_Key = tuple[int, int]
+"""A process: its pid and its start time in clock ticks after boot."""
 
 _current: ContextVar[ProcessScope | None] = ContextVar("process scope", default=None)
 
@@ -182,6 +192,20 @@ def write_reports(run_dir: Path) -> None:
     _owner.reports = run_dir / _REPORTS
 
 
+def end_leftovers(run_dir: Path) -> None:
+    """End what owners of a run on this host have left that were killed together with their reapers."""
+    for path in (run_dir / _REPORTS).glob("*.owner"):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # it is being written, or damaged
+            owner = json.loads(path.read_text())
+            if owner["boot"] == _BOOT.read_text() and not _runs((owner["pid"], owner["started"])):
+                log.info("process %d was killed with its reaper: ending what is left of it", owner["pid"])
+                mark = f"{MARK}={owner['token']}:"
+                reaper = _start_reaper(
+                    owner["pid"], owner["started"], mark, str(path.absolute().with_suffix(""))
+                )
+                threading.Thread(target=reaper.communicate, name="reaper", daemon=True).start()
+
+
 def read_reports(run_dir: Path) -> Counter[tuple[str, str]]:
     """Return what reapers have ended after the end of their owners, by kind and reason, once."""
     counts: Counter[tuple[str, str]] = Counter()
@@ -222,6 +246,7 @@ class _Owner:
         self._next = 1
         self._held: dict[int, tuple[int, str, list[str]]] = {}
         self._new_held, self._known_held, self._released = set[int](), set[int](), set[int]()
+        self._adopted, self._new_adopted = set[_Key](), set[_Key]()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._num_urgent = 0
@@ -231,7 +256,7 @@ class _Owner:
         self._warned: set[str] = set()
 
     def begin_scope(self, scope: ProcessScope) -> int:
-        _mark_popen()
+        _follow_children()
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._live[number] = scope
@@ -275,6 +300,19 @@ class _Owner:
             self._released.add(number)
         self._wake.set()
 
+    def adopt(self, pid: int) -> None:
+        """Let a process end with this one."""
+        self._start()
+        with suppress(OSError), self._lock:  # it may have ended already
+            key = pid, int(start_time(pid))
+            self._adopted.add(key)
+            self._new_adopted.add(key)
+        self._wake.set()
+
+    def forget_in_child(self) -> None:
+        """Be usable in a forked process, whose threads are gone: one of them may have held the lock."""
+        self._lock = threading.Condition()
+
     @property
     def is_settled(self) -> bool:
         """Whether no scope that is over has ever started a process that was not swept up since."""
@@ -313,21 +351,17 @@ class _Owner:
     @contextmanager
     def _reaper(self) -> Iterator[subprocess.Popen[bytes]]:
         process = this_process("")
-        report = "" if self.reports is None else str(self.reports.absolute() / f"{self._token}.json")
+        pid, started, report = process.pid, int(process.started), ""
         if self.reports is not None:
+            report = str(self.reports.absolute() / self._token)
             self.reports.mkdir(parents=True, exist_ok=True)
-        arguments = (process.pid, process.started, f"{MARK}={self._token}:", _GRACE_S)
+            owner = {"boot": _BOOT.read_text(), "pid": pid, "started": started, "token": self._token}
+            Path(report + ".owner").write_text(json.dumps(owner))
         with self._lock:
             self._begun, self._ended = set(self._live), set()
             self._new_held, self._released = set(self._held), set()
-        reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, arguments), report],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if name != MARK},
-            start_new_session=True,
-            cwd="/",
-        )
+            self._new_adopted = set(self._adopted)
+        reaper = _start_reaper(pid, started, f"{MARK}={self._token}:", report)
         try:
             yield reaper
         finally:
@@ -349,11 +383,14 @@ class _Owner:
                     "ended": sorted(self._ended),
                     "held": [[number, *self._held[number]] for number in sorted(self._new_held)],
                     "released": sorted(self._released),
+                    "adopted": sorted(self._new_adopted),
                     "sweep": sweep,
                 }
                 self._num_urgent = max(0, self._num_urgent - 1)
-                for sent in (self._begun, self._ended, self._new_held, self._released):
+                for sent in (self._begun, self._ended, self._new_held, self._released, self._new_adopted):
                     sent.clear()
+                if sweep:
+                    self._adopted = {key for key in self._adopted if _runs(key)}
             reaper.stdin.write(json.dumps(request).encode() + b"\n")
             reaper.stdin.flush()
             if not answers.poll(1000 * _ANSWER_S):
@@ -390,14 +427,51 @@ class _Owner:
             scope.on_reaped(kind, reason)
 
 
-def _mark_popen() -> None:
-    """Let `subprocess.Popen` mark what is started in a scope; outside of one it is unchanged.
+def _start_reaper(pid: int, started: int, mark: str, report: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_PROGRAM), str(pid), str(started), mark, str(_GRACE_S), report],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != MARK},
+        start_new_session=True,
+        cwd="/",
+    )
 
-    asyncio, anyio and `subprocess.run` start processes by it, and nothing else passes through all user code.
+
+def _runs(key: _Key) -> bool:
+    try:
+        return int(start_time(key[0])) == key[1]
+    except OSError:
+        return False
+
+
+def _follow_children() -> None:
+    """Let `subprocess.Popen` mark what is started in a scope, and adopt what `multiprocessing` starts there.
+
+    asyncio, anyio and `subprocess.run` start processes by the first, and pools of every kind by the second;
+    nothing else passes through all user code. Outside of a scope both are unchanged.
     """
-    original = subprocess.Popen.__init__
-    if hasattr(original, "__wrapped__"):
+    if hasattr(subprocess.Popen.__init__, "__wrapped__"):
         return
+    os.register_at_fork(after_in_child=_owner.forget_in_child)
+    _mark_popen()
+    _adopt_multiprocessing()
+
+
+def _adopt_multiprocessing() -> None:
+    original = BaseProcess.start
+
+    @wraps(original)
+    def start(self: BaseProcess) -> None:
+        original(self)
+        if _current.get() is not None and self.pid is not None:
+            _owner.adopt(self.pid)
+
+    BaseProcess.start = start  # type: ignore[method-assign]
+
+
+def _mark_popen() -> None:
+    original = subprocess.Popen.__init__
     signature = inspect.signature(original)
 
     @wraps(original)

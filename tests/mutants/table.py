@@ -2719,6 +2719,26 @@ MUTANTS: Final = (
         (f"{USER_PROCESSES}::test_a_reaper_is_replaced_and_knows_everything_when_it_is_killed",),
     ),
     Mutant(
+        "pools-outlive-drivers",
+        "What multiprocessing has started goes on when its driver is killed.",
+        "async_rl/runtime/user_processes.py",
+        "            _owner.adopt(self.pid)\n",
+        "            pass\n",
+        (f"{USER_PROCESSES}::test_a_process_of_multiprocessing_ends_when_its_owner_is_killed[fork]",),
+        says="Timeout",
+    ),
+    Mutant(
+        "reaper-without-successor",
+        "What is left of a driver that was killed with its reaper goes on for ever.",
+        "async_rl/runtime/user_processes.py",
+        '            Path(report + ".owner").write_text(json.dumps(owner))\n',
+        "",
+        (
+            f"{USER_PROCESSES}::test_what_is_left_ends_with_the_next_start_when_owner_and_reaper_are_killed_at_once",
+        ),
+        says="outlived",
+    ),
+    Mutant(
         "sandboxes-unmarked",
         "The sandboxes that a killed driver leaves behind are not counted as such.",
         "agent_loops/sandbox.py",

@@ -6,8 +6,10 @@ Each process notes its pid in a folder when it runs.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,23 @@ async def container(folder: Path) -> None:
         await asyncio.Event().wait()
 
 
+def note_and_sleep(folder: Path) -> None:
+    """Note the pid of this process, and never end."""
+    (folder / "of multiprocessing").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+
+async def of_multiprocessing(method: str, folder: Path) -> None:
+    """Start a process by `multiprocessing`; asked by a file, note that the reaper knows of it."""
+    process = multiprocessing.get_context(method).Process(target=note_and_sleep, args=[folder])
+    process.start()
+    while not (folder.parent / "asked").exists():  # noqa: ASYNC110, a file raises no event
+        await asyncio.sleep(0.02)
+    async with ReleasedBy(["true"]):  # is entered once the reaper knows everything
+        (folder.parent / "known").touch()
+        await asyncio.Event().wait()
+
+
 STARTED: dict[str, Any] = {
     "sandbox": (sandbox, 1),
     "mcp_server": (mcp_server, 1),
@@ -100,6 +119,8 @@ STARTED: dict[str, Any] = {
 async def _main(kind: str, folder: Path, run_dir: Path) -> None:
     write_reports(run_dir)
     with ProcessScope("the test").active():
+        if kind in multiprocessing.get_all_start_methods():
+            await of_multiprocessing(kind, folder)
         await (container if kind == "container" else STARTED[kind][0])(folder)
 
 

@@ -31,6 +31,7 @@ from async_rl.runtime.user_processes import (
     ProcessScope,
     ReleasedBy,
     attempt_scope,
+    end_leftovers,
     read_reports,
     settle,
 )
@@ -212,6 +213,52 @@ async def test_everything_ends_and_is_counted_when_its_owner_is_killed(kind: str
     counts = read_reports(tmp_path)
     assert counts.keys() == {(kind, "owner_ended")}
     assert not read_reports(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+async def test_a_process_of_multiprocessing_ends_when_its_owner_is_killed(
+    method: str, tmp_path: Path
+) -> None:
+    """Its environment has no mark. A pool that later attempts use too may have started it."""
+    with owner(method, tmp_path) as process:
+        await until(lambda: len(pids_in(tmp_path / "pids")) == len(reapers_of(process.pid)) == 1)
+        (reaper,) = reapers_of(process.pid)
+        descriptors = opened(pids_in(tmp_path / "pids"))
+        reaper.kill()  # its successor learns of the process too
+        await until(lambda: [each.pid for each in reapers_of(process.pid)] not in ([], [reaper.pid]))
+        (tmp_path / "asked").touch()
+        await until((tmp_path / "known").exists)
+        process.kill()
+        await asyncio.to_thread(assert_gone, descriptors)
+
+
+async def test_what_is_left_ends_with_the_next_start_when_owner_and_reaper_are_killed_at_once(
+    tmp_path: Path,
+) -> None:
+    with owner("agent_program", tmp_path) as process:
+        await until(partial(has_started, "agent_program", tmp_path))
+        descriptors = opened(pids_in(tmp_path / "pids"))
+        end_leftovers(tmp_path)  # does nothing while the owner runs
+        process.send_signal(signal.SIGSTOP)
+        (reaper,) = reapers_of(process.pid)
+        reaper.kill()
+        process.kill()
+        process.wait()
+        assert all(psutil.pid_exists(pid) for pid in pids_in(tmp_path / "pids"))
+        end_leftovers(tmp_path)
+        await asyncio.to_thread(assert_gone, descriptors)
+        await until(lambda: not list((tmp_path / "logs" / "reaped").glob("*.owner")))
+    assert read_reports(tmp_path).keys() == {("agent_program", "owner_ended")}
+
+
+def reapers_of(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return [
+            child
+            for child in psutil.Process(pid).children()
+            if child.status() != psutil.STATUS_ZOMBIE and "reaper.py" in " ".join(child.cmdline())
+        ]
+    return []
 
 
 async def test_another_run_on_the_host_is_left_alone(tmp_path: Path) -> None:
