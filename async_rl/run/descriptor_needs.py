@@ -46,11 +46,14 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
     evaluated = config.evaluation.max_concurrent if config.data.validation else 0
     connected = 0
     if isinstance(engine, SGLangEngines):
-        connected = max(engine.num_engines, len(engine.urls))
+        frozen = sum(len(model.urls) or model.num_engines for model in config.models.values())
+        connected = max(engine.num_engines, len(engine.urls)) + frozen
     per_trajectory = max((getattr(loop, "descriptors_per_trajectory", 0) for loop in loops), default=0)
     driver = {
         "the program itself": _BASE,
         "calls to engines": evaluated + (0 if workers else calls) if connected else 0,
+        # An attempt that asks a judge, or is scored by a teacher, has an idle connection to its engine, too.
+        "calls to models": _asked(config, trajectories + evaluated) if connected and not workers else 0,
         "engines": _PER_ENGINE * connected,
         "the queue": 8,  # two threads, each with a frame; ledger and journal
         "rollout workers": _PER_WORKER * workers,
@@ -59,9 +62,15 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
     worker = {
         "the program itself": _BASE,
         "calls to engines": config.max_attempts_per_worker * (1 + rollout.max_branches) if connected else 0,
+        "calls to models": _asked(config, config.max_attempts_per_worker) if connected else 0,
         "agents": per_trajectory * config.max_attempts_per_worker,
     }
     return DescriptorNeeds(driver, worker if workers else {})
+
+
+def _asked(config: Config, attempts: int) -> int:
+    """Returns the calls of so many attempts to judges and teachers: one for each of their conversations."""
+    return attempts * (1 + config.rollout.max_branches) if config.models else 0
 
 
 def check_descriptors(config: Config, loops: tuple[Any, ...] = ()) -> str:

@@ -102,5 +102,24 @@ def test_what_a_config_needs_follows_from_its_settings(
 ) -> None:
     config = config_with(**changed)
     needs = needs_of(config).driver
-    assert needs[part] == expected
+    assert (needs[part], needs["calls to models"]) == (expected, 0)
     assert needs["the queue"] == 8  # however many groups are outstanding: their files are closed
+
+
+def test_judges_and_teachers_count_where_sessions_are() -> None:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl", "validation": [{"path": "v.jsonl"}]},
+        "engine": {"num_engines": 2},
+        "evaluation": {"max_concurrent": 20},
+        "models": {
+            "judge": {"path": "j", "num_engines": 4},
+            "other": {"path": "k", "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]},
+        },
+    }
+    alone = needs_of(parse_config(tree | {"rollout": {"max_concurrent_trajectories": 100}}))
+    assert alone.driver["engines"] == 3 * (2 + 4 + 2)
+    assert alone.driver["calls to models"] == 100 + 20
+    rollout = {"max_concurrent_trajectories": 100, "num_workers": 3}
+    shared = needs_of(parse_config(tree | {"rollout": rollout}))
+    assert (shared.driver["calls to models"], shared.worker["calls to models"]) == (0, 50)
