@@ -58,7 +58,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         tree = yaml12.load(text) or {}
     except yaml12.YAMLError as e:
-        raise ConfigError(f"{file} is not valid YAML: {e}") from e
+        raise ConfigError(f"{file} is not valid YAML: {yaml12.describe_error(e)}") from e
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}, expected a mapping of sections")
     for override in overrides:
@@ -82,7 +82,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         node[leaf] = yaml12.load(value)
     except yaml12.YAMLError as e:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {e}") from e
+        why = yaml12.describe_error(e)
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {why}") from e
 
 
 def parse_config(tree: dict[str, Any], source: str = "config", *, overrides: Sequence[str] = ()) -> Config:

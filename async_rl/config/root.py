@@ -290,7 +290,9 @@ def check_models(config: Config) -> None:
         check_nodes(f"models.{name}", model)
         for url in model.urls:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"models.{name}.urls has {url!r}, which is no URL: write http://{url}")
+                raise ValueError(
+                    f"models.{name}.urls has {url!r}, which is no URL: write http://{url.rpartition('//')[2]}"
+                )
     teacher, rollout = config.trainer.loss.teacher, config.rollout
     for name, reward in rollout.rewards.items():
         if not isinstance(reward, JudgeReward):

@@ -444,7 +444,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         slow: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return slow
     except Exception as error:  # tokenizers raises bare Exception, transformers almost anything
-        raise ConfigError(f"the tokenizer cannot be read: {error}") from error
+        raise ConfigError(f"the tokenizer cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _generation_stop_ids(folder: Path) -> list[int]:

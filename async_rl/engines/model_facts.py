@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def load_facts(model_path: str | Path, context_length: int | None = None) -> Eng
         raise ConfigError(
             f"{model_path}/config.json has no {e}: is it the config of a causal language model?"
         ) from e
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"{model_path}/config.json has a value that is no number: {e}") from e
 
 
 def check_served_by_sglang(model_path: str | Path) -> None:
@@ -98,7 +101,10 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
     """
     file = Path(model_path) / "config.json"
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        text = file.read_bytes()
+        if text.startswith(codecs.BOM_UTF8):  # which other readers of the file refuse, too
+            raise ConfigError(f"{file} begins with a byte-order mark: save it as UTF-8 without one")
+        return msgspec.json.decode(text, type=dict[str, Any])
     except OSError as e:
         raise ConfigError(
             f"cannot read {file}: {e.strerror}. Set model.path to a folder with a Hugging Face model"
@@ -119,6 +125,7 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
         ConfigError: When the model has experts and its architecture is unknown: which of its layers have
             experts would be a guess, and routing of the wrong layers would ruin the training.
         KeyError: When a key is missing that every language model has.
+        ValueError, TypeError: When a dimension is no number.
     """
     text = config.get("text_config") or config
     num_layers = int(text["num_hidden_layers"])

@@ -9,12 +9,14 @@ dtype, shape and data offsets of each tensor; the data follow).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from async_rl.engine_protocol import EngineFacts
+from async_rl.engines.model_facts import read_config
 from async_rl.errors import ConfigError
 from async_rl.runtime.files import file_name
 
@@ -22,6 +24,7 @@ _INDEX: Final = "model.safetensors.index.json"
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors library."""
+_EMBEDDING: Final = "embed_tokens.weight"
 _LFS_POINTER: Final = b"version https://git-lfs"
 
 
@@ -33,19 +36,43 @@ def check_weights(model_path: str | Path, facts: EngineFacts) -> None:
         facts: The dimensions in its config.json.
 
     Raises:
-        ConfigError: A file is missing, truncated or damaged, or the embedding has another size than
-            `vocab_size`.
+        ConfigError: A file is missing, truncated or damaged, the embedding has another size than
+            `vocab_size` and `hidden_size`, or layers are missing.
     """
     folder = Path(model_path)
+    config = read_config(folder)
+    size = (config.get("text_config") or config).get("hidden_size")
+    shapes: dict[str, list[int]] = {}
     for path in _weight_files(folder):
         for name, tensor in _read_header(path).items():
-            if name == "__metadata__" or not name.endswith("embed_tokens.weight"):
+            if name == "__metadata__":
                 continue
-            if tensor["shape"][0] != facts.vocab_size:
-                raise ConfigError(
-                    f"{folder}/config.json has vocab_size {facts.vocab_size}, but {name} in {path.name} has "
-                    f"{tensor['shape'][0]} rows: one of the files belongs to another model"
-                )
+            shapes[name] = shape = tensor["shape"]
+            if not name.endswith(_EMBEDDING):
+                continue
+            for key, said, found, of in (
+                ("vocab_size", facts.vocab_size, shape[0], "rows"),
+                ("hidden_size", size or shape[-1], shape[-1], "columns"),
+            ):
+                if said != found:
+                    raise ConfigError(
+                        f"{folder}/config.json has {key} {said}, but {name} in {path.name} has {found} {of}: "
+                        "one of the files belongs to another model"
+                    )
+    _check_layers(folder, list(shapes), facts.num_layers)
+
+
+def _check_layers(folder: Path, names: list[str], num_layers: int) -> None:
+    """Check that there are weights of each layer; a decoder's layers have names beside its embedding."""
+    for embedding in (name for name in names if name.endswith(_EMBEDDING)):
+        pattern = re.compile(re.escape(embedding.removesuffix(_EMBEDDING)) + r"layers\.(\d+)\.")
+        found = {int(match.group(1)) for match in map(pattern.match, names) if match}
+        if found and (missing := sorted(set(range(num_layers)) - found)):
+            raise ConfigError(
+                f"{folder}/config.json has num_hidden_layers {num_layers}, but the weights lack the layers "
+                f"{', '.join(map(str, missing[:3]))}{', …' if len(missing) > 3 else ''}: download the whole "
+                "model, or the config.json that belongs to them"
+            )
 
 
 def weights_bytes(model_path: str | Path) -> int:

@@ -1,6 +1,7 @@
 """Read and write YAML with the scalar rules of version 1.2.
 
-PyYAML follows version 1.1, where `replay: off` is the boolean false and `lr: 1e-6` is a string.
+PyYAML follows version 1.1, where `replay: off` is the boolean false and `lr: 1e-6` is a string. It also takes
+the last of two equal keys, which version 1.2 forbids.
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (name := (key.tag, key.value)) in seen:
+                problem = f"the key {key.value!r} is in line {seen[name]} already"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen[name] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes strings that either version would read as another type."""
@@ -43,6 +55,15 @@ def load(text: str) -> Any:
         YAMLError: The text is not valid YAML.
     """
     return yaml.load(text, Loader=_Loader)
+
+
+def describe_error(error: YAMLError) -> str:
+    """Return what is wrong, and where, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        what = ", ".join(filter(None, [error.context, error.problem]))
+        return f"{what} (line {mark.line + 1}, column {mark.column + 1})"
+    return " ".join(str(error).split())
 
 
 def dump(tree: Any) -> str:

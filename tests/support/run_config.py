@@ -29,7 +29,7 @@ MOE: dict[str, Any] = {
 
 def write_weights(folder: Path, vocab_size: int = MOE["vocab_size"]) -> None:
     """Write a safetensors file with an embedding alone."""
-    embedding = np.zeros((vocab_size, 2), np.float32)
+    embedding = np.zeros((vocab_size, MOE["hidden_size"]), np.float32)
     save_file({"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import warnings
@@ -18,8 +19,10 @@ from typing import Any
 
 import jsonschema
 import msgspec
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.cli.main import main
@@ -135,8 +138,24 @@ def test_rollout_refuses_a_server_of_another_model(calculator: Path) -> None:
 
 
 def test_a_url_without_its_scheme_is_completed(tmp_path: Path, refused: Refused) -> None:
-    said = refused("rollout", write_run(tmp_path), "engine.urls=[localhost:30500]")
+    path = write_run(tmp_path)
+    said = refused("rollout", path, "engine.urls=[localhost:30500]")
     assert "which is no URL: write http://localhost:30500" in said
+    said = refused("check", path, "models={judge: {path: m, urls: ['tcp://localhost:30500']}}")
+    assert "which is no URL: write http://localhost:30500" in said
+
+
+def test_rollout_says_that_it_waits_for_a_server(
+    calculator: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = calculator / "data" / "tasks.jsonl"
+    words = [f"model.path={calculator / 'model'}", f"data.path={data}", "engine.start_timeout_s=0.1"]
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+    assert main(["rollout", str(QUICKSTART), *words, f"engine.urls=['{url}']"]) == 3
+    waiting, said = capsys.readouterr().err.splitlines()
+    assert waiting == f"waiting for the server at {url}, for up to engine.start_timeout_s = 0.1 s"
+    assert f"engine-0 at {url} did not answer within engine.start_timeout_s = 0.1" in said
 
 
 # -- check: the model's files ------------------------------------------------------------------------------
@@ -184,6 +203,56 @@ def test_a_vocab_size_of_another_model_is_refused(tmp_path: Path, refused: Refus
     assert "has vocab_size 512, but model.embed_tokens.weight in model.safetensors has 96 rows" in refused(
         "check", path
     )
+
+
+def write_config(tmp_path: Path, **changed: Any) -> None:
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def test_weights_of_another_width_or_without_some_layers_are_refused(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, file = write_run(tmp_path), tmp_path / "model" / "model.safetensors"
+
+    def write_layers(*layers: int) -> None:
+        names = [f"model.layers.{layer}.input_layernorm.weight" for layer in layers]
+        names += ["visual.layers.0.weight"]  # those of another part do not count
+        embedding = {"model.embed_tokens.weight": np.zeros((512, 64), np.float32)}
+        save_file(embedding | {name: np.zeros(64, np.float32) for name in names}, file)
+
+    write_layers(0, 1, 2, 3)  # one more: multi-token prediction
+    assert main(["check", str(path)]) == 0
+    capsys.readouterr()
+    write_layers(1)
+    assert "num_hidden_layers 3, but the weights lack the layers 0, 2: download" in refused("check", path)
+    write_config(tmp_path, num_hidden_layers=9)
+    assert "lack the layers 0, 2, 3, …: download" in refused("train", path)
+    write_layers(0, 1, 2)
+    write_config(tmp_path, num_hidden_layers=3, hidden_size=128)
+    assert "has hidden_size 128, but model.embed_tokens.weight in model.safetensors has 64 columns" in (
+        refused("check", path)
+    )
+
+
+def test_a_config_of_a_model_that_cannot_be_read_is_refused(tmp_path: Path, refused: Refused) -> None:
+    path = write_run(tmp_path)
+    write_config(tmp_path, vocab_size="many")
+    assert "config.json has a value that is no number: invalid literal" in refused("check", path)
+    write_config(tmp_path, vocab_size=None)
+    assert "config.json has a value that is no number: int() argument" in refused("check", path)
+    file = tmp_path / "model" / "config.json"
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert "config.json begins with a byte-order mark: save it as UTF-8 without one" in refused("check", path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(
+    calculator: Path, tmp_path: Path, refused: Refused
+) -> None:
+    path = write_run(tmp_path)
+    file = "tokenizer_config.json"
+    (tmp_path / "model" / file).write_bytes((calculator / "model" / file).read_bytes())
+    assert "the tokenizer cannot be read: Couldn't instantiate" in refused("check", path)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
@@ -382,6 +451,28 @@ def test_the_file_is_blamed_for_its_own_mistake_and_with_overrides_for_a_conflic
     path.write_text(path.read_text().replace("group_size: 2", "group_size: yes"))
     said = refused("check", path, "rollout.max_staleness=1")
     assert f"async-rl: {path}: Expected 'int'" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run:\n\tname: x\n", "found character '\\t' that cannot start any token (line 2, column 1)"),
+        ("run: {name: a\n", "is not valid YAML: while parsing a flow mapping, "),
+        ("run:\n  name: a\n  seed: 1\n  name: b\n", "the key 'name' is in line 2 already (line 4, column 3)"),
+        ("run: {name: a, name: b}\n", "the key 'name' is in line 1 already (line 1, column 16)"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_refused_in_one_line(
+    tmp_path: Path, refused: Refused, text: str, said: str
+) -> None:
+    path = write_run(tmp_path)
+    path.write_text(text)
+    assert said in refused("check", path)
+
+
+def test_an_override_that_is_no_yaml_is_refused_in_one_line(tmp_path: Path, refused: Refused) -> None:
+    said = refused("check", write_run(tmp_path), "rollout={group_size: 2")
+    assert "override 'rollout={group_size: 2': the value is not valid YAML: while parsing a flow" in said
 
 
 def test_files_with_a_byte_order_mark_are_read(

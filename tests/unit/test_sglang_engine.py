@@ -960,6 +960,23 @@ async def test_waiting_ends_when_no_server_answers_in_time(server: FakeSGLang) -
             await engine.wait_ready()
 
 
+@pytest.mark.parametrize("status", [404, 401])
+async def test_waiting_ends_soon_when_another_kind_of_server_answers(
+    server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr("async_rl.engines.sglang.client.REFUSED_S", 0.05)
+    server.answers["ready"] = (status, {})
+    async with server.client(start_timeout_s=60.0) as engine:
+        with pytest.raises(EnvironmentNotReady, match=f"GET /ready with {status}, so it is no SGLang server"):
+            await engine.wait_ready()
+
+
+async def test_a_proxy_that_learns_of_the_server_is_waited_for(server: FakeSGLang) -> None:
+    server.answers["ready"] = lambda _: (200 if len(server.requests("ready")) > 3 else 404, {})
+    async with server.client(start_timeout_s=60.0) as engine:
+        await engine.wait_ready()
+
+
 async def test_a_wrong_key_is_named_when_the_server_refuses_it(server: FakeSGLang) -> None:
     server.answers["server_info"] = (401, {"error": "Unauthorized"})
     async with server.client() as engine:

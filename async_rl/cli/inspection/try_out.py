@@ -317,7 +317,13 @@ async def engines_from(config: Config, log_dir: Path, name: str = "engine") -> A
             for index, url in enumerate(urls)
         ]
         try:
-            for client in clients:
+            for client, url in zip(clients, urls, strict=True):
+                print_text(
+                    f"waiting for the server at {url}, for up to engine.start_timeout_s = "
+                    f"{engine.start_timeout_s:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 await client.wait_ready()
             yield clients
         finally:

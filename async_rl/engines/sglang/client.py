@@ -83,6 +83,12 @@ _ID_WIDTH: Final = 32
 _FLUSH_LIMIT_S: Final = 5.0
 """How long a refused flush is retried: calls that still run after an abort end within one decode step."""
 
+_NOT_SGLANG: Final = frozenset({401, 403, 404, 405, 501})
+"""Answers to `GET /ready`, which SGLang gives to everyone, of servers that will never say 200."""
+
+REFUSED_S: Final = 3.0
+"""How long they are waited for all the same: a proxy may give them while it learns of a server."""
+
 _PROBED_ROWS: Final = 512
 """Rows of a long payload that are checked for distinct experts."""
 
@@ -541,11 +547,18 @@ class SGLangEngine:
 
         Raises:
             ConfigError: When the server runs with an option that is incompatible with routing replay.
+            EnvironmentNotReady: When it ends, is no SGLang server, or does not answer in time.
         """
-        delay_s = 0.02
+        delay_s, refused_s = 0.02, 0.0
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await self._is_ready():
+                while (status := await self._ready_status()) != 200:
+                    refused_s = refused_s + delay_s if status in _NOT_SGLANG else 0.0
+                    if refused_s > REFUSED_S:
+                        raise EnvironmentNotReady(
+                            f"{self._engine_id} at {self._http.url} answers GET /ready with {status}, so it "
+                            "is no SGLang server, or behind a proxy that refuses us: check the URL"
+                        )
                     exit_reason = await self._died() if self._died is not None else None
                     if exit_reason is not None:
                         raise EnvironmentNotReady(f"{self._engine_id} did not start: {exit_reason}")
@@ -568,17 +581,17 @@ class SGLangEngine:
         except EngineError as e:
             raise EnvironmentNotReady(f"{self._engine_id} answers, but cannot be used: {e}") from e
 
-    async def _is_ready(self) -> bool:
-        """Whether the server takes calls.
+    async def _ready_status(self) -> int | None:
+        """Returns 200 if the server takes calls, another status if it refuses, None if it does not answer.
 
-        It does not while it starts or is paused. An update that was cut short, by us or by an earlier driver,
-        may have left it paused, so it is resumed.
+        It takes none while it starts or is paused. An update that was cut short, by us or by an earlier
+        driver, may have left it paused, so it is resumed.
         """
         status = await self._http.get_status("ready")
         if status == 503:
             with suppress(EngineError):
                 await self.resume_generation("retract")
-        return status == 200
+        return status
 
     def _check_server(self, info: _ServerInfo) -> None:
         server = f"{self._engine_id} at {self._http.url}"
