@@ -319,6 +319,21 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """True where the policy wrote the token, `[T] bool`."""
 
 
+class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A reference to a completion in the run's folder, which is there until its group has been scored."""
+
+    path: str
+    nbytes: int
+    """The size of the file."""
+    checksum: int
+    """As that of a `StoredTrajectory`."""
+
+    @property
+    def node(self) -> str:
+        """The run's folder, which all nodes see."""
+        return ""
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True, tag="trajectory"):
     """One finished attempt at a task: the tokens in order, who wrote them, and how it ended.
 

@@ -114,6 +114,7 @@ async def _evaluate_sets(
             new_id=lambda: uuid7().hex,
             clock=time.monotonic,
             open_worker=open_worker,
+            completions=folder / "completions",
             models=models,
         )
         pool, versions = evaluator.new_pool(), set[int]()

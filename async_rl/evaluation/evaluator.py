@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -35,14 +36,15 @@ from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import Archive
-from async_rl.queue.spool import NoSpool
+from async_rl.queue.spool import AnswerSpool
 from async_rl.rollout.attempt import ATTEMPT_ERRORS, MAX_LOST_WORKERS, Attempt, AttemptEnd, attempt_boundary
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.rollout.workers.worker_backend import OpenWorker
 from async_rl.runtime.supervision import Nursery, first_error, services
+from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import acting, progressed, waiting
-from async_rl.types import Completion, StoredTrajectory, Task
+from async_rl.types import StoredCompletion, StoredTrajectory, Task
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ class _EvaluationInputs(NamedTuple):
     new_id: Callable[[], str]
     clock: Callable[[], float]
     open_worker: OpenWorker
+    completions: Path
     models: Mapping[str, EnginePool]
 
 
@@ -116,6 +119,7 @@ class Evaluator:
         new_id: Callable[[], str],
         clock: Callable[[], float],
         open_worker: OpenWorker,
+        completions: Path,
         models: Mapping[str, EnginePool] | None = None,
     ) -> None:
         """Store the inputs of every evaluation.
@@ -128,11 +132,13 @@ class Evaluator:
             new_id: Returns fixed-width unique ids.
             clock: Monotonic seconds.
             open_worker: Starts a rollout worker, where the config has some.
+            completions: A folder that all nodes see, for answers that one call scores together. It is
+                deleted with each evaluation.
             models: The engines of judges, by the model's name.
         """
         config = evaluation_config(config)
         self._inputs = _EvaluationInputs(
-            config, datasets, chat, facts, new_id, clock, open_worker, models or {}
+            config, datasets, chat, facts, new_id, clock, open_worker, completions, models or {}
         )
 
     @property
@@ -166,6 +172,7 @@ class Evaluator:
         run = _EvaluationRun(self._inputs, pool, weight_version, archive)
         limit_s = evaluation.timeout_s
         try:
+            await run.delete_completions()  # of one that was killed
             async with asyncio.timeout(limit_s):
                 await run.answer_all()
         except ExceptionGroup as group:
@@ -175,6 +182,8 @@ class Evaluator:
                 f"the evaluation of version {weight_version} had {run.num_ended} of {self.num_answers} "
                 f"answers after evaluation.timeout_s = {limit_s}: raise it, or ask for fewer"
             ) from error
+        finally:
+            await run.delete_completions()
         return EvaluationRecord(
             weight_version=weight_version,
             status="done",
@@ -211,11 +220,12 @@ class _EvaluationRun:
             new_id=inputs.new_id,
             models=inputs.models,
         )
+        self._spool = AnswerSpool(inputs.completions)
         self._backend = choose_backend(
             inputs.config,
             context,
             pool,
-            NoSpool(),
+            self._spool,
             inputs.open_worker,
             inspected=None if archive is None else archive.inspected,
             models=inputs.models,
@@ -226,6 +236,12 @@ class _EvaluationRun:
         self.dropped: Counter[str] = Counter()
         self.sampled_tokens = 0
         """Tokens of all attempts that have ended."""
+
+    async def delete_completions(self) -> None:
+        """Delete what answers left in files."""
+        _, cancelled = await run_uncancellable(None, self._spool.delete)
+        if cancelled is not None:
+            raise cancelled
 
     @property
     def num_ended(self) -> int:
@@ -314,9 +330,9 @@ class _EvaluationRun:
 
     async def _score_group(self, group: _AnswerGroup) -> None:
         """Score all answers of a task by one call."""
-        results = await self._backend.score_group(
-            group.task, [completion for _, _, completion in group.unscored.values()]
-        )
+        completions = [completion for _, _, completion in group.unscored.values()]
+        results = await self._backend.score_group(group.task, completions)
+        await asyncio.to_thread(self._spool.discard, completions)
         for (stored, number, _), parts in zip(group.unscored.values(), results, strict=True):
             if isinstance(parts, RewardError):
                 self.dropped[type(parts).__name__] += 1
@@ -351,7 +367,7 @@ class _AnswerGroup:
         self.task = task
         self._size = size
         self.ended = 0
-        self.unscored: dict[str, tuple[StoredTrajectory, int, Completion]] = {}
+        self.unscored: dict[str, tuple[StoredTrajectory, int, StoredCompletion]] = {}
         """Answers that have no reward yet, with the number of their attempt, by trajectory."""
 
     @property

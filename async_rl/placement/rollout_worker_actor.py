@@ -31,7 +31,7 @@ from async_rl.placement.actors import ActorSetup, NodeActor, node_address
 from async_rl.placement.placements import MIN_CPUS, node_addresses
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.spool import FrameStore, NoSpool, SpoolFolder, folder_on_node
+from async_rl.queue.spool import AnswerFolder, FrameStore, SpoolFolder, folder_on_node
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
@@ -60,6 +60,7 @@ class RolloutWorkerActor(NodeActor):
     def run_worker(
         self,
         config: dict[str, Any],
+        folder: str,
         frames: str | None,
         inspected: str | None,
         host: str,
@@ -68,7 +69,8 @@ class RolloutWorkerActor(NodeActor):
     ) -> None:
         """Run the worker for the driver at an address until the link is lost; in the main thread.
 
-        Frames of finished trajectories go into the folder `frames`, copies for inspection into `inspected`.
+        Completions go into its own `folder`, frames of finished trajectories into `frames`, copies for
+        inspection into `inspected`.
         """
         handler = logging.StreamHandler()
         handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -83,7 +85,7 @@ class RolloutWorkerActor(NodeActor):
             asyncio.run(
                 _run_worker(
                     parsed,
-                    NoSpool() if frames is None else _frames_in(Path(frames), parsed),
+                    _frame_store(Path(folder), None if frames is None else Path(frames), parsed),
                     None if inspected is None else InspectedTrajectories(Path(inspected)),
                     await_link=lambda: connect_link(host, port, key),
                 )
@@ -118,7 +120,8 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
                 process = await actor.join_run.remote(setup, str(log_path))
                 address = node_address(), listener.port, listener.key
                 given = to_builtins(config_per_worker(config))
-                folders = [None if path is None else str(path) for path in (spec.frames, spec.inspected)]
+                places = (spec.folder, spec.frames, spec.inspected)
+                folders = [None if path is None else str(path) for path in places]
                 running = actor.run_worker.remote(given, *folders, *address)
                 link = await _accept_link(listener, running)
                 link.peer_node = (await asyncio.to_thread(node_addresses))[process.host]
@@ -142,9 +145,13 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
             link.peer_has_ended = gone
 
 
-def _frames_in(folder: Path, config: Config) -> SpoolFolder:
-    node = "" if config.queue.spool_dir is None else node_address()
-    return SpoolFolder(folder_on_node(folder, node), node)
+def _frame_store(folder: Path, frames: Path | None, config: Config) -> FrameStore:
+    if frames is None:
+        return AnswerFolder(folder)
+    if config.queue.spool_dir is None:
+        return SpoolFolder(folder)
+    node = node_address()
+    return SpoolFolder(folder, node, frames=folder_on_node(frames, node))
 
 
 def config_per_worker(config: Config) -> Config:

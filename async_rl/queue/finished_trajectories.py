@@ -6,17 +6,18 @@
               └────────┴── discard: settled ─► deleted (by the next flush of the ledger)
 ```
 
-Their frames were written where their attempts ran.
+Their files were written where their attempts ran: frames, and completions while a group has no rewards.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.spool import Spool
-from async_rl.types import StoredTrajectory, root_of
+from async_rl.types import StoredCompletion, StoredTrajectory, root_of
 
 log = logging.getLogger(__name__)
 
@@ -36,41 +37,46 @@ class FinishedTrajectories:
         """
         self._ledger = ledger
         self._spool = spool
-        self._unscored: dict[str, StoredTrajectory] = {}
+        self._unscored: dict[str, tuple[StoredTrajectory, StoredCompletion]] = {}
 
-    def add_tree(self, *tree: StoredTrajectory, scored: bool = True) -> None:
+    def add_tree(
+        self, *tree: StoredTrajectory, completions: Mapping[str, StoredCompletion] = MappingProxyType({})
+    ) -> None:
         """Add a trajectory that has ended before its group, with its branches; the next flush records them.
 
         Args:
             tree: The trajectory and its branches.
-            scored: Whether they have their rewards. Otherwise they are not recorded: after a restart their
-                attempt runs again from the journal, because the whole group is scored by one call.
+            completions: What those without a reward will be scored for, by trajectory. They are not recorded:
+                after a restart their attempt runs again from the journal, because the whole group is scored
+                by one call.
 
         Raises:
             InvariantError: When one is not in flight.
         """
         for trajectory in tree:
-            if scored:
+            name = trajectory.trajectory_id
+            if (completion := completions.get(name)) is None:
                 self._ledger.finish_trajectory(trajectory)
             else:
-                self._ledger.group_of(trajectory.trajectory_id)
-                self._unscored[trajectory.trajectory_id] = trajectory
+                self._ledger.group_of(name)
+                self._unscored[name] = trajectory, completion
 
     def forget_unscored(self, trajectory_ids: Iterable[str]) -> None:
-        """Forget trajectories whose group is queued."""
+        """Keep only the frames of trajectories whose group is queued."""
         for name in trajectory_ids:
-            self._unscored.pop(name, None)
+            if (unscored := self._unscored.pop(name, None)) is not None:
+                self._spool.discard(unscored[1:])
 
     def discard_unscored(self) -> None:
         """Discard all trajectories that are not recorded, when nothing will score them any more."""
-        self._spool.discard(self._unscored.values())
+        for files in self._unscored.values():
+            self._spool.discard(files)
         self._unscored.clear()
 
     def discard(self, trajectory_ids: Iterable[str], stored: Iterable[StoredTrajectory]) -> None:
         """Forget settled trajectories; the next flush of the ledger deletes their frames."""
         for name in trajectory_ids:
-            if (unscored := self._unscored.pop(name, None)) is not None:
-                self._spool.discard([unscored])
+            self._spool.discard(self._unscored.pop(name, ()))
         self._spool.discard(stored)
 
     def recover_trajectories(self, group: GroupRecord, version: int) -> dict[str, StoredTrajectory]:

@@ -5,7 +5,8 @@ Trajectory ─ encode_trajectory ─► frame in a file ─► StoredTrajectory 
                                         └─ read_columns ─► token_ids, rollout_log_probs, routed_experts, …
 ```
 
-The frame holds what only a trainer rank needs. Versions, masks and rewards are in the reference.
+The frame holds what only a trainer rank needs. Versions, masks and rewards are in the reference. Where one
+call rewards a group, a completion, which only that call needs, is a frame of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -20,8 +22,8 @@ import numpy as np
 
 from async_rl import codec
 from async_rl.codec import Bytes, Frame
-from async_rl.errors import CorruptFrame
-from async_rl.types import StoredTrajectory, Trajectory
+from async_rl.errors import AgentLoopError, CorruptFrame
+from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
 TOKEN_IDS: Final = "token_ids"  # [T] int32
 ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"  # [T] float32, nats, 0 where not sampled
@@ -103,6 +105,37 @@ def read_frame(stored: StoredTrajectory) -> Bytes:
         return _map(stored)[: stored.nbytes]
 
 
+def encode_completion(completion: Completion, trajectory_id: str) -> Frame:
+    """Return the frame of a trajectory's completion.
+
+    Raises:
+        AgentLoopError: When its messages hold something else than JSON has.
+    """
+    try:
+        return Frame(completion)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise AgentLoopError(
+            f"the messages of trajectory {trajectory_id} cannot be stored until its group is scored: "
+            f"{error}; use only what JSON has in messages"
+        ) from error
+
+
+def read_completion(stored: StoredCompletion) -> Completion:
+    """Read a completion into memory: its file may be overwritten while user code still has it.
+
+    Raises:
+        CorruptFrame: When the file is missing, damaged, or not the one that the reference is of.
+    """
+    with _named(stored):
+        content = Path(stored.path).read_bytes()
+        completion = codec.decode(content, Completion)
+        if (checksum := codec.checksum_of(content)) != stored.checksum:
+            raise CorruptFrame(
+                f"holds another completion: checksum {checksum:08x}, expected {stored.checksum:08x}"
+            )
+    return completion
+
+
 def _read_small(stored: StoredTrajectory) -> bytes | None:
     """Return a frame that is read faster than mapped; None for a large one."""
     if stored.nbytes > _MAX_READ_BYTES:
@@ -119,7 +152,7 @@ def _map(stored: StoredTrajectory) -> Bytes:
 
 
 @contextmanager
-def _named(stored: StoredTrajectory) -> Iterator[None]:
+def _named(stored: StoredTrajectory | StoredCompletion) -> Iterator[None]:
     """Name the file in what is wrong with it."""
     try:
         yield

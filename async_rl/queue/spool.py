@@ -13,7 +13,11 @@ is settled: all ranks have answered then, and its file may be overwritten. The l
 one that it does not name is deleted by the next start, or when the process that wrote it has ended.
 
 With `queue.spool_dir` the folders with these names are on the nodes of their processes, and what is done with
-their files is done there (`FrameReader`). The folders in the run's spool are empty then and keep the numbers.
+their files is done there (`FrameReader`). The folders in the run's spool keep the numbers then.
+
+Where one call rewards a group, the completions of its members are in the folders of the run's spool, wherever
+frames are, until a process has scored them. They have text and token ids, a hundredth of a frame with routing
+rows, and whoever scores them has to see all of a group.
 
 A new file costs two to three times as much as one that is overwritten, because the kernel clears its pages.
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -35,9 +40,9 @@ from async_rl.codec import Frame
 from async_rl.errors import NodeUnreachable, SpoolFull
 from async_rl.queue import frame_reader
 from async_rl.queue.frame_reader import REUSABLE, FrameReader, LocalFrameReader, delete_files, files_in
-from async_rl.queue.frames import encode_trajectory
+from async_rl.queue.frames import encode_completion, encode_trajectory
 from async_rl.runtime.shortages import is_shortage
-from async_rl.types import StoredTrajectory, Trajectory
+from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
 T = TypeVar("T")
 
@@ -46,6 +51,25 @@ SMALLEST_GROUP = 64 << 10
 
 FOLDER: Final = "spool"
 """The name in the run's folder."""
+
+
+class StoredFile(Protocol):
+    """A file of a spool: the frame of a trajectory, or a completion."""
+
+    @property
+    def path(self) -> str:
+        """Its path on its node."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """The node that has it; empty: the run's folder has it."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
 
 
 class FrameStore(Protocol):
@@ -60,54 +84,40 @@ class FrameStore(Protocol):
         """
         ...
 
-    def discard(self, stored: Iterable[StoredTrajectory]) -> None:
-        """Let frames be deleted that are not needed any more."""
+    def store_completion(self, trajectory_id: str, completion: Completion) -> StoredCompletion:
+        """Write a completion into the run's folder, for the process that scores its group.
+
+        Raises:
+            SpoolFull: As `store_tree`.
+            AgentLoopError: When its messages cannot be written.
+        """
+        ...
+
+    def discard(self, stored: Iterable[StoredFile]) -> None:
+        """Let files be deleted that are not needed any more."""
         ...
 
 
-class SpoolFolder(FrameStore):
-    """The folder into which one process writes frames.
+class _WrittenFiles:
+    """The files that one process writes into a folder."""
 
-    Example:
-        >>> folder = SpoolFolder(Path("spool/000001-driver"))
-        >>> stored = folder.store_tree([trajectory, branch])
-        >>> read_columns(stored[1])["token_ids"]
-    """
-
-    def __init__(self, directory: Path, node: str = "") -> None:
-        """Open a folder that no other process writes into; create it when it is missing.
-
-        Args:
-            directory: The folder.
-            node: The address of this node if the folder is seen on it only.
-        """
+    def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.directory = directory
-        self._node = node
         self._reusable = f"{directory}/{REUSABLE}"
         self._numbers = count()
         self._lock = threading.Lock()
         self._found: list[tuple[int, str]] = []  # reusable files, with their sizes
 
-    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
-        """Implements `FrameStore.store_tree`."""
-        stored: list[StoredTrajectory] = []
-        try:
-            for trajectory in tree:
-                stored.append(self._write(trajectory))  # noqa: PERF401  # those before a failure are deleted
-        except BaseException:
-            self.discard(stored)
-            raise
-        return tuple(stored)
+    def write_frame(self, name: str, frame: Frame) -> str:
+        """Write a file that appears when it is complete, and return its path.
 
-    def discard(self, stored: Iterable[StoredTrajectory]) -> None:
-        """Delete frames."""
-        delete_files(entry.path for entry in stored)
+        Path objects would take longer than the write.
 
-    def _write(self, trajectory: Trajectory) -> StoredTrajectory:
-        """Write a file that appears when it is complete. Path objects would take longer than the write."""
-        frame = encode_trajectory(trajectory)
-        path = f"{self.directory}/{trajectory.trajectory_id}-{next(self._numbers)}"
+        Raises:
+            SpoolFull: When there is no space, or no descriptor for it.
+        """
+        path = f"{self.directory}/{name}-{next(self._numbers)}"
         part = f"{path}.part"
         try:
             self._take_reusable(part, frame.nbytes)
@@ -128,9 +138,7 @@ class SpoolFolder(FrameStore):
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             cause = "the disk is full; free some and start the run again" if full else error.strerror
             raise SpoolFull(f"{self.directory} cannot take {frame.nbytes} bytes: {cause}") from error
-        return StoredTrajectory.of(
-            trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum, node=self._node
-        )
+        return path
 
     def _take_reusable(self, path: str, nbytes: int) -> None:
         """Move the file of a settled trajectory of about this size to a path, if there is one."""
@@ -143,6 +151,62 @@ class SpoolFolder(FrameStore):
                 nearest = min(self._found, key=lambda file: abs(file[0] - nbytes))
                 self._found.remove(nearest)
                 os.rename(nearest[1], path)
+
+
+class SpoolFolder(FrameStore):
+    """The folder into which one process writes frames and completions.
+
+    Example:
+        >>> folder = SpoolFolder(Path("spool/000001-driver"))
+        >>> stored = folder.store_tree([trajectory, branch])
+        >>> read_columns(stored[1])["token_ids"]
+    """
+
+    def __init__(self, directory: Path, node: str = "", *, frames: Path | None = None) -> None:
+        """Open a folder that no other process writes into; create it when it is missing.
+
+        Args:
+            directory: The folder.
+            node: The address of this node if its frames are seen on it only.
+            frames: Another folder for the frames, so that `directory` has the completions only.
+        """
+        self._frames = _WrittenFiles(directory if frames is None else frames)
+        self._completions = self._frames if frames is None else _WrittenFiles(directory)
+        self._node = node
+        self.directory = self._frames.directory
+        """The folder of the frames."""
+
+    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
+        """Implements `FrameStore.store_tree`."""
+        stored: list[StoredTrajectory] = []
+        try:
+            for trajectory in tree:
+                stored.append(self._store(trajectory))  # noqa: PERF401  # those before a failure are deleted
+        except BaseException:
+            self.discard(stored)
+            raise
+        return tuple(stored)
+
+    def store_completion(self, trajectory_id: str, completion: Completion) -> StoredCompletion:
+        """Implements `FrameStore.store_completion`."""
+        return _store_completion(self._completions, trajectory_id, completion)
+
+    def discard(self, stored: Iterable[StoredFile]) -> None:
+        """Delete files."""
+        delete_files(entry.path for entry in stored)
+
+    def _store(self, trajectory: Trajectory) -> StoredTrajectory:
+        frame = encode_trajectory(trajectory)
+        path = self._frames.write_frame(trajectory.trajectory_id, frame)
+        return StoredTrajectory.of(
+            trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum, node=self._node
+        )
+
+
+def _store_completion(files: _WrittenFiles, trajectory_id: str, completion: Completion) -> StoredCompletion:
+    frame = encode_completion(completion, trajectory_id)
+    path = files.write_frame(f"{trajectory_id}-completion", frame)
+    return StoredCompletion(path=path, nbytes=frame.nbytes, checksum=frame.checksum)
 
 
 def folder_on_node(folder: Path, node: str) -> Path:
@@ -231,8 +295,8 @@ class Spool(FrameStore):
         numbers = (path.name.partition("-")[0] for path in directory.iterdir())
         self._numbers = count(max((int(number) for number in numbers if number.isdecimal()), default=0) + 1)
         # Made before others are removed: no number occurs twice, even if an earlier process still runs.
-        own = node if node_directory is not None else ""
-        self._own = SpoolFolder(folder_on_node(self.new_folder("driver"), own), own)
+        own, folder = node if node_directory is not None else "", self.new_folder("driver")
+        self._own = SpoolFolder(folder, own, frames=self.frame_folder(folder, own))
 
     @property
     def used_bytes(self) -> int:
@@ -254,7 +318,7 @@ class Spool(FrameStore):
         return f"the spool{_of_node(node)} holds {self.used_bytes} of {self.max_bytes} bytes"
 
     def new_folder(self, name: str) -> Path:
-        """Return the folder for a process, which no other process has had; `folder_on_node` says where it is.
+        """Return the folder for a process, which no other process has had; `frame_folder` has its frames.
 
         Raises:
             SpoolFull: When there is no space, or no descriptor for it.
@@ -272,7 +336,20 @@ class Spool(FrameStore):
                 raise SpoolFull(f"{path} cannot be made: {error.strerror}") from error
             with self._lock:
                 self._in_use.add(path.name)
-            return path if self._node_directory is None else self._node_directory / path.name
+            return path
+
+    def frame_folder(self, folder: Path, node: str = "") -> Path:
+        """Return where a process with a folder keeps its frames: on its node, or there.
+
+        Args:
+            folder: The folder, from `new_folder`.
+            node: The node of the process; empty where frames are in the run's folder.
+        """
+        return (
+            folder
+            if self._node_directory is None
+            else folder_on_node(self._node_directory / folder.name, node)
+        )
 
     def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
         """Implements `FrameStore.store_tree`: this process writes and holds the frames."""
@@ -280,8 +357,14 @@ class Spool(FrameStore):
         self.hold(stored)
         return stored
 
-    def hold(self, stored: Iterable[StoredTrajectory]) -> None:
-        """Keep frames that another process has written."""
+    def store_completion(self, trajectory_id: str, completion: Completion) -> StoredCompletion:
+        """Implements `FrameStore.store_completion`: this process writes and holds the file."""
+        stored = self._own.store_completion(trajectory_id, completion)
+        self.hold([stored])
+        return stored
+
+    def hold(self, stored: Iterable[StoredFile]) -> None:
+        """Keep files that another process has written."""
         with self._lock:
             for entry in stored:
                 self._early[entry.path] = _HeldFrame(entry.node, entry.nbytes)
@@ -315,15 +398,15 @@ class Spool(FrameStore):
                     self._used_bytes[frame.node] -= frame.nbytes
                     self._early[entry.path] = frame
 
-    def discard(self, stored: Iterable[StoredTrajectory]) -> None:
-        """Let frames be deleted by the next `delete_discarded`; their bytes count as free from now on."""
+    def discard(self, stored: Iterable[StoredFile]) -> None:
+        """Let files be deleted by the next `delete_discarded`; their bytes count as free from now on."""
         with self._lock:
             for entry in stored:
                 if self._remove(entry.path):
                     self._discarded.append((entry.node, entry.path))
 
-    def refuse(self, stored: Iterable[StoredTrajectory]) -> None:
-        """Let frames that another process has written be deleted, unless they are held."""
+    def refuse(self, stored: Iterable[StoredFile]) -> None:
+        """Let files that another process has written be deleted, unless they are held."""
         with self._lock:
             self._discarded += [
                 (e.node, e.path) for e in stored if e.path not in self._early and e.path not in self._used
@@ -348,20 +431,20 @@ class Spool(FrameStore):
                 self._discarded[: len(discarded)] = left
 
     def end_folder(self, folder: Path, node: str = "") -> None:
-        """Delete the frames in the folder of a process that has ended, except those that are held.
+        """Delete the files of a process that has ended, except those that are held.
 
         Args:
-            folder: The folder.
-            node: The node that has it; empty: the run's folder.
+            folder: Its folder, from `new_folder`.
+            node: The node that has its frames; empty: the run's folder.
         """
         with self._deleting:
             with self._lock:
-                known = self._known(node)
+                known, completions = self._known(node), self._known("")
                 self._in_use.discard(folder.name)
-            if (reader := self._reader_of(node)) is not None:
-                self._await_later(node, [], reader.begin_end_folder(str(folder), known))
-            if node:
-                self._readers[""].begin_end_folder(str(self.directory / folder.name), ())
+            if node and (reader := self._reader_of(node)) is not None:
+                frames = self.frame_folder(folder, node)
+                self._await_later(node, [], reader.begin_end_folder(str(frames), known))
+            self._readers[""].begin_end_folder(str(self.directory / folder.name), completions)
 
     # -- nodes --------------------------------------------------------------------------------------------
 
@@ -530,31 +613,67 @@ class Spool(FrameStore):
         return self._early.pop(path, None) is not None
 
 
-class NoSpool(FrameStore):
-    """Stores no frames, in the place of a `Spool`: answers of evaluations, which are never trained on."""
+class AnswerFolder(FrameStore):
+    """Stores completions but no frames, in the place of a `SpoolFolder`: evaluations are never trained on."""
 
-    absent: Collection[str] = ()
-    """As `Spool.absent`."""
-
-    def __init__(self) -> None:
-        """Begin without workers."""
-        self.writers = Counter[str]()
-        """As `Spool.writers`."""
-
-    def new_folder(self, name: str) -> None:
-        """Return no folder."""
+    def __init__(self, directory: Path) -> None:
+        """Write into a folder that no other process writes into; it is created when it is needed."""
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._files: _WrittenFiles | None = None
 
     def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
         """Return summaries."""
         return tuple(StoredTrajectory.of(trajectory) for trajectory in tree)
 
-    def hold(self, stored: Iterable[StoredTrajectory]) -> None:
-        """Do nothing, as there are no frames."""
+    def store_completion(self, trajectory_id: str, completion: Completion) -> StoredCompletion:
+        """Implements `FrameStore.store_completion`."""
+        with self._lock:
+            if self._files is None:
+                self._files = _WrittenFiles(self.directory)
+        return _store_completion(self._files, trajectory_id, completion)
 
-    refuse = discard = hold
+    def discard(self, stored: Iterable[StoredFile]) -> None:
+        """Delete completions."""
+        delete_files(entry.path for entry in stored if entry.path)
+
+
+class AnswerSpool(AnswerFolder):
+    """The completions of one evaluation, in the place of a `Spool`."""
+
+    absent: Collection[str] = ()
+    """As `Spool.absent`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Begin without workers.
+
+        Args:
+            directory: A folder that all nodes see, of this evaluation alone.
+        """
+        super().__init__(directory / "driver")
+        self._parent = directory
+        self._numbers = count()
+        self.writers = Counter[str]()
+        """As `Spool.writers`."""
+
+    def new_folder(self, name: str) -> Path:
+        """Return the folder for a process, which no other process has had."""
+        return self._parent / f"{next(self._numbers):06d}-{name}"
+
+    def frame_folder(self, folder: Path, node: str = "") -> None:
+        """Return no folder."""
+
+    def hold(self, stored: Iterable[StoredFile]) -> None:
+        """Do nothing: files that nothing discards are there until the end of the evaluation."""
+
+    refuse = hold
 
     def end_folder(self, folder: Path, node: str = "") -> None:
-        """Do nothing, as there are no folders."""
+        """Do nothing, as `hold`."""
+
+    def delete(self) -> None:
+        """Delete all files."""
+        shutil.rmtree(self._parent, ignore_errors=True)
 
 
 def _write_all(file: int, frame: Frame) -> None:

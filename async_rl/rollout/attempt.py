@@ -39,7 +39,15 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery, contained, first_error
 from async_rl.runtime.user_processes import attempt_scope
 from async_rl.runtime.waits import waiting
-from async_rl.types import Completion, Outcome, Segment, StopReason, StoredTrajectory, Task, Trajectory
+from async_rl.types import (
+    Outcome,
+    Segment,
+    StopReason,
+    StoredCompletion,
+    StoredTrajectory,
+    Task,
+    Trajectory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +117,7 @@ class UnscoredCompletion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     trajectory_id: str
     reward_source: str
     """The trajectory that the completion is of."""
-    completion: Completion
+    completion: StoredCompletion
 
 
 class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -119,6 +127,11 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The sibling and its branches that sampled something."""
     unscored: tuple[UnscoredCompletion, ...] = ()
     """Those whose reward comes later, from one call for the whole group."""
+
+    @property
+    def completions(self) -> tuple[StoredCompletion, ...]:
+        """What the call will read: each once, also where several are rewarded for the same."""
+        return tuple({each.completion.path: each.completion for each in self.unscored}.values())
 
 
 class Attempt:

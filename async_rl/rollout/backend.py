@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 from async_rl.config import Config
-from async_rl.errors import RewardError
+from async_rl.errors import CorruptFrame, RewardError
 from async_rl.queue.archive import InspectedTrajectories
+from async_rl.queue.frames import read_completion
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_folders import JournalReader
 from async_rl.queue.spool import FrameStore
@@ -31,8 +32,9 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.teacher import Teacher
 from async_rl.runtime.model_questions import asking
+from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.threads import run_uncancellable
-from async_rl.types import Completion, StoredTrajectory, Task
+from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task
 
 
 class RolloutBackend(Protocol):
@@ -64,9 +66,12 @@ class RolloutBackend(Protocol):
         ...
 
     async def score_group(
-        self, task: Task, completions: Sequence[Completion]
+        self, task: Task, completions: Sequence[StoredCompletion]
     ) -> Sequence[dict[str, float] | RewardError]:
-        """Score all trajectories of a group by one call, as `Rewards.score_group` does."""
+        """Score all trajectories of a group by one call, as `Rewards.score_group` does.
+
+        A trajectory whose completion is damaged gets an error, and the others are scored without it.
+        """
         ...
 
 
@@ -142,22 +147,14 @@ class LocalBackend(RolloutBackend):
             await run_agent_loop(task, session, self.loops, self._config)
             if not self._rewards.scores_groups(task):
                 results = await score_tree(task, session.tree, self._rewards)
-                return AttemptEnd(trajectories=await self._store_tree(attempt, results))
+                return await self._store_tree(attempt, results, {})
             results = [
                 AttemptResult(session=each, reward_source=each.reward_source.trajectory_id, parts=None)
                 for each in session.tree
             ]
-            return AttemptEnd(
-                trajectories=await self._store_tree(attempt, results),
-                unscored=tuple(
-                    UnscoredCompletion(
-                        trajectory_id=each.trajectory_id,
-                        reward_source=each.reward_source.trajectory_id,
-                        completion=each.completion,
-                    )
-                    for each in session.tree
-                ),
-            )
+            sources = {each.reward_source.trajectory_id: each.reward_source for each in session.tree}
+            completions = {name: source.completion for name, source in sources.items()}
+            return await self._store_tree(attempt, results, completions)
         except Exception as error:
             failed = session.failed_trajectory(error)
             summary = StoredTrajectory.of(failed)
@@ -167,29 +164,73 @@ class LocalBackend(RolloutBackend):
             raise
 
     async def _store_tree(
-        self, attempt: Attempt, results: Sequence[AttemptResult]
-    ) -> tuple[StoredTrajectory, ...]:
-        """Make the trajectories of sessions that have ended well, and store them in a thread."""
+        self, attempt: Attempt, results: Sequence[AttemptResult], completions: Mapping[str, Completion]
+    ) -> AttemptEnd:
+        """Make the trajectories of sessions that have ended well, and store them in a thread.
+
+        Args:
+            attempt: Their attempt.
+            results: The sessions.
+            completions: What the group's reward function will receive, by reward source.
+        """
         tree = await finish_trajectories(results)
         if self._teacher is not None:
             tree = await self._teacher.score_trajectories(tree)
 
-        def store() -> tuple[StoredTrajectory, ...]:
-            stored = self._frames.store_tree(tree)
+        def store() -> AttemptEnd:
+            kept: dict[str, StoredCompletion] = {}
+            try:
+                for source, completion in completions.items():
+                    kept[source] = self._frames.store_completion(source, completion)
+                stored = self._frames.store_tree(tree)
+            except BaseException:
+                self._frames.discard(kept.values())
+                raise
             if self._inspected is not None:
                 for trajectory in tree:
                     self._inspected.keep(trajectory, attempt.number)
-            return stored
+            return AttemptEnd(
+                trajectories=stored,
+                unscored=tuple(
+                    UnscoredCompletion(
+                        trajectory_id=each.session.trajectory_id,
+                        reward_source=each.reward_source,
+                        completion=kept[each.reward_source],
+                    )
+                    for each in results
+                    if each.parts is None
+                ),
+            )
 
-        stored, cancelled = await run_uncancellable(None, store)
+        end, cancelled = await run_uncancellable(None, store)
         if cancelled is not None:
-            await run_uncancellable(None, lambda: self._frames.discard(stored))
+            await run_uncancellable(None, lambda: self._frames.discard([*end.trajectories, *end.completions]))
             raise cancelled
-        return stored
+        return end
 
     async def score_group(
-        self, task: Task, completions: Sequence[Completion]
+        self, task: Task, completions: Sequence[StoredCompletion]
     ) -> Sequence[dict[str, float] | RewardError]:
         """Implements `RolloutBackend.score_group`."""
         asking.set(self._answers.ask)
-        return await self._rewards.score_group(task, completions)
+        found = await self._read_completions(completions)
+        intact = [each for each in found if isinstance(each, Completion)]
+        scores = iter(await self._rewards.score_group(task, intact) if intact else ())
+        return [each if isinstance(each, RewardError) else next(scores) for each in found]
+
+    async def _read_completions(
+        self, stored: Sequence[StoredCompletion]
+    ) -> Sequence[Completion | RewardError]:
+        def read() -> list[Completion | RewardError]:
+            found: list[Completion | RewardError] = []
+            for each in stored:
+                try:
+                    found.append(read_completion(each))
+                except CorruptFrame as flaw:
+                    found.append(RewardError(f"a completion cannot be read: {flaw}"))
+            return found
+
+        try:
+            return await wait_out_shortage(lambda: asyncio.to_thread(read))
+        except OSError as error:
+            raise RewardError(f"the completions of a group cannot be read: {error}") from error

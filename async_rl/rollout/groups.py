@@ -25,7 +25,7 @@ from async_rl.config import RolloutConfig
 from async_rl.errors import AsyncRLError
 from async_rl.queue.progress import TrajectoryProgress
 from async_rl.staleness import StalenessPolicy
-from async_rl.types import Completion, StoredTrajectory, Task, root_of
+from async_rl.types import StoredCompletion, StoredTrajectory, Task, root_of
 
 FailurePolicy = Literal["train_rest", "drop", "retry"]
 
@@ -164,7 +164,7 @@ class UntrainedGroups:
 class UnscoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What is needed to score a finished trajectory once its siblings have finished too."""
 
-    completion: Completion
+    completion: StoredCompletion
     attempt: int
     reward_source: str
     """The trajectory that the completion is of."""

@@ -254,9 +254,11 @@ class RolloutManager:
             if not isinstance(tree, str):
                 names = [trajectory.trajectory_id for trajectory in tree]
                 self._queue.add_branches(trajectory_id, [name for name in names if name != trajectory_id])
-                scored = work.unscored.keys().isdisjoint(names)
-                self._queue.finished.add_tree(*tree, scored=scored)
-                if scored and self._journals is not None:
+                completions = {
+                    name: work.unscored[name].completion for name in names if name in work.unscored
+                }
+                self._queue.finished.add_tree(*tree, completions=completions)
+                if not completions and self._journals is not None:
                     self._journals.release_trajectories(names)  # the ledger is written first
 
         async with waiting("trajectories"), Nursery() as siblings:

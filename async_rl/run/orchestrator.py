@@ -42,6 +42,7 @@ from async_rl.engines.model_facts import check_model, load_facts
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
 from async_rl.errors import StallError, TrainerError
+from async_rl.evaluation import service as evaluation_service
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.console_report import RunProgress
@@ -442,6 +443,7 @@ class Orchestrator:
             new_id=self._inputs.new_id,
             clock=self._clock,
             open_worker=self._cluster.rollout_worker,
+            completions=self._dir / evaluation_service.FOLDER / "completions",
             models=self._models,
         )
         return EvaluationService(

@@ -81,6 +81,11 @@ caller_is_given_up: ContextVar[Callable[[], bool]] = ContextVar("given up", defa
 """Whether the driver may have given up the worker that makes a call: another one continues the trajectory."""
 
 
+def group_score(sampled: np.ndarray) -> float:
+    """Return the reward of a trajectory by the tokens that it sampled, where one call rewards a group."""
+    return zlib.crc32(sampled.astype("<i4").tobytes()) % 1000 / 1000
+
+
 class InvariantChecker:
     """See the module.
 
@@ -435,9 +440,15 @@ class InvariantChecker:
         if groups != self._config.trainer.groups_per_batch:
             self.fail(f"step {step} has {groups} groups")
         times = Counter[tuple[int, int]]()
-        for name, bounds in zip(batch.trajectory_ids, pairwise(batch.offsets.tolist()), strict=True):
+        by_group = "group_reward" in self._config.rollout.reward
+        for name, reward, bounds in zip(
+            batch.trajectory_ids, batch.rewards.tolist(), pairwise(batch.offsets.tolist()), strict=True
+        ):
             part = slice(*bounds)
             self._check_tokens(name, batch, part, version, times)
+            sampled = batch.token_ids[part][batch.weight_versions[part] >= 0]
+            if by_group and reward != np.float32(group_score(sampled)):
+                self.fail(f"trajectory {name} has the reward {reward}, which its tokens did not get")
             if batch.routed_experts is not None and batch.routing_valid is not None:
                 rows, valid = batch.routed_experts[part], batch.routing_valid[part]
                 self._check_rows(name, batch, part, rows, valid, version)

@@ -52,6 +52,9 @@ _EVALUATED: Final = 0.15
 _MASKED: Final = 0.3
 """Share of the seeds whose sampling is truncated."""
 
+_GROUP_REWARDS: Final = 0.25
+"""Share of the seeds in which one call rewards a group."""
+
 NODES: Final = "nodes"
 """The folder with the disks of nodes, in that of a simulation."""
 
@@ -132,6 +135,10 @@ def draw(seed: int) -> Scenario:
     )
     if random.Random(f"sampling masks {seed}").random() < _MASKED:
         rollout = replace(scenario.config.rollout, top_p=0.9, top_k=4)
+        scenario = replace(scenario, config=replace(scenario.config, rollout=rollout))
+    if (rng := random.Random(f"group rewards {seed}")).random() < _GROUP_REWARDS:
+        reward = "async_rl.simulation.users:" + rng.choice(("group_reward", "group_reward_in_thread"))
+        rollout = replace(scenario.config.rollout, reward=reward)
         scenario = replace(scenario, config=replace(scenario.config, rollout=rollout))
     scenario = _with_own_streams(scenario, "any")
     return evaluating(scenario) if random.Random(f"evaluation {seed}").random() < _EVALUATED else scenario

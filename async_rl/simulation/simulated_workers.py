@@ -25,7 +25,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
 from async_rl.queue.journal_file import journal_files
-from async_rl.queue.spool import NoSpool, SpoolFolder, folder_on_node
+from async_rl.queue.spool import AnswerFolder, SpoolFolder, folder_on_node
 from async_rl.rollout.workers.messages import (
     Link,
     Message,
@@ -39,7 +39,7 @@ from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.invariant_checker import caller_is_given_up
-from async_rl.types import StoredTrajectory, Trajectory
+from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
 LinkFault = Literal["lose_message", "repeat_message", "reorder_messages"]
 """What can happen to a message under way."""
@@ -230,10 +230,10 @@ class FaultySpoolFolder(SpoolFolder):
     """The spool folder of a worker, whose disk may be full, or which may be killed once a frame is there."""
 
     def __init__(
-        self, directory: Path, node: str, before: Callable[[], None], after: Callable[[], None]
+        self, directory: Path, node: str, frames: Path, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
         """Call functions around each write."""
-        super().__init__(folder_on_node(directory, node), node)
+        super().__init__(directory, node, frames=frames if node else None)
         self._before = before
         self._after = after
 
@@ -243,6 +243,11 @@ class FaultySpoolFolder(SpoolFolder):
         stored = super().store_tree(tree)
         self._after()
         return stored
+
+    def store_completion(self, trajectory_id: str, completion: Completion) -> StoredCompletion:
+        """Implements `FrameStore.store_completion`."""
+        self._before()
+        return super().store_completion(trajectory_id, completion)
 
 
 _NUM_NODES: Final = 2
@@ -429,9 +434,15 @@ class SimulatedWorkers:
             new_id=lambda: f"{prefix}{next(numbers):024x}",
             metrics=self.metrics[-1],
             clock=clock,
-            frames=NoSpool()
+            frames=AnswerFolder(spec.folder)
             if spec.frames is None
-            else FaultySpoolFolder(spec.frames, node, self._refuse_if_full, lambda: self._kill_if_due(name)),
+            else FaultySpoolFolder(
+                spec.folder,
+                node,
+                folder_on_node(spec.frames, node),
+                self._refuse_if_full,
+                lambda: self._kill_if_due(name),
+            ),
             inspected=None if spec.inspected is None else InspectedTrajectories(spec.inspected),
         )
         if spec.config.queue.journal_dir is not None:

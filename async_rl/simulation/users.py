@@ -19,7 +19,7 @@ from async_rl.errors import ConfigError, InvariantError
 from async_rl.rollout.session.api import Session, Turn
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.threads import call_in_thread
-from async_rl.simulation.invariant_checker import reward_source
+from async_rl.simulation.invariant_checker import group_score, reward_source
 from async_rl.types import Completion, Int32Array, StopReason, Task
 
 attempt_begins: ContextVar[Callable[[float], float]] = ContextVar("attempt_begins")
@@ -227,18 +227,33 @@ class TreeLoop(TurnsLoop):
 
 async def reward(task: Task, completion: Completion) -> float:
     """A function of the text; fails for half of them or takes long where the script says so."""
-    if task.metadata["trouble"] == "slow_reward":
-        count_fault.get()("slow_reward")
-        await asyncio.sleep(zlib.crc32(completion.text.encode()) % 4)
-    return _score(task, completion)
+    await _take_long(task, completion)
+    return reward_in_thread(task, completion)
 
 
 def reward_in_thread(task: Task, completion: Completion) -> float:
     """The same, blocking."""
-    return _score(task, completion)
+    return _score(task, completion, zlib.crc32(completion.text.encode()) % 1000 / 1000)
 
 
-def _score(task: Task, completion: Completion) -> float:
+async def group_reward(task: Task, completions: list[Completion]) -> list[float]:
+    """For each member of a group a function of what it sampled, by one call for all."""
+    await _take_long(task, completions[0])
+    return group_reward_in_thread(task, completions)
+
+
+def group_reward_in_thread(task: Task, completions: list[Completion]) -> list[float]:
+    """The same, blocking."""
+    return [_score(task, each, group_score(each.token_ids[each.response_mask])) for each in completions]
+
+
+async def _take_long(task: Task, completion: Completion) -> None:
+    if task.metadata["trouble"] == "slow_reward":
+        count_fault.get()("slow_reward")
+        await asyncio.sleep(zlib.crc32(completion.text.encode()) % 4)
+
+
+def _score(task: Task, completion: Completion, score: float) -> float:
     drawn = zlib.crc32(completion.text.encode())
     if task.metadata["trouble"] == "flaky_reward" and drawn % 2:
         count_fault.get()("flaky_reward")
@@ -246,4 +261,4 @@ def _score(task: Task, completion: Completion) -> float:
     if task.metadata["trouble"] == "bad_reward" and drawn % 2:
         count_fault.get()("bad_reward")
         return (10**5000, float("nan"), {"score": "good"}, None)[drawn // 2 % 4]  # type: ignore[return-value]
-    return drawn % 1000 / 1000
+    return score

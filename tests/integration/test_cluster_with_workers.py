@@ -195,7 +195,8 @@ async def test_workers_are_spread_over_the_nodes_and_start_where_their_journals_
     async with placement.ray_cluster(config, run_dir, QuickServer) as cluster, AsyncExitStack() as stack:
 
         async def start_worker(name: str, node: str | None = None) -> str:
-            spec = WorkerSpec(name=name, config=config, frames=None, inspected=None, node=node)
+            folder = run_dir / "spool" / name
+            spec = WorkerSpec(name=name, config=config, folder=folder, frames=None, inspected=None, node=node)
             link = await stack.enter_async_context(cluster.rollout_worker(spec))
             return link.peer_node
 

@@ -469,14 +469,26 @@ def test_rollouts_go_on_after_it_when_a_single_engine_is_shared(tmp_path):
 
 
 def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path):
-    config = make_config(tmp_path, every=0, at_start=True)
+    config = make_config(tmp_path, every=0, at_start=True, max_concurrent=2)
     from async_rl.config import to_builtins
 
     tree = to_builtins(config)
     tree["rollout"]["reward"] = f"{__name__}:many"
     world = World(parse_config(tree))
+    written: list[Path] = []
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates:
+            written.extend(completions.glob("*/*"))
+
+    completions = world.run_dir / "evaluations" / "completions"
+    completions.mkdir(parents=True)
+    (completions / "of_one_that_was_killed").write_bytes(b"")
+    world.called = called  # type: ignore[method-assign]
     check(world, world.run())
     assert [r.scores["all"].reward.value for r in world.records] == [4.0]
+    assert written, "answers wait for the others of their task in files"
+    assert not completions.exists()
 
 
 def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):

@@ -278,7 +278,7 @@ def test_a_step_of_ranks_ends_with_an_error_after_its_limit(tmp_path: Path, sile
 
 
 async def start_worker(config: Any, folder: Path, node: str | None = None) -> None:
-    spec = WorkerSpec(name="worker 0", config=config, frames=folder, inspected=None, node=node)
+    spec = WorkerSpec(name="worker 0", config=config, folder=folder, frames=folder, inspected=None, node=node)
     async with rollout_worker_actor.rollout_worker(spec, SETUP, folder / "log"):
         pass
 

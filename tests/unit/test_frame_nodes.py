@@ -10,14 +10,14 @@ import pytest
 
 from async_rl.errors import InvariantError, NodeUnreachable, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue.frames import verify_frame
+from async_rl.queue.frames import read_completion, verify_frame
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.ledger import Ledger
-from async_rl.queue.spool import Spool, SpoolFolder, folder_on_node
+from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.simulated_workers import SimulatedNodes
-from async_rl.types import Group, StoredTrajectory, TakenBatch
+from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch
 from tests.support.trajectories import FACTS, make_trajectory
 
 NODE = "node-1-0"
@@ -40,7 +40,8 @@ class Nodes:
         self.worker = self.new_worker()
 
     def new_worker(self) -> SpoolFolder:
-        return SpoolFolder(folder_on_node(self.spool.new_folder("rollout-worker-0"), NODE), NODE)
+        folder = self.spool.new_folder("rollout-worker-0")
+        return SpoolFolder(folder, NODE, frames=self.spool.frame_folder(folder, NODE))
 
     def store(self, *names: str, version: int = 0) -> tuple[StoredTrajectory, ...]:
         """Let the worker store trajectories, which the driver holds."""
@@ -86,6 +87,21 @@ def test_frames_stay_on_the_nodes_of_their_processes(nodes: Nodes) -> None:
     assert nodes.spool.find_flaws(stored) == {}
     Path(stored[0].path).write_bytes(b"")
     assert "shorter than the prefix" in nodes.spool.find_flaws(stored)["theirs"]
+
+
+def test_completions_are_in_the_folder_of_the_run_until_they_are_scored(nodes: Nodes) -> None:
+    completion = Completion(messages=[], text="yes", stop_reason="completed")
+    held, unheard = (nodes.worker.store_completion(name, completion) for name in ("a", "b"))
+    nodes.spool.hold([held])
+    nodes.store("a")
+    assert (nodes.files(), held.node) == (["a"], "")
+    assert Path(held.path).parent == nodes.spool.directory / nodes.worker.directory.name
+    nodes.spool.end_folder(nodes.worker.directory, NODE)
+    assert not Path(unheard.path).exists()
+    assert read_completion(held).text == "yes"
+    nodes.spool.discard([held])
+    nodes.spool.delete_discarded()
+    assert [path.name for path in nodes.spool.directory.iterdir()] == ["000001-driver"]
 
 
 def test_frames_of_a_node_that_is_absent_are_deleted_when_it_is_back(nodes: Nodes) -> None:

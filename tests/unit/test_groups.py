@@ -18,7 +18,7 @@ from async_rl.rollout.groups import (
     has_signal,
 )
 from async_rl.staleness import StalenessPolicy
-from async_rl.types import Completion, StoredTrajectory, Task, TurnReward, VersionSpan
+from async_rl.types import StoredCompletion, StoredTrajectory, Task, TurnReward, VersionSpan
 from tests.support.trajectories import make_trajectory
 
 REST = GroupPolicy(failed_siblings="train_rest", min_size=2)
@@ -205,7 +205,7 @@ def test_a_group_is_dropped_and_retried_when_one_call_cannot_score_it_any_more()
     group = group_of("a", "b")
     stored = {name: StoredTrajectory.of(make_trajectory(name, reward=None)) for name in "ab"}
     unscored = UnscoredTrajectory(
-        completion=Completion(messages=[], text="", stop_reason="completed"), attempt=1, reward_source="a"
+        completion=StoredCompletion(path="a", nbytes=1, checksum=0), attempt=1, reward_source="a"
     )
     group.end_sibling("a", [stored["a"]])
     group.unscored["a"] = unscored

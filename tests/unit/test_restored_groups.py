@@ -19,7 +19,7 @@ from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
-from async_rl.types import StoredTrajectory, Trajectory
+from async_rl.types import Completion, Group, StoredTrajectory, Trajectory
 from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory
 
 SPOOLS: WeakKeyDictionary[TrajectoryQueue, Spool] = WeakKeyDictionary()
@@ -54,8 +54,11 @@ def dispatch(queue: TrajectoryQueue, *names: str, version: int = 0) -> None:
 
 def end(queue: TrajectoryQueue, trajectory: Trajectory, *, scored: bool = True) -> StoredTrajectory:
     """Store a trajectory whose attempt has ended before its group."""
-    (stored,) = SPOOLS[queue].store_tree([trajectory])
-    queue.finished.add_tree(stored, scored=scored)
+    spool, name = SPOOLS[queue], trajectory.trajectory_id
+    (stored,) = spool.store_tree([trajectory])
+    completion = Completion(messages=[], text="", stop_reason="completed")
+    completions = {} if scored else {name: spool.store_completion(name, completion)}
+    queue.finished.add_tree(stored, completions=completions)
     return stored
 
 
@@ -183,12 +186,25 @@ async def test_a_trajectory_without_its_reward_is_left_to_the_journal_by_a_resta
     dispatch(first, "g")
     end(first, make_group("g").trajectories[0], scored=False)
     first.flush_ledger()
-    assert files(tmp_path) == ["g-0"]
+    assert files(tmp_path) == ["g-0", "g-0-completion"]
     second = open_queue(tmp_path, 0)
     (left,) = second.restored_groups
     assert left.finished == {}
     assert files(tmp_path) == []
     second.close()
+
+
+async def test_completions_are_deleted_when_the_group_is_queued(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, 0)
+    dispatch(queue, "g")
+    group = make_group("g")
+    stored = tuple(end(queue, each, scored=False) for each in group.trajectories)
+    queue.flush_ledger()
+    assert files(tmp_path) == ["g-0", "g-0-completion", "g-1", "g-1-completion"]
+    await queue.put_group(Group(group_id="g", task_id="task", trajectories=stored))
+    queue.flush_ledger()
+    assert files(tmp_path) == ["g-0", "g-1"]
+    queue.close()
 
 
 async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, cast
 import msgspec
 import pytest
 
+from async_rl import codec
 from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import (
@@ -40,7 +41,7 @@ from async_rl.queue.journal_file import read_journal
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.queue.spool import Spool
-from async_rl.rollout.attempt import Attempt, AttemptEnd
+from async_rl.rollout.attempt import Attempt, AttemptEnd, UnscoredCompletion
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
@@ -58,7 +59,9 @@ from async_rl.rollout.workers.messages import (
     LeaseWanted,
     Message,
     MetricIncrement,
+    ScoreGroup,
     StartAttempt,
+    pack,
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.remote_progress import RemoteProgress
@@ -68,7 +71,7 @@ from async_rl.runtime.supervision import first_error
 from async_rl.simulation import simulated_workers
 from async_rl.simulation.simulated_workers import LinkFault, MemoryLink, SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
-from async_rl.types import Completion, StoredTrajectory, Task, Trajectory
+from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task, Trajectory
 from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 from tests.support.trajectories import make_trajectory
 
@@ -660,12 +663,16 @@ def test_a_shortage_in_a_worker_is_one_in_the_driver() -> None:
 
 @in_virtual_time
 async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
-    async with WorkerBench(num_workers=2, reward=f"{HERE}:group_reward") as workers:
+    """The completion is that of a worker that has ended; then the worker ends that was asked first."""
+    async with WorkerBench(num_workers=3, reward=f"{HERE}:group_reward") as workers:
         end = await workers.backend.run_attempt(attempt())
         (trajectory,), (unscored,) = end.trajectories, end.unscored
         assert unscored.trajectory_id == unscored.reward_source == trajectory.trajectory_id
+        writer = Path(trajectory.path).parent.name.partition("-")[2]
+        workers.processes.ends[writer].lose("it was killed")
+        await asyncio.sleep(0.1)
+        assert writer not in workers.backend.workers
         token_ids = read_columns(trajectory)["token_ids"]
-        assert unscored.completion.token_ids.tolist() == token_ids.tolist()
         async with asyncio.TaskGroup() as tasks:
             scoring = tasks.create_task(workers.backend.score_group(TASK, [unscored.completion] * 2))
             await asyncio.sleep(0)  # it has asked a worker
@@ -673,6 +680,75 @@ async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
             workers.processes.ends[busy].lose("it was killed")
         expected = float(token_ids.sum() % 89)
         assert await scoring == [{"reward": expected}] * 2
+
+
+class Talks:
+    """Answers, and gets a message of the length that its task wants."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate(max_new_tokens=task.metadata["tokens"])
+        session.add_messages([{"role": "user", "content": "so " * task.metadata["words"]}])
+
+
+@in_virtual_time
+async def test_what_crosses_the_link_for_a_group_does_not_grow_with_its_answers() -> None:
+    async with WorkerBench(
+        "Talks", reward=f"{HERE}:group_reward", max_context_tokens=4096, max_new_tokens=1024
+    ) as workers:
+        await asyncio.sleep(0.1)
+        (worker,), (theirs,) = workers.backend.workers.values(), workers.processes.ends.values()
+        crossed: list[Message] = []
+        for end, post in ((worker, worker.post), (theirs, theirs.post)):
+            end.post = lambda message, post=post: (crossed.append(message), post(message))[1]
+        sizes = []
+        for number, (tokens, words) in enumerate([(1, 1), (16, 2048)]):
+            crossed.clear()
+            task = Task(task_id="t", messages=TASK.messages, metadata={"tokens": tokens, "words": words})
+            of = Attempt(task, f"{number:032x}", "g", 1, started_s=0.0)
+            (unscored,) = (await workers.backend.run_attempt(of)).unscored
+            assert await workers.backend.score_group(task, [unscored.completion] * 8)
+            about = [each for each in crossed if isinstance(each, AttemptEnded | ScoreGroup)]
+            assert [type(each).__name__ for each in about] == ["AttemptEnded", "ScoreGroup"]
+            sizes.append([len(pack(each)) for each in about])
+        assert unscored.completion.nbytes > 6000
+        assert max(max(each) for each in sizes) < 3000
+        assert [longer - shorter for shorter, longer in zip(*sizes, strict=True)] == pytest.approx(
+            [0, 0], abs=64
+        )
+
+
+@pytest.mark.parametrize("where", ["worker", "driver"])
+@in_virtual_time
+async def test_a_group_is_scored_without_the_completions_that_are_damaged(where: str) -> None:
+    async with WorkerBench(reward=f"{HERE}:group_reward") as workers, workers.local_backend() as local:
+        backend: RolloutBackend = workers.backend if where == "worker" else local
+        ends = [await backend.run_attempt(attempt(name=f"{number:032x}")) for number in range(4)]
+        stored = [end.unscored[0].completion for end in ends]
+        damaged = bytearray(Path(stored[0].path).read_bytes())
+        damaged[-1] ^= 1
+        Path(stored[0].path).write_bytes(damaged)
+        codec.write_frame(stored[2].path, Completion(messages=[], text="", stop_reason="completed"))
+        Path(stored[3].path).unlink()
+        flawed, scored, other, lost = await backend.score_group(TASK, stored)
+        token_ids = read_columns(ends[1].trajectories[0])["token_ids"]
+        assert scored == {"reward": float(token_ids.sum() % 89)}
+        for error, words in ((flawed, "checksum"), (other, "another"), (lost, "does not exist")):
+            assert isinstance(error, RewardError)
+            assert words in str(error)
+
+
+@in_virtual_time
+async def test_a_group_fails_when_its_completions_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    async with WorkerBench(reward=f"{HERE}:group_reward") as workers:
+        (unscored,) = (await workers.backend.run_attempt(attempt())).unscored
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(RewardError, match="Permission denied"):
+            await workers.backend.score_group(TASK, [unscored.completion])
+        assert len(workers.backend.workers) == 1, "its worker has not ended"
 
 
 def frames_in(spool: Spool) -> list[Path]:
@@ -693,11 +769,12 @@ async def test_frames_outlive_their_worker_and_those_that_it_never_reported_do_n
         assert Path(again[0].path).parent != Path(kept[0].path).parent
 
 
+@pytest.mark.parametrize("reward", ["reward", "group_reward"])
 @pytest.mark.parametrize("late_s", [0.0, 0.5])
 @in_virtual_time
-async def test_no_frame_is_left_of_an_attempt_that_is_not_wanted_any_more(late_s: float) -> None:
+async def test_no_frame_is_left_of_an_attempt_that_is_not_wanted_any_more(late_s: float, reward: str) -> None:
     """A straggler is dropped when its answer is under way, or has just arrived."""
-    async with WorkerBench(delay_s=late_s / 2) as workers:
+    async with WorkerBench(delay_s=late_s / 2, reward=f"{HERE}:{reward}") as workers:
         stored = asyncio.Event()
         workers.processes.on_store = stored.set
         async with asyncio.TaskGroup() as tasks:
@@ -712,18 +789,24 @@ async def test_no_frame_is_left_of_an_attempt_that_is_not_wanted_any_more(late_s
         assert playing.cancelled()
         await asyncio.sleep(1.0)
         assert value_of(workers.metrics.late_results_total) == 1
-        assert len(frames_in(workers.spool)) == 1
+        assert len(frames_in(workers.spool)) == (1 if reward == "reward" else 2)
         workers.spool.delete_discarded()
         assert frames_in(workers.spool) == []
 
 
+@pytest.mark.parametrize("named", ["frame", "completion"])
 @in_virtual_time
-async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_path: Path) -> None:
+async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_path: Path, named: str) -> None:
     async with WorkerBench() as workers:
         frame = tmp_path / "ledger.sqlite"
         frame.write_bytes(b"")
         await asyncio.sleep(0.1)
-        end = AttemptEnd(trajectories=(StoredTrajectory.of(make_trajectory("t"), path=str(frame)),))
+        if named == "frame":
+            end = AttemptEnd(trajectories=(StoredTrajectory.of(make_trajectory("t"), path=str(frame)),))
+        else:
+            completion = StoredCompletion(path=str(frame), nbytes=1, checksum=0)
+            unscored = UnscoredCompletion(trajectory_id="t", reward_source="t", completion=completion)
+            end = AttemptEnd(trajectories=(), unscored=(unscored,))
         (link,) = workers.processes.ends.values()
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))

@@ -9,7 +9,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_folders import JournalFolders
-from async_rl.queue.spool import NoSpool, Spool
+from async_rl.queue.spool import AnswerSpool, Spool
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.worker_backend import OpenWorker, WorkerBackend
@@ -19,7 +19,7 @@ def choose_backend(
     config: Config,
     context: SessionContext,
     pool: EnginePool,
-    spool: Spool | NoSpool,
+    spool: Spool | AnswerSpool,
     open_worker: OpenWorker,
     *,
     inspected: InspectedTrajectories | None = None,

@@ -50,7 +50,7 @@ from async_rl.queue.progress import ProgressReport
 from async_rl.rollout.attempt import AttemptEnd, user_frames
 from async_rl.runtime.listeners import RepeatFilter
 from async_rl.runtime.shortages import shortage_number
-from async_rl.types import Completion, StoredTrajectory, Task
+from async_rl.types import StoredCompletion, StoredTrajectory, Task
 
 log = logging.getLogger(__name__)
 log.addFilter(RepeatFilter())
@@ -145,7 +145,8 @@ class ScoreGroup(Message, frozen=True, kw_only=True, eq=False):
 
     request_id: int
     task: Task
-    completions: tuple[Completion, ...]
+    completions: tuple[StoredCompletion, ...]
+    """References: what the call compares goes from worker to worker, through the run's folder."""
 
 
 # -- from a worker -----------------------------------------------------------------------------------------

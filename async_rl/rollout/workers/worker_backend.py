@@ -33,7 +33,7 @@ from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, Re
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal_folders import JournalFolders
-from async_rl.queue.spool import NoSpool, Spool, folder_on_node
+from async_rl.queue.spool import AnswerSpool, Spool
 from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.workers.messages import (
@@ -65,7 +65,7 @@ from async_rl.rollout.workers.worker import LEASE_S
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
-from async_rl.types import Completion, Task, root_of
+from async_rl.types import StoredCompletion, Task, root_of
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     config: Config
     """The settings that its sessions follow."""
+    folder: Path
+    """Its own folder in that of the run, for the completions of groups that one call rewards."""
     frames: Path | None
     """Where it writes the frames of finished trajectories; None: nowhere."""
     inspected: Path | None
@@ -146,6 +148,7 @@ class WorkerHandle:
         self,
         name: str,
         link: Link,
+        completion_folder: Path,
         frame_folder: Path | None,
         frame_node: str,
         leases: Callable[[WorkerHandle], RelayedLeases],
@@ -160,8 +163,9 @@ class WorkerHandle:
         self.link = link
         self.frame_node = frame_node
         """The node that has the frames; empty: the run's folder has them."""
-        self.frame_folder = "" if frame_folder is None else str(folder_on_node(frame_folder, frame_node))
+        self.frame_folder = "" if frame_folder is None else str(frame_folder)
         """The folder of its frames; empty: it writes none."""
+        self.completion_folder = str(completion_folder)
         self.post = link.post
         self.close = link.close
         self.inboxes: dict[int, _Inbox] = {}
@@ -178,6 +182,12 @@ class WorkerHandle:
         self.has_completed_attempt = False
         self.leases = leases(self)
         """What it may call engines for."""
+
+    def has_written(self, end: AttemptEnd) -> bool:
+        """Return whether all references of an attempt's end are to files in its folders."""
+        frames = {(each.node, os.path.dirname(each.path)) for each in end.trajectories}
+        completions = {os.path.dirname(each.path) for each in end.completions}
+        return frames <= {(self.frame_node, self.frame_folder)} and completions <= {self.completion_folder}
 
     def record_heartbeat(self, received: int) -> None:
         """Note that it answers, if it has handled the messages that were sent before an earlier heartbeat."""
@@ -248,7 +258,7 @@ class WorkerBackend(RolloutBackend):
         metrics: Metrics,
         pool: EnginePool,
         clock: Callable[[], float],
-        spool: Spool | NoSpool,
+        spool: Spool | AnswerSpool,
         folders: JournalFolders | None = None,
         *,
         models: Mapping[str, EnginePool] | None = None,
@@ -270,7 +280,11 @@ class WorkerBackend(RolloutBackend):
             name: The name of a worker begins with it.
         """
         self._spec = WorkerSpec(
-            name=name, config=config, frames=None, inspected=None if inspected is None else inspected.folder
+            name=name,
+            config=config,
+            folder=Path(),
+            frames=None,
+            inspected=None if inspected is None else inspected.folder,
         )
         self._config = config.rollout
         self._max_attempts = config.max_attempts_per_worker
@@ -365,7 +379,7 @@ class WorkerBackend(RolloutBackend):
                 worker.post(CancelRequest(request_id=request_id))
                 if isinstance(unheard := inbox.message, AttemptEnded):
                     self._metrics.late_results_total.inc()
-                    self._spool.discard(unheard.end.trajectories)
+                    self._spool.discard([*unheard.end.trajectories, *unheard.end.completions])
         worker.has_completed_attempt = True
         if isinstance(answer, AttemptFailed):
             failed = answer.trajectory
@@ -375,7 +389,7 @@ class WorkerBackend(RolloutBackend):
         return answer.end
 
     async def score_group(
-        self, task: Task, completions: Sequence[Completion]
+        self, task: Task, completions: Sequence[StoredCompletion]
     ) -> Sequence[dict[str, float] | RewardError]:
         """Implements `RolloutBackend.score_group`; if its worker ends, it asks another one."""
         for left in reversed(range(_MAX_SCORE_TRIES)):
@@ -447,11 +461,20 @@ class WorkerBackend(RolloutBackend):
                     raise cancelled
                 async with AsyncExitStack() as stack:
                     with waiting("rollout worker", name):
-                        spec = msgspec.structs.replace(self._spec, name=name, frames=folder, node=node)
+                        spec = msgspec.structs.replace(
+                            self._spec,
+                            name=name,
+                            folder=folder,
+                            frames=self._spool.frame_folder(folder),
+                            node=node,
+                        )
                         link = await stack.enter_async_context(self._open_worker(spec))
-                    on_node = folder is not None and self._spec.config.queue.spool_dir is not None
+                    on_node = spec.frames is not None and spec.config.queue.spool_dir is not None
                     frame_node = link.peer_node if on_node else ""
-                    worker = WorkerHandle(name, link, folder, frame_node, self._new_leases, self._folders)
+                    frames = self._spool.frame_folder(folder, frame_node)
+                    worker = WorkerHandle(
+                        name, link, folder, frames, frame_node, self._new_leases, self._folders
+                    )
                     cause = await self._receive_messages(worker)
                     # Its process ends with the block. Until that is known its leases expire.
                     self._keepers.start_task(f"leases of {name}", worker.leases.expire())
@@ -470,9 +493,9 @@ class WorkerBackend(RolloutBackend):
                     worker.leases.close()
                 if worker is not None and worker.folder is not None and self._folders is not None:
                     self._folders.end_owner(worker.folder)
-                if folder is not None and (worker is None or worker.link.peer_has_ended):
+                if worker is None or worker.link.peer_has_ended:
                     place = "" if worker is None else worker.frame_node
-                    end_folder = partial(self._spool.end_folder, folder_on_node(folder, place), place)
+                    end_folder = partial(self._spool.end_folder, folder, place)
                     _, cancelled = await run_uncancellable(None, end_folder)
                     if cancelled is not None:
                         raise cancelled
@@ -542,14 +565,13 @@ class WorkerBackend(RolloutBackend):
                 self._apply_progress(worker, message)
                 worker.leases.renew(message.number, message.calls)
             case AttemptEnded(request_id=request_id, end=end):
-                place = worker.frame_node, worker.frame_folder
-                if any((each.node, each.path.rpartition(os.sep)[0]) != place for each in end.trajectories):
-                    raise WorkerLost("it sent references to frames that are not in its folder")
+                if not worker.has_written(end):
+                    raise WorkerLost("it sent references to files that are not in its folder")
                 if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
-                    self._spool.hold(end.trajectories)
+                    self._spool.hold([*end.trajectories, *end.completions])
                 else:  # the attempt is not wanted any more
                     self._metrics.late_results_total.inc()
-                    self._spool.refuse(end.trajectories)
+                    self._spool.refuse([*end.trajectories, *end.completions])
             case AttemptFailed() | GroupScored():
                 inbox = worker.inboxes.get(message.request_id)
                 if inbox is None or not inbox.put_message(message):
