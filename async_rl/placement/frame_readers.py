@@ -1,4 +1,4 @@
-"""One actor on each node that has frames, or trains on them: it verifies, deletes, sends and receives them.
+"""One actor on each node that has frames or journals, or trains: it reads, deletes, sends and receives them.
 
 ```
  node a: worker ─► files ◄─ FrameReaderActor ── Ray's store ──► FrameReaderActor ─► memory ◄─ ranks of node b
@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -33,6 +33,7 @@ from async_rl.placement.placements import node_addresses
 from async_rl.placement.ray_trainer import last_line
 from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
 from async_rl.queue.frames import find_flaws
+from async_rl.queue.journal_folders import JournalSummary, read_journals
 from async_rl.runtime.processes import die_with_parent
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import StoredTrajectory
@@ -78,6 +79,16 @@ class FrameReaderActor(NodeActor):
     def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
         """Delete the files of all processes that have ended, except known frames."""
         self._local.begin_keep_only(known, in_use)
+
+    def read_journals(
+        self, base: str, alive: Collection[str], restarts: Mapping[int, int]
+    ) -> dict[str, JournalSummary]:
+        """Read how far trajectories are in the journals on this node."""
+        return read_journals(Path(base), alive, restarts)
+
+    def delete_journals(self, folders: Sequence[str]) -> None:
+        """Delete folders of journals."""
+        self._local.begin_delete_journals(folders)
 
     def send_frames(self, stored: Sequence[StoredTrajectory]) -> list[Any]:
         """Put frames into Ray's store, and return references to them; each is copied once."""
@@ -159,9 +170,7 @@ class FrameReaders:
             if node not in self._actors:
                 ids = [node_id for node_id, address in node_addresses().items() if address == node]
                 if not ids:
-                    raise NodeUnreachable(
-                        f"node {node}, which has finished trajectories, has left Ray's cluster"
-                    )
+                    raise NodeUnreachable(f"node {node}, which has data of the run, has left Ray's cluster")
                 actor_class: Any = ray.remote(concurrency_groups={_PINGS: 1})(FrameReaderActor)  # type: ignore[call-overload]
                 there = NodeAffinitySchedulingStrategy(ids[0], soft=False)
                 actor = actor_class.options(num_cpus=0, scheduling_strategy=there).remote(
@@ -226,6 +235,16 @@ class RayFrameReader(FrameReader):
         """Implements `FrameReader.begin_keep_only`."""
         return self._answer(self._actor.keep_only.remote(set(known), set(in_use)), _ANSWER_LIMIT_S)
 
+    def begin_read_journals(
+        self, base: str, alive: Collection[str], restarts: Mapping[int, int]
+    ) -> Callable[[], dict[str, JournalSummary]]:
+        """Implements `NodeJournals.begin_read_journals`."""
+        return self._answer(self._actor.read_journals.remote(base, alive, restarts), _ANSWER_LIMIT_S)
+
+    def begin_delete_journals(self, folders: Sequence[str]) -> Callable[[], None]:
+        """Implements `NodeJournals.begin_delete_journals`."""
+        return self._answer(self._actor.delete_journals.remote(list(folders)), _ANSWER_LIMIT_S)
+
     def end(self) -> None:
         """Implements `FrameReader.end`."""
         self._readers.forget(self._node)
@@ -236,7 +255,7 @@ class RayFrameReader(FrameReader):
                 return ray.get(reference, timeout=limit_s)
             except RayError as error:
                 unreachable = NodeUnreachable(
-                    f"node {self._node}, which has finished trajectories, does not answer: {last_line(error)}"
+                    f"node {self._node}, which has data of the run, does not answer: {last_line(error)}"
                 )
                 if isinstance(
                     error, RayActorError | ActorUnschedulableError

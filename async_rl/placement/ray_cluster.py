@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -291,6 +291,10 @@ class RayCluster(Cluster):
         if parts is None:
             return None
         return RayFolder({self._processes[actor].host: actor for actor in parts if actor in self._processes})
+
+    def other_nodes(self) -> Collection[str]:
+        """Return the addresses of the other nodes that are alive; blocks."""
+        return set(node_addresses().values()) - {self.node}
 
     def open_frame_reader(self, node: str) -> FrameReader:
         """Start the reader of frames on another node, if there is none."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
 from async_rl.queue.frames import find_flaws
+from async_rl.queue.journal_folders import JournalSummary, NodeJournals, read_journals
 from async_rl.types import StoredTrajectory
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,8 @@ REUSABLE: Final = "reusable"
 """The name of the folder with files of settled trajectories, in that of their process."""
 
 
-class FrameReader(Protocol):
-    """The frames on one node. All methods may be called from any thread.
+class FrameReader(NodeJournals, Protocol):
+    """The frames and journals on one node. All methods may be called from any thread.
 
     Each begins something, and returns a function that waits until it is done.
 
@@ -126,6 +128,18 @@ class LocalFrameReader(FrameReader):
                 path.unlink(missing_ok=True)
             elif path.name not in in_use:
                 self.begin_end_folder(str(path), known)
+        return _nothing_left
+
+    def begin_read_journals(
+        self, base: str, alive: Collection[str], restarts: Mapping[int, int]
+    ) -> Callable[[], dict[str, JournalSummary]]:
+        """Implements `NodeJournals.begin_read_journals`."""
+        return lambda: read_journals(Path(base), alive, restarts)
+
+    def begin_delete_journals(self, folders: Sequence[str]) -> Callable[[], None]:
+        """Implements `NodeJournals.begin_delete_journals`."""
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         return _nothing_left
 
     def end(self) -> None:

@@ -14,7 +14,8 @@ nothing. A process that takes a trajectory over reads what is left of it (`Journ
 it under its own epoch; if it ends before, the records of the lower epoch still count.
 
 The driver reads whole journals only when it starts, and keeps no tokens: `JournalFolders` knows which folders
-may have which trajectory, and deletes a folder when its process has ended and nothing in it is needed.
+may have which trajectory, and deletes a folder when its process has ended and nothing in it is needed. Where
+each node has journals of its own, both are done on the node (`NodeJournals`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ import asyncio
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from async_rl.errors import NodeUnreachable
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
@@ -137,6 +140,62 @@ def _read_known(
     return trees, damaged
 
 
+JournalSummary = tuple[dict[str, dict[str, _Known]], int]
+"""How far a folder has trajectories and their branches, by trajectory, and its number of damaged records."""
+
+
+class NodeJournals(Protocol):
+    """The journals on another node. All methods may be called from any thread.
+
+    Each begins something, and returns a function that waits until it is done.
+
+    Raises:
+        NodeUnreachable: By that function, when there is no answer.
+    """
+
+    def begin_read_journals(
+        self, base: str, alive: Collection[str], restarts: Mapping[int, int]
+    ) -> Callable[[], dict[str, JournalSummary]]:
+        """Read them, as `read_journals` does."""
+        ...
+
+    def begin_delete_journals(self, folders: Sequence[str]) -> Callable[[], None]:
+        """Delete folders."""
+        ...
+
+
+class OtherNodes(NamedTuple):
+    """How journals on other nodes are reached; both functions block, and may be called from any thread."""
+
+    addresses: Callable[[], Iterable[str]]
+    """Returns the nodes that are there."""
+    open_node: Callable[[str], NodeJournals]
+    """Returns what reads and deletes journals on one, or raises `NodeUnreachable`."""
+
+
+def read_journals(
+    base: Path, alive: Collection[str], restarts: Mapping[int, int]
+) -> dict[str, JournalSummary]:
+    """Read all journals on a node, by the names of their folders.
+
+    Args:
+        base: Their parent.
+        alive: The trajectories in flight.
+        restarts: As that of `JournalFolders`.
+    """
+    if not base.is_dir():
+        return {}
+    folders = sorted(path for path in base.iterdir() if path.is_dir())
+    return {path.name: _read_known(path, alive, _newest_version(path.name, restarts)) for path in folders}
+
+
+def _newest_version(name: str, restarts: Mapping[int, int]) -> int | None:
+    """Return the lowest step to which the run went back since the folder with this name was written."""
+    number = name.partition("-")[0]
+    written_by = int(number) if number.isdecimal() else 0
+    return min((step for number, step in restarts.items() if number > written_by), default=None)
+
+
 def _read_stable(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
     for _ in range(_MAX_READS - 1):
         try:
@@ -239,6 +298,7 @@ class JournalFolders:
         metrics: Metrics | None = None,
         *,
         node: str | None = None,
+        others: OtherNodes | None = None,
     ) -> None:
         """Begin with the folders that earlier incarnations of the driver left.
 
@@ -248,9 +308,11 @@ class JournalFolders:
             restarts: The steps from which this and earlier incarnations continued, by number.
             metrics: Counts damaged records.
             node: The address of this node, where each node has a folder `base` of its own; else None.
+            others: The other nodes, where they have such folders.
         """
         self.base = base
         self._node = node
+        self._others = others
         self._nodes: dict[Path, str] = {}  # of the folders of workers, where it matters
         self._incarnation = incarnation
         self._restarts = restarts
@@ -269,7 +331,9 @@ class JournalFolders:
     ) -> dict[str, ProgressReport]:
         """Read all journals; return how far trajectories in flight and their branches are, by id.
 
-        One folder is read at a time, in a thread, so that memory is bounded by the largest of them.
+        One folder is read at a time, in a thread, so that memory is bounded by the largest of them. What is
+        in flight on other nodes is read there, by all of them at the same time. The journals of a node that
+        does not answer are not used any more.
 
         Args:
             alive: The trajectories in flight; their branches are in flight with them.
@@ -292,6 +356,11 @@ class JournalFolders:
                 lost += damaged
                 done += 1
                 wait.renew()
+        on_nodes = await self._read_other_nodes(alive, report)
+        for folder, (found, damaged) in on_nodes.items():
+            for root_id, tree in found.items():
+                trees[root_id][folder] = tree
+            lost += damaged
         if lost:
             log.warning(
                 "%d records of the journal are damaged; their trajectories continue from earlier tokens", lost
@@ -304,10 +373,40 @@ class JournalFolders:
             by_owner = sorted(of_root, key=lambda folder: _owner_of(of_root[folder]))
             whole = [index for index, folder in enumerate(by_owner) if root_id in of_root[folder]]
             self._holders[root_id] = by_owner[max(whole, default=0) :]
-        self._ended.update(folders)
+        self._ended.update(folders, on_nodes)
         if unneeded := self.take_unneeded():
             await asyncio.to_thread(self.delete_folders, unneeded)
         return newest
+
+    async def _read_other_nodes(
+        self, alive: Collection[str], report: Callable[[str], None]
+    ) -> dict[Path, JournalSummary]:
+        """Read the journals on other nodes, by folder."""
+        if self._others is None:
+            return {}
+        report("other nodes read their journals of what was in flight")
+        with waiting("disk", why=lambda: "other nodes read their journals"):
+            by_node = await asyncio.to_thread(self._ask_other_nodes, self._others, alive)
+        found: dict[Path, JournalSummary] = {}
+        for node, summaries in by_node.items():
+            for name, summary in summaries.items():
+                found[self.base / name] = summary
+                self._nodes[self.base / name] = node
+        return found
+
+    def _ask_other_nodes(
+        self, others: OtherNodes, alive: Collection[str]
+    ) -> dict[str, dict[str, JournalSummary]]:
+        begun: dict[str, Callable[[], dict[str, JournalSummary]]] = {}
+        answers: dict[str, dict[str, JournalSummary]] = {}
+        for node in sorted(set(others.addresses()) - {self._node}):
+            with _unreachable_is_logged(node):
+                reader = others.open_node(node)
+                begun[node] = reader.begin_read_journals(str(self.base), alive, dict(self._restarts))
+        for node, wait in begun.items():
+            with _unreachable_is_logged(node):
+                answers[node] = wait()
+        return answers
 
     # -- owners --------------------------------------------------------------------------------------------
 
@@ -409,18 +508,33 @@ class JournalFolders:
         needed = {folder for folders in self._holders.values() for folder in folders}
         unneeded = sorted(self._ended - needed)
         self._ended &= needed
-        for folder in unneeded:
-            self._nodes.pop(folder, None)
         return unneeded
 
-    @staticmethod
-    def delete_folders(folders: Iterable[Path]) -> None:
-        """Delete folders; what cannot be deleted now is deleted by the next incarnation. From any thread."""
+    def delete_folders(self, folders: Iterable[Path]) -> None:
+        """Delete folders; what cannot be deleted now is deleted by the next incarnation. From any thread.
+
+        It does not wait for other nodes.
+        """
+        elsewhere: defaultdict[str, list[str]] = defaultdict(list)
         for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            node = self._nodes.pop(folder, self._node)
+            if node == self._node or self._others is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                elsewhere[node or ""].append(str(folder))
+        for node, paths in elsewhere.items():
+            assert self._others is not None, "there are folders on them"
+            with _unreachable_is_logged(node):
+                self._others.open_node(node).begin_delete_journals(paths)
 
     def _source(self, folder: Path) -> JournalSource:
-        number = folder.name.partition("-")[0]
-        written_by = int(number) if number.isdecimal() else 0
-        steps = [step for number, step in self._restarts.items() if number > written_by]
-        return JournalSource(folder=str(folder), newest_version=min(steps, default=None))
+        newest_version = _newest_version(folder.name, self._restarts)
+        return JournalSource(folder=str(folder), newest_version=newest_version)
+
+
+@contextmanager
+def _unreachable_is_logged(node: str) -> Iterator[None]:
+    try:
+        yield
+    except NodeUnreachable as error:
+        log.warning("the journals on node %s are neither read nor deleted now: %s", node, error)

@@ -17,7 +17,7 @@ their files is done there (`FrameReader`). The folders in the run's spool keep t
 
 Where one call rewards a group, the completions of its members are in the folders of the run's spool, wherever
 frames are, until a process has scored them. They have text and token ids, a hundredth of a frame with routing
-rows, and whoever scores them has to see all of a group.
+rows, and the process that scores a group needs all of them.
 
 A new file costs two to three times as much as one that is overwritten, because the kernel clears its pages.
 """

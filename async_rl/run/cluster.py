@@ -4,6 +4,7 @@ tests.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -62,6 +63,10 @@ class Cluster(EngineProcesses, Protocol):
 
     def local_folder(self, engine_id: str) -> HostFolder | None:
         """Return the folder of weights on the host of an engine; None for an external server."""
+        ...
+
+    def other_nodes(self) -> Collection[str]:
+        """Return the addresses of the nodes that are there, without the driver's; blocking."""
         ...
 
     def open_frame_reader(self, node: str) -> FrameReader:

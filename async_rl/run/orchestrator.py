@@ -54,6 +54,7 @@ from async_rl.observability.page.routes import page_routes
 from async_rl.observability.records import Summary
 from async_rl.observability.trackers.choice import tracking
 from async_rl.observability.trackers.tracker import Trackers
+from async_rl.queue.journal_folders import OtherNodes
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
@@ -345,6 +346,7 @@ class Orchestrator:
                 self._metrics,
                 self.run_log.enter_phase,
                 node=self._cluster.node,
+                others=OtherNodes(self._cluster.other_nodes, self._cluster.open_frame_reader),
             )
 
     def _build_incarnation(

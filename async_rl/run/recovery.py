@@ -33,7 +33,7 @@ from async_rl.queue import archive, spool
 from async_rl.queue.archive import Archive
 from async_rl.queue.frame_reader import FrameReader
 from async_rl.queue.journal import Journal
-from async_rl.queue.journal_folders import JournalFolders
+from async_rl.queue.journal_folders import JournalFolders, OtherNodes
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import Spool, no_other_nodes
@@ -109,6 +109,7 @@ async def restore_progress(
     report: Callable[[str], None] = log.info,
     *,
     node: str = "",
+    others: OtherNodes | None = None,
 ) -> RestoredProgress:
     """Roll the ledger back to a checkpoint, and read the journals.
 
@@ -119,6 +120,7 @@ async def restore_progress(
         metrics: The run's metrics.
         report: Called with a sentence if there are journals to read.
         node: The address of this node.
+        others: The other nodes, which may have journals of their own.
 
     Raises:
         AsyncRLError: The ledger cannot be rolled back to the step.
@@ -135,6 +137,7 @@ async def restore_progress(
             ledger.restarts,
             metrics,
             node=None if config.journal_dir is None else node,
+            others=None if config.journal_dir is None else others,
         )
         return RestoredProgress(ledger, journals, await journals.restore(ledger.in_flight, report))
     except BaseException:

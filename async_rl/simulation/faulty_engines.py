@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -737,6 +737,10 @@ class SimulatedCluster:
 
     def _free_disk(self) -> None:
         self._workers.on_full_disk = None
+
+    def other_nodes(self) -> Collection[str]:
+        """Implements `Cluster.other_nodes`."""
+        return self._nodes.names
 
     def open_frame_reader(self, node: str) -> FrameReader:
         """Implements `Cluster.open_frame_reader`."""

@@ -427,6 +427,7 @@ class _PlannedCluster:
 
     weight_backend = "gloo"
     node = ""
+    other_nodes = staticmethod(tuple)
     open_frame_reader = staticmethod(no_other_nodes)
 
     def __init__(self, engines: list[CoarseEngine], trainer: _TimedTrainer) -> None:

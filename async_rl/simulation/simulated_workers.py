@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
@@ -25,6 +25,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
 from async_rl.queue.journal_file import journal_files
+from async_rl.queue.journal_folders import JournalSummary
 from async_rl.queue.spool import AnswerFolder, SpoolFolder, folder_on_node
 from async_rl.rollout.workers.messages import (
     Link,
@@ -277,9 +278,12 @@ class SimulatedNodes:
 
     def begin_incarnation(self) -> None:
         """Let a new driver ask each node when it first needs something there."""
-        self.unasked |= {
-            f"node-{number}-{i}" for number in range(_NUM_NODES) for i in range(len(self.lost) + 1)
-        }
+        self.unasked |= self.names
+
+    @property
+    def names(self) -> set[str]:
+        """All nodes on which workers have been or may start."""
+        return {f"node-{number}-{i}" for number in range(_NUM_NODES) for i in range(len(self.lost) + 1)}
 
     def lose(self, node: str, folders: Iterable[Path]) -> None:
         """Let a node and its frames be gone."""
@@ -297,9 +301,10 @@ class SimulatedNodes:
         Raises:
             NodeUnreachable: It does not answer.
         """
-        reader = _SimulatedReader(directory, partial(self._require, node, clock))
+        reader = _SimulatedReader(
+            node, directory, partial(self._require, node, clock), partial(self.unasked.discard, node)
+        )
         reader.begin_ping(0.0)()
-        self.unasked.discard(node)
         return reader
 
     def _require(self, node: str, clock: Callable[[], float]) -> None:
@@ -308,11 +313,15 @@ class SimulatedNodes:
 
 
 class _SimulatedReader(LocalFrameReader):
-    """Reads the frames of another node while that answers; it does nothing meanwhile."""
+    """Reads the files of another node while that answers; it does nothing meanwhile."""
 
-    def __init__(self, directory: Path | None, require: Callable[[], None]) -> None:
+    def __init__(
+        self, node: str, directory: Path | None, require: Callable[[], None], on_asked: Callable[[], None]
+    ) -> None:
         super().__init__(directory)
+        self._node = node
         self._require = require
+        self._on_asked = on_asked
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`."""
@@ -338,7 +347,25 @@ class _SimulatedReader(LocalFrameReader):
 
     def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_keep_only`."""
+        self._on_asked()
         return self._if_there(lambda: super(_SimulatedReader, self).begin_keep_only(known, in_use))
+
+    def begin_read_journals(
+        self, base: str, alive: Collection[str], restarts: Mapping[int, int]
+    ) -> Callable[[], dict[str, JournalSummary]]:
+        """Implements `NodeJournals.begin_read_journals`."""
+        wait = super().begin_read_journals(str(Path(base).with_name(self._node)), alive, restarts)
+
+        def answer() -> dict[str, JournalSummary]:
+            self._require()
+            return wait()
+
+        return answer
+
+    def begin_delete_journals(self, folders: Sequence[str]) -> Callable[[], None]:
+        """Implements `NodeJournals.begin_delete_journals`."""
+        ours = [_folder_on(self._node, folder) for folder in folders]
+        return self._if_there(lambda: super(_SimulatedReader, self).begin_delete_journals(ours))
 
     def _if_there(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Do something at once; if the node does not answer now, that is lost, and there is no answer."""
@@ -549,15 +576,13 @@ class SimulatedWorkers:
 
 def _with_journals_of(node: str, message: Message) -> Message:
     """Return a message that names the journals of a node, where the folder of journals is another one."""
-
-    def folder_of(folder: str) -> str:
-        return str(Path(folder).parent.with_name(node) / Path(folder).name)
-
     match message:
         case OpenJournal(folder=folder):
-            return replace(message, folder=folder_of(folder))
+            return replace(message, folder=_folder_on(node, folder))
         case StartAttempt(claim=claim):
-            sources = tuple(replace(source, folder=folder_of(source.folder)) for source in claim.sources)
+            sources = tuple(
+                replace(source, folder=_folder_on(node, source.folder)) for source in claim.sources
+            )
             return replace(message, claim=replace(claim, sources=sources))
     return message
 
@@ -584,3 +609,8 @@ def exponential(rng: random.Random, mean_s: float) -> Callable[[], float]:
 
 def _nothing(message: Message) -> None:
     """In the place of `Link.post`."""
+
+
+def _folder_on(node: str, folder: str) -> str:
+    """Return where a node has the folder of a journal, by its path in the driver."""
+    return str(Path(folder).parent.with_name(node) / Path(folder).name)

@@ -420,6 +420,22 @@ MUTANTS: Final = (
         ("tests/unit/test_frame_nodes.py",),
     ),
     Mutant(
+        "journals-of-other-nodes-are-not-read",
+        "Where nodes have journals of their own, each restart of the trainer loses what is in flight there.",
+        "async_rl/queue/journal_folders.py",
+        "on_nodes = await self._read_other_nodes(alive, report)",
+        "on_nodes = dict[Path, JournalSummary]()",
+        ("tests/unit/test_journal_folders.py",),
+    ),
+    Mutant(
+        "journals-of-other-nodes-are-never-deleted",
+        "Each rollout worker that ends leaves its journal on its node for ever.",
+        "async_rl/queue/journal_folders.py",
+        "self._others.open_node(node).begin_delete_journals(paths)",
+        "self._others.open_node(node)",
+        ("tests/unit/test_journal_folders.py",),
+    ),
+    Mutant(
         "completions-of-other-trajectories-are-scored",
         "The reward of a trajectory is that of another one, whose completion has overwritten its file.",
         "async_rl/queue/frames.py",

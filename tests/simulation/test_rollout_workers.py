@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.queue.journal_folders import JournalClaim, JournalReader
 from async_rl.simulation.__main__ import run_worker_seed
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.faults import FaultKind
@@ -54,6 +55,28 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
     assert outcome.violations == ()
     assert outcome.incarnations[-1] == "finished"
     assert any("." in state.trajectory_id and state.num_sampled_tokens for state in taken_over)
+
+
+def test_attempts_go_on_from_journals_on_their_nodes_when_the_driver_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    read = JournalReader.read_claim
+
+    async def note(
+        self: JournalReader, claim: JournalClaim, trajectory_id: str, attempt: int
+    ) -> dict[str, JournalledTrajectory]:
+        found = await read(self, claim, trajectory_id, attempt)
+        left.extend(state.num_sampled_tokens for state in found.values())
+        return found
+
+    monkeypatch.setattr(JournalReader, "read_claim", note)
+    scenario = with_two_workers(small_run(0, (), death="kill"))
+    queue = replace(scenario.config.queue, journal_s=0.02, journal_dir="journals")
+    outcome = simulate(0, tmp_path, scenario=replace(scenario, config=replace(scenario.config, queue=queue)))
+    assert outcome.violations == ()
+    assert outcome.incarnations == ("killed", "killed", "finished")
+    assert sum(left) > 0
 
 
 @pytest.mark.parametrize(

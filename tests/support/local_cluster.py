@@ -122,6 +122,7 @@ class LocalCluster:
 
     weight_backend = "gloo"
     node = ""
+    other_nodes = staticmethod(tuple)
     open_frame_reader = staticmethod(no_other_nodes)
 
     def __init__(self, config: Config, step_s: float = 0.0, policy: Any = None) -> None:

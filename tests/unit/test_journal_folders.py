@@ -14,9 +14,16 @@ from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue import journal_folders
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
-from async_rl.queue.journal_folders import JournalClaim, JournalFolders, JournalReader, JournalSource
+from async_rl.queue.journal_folders import (
+    JournalClaim,
+    JournalFolders,
+    JournalReader,
+    JournalSource,
+    OtherNodes,
+)
 from async_rl.queue.ledger import Ledger
 from async_rl.runtime.waits import Waits, acting
+from async_rl.simulation.simulated_workers import SimulatedNodes
 from async_rl.types import Context, Sampled
 
 NAME = "a" * 32
@@ -210,6 +217,38 @@ def test_a_claim_names_the_node_of_its_journal_where_nodes_have_journals_of_thei
         there = folders.claim_trajectory(NAME, known.values())
         assert folders.node_of(there) == ("node-b" if ours else None)
         assert folders.node_of(folders.claim_trajectory(NAME, [])) is None  # it begins anew
+
+
+def test_journals_of_other_nodes_are_read_and_deleted_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run went back to version 3, and one of the nodes is gone."""
+    here, there = tmp_path / "driver", tmp_path / "node-1-0"
+    left_behind(here / "000001-w0-1", NAME, sampled(5), epoch=1)
+    newest = left_behind(there / "000001-w1-2", NAME, sampled(7, version=4), epoch=2)
+    settled = left_behind(there / "000001-w1-3", "b" * 32, sampled(5), epoch=3)
+    nodes = SimulatedNodes()
+    others = OtherNodes(
+        lambda: ["driver", "node-1-0", "node-gone"],
+        lambda node: nodes.open_reader(node, None, lambda: 0.0),
+    )
+    nodes.lose("node-gone", [])
+    folders = JournalFolders(here, 2, {2: 3}, node="driver", others=others)
+    known = asyncio.run(folders.restore([NAME]))
+    assert (known[NAME].num_sampled_tokens, known[NAME].newest_version) == (7, 3)
+    assert "node-gone does not answer" in caplog.text
+    assert newest.exists()
+    assert not settled.exists()
+    assert not list(here.iterdir())
+    claim = folders.claim_trajectory(NAME, known.values())
+    assert folders.node_of(claim) == "node-1-0"
+    assert [(Path(source.folder).name, source.newest_version) for source in claim.sources] == [
+        (newest.name, 3)
+    ]
+    folders.record_owner(NAME, claim, owner := folders.add_owner("w0", lambda names: None, "driver"))
+    folders.record_written(owner, [NAME])
+    folders.delete_folders(folders.take_unneeded())
+    assert not newest.exists()
 
 
 def test_a_process_drops_an_attempt_that_failed_when_the_next_one_runs_elsewhere(tmp_path: Path) -> None:
