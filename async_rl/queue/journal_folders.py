@@ -356,7 +356,7 @@ class JournalFolders:
                 lost += damaged
                 done += 1
                 wait.renew()
-        on_nodes = await self._read_other_nodes(alive, report)
+        on_nodes = await self._read_other_nodes(alive, folders, report)
         for folder, (found, damaged) in on_nodes.items():
             for root_id, tree in found.items():
                 trees[root_id][folder] = tree
@@ -379,9 +379,9 @@ class JournalFolders:
         return newest
 
     async def _read_other_nodes(
-        self, alive: Collection[str], report: Callable[[str], None]
+        self, alive: Collection[str], ours: Collection[Path], report: Callable[[str], None]
     ) -> dict[Path, JournalSummary]:
-        """Read the journals on other nodes, by folder."""
+        """Read the journals on other nodes, by folder; nodes that see one disk have the same."""
         if self._others is None:
             return {}
         report("other nodes read their journals of what was in flight")
@@ -390,8 +390,9 @@ class JournalFolders:
         found: dict[Path, JournalSummary] = {}
         for node, summaries in by_node.items():
             for name, summary in summaries.items():
-                found[self.base / name] = summary
-                self._nodes[self.base / name] = node
+                if (folder := self.base / name) not in found and folder not in ours:
+                    found[folder] = summary
+                    self._nodes[folder] = node
         return found
 
     def _ask_other_nodes(

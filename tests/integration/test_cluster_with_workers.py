@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import numpy as np
 import openai
 import pytest
 import ray
@@ -22,11 +23,12 @@ from async_rl.config import Config, apply_override, parse_config
 from async_rl.engines.sglang.server import free_port
 from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.records import step_record_log
+from async_rl.queue.journal import Journal
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery
-from async_rl.types import Completion, StopReason, TakenBatch, Task
+from async_rl.types import Completion, Context, StopReason, TakenBatch, Task
 from tests.support.certificates import make_certificate
 from tests.support.quick_server import QuickServer
 from tests.support.ray_nodes import RayNodes
@@ -204,6 +206,18 @@ async def test_workers_are_spread_over_the_nodes_and_start_where_their_journals_
         assert found == set(nodes.nodes)
         for node in found:
             assert await start_worker(f"worker at {node}", node) == node
+        assert set(cluster.other_nodes()) == set(nodes.nodes) - {cluster.node}
+        base, name = tmp_path / "journals", "a" * 32
+        for node in cluster.other_nodes():
+            journal = Journal(base / "000001-worker-0-1")
+            journal.open_entry(name).segments.append(Context(token_ids=np.arange(5, dtype=np.int32)))
+            journal.write_entries()
+            journal.close()
+            reader = cluster.open_frame_reader(node)
+            ((folder, (trees, damaged)),) = reader.begin_read_journals(str(base), [name], {})().items()
+            assert (folder, trees[name][name].progress.num_tokens, damaged) == ("000001-worker-0-1", 5, 0)
+            reader.begin_delete_journals([str(base / folder)])()
+            assert not list(base.iterdir())
 
 
 async def test_a_run_loses_nothing_when_engines_workers_and_ranks_are_on_separate_nodes(
