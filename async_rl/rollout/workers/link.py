@@ -45,7 +45,7 @@ _MAX_CONNECTIONS: Final = 64
 """Only one worker connects; a new connection closes the oldest one that has not shown the key."""
 
 _MAX_FRAME_BYTES: Final = 1 << 30
-"""The size of a group of the longest trajectories with all their text; a larger frame is invalid."""
+"""More than all messages of a turn, of which tasks are the longest; a larger frame is invalid."""
 
 _MAX_UNSENT_BYTES: Final = 1 << 30
 """A link is closed when it has this much unsent data: its other end no longer reads."""
