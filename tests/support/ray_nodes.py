@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -43,6 +44,7 @@ class RayNodes:
         self.address = ""
         """The address of the head, once it runs."""
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._numbers = count(2)
         self._folder = tempfile.TemporaryDirectory(prefix="n", ignore_cleanup_errors=True)
 
     def start(self, **resources: float) -> str:
@@ -52,7 +54,7 @@ class RayNodes:
         repeated.
         """
         for _ in range(_TRIES):
-            own = f"127.0.0.{2 + len(self.nodes)}"
+            own = f"127.0.0.{next(self._numbers)}"
             port = free_port(own)
             process = self.nodes[own] = self._start(own, port, resources)
             assert process.stdout is not None
@@ -63,6 +65,7 @@ class RayNodes:
                     self.address = self.address or f"{own}:{port}"
                     return own
             process.wait()
+            del self.nodes[own]
         raise AssertionError("a node did not start: " + "".join(said))
 
     def _start(self, own: str, port: int, resources: dict[str, float]) -> subprocess.Popen[bytes]:
