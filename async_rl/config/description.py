@@ -23,7 +23,8 @@ def changed_fields(config: Config) -> dict[str, Any]:
     """Return the dotted keys whose value differs from the default, with the value."""
     required = Config(model=ModelConfig(path=""), data=DataConfig(path=""), engine=type(config.engine)())
     defaults = dict(_flatten(required)) | {"data.path": None, "engine.kind": "sglang"}
-    return {key: value for key, value in _flatten(config) if value != defaults[key]}
+    # A section that is null by default has no defaults of its own while it is.
+    return {key: value for key, value in _flatten(config) if value != defaults.get(key, msgspec.NODEFAULT)}
 
 
 def _flatten(section: Strict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -43,6 +44,8 @@ def _describe(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, 
         hint, key = hints[field.name], prefix + field.name
         sections = [t for t in (hint, *get_args(hint)) if isinstance(t, type) and issubclass(t, Strict)]
         if sections:
+            if type(None) in get_args(hint):
+                yield key, "section | null", field.default, (sections[0].__doc__ or "").split("\n")[0]
             for section in sections:
                 tag = section.__struct_config__.tag
                 if len(sections) > 1:

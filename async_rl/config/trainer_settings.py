@@ -336,6 +336,34 @@ class CriticConfig(Strict, frozen=True, kw_only=True):
     ] = 0.2
 
 
+class LoraConfig(Strict, frozen=True, kw_only=True):
+    """Low-rank adapters: only they are trained, and the weights of `model.path` stay as they are."""
+
+    rank: Annotated[int, Meta(ge=1, description="Rank of each adapter.")] = 16
+    alpha: Annotated[
+        float, Meta(gt=0, description="An adapter's product is scaled by this over its rank.")
+    ] = 32.0
+    targets: Annotated[
+        tuple[Literal["attention", "mlp", "experts"], ...],
+        Meta(
+            min_length=1,
+            description=(
+                "What has adapters: the projections of `attention`, of dense layers and shared experts "
+                "(`mlp`), of each of the `experts`."
+            ),
+        ),
+    ] = ("attention",)
+    sync: Annotated[
+        Literal["adapter", "merged"],
+        Meta(
+            description=(
+                "What engines receive: the `adapter` of each version, beside weights that they keep, or "
+                "weights with the adapter `merged` into them, for engines that cannot serve it."
+            )
+        ),
+    ] = "adapter"
+
+
 class TrainerConfig(Strict, frozen=True, kw_only=True):
     """The trainer: processes, batches, loss, optimizer and checkpoints."""
 
@@ -417,6 +445,7 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     loss: LossConfig = LossConfig()
     capture: CaptureConfig = CaptureConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
     critic: CriticConfig = CriticConfig()
     checkpoint_every: Annotated[
         int, Meta(ge=0, description="Steps between checkpoints; 0 writes one only at the end.")

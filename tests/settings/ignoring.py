@@ -77,7 +77,7 @@ def _walk(section: type[Strict], prefix: str) -> Iterator[tuple[str, type[Strict
         hint, key = hints[field.name], prefix + field.name
         held = get_args(hint)[-1] if get_origin(hint) in (list, dict) else None
         nested = _sections_in(hint) if held is None else []
-        if not nested:
+        if not nested or type(None) in get_args(hint):
             yield key, section
         if held is not None:
             nested = _sections_in(held)
