@@ -40,7 +40,7 @@ def describe(config: Config) -> list[str]:
 def _alternatives(at: Situation) -> Iterator[Alternative]:
     yield from _of_experts(at)
     trainer, layout = at.config.trainer, at.config.trainer.layout
-    if at.fused:
+    if at.fused and trainer.lora is None:
         yield Alternative(
             "fp8",
             "null",

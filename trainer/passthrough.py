@@ -325,6 +325,19 @@ NEEDS: Final = (
         "set fp8_recipe to tensorwise, blockwise or mxfp8: the scales of Megatron's default, delayed, follow "
         "from earlier batches, which checkpoints do not hold",
     ),
+    Need(
+        "fp8",
+        _given,
+        lambda at: at.config.trainer.lora is None,
+        "adapters would be rounded to eight bits with every product: leave it out, or set trainer.lora=null",
+    ),
+    Need(
+        "moe_shared_expert_overlap",
+        _given,
+        lambda at: "mlp" not in (at.config.trainer.lora.targets if at.config.trainer.lora else ()),
+        "shared experts exchange tokens apart from their projections then, so that these cannot have "
+        "adapters: leave it out, or mlp out of trainer.lora.targets",
+    ),
     Need("fp8_recipe", _given, lambda at: bool(at.value("fp8")), "set fp8 to e4m3 or hybrid"),
     Need(
         "fp8",

@@ -21,6 +21,11 @@ from trainer.worker import TrainerWorker
 class SftWorker(TrainerWorker):
     """Implements `async_rl.trainer_protocol.TrainerRank` for batches of type `SftBatch`."""
 
+    @property
+    def syncs_adapter(self) -> bool:
+        """What is published is a model of its own, with adapters merged into it."""
+        return False
+
     def train_step(self, batch: SftBatch, step: int) -> StepResult:
         """Takes one optimizer step, or only measures the loss.
 

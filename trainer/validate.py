@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import NOT_SUPPORTED, load_facts, read_config
@@ -16,6 +16,7 @@ from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.runtime.devices import detect_device
 from trainer import alternatives
 from trainer.losses.trial import describe_penalty, try_loss
+from trainer.memory.dimensions import dimensions_of
 from trainer.passthrough import check_megatron_settings
 
 KNOWN_MODEL_TYPES = (
@@ -61,6 +62,7 @@ def check(config: Config) -> None:
     groups = model.get("num_key_value_heads") or heads
     sizes = ModelSizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
     check_layout(config.trainer.layout, sizes)
+    check_adapters(config, model)
     check_megatron_settings(config)
     try_loss(config)
     if config.trainer.device != "cpu" and detect_device() == "cuda":
@@ -110,6 +112,30 @@ def check_model_type(kind: str, path: str) -> None:
             f"model.path is {path}, a model of type {kind!r}; the trainer supports "
             f"{', '.join(KNOWN_MODEL_TYPES)}"
         )
+
+
+def check_adapters(config: Config, model_config: dict[str, Any]) -> None:
+    """Checks that the model has what `trainer.lora.targets` names, in a form that can have adapters.
+
+    `model_config` is its parsed config.json.
+
+    Raises:
+        ConfigError: When it does not; the message names the target and the remedy.
+    """
+    lora = config.trainer.lora
+    if lora is None:
+        return
+    model = dimensions_of(model_config)
+    path, targets = config.model.path, f"trainer.lora.targets is {', '.join(lora.targets)}"
+    if "attention" in lora.targets and model.latent is not None:
+        raise ConfigError(
+            f"{targets}, but {path} has latent attention, whose low-rank projections get no adapters: set "
+            "trainer.lora.targets=[experts], or [experts, mlp]"
+        )
+    if "experts" in lora.targets and not any(model.has_experts):
+        raise ConfigError(f"{targets}, but {path} has no experts: leave experts out, or set mlp")
+    if "mlp" in lora.targets and all(model.has_experts) and not model.shared:
+        raise ConfigError(f"{targets}, but {path} has neither dense layers nor shared experts: leave mlp out")
 
 
 def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:

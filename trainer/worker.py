@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ import torch
 
 from async_rl.config import Config, RejectConfig, old_log_probs_reason, parse_config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
+from async_rl.engines.model_facts import read_config
 from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.kept_batches import keep_frames, keep_result
@@ -80,7 +82,9 @@ from trainer.megatron.process_groups import choose_device, start_process_groups,
 from trainer.megatron.replay import check_rows
 from trainer.passthrough import check_megatron_settings
 from trainer.placed import PlacedMicroBatch, spread_values
-from trainer.validate import check_fused_layers
+from trainer.validate import check_adapters, check_fused_layers
+from trainer.weights.adapter_export import export_adapter, write_adapter
+from trainer.weights.checksums import sum_tensors
 from trainer.weights.snapshot import WeightSnapshot, side_stream
 from trainer.weights.weight_export import WeightExport
 from trainer.weights.weight_manifest import check_exported, served_specs
@@ -166,6 +170,7 @@ class TrainerWorker:
         config, trainer = self.config, self.config.trainer
         try_loss(config)  # this node may lack the user's module
         device = choose_device(trainer.device, self._rank, bind_numa=config.placement.bind_numa)
+        check_adapters(config, read_config(config.model.path))
         check_megatron_settings(config, on_gpu=device.type == "cuda")
         if device.type == "cuda":
             check_fused_layers(config, None if has_transformer_engine() else "is not installed")
@@ -189,6 +194,8 @@ class TrainerWorker:
             overlap_grad_reduce=trainer.overlap_grad_reduce,
             passed=trainer.megatron,
             offload_activations=trainer.offload_activations,
+            lora=trainer.lora,
+            seed=config.run.seed,
         )
         models = [self._model]
         if trainer.loss.advantages == "gae":
@@ -821,16 +828,39 @@ class TrainerWorker:
         """Implements `TrainerRank.take_snapshot`."""
         if self._snapshot is None:
             self._snapshot = WeightSnapshot(keeps=self._rank == 0, where=self.config.weights.snapshot)
-        self._snapshot.copy_tensors(self.model.bridge.export_hf(self.model.chunks))
+        self._snapshot.copy_tensors(self._gather_weights())
+
+    @property
+    def syncs_adapter(self) -> bool:
+        """Whether engines receive adapters, and keep their weights."""
+        lora = self.config.trainer.lora
+        return lora is not None and lora.sync == "adapter"
 
     def publish(self, directory: str, weight_version: int) -> None:
-        """Writes the weights as a Hugging Face folder, atomically."""
+        """Writes the weights as a Hugging Face folder, or the adapter as a folder of PEFT, atomically."""
+        if self.syncs_adapter:
+            self._publish_adapter(directory)
+            return
         self.weights.tensor_specs()
         if self._snapshot is None:
             self.model.bridge.save_hf(self.model.chunks, directory)
         else:
             with side_stream(self.model.device):
                 self.model.bridge.write_hf(self._snapshot.tensors(), directory)
+
+    def _publish_adapter(self, directory: str) -> None:
+        lora, base = self.config.trainer.lora, self.config.model.path
+        assert lora is not None
+        tensors = self.export_weights()
+        if self._snapshot is not None:
+            write_adapter(tensors, directory, lora, base)
+            return
+        with raise_on_all_ranks(doing=f"cannot write {directory}"):
+            try:
+                if self._rank == 0:
+                    write_adapter(tensors, directory, lora, base)
+            finally:
+                deque(tensors, maxlen=0)  # gathering is collective: all ranks iterate to the end
 
     def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
         """Implements `TrainerRank.publish_delta`."""
@@ -868,7 +898,9 @@ class TrainerWorker:
         return nullcontext() if self._snapshot is None else side_stream(self.model.device)
 
     def checksums(self) -> dict[str, str]:
-        """Implements `TrainerRank.checksums`."""
+        """Implements `TrainerRank.checksums`; those of adapters only tell which tensors have changed."""
+        if self.syncs_adapter:
+            return sum_tensors(self.export_weights())
         return self.weights.checksums()
 
     def _check_exported(self, specs: Sequence[TensorSpec]) -> None:
@@ -876,9 +908,14 @@ class TrainerWorker:
         check_exported(specs, served_specs(Path(model.path)), self.model.bridge.hf_config, model.dtype)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields what engines receive, under Hugging Face names: the snapshot, or the current weights."""
-        if self._snapshot is not None:
-            return self._snapshot.tensors()
+        """Yields what engines receive, the snapshot or the current state: weights under Hugging Face names,
+        with adapters merged into them, or adapters under PEFT's names.
+        """
+        return self._gather_weights() if self._snapshot is None else self._snapshot.tensors()
+
+    def _gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.syncs_adapter:
+            return export_adapter(self.model.chunks, self.model.bridge)
         return self.model.bridge.export_hf(self.model.chunks)
 
     # -- time-sharing of devices with engines

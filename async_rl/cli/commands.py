@@ -403,6 +403,11 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-bytes", type=int, metavar="N", help="size of a safetensors file; default: 4 GiB"
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="the adapter of trainer.lora alone, in PEFT's format; default: merged into the weights",
+    )
 
 
 def _run_export(parsed: argparse.Namespace) -> int:
@@ -412,10 +417,17 @@ def _run_export(parsed: argparse.Namespace) -> int:
     # By its dotted path: no module of this package imports the trainer.
     export = load_object("trainer.checkpoints.hf_export:export_checkpoint", what="exporter")
     checkpoint = find_run_folder(parsed.checkpoint)
-    done = export(checkpoint, parsed.out, model=parsed.model, max_shard_bytes=parsed.max_shard_bytes)
+    done = export(
+        checkpoint,
+        parsed.out,
+        model=parsed.model,
+        max_shard_bytes=parsed.max_shard_bytes,
+        adapter=parsed.adapter,
+    )
     for flaw in done.skipped_checkpoints:
         print_text(f"skipped: {flaw}")
-    print_text(f"{parsed.out}: the weights of step {done.step}, from {done.checkpoint}")
+    what = "adapter" if parsed.adapter else "weights"
+    print_text(f"{parsed.out}: the {what} of step {done.step}, from {done.checkpoint}")
     return 0
 
 

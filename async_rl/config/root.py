@@ -476,6 +476,25 @@ def check_critic(config: Config) -> None:
         )
 
 
+def check_lora(config: Config) -> None:
+    """Check that adapters can be trained with the other settings.
+
+    Raises:
+        ValueError: The settings do not fit together.
+    """
+    lora, loss = config.trainer.lora, config.trainer.loss
+    if lora is None:
+        return
+    if len(set(lora.targets)) < len(lora.targets):
+        raise ValueError(f"trainer.lora.targets is {list(lora.targets)}: name each target once")
+    if loss.advantages == "gae":
+        raise ValueError(
+            "trainer.lora is set, and trainer.loss.advantages is gae, whose critic trains all weights of a "
+            "second model and would take the memory that adapters save: use other advantages, or set "
+            "trainer.lora=null"
+        )
+
+
 def _check_function(key: str, name: str, known: tuple[str, ...], args: dict[str, Any]) -> None:
     if name not in known and ":" not in name:
         raise ValueError(
@@ -592,6 +611,7 @@ CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
     check_sampling,
     check_loss,
     check_critic,
+    check_lora,
     check_corrections,
     check_routing,
     check_evaluation,

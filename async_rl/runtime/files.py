@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +31,21 @@ def file_name(name: Any, origin: object) -> str:
             "'_' and '-', without a folder"
         )
     return name
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Yields a new folder beside a path, which takes its place when the block ends without an error.
+
+    The path may name a folder, which is removed then. What a failed block leaves is removed by the next one.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    yield scratch
+    if path.exists():
+        shutil.rmtree(path)
+    scratch.rename(path)
 
 
 def private_folder(path: Path) -> Path:

@@ -48,6 +48,7 @@ CRITIC: Final = "tests/integration/test_trainer_critic.py"
 PASSED: Final = "tests/unit/test_passthrough.py"
 PASSED_IN_RANKS: Final = "tests/integration/test_trainer_passthrough.py"
 OPTIMIZER: Final = "tests/integration/test_trainer_optimizer.py"
+LORA: Final = "tests/integration/test_trainer_lora.py"
 ACTIVATIONS: Final = "tests/integration/test_trainer_activations.py"
 PATH_NAMES: Final = "tests/unit/test_path_names.py"
 GUARD: Final = "tests/unit/test_engine_guard.py"
@@ -1634,6 +1635,38 @@ MUTANTS: Final = (
         "values, tensor_parallel_output_grad=False, group=self._group",
         "values, tensor_parallel_output_grad=True, group=self._group",
         ("tests/integration/test_trainer_ranks.py",),
+    ),
+    Mutant(
+        "whole-factors-of-adapters-keep-the-gradient-of-a-part",
+        "Tensor ranks do not add up the gradients of what each of them applies to its part of the sequence.",
+        "trainer/megatron/lora.py",
+        "self.whole.sequence_parallel = group.size() > 1",
+        "self.whole.sequence_parallel = False",
+        (f"{LORA}::test_adapters_of_a_layout_are_those_of_one_rank[tensor, sequence and expert]",),
+    ),
+    Mutant(
+        "merged-adapters-are-not-scaled",
+        "Engines with merged weights get another policy than the one that is trained.",
+        "trainer/megatron/lora.py",
+        "product.mul_(self.scale)",
+        "product",
+        (f"{LORA}::test_a_model_with_adapters_is_the_one_whose_weights_have_them_merged[mixtral]",),
+    ),
+    Mutant(
+        "the-reference-has-adapters",
+        "The reference of a KL penalty is the policy itself.",
+        "trainer/megatron/model.py",
+        "            adapter.enabled = False",
+        "            adapter.enabled = True",
+        (f"{LORA}::test_the_reference_policy_is_the_model_without_adapters",),
+    ),
+    Mutant(
+        "checkpoints-of-other-adapters-are-loaded",
+        "A run goes on from adapters that are scaled by another alpha.",
+        "trainer/checkpoints/loading.py",
+        "        _check_lora(path, manifest.lora, describe_lora(model.lora))\n",
+        "",
+        (f"{LORA}::test_a_checkpoint_is_refused_when_the_run_has_other_adapters",),
     ),
     Mutant(
         "later-turns-are-not-discounted",

@@ -169,8 +169,10 @@ def gathered_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def gradients_as_weights(model: MegatronModel) -> Iterator[list[torch.nn.Module]]:
-    """Gives a model's parameters the values of their gradients, summed over all ranks; yields its chunks."""
-    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+    """Gives a model's trained parameters the values of their gradients, summed over all ranks; yields its
+    chunks.
+    """
+    parameters = [p for chunk in model.chunks for p in chunk.parameters() if p.requires_grad]
     for chunk in model.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             ranks = buffer.data_parallel_group.size()

@@ -102,6 +102,13 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
             "set turn_discount=null and use trainer.critic.gamma",
         ),
     ],
+    "check_lora": [
+        ("trainer.lora.targets=[mlp, mlp]", "name each target once"),
+        (
+            "{trainer: {lora: {rank: 8}, loss: {advantages: gae}}}",
+            "gae, whose critic trains all weights of a second model",
+        ),
+    ],
     "check_corrections": [
         ("trainer.loss.importance.level=off", "nothing corrects for data of older weights"),
     ],

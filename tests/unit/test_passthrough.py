@@ -199,6 +199,13 @@ FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
         ({"fp8": "hybrid"}, EXPERTS, {}, "set fp8_recipe to tensorwise, blockwise or mxfp8"),
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, EXPERTS, {}, "which checkpoints do not hold"),
         ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, EXPERTS | {"hidden_size": 192}, {}, "128 values"),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, EXPERTS, {"lora": {}}, r"rounded.*set trainer\.lora=null"),
+        (
+            {"moe_shared_expert_overlap": True},
+            SHARED,
+            {"lora": {"targets": ["attention", "mlp"]}},
+            r"or mlp out of trainer\.lora\.targets",
+        ),
         ({"fp8_recipe": "mxfp8"}, EXPERTS, {}, "set fp8 to"),
         ({"first_last_layers_bf16": True}, EXPERTS, {}, "set fp8 to"),
         ({"optimizer_cpu_offload": True}, EXPERTS, {}, "set use_precision_aware_optimizer=true"),

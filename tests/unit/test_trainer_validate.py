@@ -3,10 +3,10 @@
 import pytest
 
 from async_rl.cli.main import main
-from async_rl.config import LayoutConfig
+from async_rl.config import LayoutConfig, parse_config
 from async_rl.errors import ConfigError
 from tests.support.run_config import write_run
-from trainer.validate import KNOWN_MODEL_TYPES, ModelSizes, check_layout
+from trainer.validate import KNOWN_MODEL_TYPES, ModelSizes, check_adapters, check_layout
 
 MODEL = ModelSizes(layers=6, heads=4, groups=2, vocabulary=96, experts=8)
 
@@ -94,3 +94,60 @@ def test_a_check_says_so_before_anything_is_started(tmp_path, capsys, model, ove
 def test_another_package_is_asked_when_it_is_started(tmp_path):
     path = write_run(tmp_path, model_type="deepseek_v2", first_k_dense_replace=1)
     assert main(["check", str(path), "trainer.worker=tests.support.recording_worker:RecordingWorker"]) == 0
+
+
+def model_config(*, experts: int, dense_layers: int = 0, shared: int = 0, latent: bool = False) -> dict:
+    config = {
+        "model_type": "deepseek_v3" if latent else "glm4_moe" if experts else "qwen3",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 96,
+        "max_position_embeddings": 512,
+        "attention_bias": False,
+    }
+    if experts:
+        config |= {
+            "n_routed_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": shared,
+            "first_k_dense_replace": dense_layers,
+        }
+    if latent:
+        config |= {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("targets", "model", "words"),
+    [
+        (["attention", "experts"], model_config(experts=0), "has no experts: leave experts out"),
+        (["mlp"], model_config(experts=4), "neither dense layers nor shared experts: leave mlp out"),
+        (["attention"], model_config(experts=4, latent=True), "latent attention.*targets=.experts."),
+    ],
+)
+def test_adapters_are_refused_when_the_model_lacks_their_targets(targets, model, words):
+    with pytest.raises(ConfigError, match=words):
+        check_adapters(with_adapters(targets), model)
+
+
+@pytest.mark.parametrize(
+    ("targets", "model"),
+    [
+        (["attention", "mlp"], model_config(experts=0)),
+        (["attention", "mlp", "experts"], model_config(experts=4, dense_layers=1)),
+        (["mlp"], model_config(experts=4, shared=1)),
+        (["experts"], model_config(experts=4, latent=True)),
+    ],
+)
+def test_adapters_are_taken_when_the_model_has_their_targets(targets, model):
+    check_adapters(with_adapters(targets), model)
+
+
+def with_adapters(targets):
+    plain = {"model": {"path": "m"}, "data": {"path": "d"}, "trainer": {"lora": {"targets": targets}}}
+    return parse_config(plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,7 +13,14 @@ import torch.distributed as dist
 from async_rl.errors import CheckpointError
 from async_rl.trainer_protocol import TrainerState
 from trainer.checkpoints import folder
-from trainer.checkpoints.manifest import MANIFEST_NAME, Manifest, find_flaw, is_of_format_1, read_manifest
+from trainer.checkpoints.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    describe_lora,
+    find_flaw,
+    is_of_format_1,
+    read_manifest,
+)
 from trainer.collectives import all_gather_bytes, raise_on_all_ranks
 from trainer.megatron import shards, storage
 from trainer.megatron.model import MegatronModel
@@ -97,7 +104,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: When the checkpoint belongs to another model or data type, or either the run or the
-            checkpoint has no critic.
+            checkpoint has no critic, or other adapters.
     """
     path, manifest = found.path, found.manifest
     same_layout = manifest.layout == layout
@@ -106,6 +113,7 @@ def load_checkpoint(
             raise CheckpointError(
                 f"{path} was trained with model.dtype={manifest.dtype}, but it is {dtype} now: set it back"
             )
+        _check_lora(path, manifest.lora, describe_lora(model.lora))
         critic_step = manifest.critic_optimizer_step
         if (critic is None) != (critic_step is None):
             has, lacks = ("a critic", "has none now") if critic is None else ("no critic", "has one now")
@@ -142,6 +150,21 @@ def load_checkpoint(
     return TrainerState(
         step=manifest.step, extra=manifest.extra, skipped_checkpoints=found.skipped_checkpoints
     )
+
+
+def _check_lora(path: Path, stored: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
+    if stored == wanted:
+        return
+    has = "all weights and no adapters" if stored is None else f"only adapters, of {_settings(stored)}"
+    now = "null" if wanted is None else _settings(wanted)
+    raise CheckpointError(
+        f"{path} holds {has}, and trainer.lora is {now} now: set it back, or start another run from the "
+        "checkpoint's Hugging Face export (async-rl export)"
+    )
+
+
+def _settings(lora: dict[str, Any]) -> str:
+    return f"rank {lora['rank']}, alpha {lora['alpha']:g}, targets {', '.join(lora['targets'])}"
 
 
 def check_tensors(path: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import google_crc32c
 import msgspec
 
+from async_rl.config import LoraConfig
 from async_rl.errors import CheckpointError
 from async_rl.runtime.files import file_name
 
@@ -49,9 +50,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Updates included in the optimizer's moments; 0: the checkpoint has no moments."""
     critic_optimizer_step: int | None = None
     """The same of the value model; None: there is none."""
+    lora: dict[str, Any] | None = None
+    """Rank, alpha and targets of the adapters, which are all that the checkpoint holds; None: all weights."""
     versions: dict[str, str]
     """Versions of the packages that wrote the checkpoint, by package."""
     files: dict[str, FileRecord] = {}
+
+
+def describe_lora(lora: LoraConfig | None) -> dict[str, Any] | None:
+    """Returns what a manifest says of adapters."""
+    if lora is None:
+        return None
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
 
 
 def record_file(path: Path) -> FileRecord:

@@ -32,7 +32,13 @@ from async_rl.config import Config
 from async_rl.errors import CheckpointError
 from async_rl.trainer_protocol import Saved
 from trainer.checkpoints import folder
-from trainer.checkpoints.manifest import FileRecord, Manifest, record_file, write_manifest
+from trainer.checkpoints.manifest import (
+    FileRecord,
+    Manifest,
+    describe_lora,
+    record_file,
+    write_manifest,
+)
 from trainer.collectives import gather_bytes, raise_on_all_ranks
 from trainer.megatron import shards, storage
 from trainer.megatron.model import MegatronModel
@@ -67,6 +73,7 @@ def make_saver(
         model=str(Path(config.model.path).resolve()),
         dtype=config.model.dtype,
         optimizer_step=0,
+        lora=describe_lora(trainer.lora),
         versions={name: version(name) for name in _PACKAGES},
     )
     keep, keep_every = trainer.keep_checkpoints, trainer.keep_every

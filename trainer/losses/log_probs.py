@@ -149,10 +149,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             factor = -of_entropy / normaliser
             offset += factor * (entropy - normaliser.log())
             at_label -= of_entropy * log_probs.exp() * (log_probs + entropy)
-        of_hidden = torch.empty_like(hidden)
+        of_hidden, of_weight = torch.empty_like(hidden), None
         parts = list(_parts(hidden, weight))
-        # Parts are added in float32, and rounded once.
-        of_weight = torch.zeros_like(padded_weight, dtype=torch.float32 if len(parts) > 1 else weight.dtype)
+        if ctx.needs_input_grad[1]:
+            # Parts are added in float32, and rounded once.
+            wide = torch.float32 if len(parts) > 1 else weight.dtype
+            of_weight = torch.zeros_like(padded_weight, dtype=wide)
         for rows in parts:
             logits = hidden[rows] @ weight.t()
             if ctx.kept is not None:
@@ -169,9 +171,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             value = torch.where(ours[rows, None], at_label[rows, None].to(known.dtype), known)
             gradient.scatter_(-1, index[rows], value)
             torch.mm(gradient, weight, out=of_hidden[rows])
-            _add_product(of_weight[: ctx.tokens], gradient.t(), hidden[rows])
+            if of_weight is not None:
+                _add_product(of_weight[: ctx.tokens], gradient.t(), hidden[rows])
             del gradient, logits  # before the next part's
-        return of_hidden, of_weight.to(weight.dtype), None, None, None, None, None
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        return of_hidden, of_weight, None, None, None, None, None
 
 
 def _parts(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import re
 import shutil
 import warnings
@@ -25,8 +24,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from async_rl.errors import ConfigError
+from async_rl.runtime.files import replaced_folder
 from trainer.collectives import raise_on_all_ranks
 from trainer.megatron.architectures import bridge_for, load_hf_config
+from trainer.megatron.lora import adapted_weights, is_of_adapter
 from trainer.megatron.names import portable_names
 
 SHARD_BYTES = 4 << 30
@@ -41,24 +42,34 @@ _REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 
 
 class _TransformerEngineNames:
-    """Presents a model under the parameter names of the TransformerEngine spec, as far as mbridge uses it."""
+    """Presents a model under the parameter names of the TransformerEngine spec, as far as mbridge uses it.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Weights with adapters are presented with the adapters merged into them, or without them.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, merged: bool = True) -> None:
         self.decoder = model.decoder
-        state = {name: value for name, value in model.state_dict().items() if "_extra_state" not in name}
+        state = {
+            name: value
+            for name, value in model.state_dict().items()
+            if "_extra_state" not in name and not is_of_adapter(name)
+        }
         self._names = {
             # Experts are one grouped layer.
             name: re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", portable)
             for name, portable in portable_names(state).items()
         }
         self._state = {self._names[name]: value for name, value in state.items()}
-        self._parameters = [(self._names[n], p) for n, p in model.named_parameters()]
+        self._parameters = [(self._names[n], p) for n, p in model.named_parameters() if not is_of_adapter(n)]
+        self._adapted = {id(each.weight): each for each in adapted_weights([model])} if merged else {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._state
 
-    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return self._parameters
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._parameters:
+            adapted = self._adapted.get(id(parameter))
+            yield name, parameter if adapted is None else adapted.merged()  # one at a time
 
 
 class HFBridge:
@@ -128,14 +139,17 @@ class HFBridge:
         self.mbridge.load_weights(_views(models), str(self.path))
 
     @torch.no_grad()
-    def export_hf(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_hf(
+        self, models: list[torch.nn.Module], *, merged: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields every tensor under its Hugging Face name, gathered from all model-parallel ranks.
 
-        All ranks must exhaust the iterator, because gathering is collective. A tensor may be a view of a
-        parameter. Of tied embeddings it yields the one of the first stage.
+        Adapters are merged into the weights, unless `merged` is False. All ranks must exhaust the iterator,
+        because gathering is collective. A tensor may be a view of a parameter. Of tied embeddings it yields
+        the one of the first stage.
         """
         names = set[str]()
-        for name, tensor in self.mbridge.export_weights(_views(models)):
+        for name, tensor in self.mbridge.export_weights(_views(models, merged=merged)):
             if name not in names:
                 names.add(name)
                 yield name, tensor
@@ -160,20 +174,25 @@ class HFBridge:
 
     def write_hf(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: str | Path) -> None:
         """Writes tensors with Hugging Face names into a folder as `save_hf` does, on one rank."""
-        final = Path(directory)
-        scratch = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        shards = _ShardWriter(scratch, self.shard_bytes)
-        for name, tensor in tensors:
-            shards.add_tensor(name, tensor)
-        for name, tensor in self._prediction_weights():
-            shards.add_tensor(name, tensor)
-        shards.write_index()
-        self._copy_companions(scratch)
-        if final.exists():
-            shutil.rmtree(final)
-        scratch.rename(final)
+        with replaced_folder(Path(directory)) as scratch:
+            shards = _ShardWriter(scratch, self.shard_bytes)
+            for name, tensor in tensors:
+                shards.add_tensor(name, tensor)
+            for name, tensor in self._prediction_weights():
+                shards.add_tensor(name, tensor)
+            shards.write_index()
+            self._copy_companions(scratch)
+
+    def hf_modules(self, name: str) -> list[str]:
+        """Returns the names of the modules in which Hugging Face has a projection.
+
+        Args:
+            name: The projection's portable name, as `decoder.layers.3.mlp.experts.experts.7.linear_fc1`.
+        """
+        expert = re.sub(r"\.experts\.(\d+)\.(linear_fc[12])$", r".\2.weight\1", name)
+        weight = expert if expert != name else f"{name}.weight"
+        names = self.mbridge._weight_name_mapping_mcore_to_hf(weight)
+        return [each.removesuffix(".weight") for each in names]
 
     def _prediction_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the layers of multi-token prediction, which are not trained, from the model's folder.
@@ -199,8 +218,8 @@ class HFBridge:
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _views(models: list[torch.nn.Module]) -> list[_TransformerEngineNames]:
-    return [_TransformerEngineNames(unwrap_model(model)) for model in models]
+def _views(models: list[torch.nn.Module], *, merged: bool = True) -> list[_TransformerEngineNames]:
+    return [_TransformerEngineNames(unwrap_model(model), merged=merged) for model in models]
 
 
 class _ShardWriter:

@@ -96,5 +96,6 @@ def accumulate_in_place(chunk: torch.nn.Module) -> None:
     Megatron's field would require Apex, for an output layer that is not used (`leave_out_output_layer`).
     """
     for module in chunk.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if trained and hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True

@@ -41,7 +41,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
-from async_rl.config import LayoutConfig, OptimizerConfig
+from async_rl.config import LayoutConfig, LoraConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
 from trainer.losses.log_probs import KeptTokens, vocab_parallel_log_probs
 from trainer.megatron.activation_offload import LayerInputsOnHost
@@ -49,6 +49,7 @@ from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import accumulate_in_place, fields_of, transformer_config
+from trainer.megatron.lora import adapters, attach_adapters, sum_expert_gradients
 from trainer.megatron.packing import Packing, sequence_cost
 from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows, moe_layer_numbers
 from trainer.passthrough import row_multiple
@@ -93,11 +94,13 @@ class MegatronModel:
         value_head: bool = False,
         passed: Mapping[str, Any] | None = None,
         offload_activations: bool = False,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
         """Builds the model and loads the folder's weights. Process groups of the same layout must exist.
 
         With `value_head` its output layer is a `ValueHead`, and no log-probs can be computed. `passed` is
-        `trainer.megatron`.
+        `trainer.megatron`. With `lora` only adapters are trained, which are drawn from the seed.
 
         Raises:
             ConfigError: When model, layout and replay are incompatible.
@@ -129,7 +132,10 @@ class MegatronModel:
         if dtype != torch.float32:
             modules = [Float16Module(self.config, module) for module in modules]
         self.bridge.load_hf(modules)
+        self.lora = lora
         for module in modules:
+            if lora is not None:
+                attach_adapters(module, lora, seed)
             count_real_tokens(module)
             forget_probabilities(module)
             if fused and passed.get("gradient_accumulation_fusion", True):
@@ -153,7 +159,7 @@ class MegatronModel:
         )
         self.chunks = [DistributedDataParallel(self.config, ddp, module) for module in modules]
         self._number = {chunk: number for number, chunk in enumerate(self.chunks)}
-        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.finalize_model_grads_func = finalize_model_grads if lora is None else _finalize_adapters
         if ddp.overlap_grad_reduce:  # gradients are reduced over ranks with the last micro-batch
             waits = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
@@ -248,11 +254,13 @@ class MegatronModel:
 
     @property
     def has_reference(self) -> bool:
-        """Whether `keep_reference` was called."""
-        return self._reference is not None
+        """Whether there is a reference; of adapters it is the model without them."""
+        return self.lora is not None or self._reference is not None
 
     def keep_reference(self) -> None:
-        """Copies the current weights to the host, as those of the reference policy."""
+        """Copies the current weights to the host, as those of the reference policy; of adapters, nothing."""
+        if self.lora is not None:
+            return
         reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
         if self.device.type == "cuda":  # from pinned memory the copies back need not wait for each other
             reference = [p.pin_memory() for p in reference]
@@ -262,13 +270,29 @@ class MegatronModel:
     def as_reference(self) -> Iterator[None]:
         """Gives the model the reference policy's weights within the block, for forward passes only.
 
-        Both sets of weights change places, one tensor after the other: the device never holds two sets.
+        Both sets of weights change places, one tensor after the other: the device never holds two sets. A
+        model with adapters runs without them.
         """
+        if self.lora is not None:
+            with self._without_adapters():
+                yield
+            return
         self._swap_with_reference()
         try:
             yield
         finally:
             self._swap_with_reference()
+
+    @contextlib.contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        found = list(adapters(self.chunks))
+        for adapter in found:
+            adapter.enabled = False
+        try:
+            yield
+        finally:
+            for adapter in found:
+                adapter.enabled = True
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
@@ -506,6 +530,11 @@ class MegatronModel:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+def _finalize_adapters(chunks: list[torch.nn.Module], *rest: Any, **named: Any) -> None:
+    finalize_model_grads(chunks, *rest, **named)
+    sum_expert_gradients(chunks)
 
 
 class ValueHead(torch.nn.Module):

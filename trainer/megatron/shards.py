@@ -5,6 +5,7 @@ decoder.layers.3.mlp.experts.experts.7.linear_fc2.weight     a parameter: one te
 optimizer.state.exp_avg.<parameter>, .exp_avg_sq.            the moments of Adam
 optimizer.state.fp32_param.<parameter>                       the float32 main copy of a bfloat16 parameter
 critic.<any of these>                                        of the value model, if there is one
+decoder.layers.3.self_attention.linear_qkv.lora_A            a factor of an adapter, in place of all others
 random.<generator>                                           `[ranks, n]`, usable only by the same layout
 ```
 
@@ -38,6 +39,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from async_rl.errors import CheckpointError
+from trainer.megatron.lora import adapted_weights
 from trainer.megatron.model import MegatronModel
 from trainer.megatron.names import portable_names
 
@@ -62,8 +64,13 @@ class _HeldShard(NamedTuple):
 
 
 def parameter_parts(chunks: Sequence[torch.nn.Module]) -> list[TensorPart]:
-    """Returns this rank's parameters and buffers, as views."""
+    """Returns this rank's trained parameters as views, and all buffers if none is frozen."""
     return [part for sharded in _sharded(chunks) for part in _parts(sharded, sharded.data)]
+
+
+def parts_held_once(chunks: Sequence[torch.nn.Module]) -> list[TensorPart]:
+    """Returns those of `parameter_parts` that no earlier rank has, too."""
+    return [part for part in parameter_parts(chunks) if is_main_replica(part.replica_id)]
 
 
 def parts_to_save(model: MegatronModel) -> list[TensorPart]:
@@ -160,6 +167,11 @@ def set_random_state(model: MegatronModel, states: dict[str, TensorPart]) -> Non
 def _sharded(chunks: Sequence[torch.nn.Module]) -> Iterator[Sharded]:
     for chunk in chunks:
         model = unwrap_model(chunk)
+        if not all(parameter.requires_grad for parameter in model.parameters()):
+            # Frozen weights are those of the model's folder.
+            for each in adapted_weights([model]):
+                yield from each.sharded()
+            continue
         state = model.sharded_state_dict(metadata={"singleton_local_shards": True})
         # The others are extra states of TransformerEngine's layers: the scales of eight-bit training.
         tensors = [value for value in nested_values(state) if isinstance(value, Sharded)]
@@ -181,6 +193,7 @@ def _held(model: MegatronModel) -> Iterator[_HeldShard]:
         id(getattr(parameter, "main_param", parameter)): parameter
         for chunk in model.chunks
         for parameter in chunk.parameters()
+        if parameter.requires_grad
     }
     for part in parts:
         if part.optimizer is None:  # a rank without experts of its own

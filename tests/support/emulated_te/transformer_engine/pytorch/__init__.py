@@ -184,7 +184,7 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **linear)
         assert normalization == "RMSNorm"
-        assert not return_layernorm_output
+        self.return_layernorm_output = return_layernorm_output
         assert not zero_centered_gamma
         self.eps = eps
         self._add("layer_norm_weight", (in_features,), self._dtype, self._device)
@@ -192,7 +192,11 @@ class LayerNormLinear(Linear):
 
     def forward(self, input_: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         weight = self.layer_norm_weight
-        return super().forward(F.rms_norm(input_, weight.shape, weight, self.eps))
+        normalised = F.rms_norm(input_, weight.shape, weight, self.eps)
+        output = super().forward(normalised)
+        if not self.return_layernorm_output:
+            return output
+        return (*output, normalised) if self.return_bias else (output, normalised)
 
 
 class GroupedLinear(_Parallel):

@@ -1,0 +1,478 @@
+"""Adapters: equal to weights with the adapter merged, the same in every layout, checkpoint and export."""
+
+import gc
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from async_rl.cli.main import main
+from async_rl.errors import CheckpointError
+from tests.support.emulated_layers import spawn_with_transformer_engine
+from tests.support.layer_specs import layers_of
+from tests.support.tiny_model import (
+    build_tiny_mixtral,
+    build_tiny_qwen2_moe,
+)
+from tests.support.train_batches import random_batch
+from tests.support.trainers import (
+    gathered_gradients,
+    gradients_as_weights,
+    log_probs_of,
+    started,
+    trainer_config,
+    training_state,
+    trial,
+)
+from trainer.megatron.lora import adapted_weights
+from trainer.weights.adapter_export import PREFIX, export_adapter
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:::megatron"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+LORA = {"rank": 4, "alpha": 10, "targets": ["attention", "mlp", "experts"]}
+SCALE = 2.5
+
+MODELS = {
+    "dense and shared experts": lambda path: build_tiny_qwen2_moe(path, dense_layers=(0,)),
+    "mixtral": build_tiny_mixtral,
+}
+
+LAYOUTS = {
+    "tensor, sequence and expert": (2, {"tp": 2, "ep": 2}, "full"),
+    "interleaved pipeline": (2, {"pp": 2, "vpp": 2}, "none"),
+    "tensor and sequence": (2, {"tp": 2, "etp": 2}, "selective"),
+    "data": (2, {}, "none"),
+    "expert": (2, {"ep": 2}, "full"),
+    "context": (2, {"cp": 2}, "none"),
+    "four: tensor, expert and expert tensor": (4, {"tp": 2, "ep": 2, "etp": 2}, "none"),
+    "four: tensor, pipeline and expert": (4, {"tp": 2, "pp": 2, "ep": 2}, "full"),
+}
+"""Ranks, what they share out, and what they recompute."""
+
+ROUNDED = 3e-4
+"""Of weights after steps: Adam divides gradients by their size, also where they are rounding errors."""
+
+DEFAULT = ("tensor, sequence and expert", "interleaved pipeline")
+"""The layouts of `make test`; `make test-long` has the rest."""
+
+
+def model_of(path: Path) -> Path:
+    """Of four layers the first is dense: interleaved, one chunk has no experts."""
+    return build_tiny_qwen2_moe(path, num_layers=4, dense_layers=(0,))
+
+
+def config_of(model: Path, **trainer):
+    lora = {**LORA, **trainer.pop("lora", {})}
+    return plain_config(model, **trainer, lora=lora)
+
+
+def plain_config(model: Path, **trainer):
+    """Gradients are compared before they are clipped."""
+    return trainer_config(model, optimizer={"lr": 1e-3, "clip_grad": 1e6}, **trainer)
+
+
+def batch_of(seed: int = 0):
+    return random_batch(seed, layers=(1, 2, 3), lengths=(13, 7, 30, 19, 5, 22, 37), group_size=7)
+
+
+def randomise(worker) -> None:
+    """Gives each B values, the same in every layout: A has a gradient then."""
+    for each in adapted_weights(worker.model.chunks):
+        ranks, rank = each.tensor_group.size(), each.tensor_group.rank()
+        rows = len(each.b) * (ranks if each.by_columns else 1)
+        seed = int.from_bytes(each.name.encode()[-24:], "big") % (1 << 60)
+        whole = torch.randn(rows, each.b.shape[1], generator=torch.Generator().manual_seed(seed)) / 20
+        if each.by_columns:
+            gated = 2 if each.name.endswith("linear_fc1") else 1
+            whole = torch.cat([part.chunk(ranks)[rank] for part in whole.chunk(gated)])
+        each.b.data.copy_(whole)
+    for part in getattr(worker.model.optimizer, "chained_optimizers", []):
+        part.reload_model_params()
+
+
+def factors(worker) -> dict[str, torch.Tensor]:
+    """The adapter under PEFT's names, on rank 0; collective."""
+    return {name: t.clone() for name, t in export_adapter(worker.model.chunks, worker.model.bridge)}
+
+
+def factor_gradients(worker) -> dict[str, torch.Tensor]:
+    with gradients_as_weights(worker.model):
+        return factors(worker)
+
+
+def close(found, wanted, tolerance):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        bound = tolerance * max(1e-3, float(value.abs().max()))
+        assert float((found[name] - value).abs().max()) <= bound, name
+
+
+# -- one rank
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_with_adapters_is_the_one_whose_weights_have_them_merged(kind: str, tmp_path: Path) -> None:
+    model = MODELS[kind](tmp_path / "model")
+    targets = ["attention", "experts"] if kind == "mixtral" else LORA["targets"]
+    layers = 2 if kind == "mixtral" else (1, 2)
+    batch = random_batch(layers=layers)
+    with started(config_of(model, lora={"targets": targets})) as worker:
+        plain = log_probs_of(worker, batch)
+        randomise(worker)
+        with trial(worker, config_of(model, lora={"targets": targets})):
+            result = worker.train_on(batch, 1)
+        adapted, own = log_probs_of(worker, batch), factor_gradients(worker)
+        values = factors(worker)
+        worker.model.bridge.save_hf(worker.model.chunks, tmp_path / "merged")
+    assert np.abs(adapted - plain).max() > 1e-2, "the adapters have an effect"
+    with started(plain_config(tmp_path / "merged")) as worker:
+        with trial(worker, plain_config(tmp_path / "merged")):
+            merged = worker.train_on(batch, 1)
+        np.testing.assert_allclose(log_probs_of(worker, batch), adapted, rtol=0, atol=1e-5)
+        of_weights = {name: gradient.detach() for name, gradient in gathered_gradients(worker).items()}
+    assert result.metrics["loss"] == pytest.approx(merged.metrics["loss"], abs=1e-5)
+    projections = {name.removesuffix(".lora_A.weight") for name in own if ".lora_A" in name}
+    layer_of = lambda name: name.rpartition(".")[0]  # noqa: E731
+    wanted: dict[str, torch.Tensor] = {}
+    for name in projections:
+        a, b = values[f"{name}.lora_A.weight"], values[f"{name}.lora_B.weight"]
+        of_weight = of_weights[f"{name.removeprefix(PREFIX)}.weight"]
+        wanted[f"{name}.lora_B.weight"] = SCALE * of_weight @ a.t()
+        wanted[f"{name}.lora_A.weight"] = SCALE * b.t() @ of_weight
+    for name in projections:  # projections in one have one A, whose gradient is of all of them
+        siblings = [
+            each
+            for each in projections
+            if layer_of(each) == layer_of(name)
+            and torch.equal(values[f"{each}.lora_A.weight"], values[f"{name}.lora_A.weight"])
+        ]
+        if name == min(siblings):
+            total = sum(wanted[f"{each}.lora_A.weight"] for each in siblings)
+            wanted |= {f"{each}.lora_A.weight": total for each in siblings}
+    close(own, wanted, 1e-5)
+    norm = torch.stack([v.square().sum() for k, v in own.items() if ".lora_B" in k]).sum()
+    once = {v.data_ptr(): v for k, v in own.items() if ".lora_A" in k}
+    unique = {tuple(v.flatten()[:8].tolist()): v for v in once.values()}
+    norm = norm + torch.stack([v.square().sum() for v in unique.values()]).sum()
+    assert result.metrics["grad_norm"] == pytest.approx(float(norm.sqrt()), rel=1e-4)
+
+
+def test_only_adapters_are_trained_and_have_gradients_and_optimizer_state(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    with started(config_of(model)) as worker:
+        before = {
+            name: t.clone() for name, t in worker.model.bridge.export_hf(worker.model.chunks, merged=False)
+        }
+        start = weights_merged(worker)
+        assert all(torch.equal(start[name], value) for name, value in before.items())
+        worker.train_on(batch_of(), 1)
+        worker.train_on(batch_of(1), 2)
+        after = dict(worker.model.bridge.export_hf(worker.model.chunks, merged=False))
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        chunk = worker.model.chunks[0]
+        trained = {id(p): p for name, p in chunk.named_parameters() if ".lora." in name}
+        assert {id(p) for p in chunk.parameters() if p.requires_grad} == trained.keys()
+        elements = sum(p.numel() for p in trained.values())
+        buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+        assert sum(buffer.grad_data.numel() for buffer in buffers) < 1.2 * elements
+        held = [
+            p
+            for inner in worker.model.inner_optimizers
+            for group in inner.param_groups
+            for p in group["params"]
+        ]
+        assert sum(p.numel() for p in held) == elements
+        assert not any(
+            hasattr(p, "main_grad") or p.grad is not None for p in chunk.parameters() if id(p) not in trained
+        )
+        merged = dict(worker.model.bridge.export_hf(worker.model.chunks))
+        moved = {name for name, value in merged.items() if not torch.equal(value, before[name])}
+        assert len(moved) == 4 * 4 + 3 + 3 * 3 + 3 * 3 * 8
+
+
+def test_the_reference_policy_is_the_model_without_adapters(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    config = config_of(model, replay=False, loss={"kl": {"coefficient": 0.1, "estimator": "k2"}})
+    batch = batch_of()
+    with started(config) as worker:
+        first = worker.train_on(batch, 1)
+        assert first.metrics["reference_kl"] == 0
+        randomise(worker)
+        with_adapter = log_probs_of(worker, batch)
+        with worker.model.as_reference():
+            reference = log_probs_of(worker, batch)
+        np.testing.assert_array_equal(log_probs_of(worker, batch), with_adapter)
+    with started(trainer_config(model, replay=False)) as worker:
+        np.testing.assert_array_equal(log_probs_of(worker, batch), reference)
+    assert np.abs(reference - with_adapter).max() > 1e-2
+
+
+# -- layouts
+
+
+def of_layout(name: str, rank: int, model: str, out: str) -> dict:
+    ranks, layout, recompute = LAYOUTS[name]
+    return look(
+        rank,
+        ranks,
+        f"file://{out}/{name}",
+        f"{out}/checkpoints {name}",
+        config_of(Path(model), num_ranks=ranks, layout=layout, recompute=recompute, micro_batch_tokens=36),
+    )
+
+
+def look(rank: int, ranks: int, address: str, checkpoints: str, config: dict) -> dict:
+    from trainer.worker import TrainerWorker
+
+    worker = TrainerWorker(config, rank, ranks, address)
+    worker.setup(None)
+    drawn = factors(worker)
+    randomise(worker)
+    merged = weights_merged(worker)
+    first = worker.train_on(batch_of(), 1)
+    gradients = factor_gradients(worker)
+    with trial(worker, config | {"trainer": config["trainer"] | {"loss": {"kl": {"coefficient": 1.0}}}}):
+        reference = worker.train_on(batch_of(), 1).metrics["reference_kl"]
+    worker.train_on(batch_of(1), 2)
+    worker.save_checkpoint(checkpoints, {})
+    assert worker.saved_checkpoint(wait=True).failure is None
+    trained = factors(worker)
+    state = training_state(worker)
+    worker.close()
+    again = TrainerWorker(config, rank, ranks, f"{address} again")
+    again.setup(checkpoints)
+    resumed = all(torch.equal(a, b) for a, b in zip(training_state(again), state, strict=True))
+    third = again.train_on(batch_of(2), 3)
+    continued = factors(again)
+    again.close()
+    gc.collect()
+    return {
+        "drawn": drawn,
+        "merged": merged,
+        "gradients": gradients,
+        "trained": trained,
+        "resumed": resumed,
+        "continued": continued,
+        "metrics": [first.metrics, third.metrics],
+        "reference": reference,
+    }
+
+
+def weights_merged(worker) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in worker.model.bridge.export_hf(worker.model.chunks)}
+
+
+def run_rank(rank: int, model: str, out: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names:
+        if rank < LAYOUTS[name][0]:
+            torch.save(of_layout(name, rank, model, out), f"{out}/{name} {rank}")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    model = model_of(folder / "model")
+    return model, look(0, 1, "", str(folder / "checkpoints"), config_of(model, micro_batch_tokens=36))
+
+
+@pytest.fixture(scope="module")
+def seen(one, request, tmp_path_factory):
+    model, _ = one
+    names = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if "name" in getattr(getattr(item, "callspec", None), "params", {}) and item.module is request.module
+    }
+    out = tmp_path_factory.mktemp("layouts")
+    of_ranks = [[n for n in LAYOUTS if n in names and LAYOUTS[n][0] == ranks] for ranks in (2, 4)]
+    for ranks, chosen in zip((2, 4), of_ranks, strict=True):
+        if chosen:
+            mp.spawn(run_rank, (str(model), str(out), chosen), nprocs=ranks)
+    return out, {n: [torch.load(f"{out}/{n} {r}") for r in range(LAYOUTS[n][0])] for n in names}
+
+
+EACH_LAYOUT = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.long) for n in LAYOUTS]
+)
+
+
+@EACH_LAYOUT
+def test_adapters_of_a_layout_are_those_of_one_rank(one, seen, name: str) -> None:
+    wanted, found = one[1], seen[1][name][0]
+    for key in ("drawn", "merged"):
+        assert found[key].keys() == wanted[key].keys()
+        assert all(torch.equal(found[key][n], value) for n, value in wanted[key].items()), key
+    close(found["gradients"], wanted["gradients"], 1e-5)
+    close(found["trained"], wanted["trained"], ROUNDED)
+    close(found["continued"], wanted["continued"], ROUNDED)
+    for mine, theirs in zip(found["metrics"], wanted["metrics"], strict=True):
+        for metric in ("grad_norm", "loss"):
+            assert mine[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6)
+        assert mine["old_log_prob_abs_diff"] == 0, "rows are replayed as recorded"
+    assert found["reference"] == pytest.approx(wanted["reference"], rel=1e-4)
+
+
+@EACH_LAYOUT
+def test_a_checkpoint_of_adapters_is_resumed_bit_for_bit_and_under_another_layout(
+    one, seen, name: str
+) -> None:
+    model, wanted = one
+    out, by_name = seen
+    assert all(each["resumed"] for each in by_name[name])
+    checkpoints = Path(f"{out}/checkpoints {name}")
+    with started(config_of(model, micro_batch_tokens=36), checkpoints) as worker:
+        found = factors(worker)
+        assert all(torch.equal(found[n], value) for n, value in by_name[name][0]["trained"].items())
+        worker.train_on(batch_of(2), 3)
+        close(factors(worker), wanted["continued"], ROUNDED)
+
+
+# -- layers of TransformerEngine, emulated
+
+
+def compare_specs(rank: int, model: str, out: str) -> None:
+    """The same steps with both layer specs; experts are grouped in that of TransformerEngine."""
+    torch.set_num_threads(1)
+    config = config_of(Path(model), dtype="bfloat16", replay=False)
+    found = {}
+    for spec in ("local", "transformer_engine"):
+        with layers_of(spec), started(config) as worker:
+            grouped = any(
+                "linear_fc1.lora.a.weight0" in n for n, _ in worker.model.chunks[0].named_parameters()
+            )
+            randomise(worker)
+            batch = random_batch(layers=3, routing=False)
+            log_probs = log_probs_of(worker, batch)
+            result = worker.train_on(batch, 1)
+            seen = {
+                "grouped": grouped,
+                "log_probs": log_probs,
+                "norm": result.metrics["grad_norm"],
+                "gradients": factor_gradients(worker),
+                "trained": factors(worker),
+                "merged": weights_merged(worker),
+            }
+            worker.save_checkpoint(f"{out}/{spec}", {})
+            assert worker.saved_checkpoint(wait=True).failure is None
+            found[spec] = seen
+    for spec, other in (("local", "transformer_engine"), ("transformer_engine", "local")):
+        with layers_of(spec), started(config, Path(out) / other) as worker:
+            found[spec]["loaded"] = factors(worker)
+    torch.save(found, f"{out}/found")
+
+
+def test_adapters_are_the_same_with_the_layers_of_transformer_engine(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    spawn_with_transformer_engine(compare_specs, str(model), str(tmp_path))
+    found = torch.load(tmp_path / "found", weights_only=False)
+    local, fused = found["local"], found["transformer_engine"]
+    assert (local["grouped"], fused["grouped"]) == (False, True)
+    # Sums of adapters and products are rounded at other places.
+    np.testing.assert_allclose(fused["log_probs"], local["log_probs"], rtol=0, atol=0.05)
+    assert fused["norm"] == pytest.approx(local["norm"], rel=0.02)
+    assert fused["gradients"].keys() == local["gradients"].keys()
+    apart = [
+        float(torch.linalg.norm(fused["gradients"][name] - gradient) / torch.linalg.norm(gradient))
+        for name, gradient in local["gradients"].items()
+        if torch.linalg.norm(gradient) > 0
+    ]
+    assert max(apart) < 0.3  # in bfloat16
+    assert sum(apart) / len(apart) < 0.1
+    for mine, others in ((local, fused), (fused, local)):
+        assert all(torch.equal(mine["loaded"][name], value) for name, value in others["trained"].items())
+
+
+# -- versions, checkpoints and exports
+
+
+def test_a_version_is_a_folder_of_peft_or_merged_weights_and_an_export_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(tmp_path / "model")
+    for sync in ("adapter", "merged"):
+        with started(config_of(model, lora={"sync": sync})) as worker:
+            before = worker.checksums()
+            worker.train_on(batch_of(), 1)
+            assert worker.checksums() != before
+            worker.publish(str(tmp_path / sync), 1)
+            worker.publish(str(tmp_path / sync), 1)  # a second time, in its place
+            worker.take_snapshot(1)
+            worker.train_on(batch_of(1), 2)
+            worker.publish(str(tmp_path / f"{sync} of the snapshot"), 1)
+            values = factors(worker)
+            worker.save_checkpoint(str(tmp_path / f"checkpoints {sync}"), {})
+            assert worker.saved_checkpoint(wait=True).failure is None
+            last = weights_merged(worker)
+    for sync, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
+        first, copied = (load_file(tmp_path / f / file) for f in (sync, f"{sync} of the snapshot"))
+        assert first.keys() == copied.keys()
+        assert all(torch.equal(first[name], value) for name, value in copied.items())
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": 4,
+        "lora_alpha": 10,
+        "lora_dropout": 0.0,
+        "target_modules": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    published = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    base, whole = load_file(model / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    for name in (name for name in published if ".lora_A" in name):
+        a, b = published[name], published[name.replace("lora_A", "lora_B")]
+        weight = name.removeprefix(PREFIX).replace(".lora_A.weight", ".weight")
+        expected = base[weight].double() + SCALE * (b.double() @ a.double())
+        torch.testing.assert_close(whole[weight], expected.float(), rtol=0, atol=1e-6)
+    for words, out in (([], "exported"), (["--adapter"], "exported adapter")):
+        given = ["--checkpoint", str(tmp_path / "checkpoints merged"), "--out", str(tmp_path / out)]
+        assert main(["export", *given, *words]) == 0
+    assert "the adapter of step 2" in capsys.readouterr().out
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == last.keys()
+    assert all(torch.equal(exported[name], value) for name, value in last.items())
+    adapter = load_file(tmp_path / "exported adapter" / "adapter_model.safetensors")
+    assert adapter.keys() == values.keys()
+    assert all(torch.equal(adapter[name], value) for name, value in values.items())
+
+
+def test_a_checkpoint_is_refused_when_the_run_has_other_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build_tiny_mixtral(tmp_path / "model")
+    lora = {"targets": ["attention"]}
+    for name, config in (("adapters", config_of(model, lora=lora)), ("weights", plain_config(model))):
+        with started(config) as worker:
+            worker.save_checkpoint(str(tmp_path / name), {})
+            assert worker.saved_checkpoint(wait=True).failure is None
+    held = sum(file.stat().st_size for file in (tmp_path / "adapters").rglob("*") if file.is_file())
+    assert held < 0.5 * sum(
+        file.stat().st_size for file in (tmp_path / "weights").rglob("*") if file.is_file()
+    )
+    for name, config, words in (
+        (
+            "adapters",
+            plain_config(model),
+            "only adapters, of rank 4, alpha 10, targets attention, and .* is null",
+        ),
+        ("weights", config_of(model, lora=lora), "all weights and no adapters, and .* is rank 4"),
+        ("adapters", config_of(model, lora=lora | {"alpha": 8}), "is rank 4, alpha 8, .* set it back"),
+    ):
+        with pytest.raises(CheckpointError, match=words), started(config, tmp_path / name):
+            pass
+    given = ["--checkpoint", str(tmp_path / "weights"), "--out", str(tmp_path / "out"), "--adapter"]
+    assert main(["export", *given]) == 2
+    assert "holds all weights and no adapter" in capsys.readouterr().err
