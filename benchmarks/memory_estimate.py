@@ -79,6 +79,36 @@ CASES = {
 }
 
 
+CASES |= {
+    f"adapters: {name}": Case(
+        kind, ranks, layout, dtype, recompute, {"lora": {"rank": 16, "targets": targets, "sync": "merged"}}
+    )
+    for name, kind, ranks, layout, dtype, recompute, targets in (
+        ("one rank, dense", "llama", 1, {}, "float32", "none", ["attention", "mlp"]),
+        ("data", "qwen3_moe", 2, {}, "bfloat16", "none", ["attention"]),
+        (
+            "tensor and expert",
+            "qwen3_moe",
+            2,
+            {"tp": 2, "ep": 2},
+            "float32",
+            "none",
+            ["attention", "experts"],
+        ),
+        (
+            "expert, recomputed",
+            "qwen2_moe",
+            2,
+            {"ep": 2},
+            "bfloat16",
+            "full",
+            ["attention", "mlp", "experts"],
+        ),
+        ("pipeline", "qwen3_moe", 2, {"pp": 2}, "float32", "none", ["experts"]),
+    )
+}
+
+
 class Size(NamedTuple):
     """How large models and batches are."""
 

@@ -15,14 +15,24 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-LAYOUTS = [name for name, case in CASES.items() if case.ranks == 2]
+ADAPTED = [name for name in CASES if name.startswith("adapters: ")]
+LAYOUTS = [name for name, case in CASES.items() if case.ranks == 2 and name not in ADAPTED]
 RECOMPUTED = [name for name in CASES if name.startswith("one rank, ") and name.endswith(" recomputed")]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compared]]:
-    found: dict[str, list[Compared]] = {name: [] for name in LAYOUTS + RECOMPUTED}
-    for row in compare(found, SMALL, Path(tmp_path_factory.mktemp("memory"))):
+    return measured(LAYOUTS + RECOMPUTED + ADAPTED[2:3], Path(tmp_path_factory.mktemp("memory")))
+
+
+@pytest.fixture(scope="module")
+def other_rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compared]]:
+    return measured(ADAPTED[:2] + ADAPTED[3:], Path(tmp_path_factory.mktemp("memory")))
+
+
+def measured(names: list[str], folder: Path) -> dict[str, list[Compared]]:
+    found: dict[str, list[Compared]] = {name: [] for name in names}
+    for row in compare(found, SMALL, folder):
         found[row.layout].append(row)
     return found
 
@@ -47,3 +57,20 @@ def test_what_recompute_modules_keep_is_estimated(name: str, rows: dict[str, lis
     (row,) = rows[name]
     assert row.error == pytest.approx(0, abs=0.05), row
     assert row.error_beyond_steady == pytest.approx(0, abs=0.1), row
+
+
+def test_adapters_on_frozen_weights_are_estimated(rows: dict[str, list[Compared]]) -> None:
+    check_adapted(rows[ADAPTED[2]])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ADAPTED[:2] + ADAPTED[3:])
+def test_adapters_of_other_layouts_are_estimated(name: str, other_rows: dict[str, list[Compared]]) -> None:
+    check_adapted(other_rows[name])
+
+
+def check_adapted(found: list[Compared]) -> None:
+    assert found
+    for row in found:
+        assert row.error == pytest.approx(0, abs=0.1), row
+        assert row.error_beyond_steady == pytest.approx(0, abs=0.15), row

@@ -28,7 +28,8 @@ GPU = 80 * 10**9
 
 
 def model_config(name: str) -> Path:
-    return ROOT / "tests" / "support" / "model_configs" / f"{name.rpartition('_')[0]}.json"
+    model = name.rpartition("_")[0].removesuffix("_lora")
+    return ROOT / "tests" / "support" / "model_configs" / f"{model}.json"
 
 
 @pytest.fixture(params=NAMES)
@@ -42,8 +43,8 @@ def load(words: list[str]) -> Config:
     return load_config(Path(words[0]), words[1:])
 
 
-def test_there_are_five_recipes() -> None:
-    assert len(NAMES) == 5
+def test_there_are_six_recipes() -> None:
+    assert len(NAMES) == 6
 
 
 def test_a_recipe_fits_into_80_gb(recipe: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:

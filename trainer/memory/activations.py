@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from async_rl.config import LoraConfig
 from trainer.memory.dimensions import Dimensions
 
 FLOAT32: Final = 4
@@ -32,6 +33,16 @@ class Slice(NamedTuple):
     """Bytes of an element of the model's type."""
     fused: bool
     """Whether layers are those of TransformerEngine."""
+    lora: LoraConfig | None = None
+    """Adapters, whose inputs are kept in place of those of all projections."""
+
+    def keeps_input_of(self, target: str) -> bool:
+        """Whether projections keep their inputs: for the gradient of their weights, or of an adapter."""
+        return self.lora is None or target in self.lora.targets
+
+    def low(self, target: str, rows: int) -> int:
+        """Returns what two adapters keep of so many rows between their factors."""
+        return 2 * rows * self.lora.rank * self.element if self.lora and target in self.lora.targets else 0
 
     @property
     def sequence(self) -> int:
@@ -47,9 +58,15 @@ class Slice(NamedTuple):
 def layer_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:
     """Returns what a layer keeps: its norms, attention, MLP or experts, and the two sums of its residuals."""
     residuals = 2 * part.sequence * model.hidden * part.element * keeps_inputs(part)
-    norms = 2 * norm_bytes(part.sequence * model.hidden, part)
-    mlp = experts_bytes(model, part) if experts else mlp_bytes(model.dense // part.tp, part.tokens, part)
+    elements = part.sequence * model.hidden
+    norms = sum(norm_bytes(elements, part, output=kept) for kept in _kept_outputs(part, experts=experts))
+    mlp = experts_bytes(model, part) if experts else _dense_bytes(model.dense, part)
     return residuals + norms + attention_bytes(model, part) + mlp
+
+
+def _kept_outputs(part: Slice, *, experts: bool) -> tuple[bool, bool]:
+    """Returns whether what follows a layer's norms keeps their outputs; routers always do."""
+    return part.keeps_input_of("attention"), experts or part.keeps_input_of("mlp")
 
 
 def recomputed_bytes(model: Dimensions, part: Slice, modules: Sequence[str], *, experts: bool) -> int:
@@ -61,13 +78,17 @@ def recomputed_bytes(model: Dimensions, part: Slice, modules: Sequence[str], *, 
     norm = part.sequence * model.hidden
     found = {
         "moe": experts_bytes(model, part) if experts else 0,
-        "mlp": 0 if experts else mlp_bytes(model.dense // part.tp, tokens, part),
+        "mlp": 0 if experts else _dense_bytes(model.dense, part),
         "shared_experts": _shared_bytes(model, part) if experts else 0,
         "moe_act": part.routed * model.top_k * model.expert // part.etp * e if experts else 0,
     }
+    found["moe_act"] *= part.keeps_input_of("experts")
     # Norms keep their inputs instead; TransformerEngine has most of them in the projections behind them.
-    norms = (experts + (model.latent is not None)) if part.fused else 2
-    found["layernorm"] = norms * (norm_bytes(norm, part) - (0 if keeps_inputs(part) else norm * e))
+    outputs: Sequence[bool] = _kept_outputs(part, experts=experts)
+    if part.fused:
+        outputs = [True] * (experts + (model.latent is not None))
+    again = 0 if keeps_inputs(part) else norm * e
+    found["layernorm"] = sum(norm_bytes(norm, part, output=kept) - again for kept in outputs)
     if model.latent is None:
         query, key = tokens * heads * model.head, tokens * model.groups * model.head // part.tp
         own = 0 if part.fused else e * (2 * query * part.cp - 2 * key) + _mask_bytes(part)
@@ -97,7 +118,9 @@ def norm_bytes(elements: int, part: Slice, *, output: bool = True) -> int:
     """
     kept = part.element * output
     if not part.fused:
-        kept += part.element if part.element == FLOAT32 else 2 * FLOAT32
+        # The normalised input is for the gradient of the norm's weight.
+        normalised = part.lora is None
+        kept += part.element * normalised if part.element == FLOAT32 else (1 + normalised) * FLOAT32
     return elements * kept
 
 
@@ -109,10 +132,11 @@ def attention_bytes(model: Dimensions, part: Slice) -> int:
     query, key = tokens * heads * model.head, tokens * model.groups * model.head // part.tp
     several = model.heads > model.groups
     attended = tokens * heads * FLOAT32  # the normaliser of each query
+    adapters = (part.low("attention", tokens) + part.low("attention", part.sequence)) // 2
     if part.fused:
         # The projection's output holds values and the norm's input; rotation makes queries and keys anew.
         kept = query + 2 * key + query + key + query * (several and model.query_norm)
-        return e * (kept + query) + attended
+        return e * (kept + query) + attended + adapters
     kept = 0
     if model.query_norm:
         kept += norm_bytes(query + key, part, output=False)
@@ -120,8 +144,9 @@ def attention_bytes(model: Dimensions, part: Slice) -> int:
             kept += e * (query + 2 * key + query * several)
     kept += 4 * e * tokens * model.head  # sine and cosine, for queries and for keys
     # Queries, keys and values of each head, and results; without a mask in the order of tokens, too.
-    results = 1 if part.cp > 1 else 2
-    return kept + e * (query + 2 * query * part.cp + results * query) + attended + _mask_bytes(part)
+    results = 1 if part.cp > 1 or not part.keeps_input_of("attention") else 2
+    kept += e * (query + 2 * query * part.cp + results * query)
+    return kept + attended + _mask_bytes(part) + adapters
 
 
 def _mask_bytes(part: Slice) -> int:
@@ -147,19 +172,28 @@ def _latent_attention_bytes(model: Dimensions, part: Slice) -> int:
     return down + rotation + kept + _mask_bytes(part)
 
 
-def mlp_bytes(width: int, rows: int, part: Slice, *, scaled: bool = False) -> int:
+def mlp_bytes(width: int, rows: int, part: Slice, *, target: str, scaled: bool = False) -> int:
     """Returns what a gated MLP keeps: gate and up projection, SiLU, up + 0, their product, and if it is
-    scaled by a gate, that product; fused: both projections and the product.
+    scaled by a gate, that product; fused: both projections and the product. The last is the input of the
+    projection down.
     """
-    return rows * width * part.element * (3 if part.fused else 6 if scaled else 5)
+    tensors = (3 if part.fused else 6 if scaled else 5) - (not part.keeps_input_of(target))
+    return rows * width * part.element * tensors
+
+
+def _dense_bytes(width: int, part: Slice) -> int:
+    """Returns what an MLP keeps that tensor ranks split, with its adapters."""
+    low = (part.low("mlp", part.tokens) + part.low("mlp", part.sequence)) // 2 if width else 0
+    return mlp_bytes(width // part.tp, part.tokens, part, target="mlp") + low
 
 
 def experts_bytes(model: Dimensions, part: Slice) -> int:
     """Returns what router, dispatch, routed and shared experts of a layer keep."""
     e, tokens = part.element, part.sequence
     rows = part.routed * model.top_k
-    kept = rows * model.hidden * e  # their inputs, sorted by expert
-    kept += mlp_bytes(model.expert // part.etp, rows, part, scaled=True)
+    kept = rows * model.hidden * e * part.keeps_input_of("experts")  # their inputs, sorted by expert
+    kept += mlp_bytes(model.expert // part.etp, rows, part, target="experts", scaled=True)
+    kept += part.low("experts", rows)
     # Scores, gates and gates by expert; two maps; the chosen experts, twice, as int64.
     kept += tokens * model.experts * (3 * (FLOAT32 if model.precise_router else e) + 2)
     kept += tokens * model.top_k * 16
@@ -169,7 +203,7 @@ def experts_bytes(model: Dimensions, part: Slice) -> int:
 def _shared_bytes(model: Dimensions, part: Slice) -> int:
     """Returns what the shared experts of a layer keep, and the product with their gate."""
     gated = part.sequence * model.hidden * part.element * model.shared_gate
-    return mlp_bytes(model.shared // part.tp, part.tokens, part) + gated
+    return _dense_bytes(model.shared, part) + gated
 
 
 def working_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:
@@ -212,6 +246,8 @@ def log_prob_bytes(
         forward = logits * (e + FLOAT32 * half + 2 * FLOAT32)
         backward = logits * (e + (FLOAT32 + e) * half + FLOAT32 * entropy)
     product = 0 if compiled else logits * e * (1 + half) + weight * e * several * half
+    if part.lora is not None:  # the output layer's weight has no gradient
+        return LogProbBytes(forward, rows * hidden * e + backward)
     of_weight = weight * (FLOAT32 if several else e)
     return LogProbBytes(forward, rows * hidden * e + of_weight + max(backward, product))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from async_rl.config import LayoutConfig
+from async_rl.config import LayoutConfig, LoraConfig
 from async_rl.engines.model_facts import facts_of
 
 
@@ -149,6 +149,28 @@ def parameters_of(
                 dense.append(model.hidden)
             each = _mlp(model.hidden, model.expert // layout.etp) * (model.experts // layout.ep)
             (experts if layout.ep > 1 else dense).extend(each)
+    return Parameters(dense, experts)
+
+
+def adapters_of(model: Dimensions, layout: LayoutConfig, stage: int, lora: LoraConfig) -> Parameters:
+    """Returns the sizes of the adapters of a rank of a pipeline stage (`trainer.megatron.lora`)."""
+    dense, experts = list[int](), list[int]()
+    r, hidden, heads = lora.rank, model.hidden, model.heads * model.head // layout.tp
+
+    def of_mlp(width: int) -> list[int]:
+        return [r * hidden, r * 2 * width, r * width, r * hidden]
+
+    for chunk in chunks_of(layout, stage, len(model.has_experts)):
+        for layer in chunk:
+            if "attention" in lora.targets:
+                fused = (model.heads + 2 * model.groups) * model.head // layout.tp
+                dense += [r * hidden, r * fused, r * heads, r * hidden]
+            width = model.shared if model.has_experts[layer] else model.dense
+            if "mlp" in lora.targets and width:
+                dense += of_mlp(width // layout.tp)
+            if "experts" in lora.targets and model.has_experts[layer]:
+                each = of_mlp(model.expert // layout.etp) * (model.experts // layout.ep)
+                (experts if layout.ep > 1 else dense).extend(each)
     return Parameters(dense, experts)
 
 

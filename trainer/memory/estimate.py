@@ -11,7 +11,15 @@ from async_rl.engines.model_facts import read_config
 from async_rl.trainer_protocol import RankMemory, TrainerMemory
 from trainer.memory import activations
 from trainer.memory.activations import FLOAT32, Slice
-from trainer.memory.dimensions import Dimensions, Parameters, chunks_of, dimensions_of, padded, parameters_of
+from trainer.memory.dimensions import (
+    Dimensions,
+    Parameters,
+    adapters_of,
+    chunks_of,
+    dimensions_of,
+    padded,
+    parameters_of,
+)
 from trainer.passthrough import row_multiple, situation_of
 
 
@@ -38,11 +46,19 @@ def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
         moments = _moments(config, model, stage, cuda=cuda)
         host = _on_host(config, model, stage, moments["a layer"])
         if stage == 0:
-            ranks.append(_first_rank(config, model, whole, moments, host))
+            ranks.append(_first_rank(config, model, _sent(config, model, whole), moments, host))
             first += 1
         if first <= last:
             ranks.append(RankMemory(first=first, last=last, moments=moments, host=host))
     return TrainerMemory(ranks=ranks, model_bytes=whole)
+
+
+def _sent(config: Config, model: Dimensions, whole: int) -> int:
+    """Returns the bytes that engines receive of each version: all weights, or the adapter."""
+    lora = config.trainer.lora
+    if lora is None or lora.sync == "merged":
+        return whole
+    return sum(map(sum, adapters_of(model, LayoutConfig(), 0, lora))) * element_bytes(config)
 
 
 def largest_micro_batch(config: Config) -> tuple[int, int]:
@@ -76,6 +92,7 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
         longest=config.rollout.max_context_tokens,
         element=e,
         fused=cuda and e < FLOAT32,
+        lora=trainer.lora,
     )
     chunks = chunks_of(layout, stage, len(model.has_experts))
     flights = activations.in_flight(stage, layout.pp, layout.vpp, micro_batches)
@@ -117,9 +134,15 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
     if layout.tp > 1:
         # The parts of a tensor, and they put together.
         found["export"] = steady | {"gathered": 2 * model.vocabulary * model.hidden * e}
+    if trainer.lora is not None and trainer.lora.sync == "merged":
+        # A weight of a layer in float64, and as engines receive it.
+        vocabulary = ceil(model.vocabulary / layout.tp) * model.hidden
+        sizes = itertools.chain(*parameters_of(model, layout, stage))
+        largest = max(size for size in sizes if size != vocabulary)
+        found["export"] = found.get("export", steady) | {"merged": largest * (8 + e)}
     if trainer.loss.kl.coefficient:
         # Both sets of weights change places tensor by tensor.
-        largest = max(itertools.chain(*parameters_of(model, layout, stage))) * e
+        largest = max(itertools.chain(*parameters_of(model, layout, stage))) * e * (trainer.lora is None)
         found["reference"] = steady | {"reference": largest, "working": working}
         if stage == layout.pp - 1:
             found["reference"]["logits"] = logits.forward
@@ -128,11 +151,22 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
 
 def _steady(config: Config, model: Dimensions, stage: int) -> dict[str, int]:
     """Returns what a rank of a stage has on its device between steps."""
-    found = _state(config, parameters_of(model, config.trainer.layout, stage))
+    parameters = parameters_of(model, config.trainer.layout, stage)
+    found = _state(config, trained_of(config, model, stage))
+    if config.trainer.lora is not None:
+        found["weights"] += sum(map(sum, parameters)) * element_bytes(config)
     if config.trainer.loss.advantages == "gae":
         critic = _state(config, parameters_of(model, config.trainer.layout, stage, value_head=True))
         found["critic"] = sum(critic.values())
     return found
+
+
+def trained_of(config: Config, model: Dimensions, stage: int) -> Parameters:
+    """Returns the sizes of what a rank of a stage trains: all parameters, or adapters only."""
+    layout, lora = config.trainer.layout, config.trainer.lora
+    if lora is not None:
+        return adapters_of(model, layout, stage, lora)
+    return parameters_of(model, layout, stage)
 
 
 def _state(config: Config, parameters: Parameters) -> dict[str, int]:
@@ -188,7 +222,7 @@ def _on_host(config: Config, model: Dimensions, stage: int, steady: dict[str, in
     """Returns what every rank of a stage has in host memory."""
     trainer = config.trainer
     layout, each = trainer.layout, optimizer_bytes(config)
-    count = _stepped(config, parameters_of(model, layout, stage))
+    count = _stepped(config, trained_of(config, model, stage))
     if "critic" in steady:
         count += _stepped(config, parameters_of(model, layout, stage, value_head=True))
     host = {"checkpoint": count * each.stored}
@@ -202,7 +236,7 @@ def _on_host(config: Config, model: Dimensions, stage: int, steady: dict[str, in
         # One more for the norm after the last layer.
         layers = sum(len(chunk) * flight for chunk, flight in zip(chunks, flights, strict=True))
         host["activations"] = (layers + flights[-1] * (stage == layout.pp - 1)) * inputs
-    if config.trainer.loss.kl.coefficient:
+    if config.trainer.loss.kl.coefficient and trainer.lora is None:
         host["reference"] = steady["weights"]
     if config.placement.shared:
         copies = 1 + ("critic" in steady)
