@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.support.trainers import (
     trainer_config,
 )
 from trainer.losses.log_probs import vocab_parallel_log_probs
+from trainer.megatron.lora import adapted_weights
+from trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -90,6 +93,55 @@ def test_steps_are_the_same_with_settings_of_megatron(model: Path, measure, name
     measure(f"{name}: gradient norm of the 3rd step", norms[2] / plain[2], "(ratio)")
     measure(f"{name}: peak", peak / before, "(ratio)")
     assert norms == pytest.approx(plain, rel=tolerance)
+
+
+def test_adapters_are_weights_with_the_adapters_merged(model: Path, measure, tmp_path: Path) -> None:
+    """Adapters on attention and grouped experts give the log-probs and gradients of merged weights."""
+    lora = {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}
+    batch, unclipped = batch_of(), {"optimizer": {"lr": 1e-3, "clip_grad": 1e6}}
+    generator = torch.Generator().manual_seed(0)
+    with started(trainer_config(model, dtype="bfloat16", lora=lora, **unclipped)) as worker:
+        plain = log_probs_of(worker, batch)
+        for each in adapted_weights(worker.model.chunks):
+            each.b.data.copy_(torch.randn(each.b.shape, generator=generator) / 20)
+        for part in worker.model.optimizer.chained_optimizers:
+            part.reload_model_params()
+        adapted = log_probs_of(worker, batch)
+        worker.model.bridge.save_hf(worker.model.chunks, tmp_path / "merged")
+        factors = {
+            each.name: each.a.detach().float().clone() for each in adapted_weights(worker.model.chunks)
+        }
+        worker.train_on(batch, 1)
+        # B's gradient is that of the weight times A's transpose: autograd's of the merged formulation.
+        gradients = {each.name: each.b.main_grad.clone() for each in adapted_weights(worker.model.chunks)}
+    with started(trainer_config(tmp_path / "merged", dtype="bfloat16", **unclipped)) as worker:
+        merged = log_probs_of(worker, batch)
+        worker.train_on(batch, 1)
+        of_weights = gradients_by_name(worker)
+    differences = [
+        (found - 2 * of_weights[name] @ factors[name].t()).norm() / found.norm()
+        for name, found in gradients.items()
+        if found.norm() > 0
+    ]
+    measure("gradients of B apart, mean", float(torch.stack(differences).mean()), "(relative)")
+    mask = np.append(batch.loss_mask[1:], False)
+    effect, apart = np.abs(adapted - plain)[mask].mean(), np.abs(adapted - merged)[mask].mean()
+    measure("effect of the adapters", float(effect), "nats")
+    measure("log-probs apart from merged weights, mean", float(apart), "nats")
+    assert apart < 0.03
+    assert effect > 5 * apart
+    assert torch.stack(differences).mean() < 0.1
+
+
+def gradients_by_name(worker: TrainerWorker) -> dict[str, torch.Tensor]:
+    """The gradients of all weights of layers, by the names that adapters have."""
+    found = {}
+    for name, parameter in worker.model.chunks[0].named_parameters():
+        if layer := re.search(r"decoder\.layers\.\d+\..+", name):
+            short = layer[0].removesuffix(".weight")
+            short = re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.experts.\2.\1", short)
+            found[short.replace(".local_experts.", ".experts.")] = parameter.main_grad.clone()
+    return found
 
 
 def test_packed_trajectories_do_not_see_each_other(model: Path, measure) -> None:
