@@ -132,9 +132,9 @@ class CaptureConfig(Strict, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=1)] | None,
         Meta(
             description=(
-                "Capture a step whose gradient norm, or absolute ppo_kl or ppo_kl_bypass, is more than this many "
-                "times the median of the 20 steps before; null captures only steps that failed or skipped an "
-                "update."
+                "Capture a step whose gradient norm, or absolute ppo_kl or ppo_kl_bypass, is more than this "
+                "many times the median of the 20 steps before; null captures only steps that failed or "
+                "skipped an update."
             )
         ),
     ] = 5.0
