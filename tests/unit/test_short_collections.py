@@ -51,6 +51,25 @@ def test_young_cycles_are_collected() -> None:
         assert cycle() is None
 
 
+def test_young_objects_are_collected_seldom() -> None:
+    before = gc.get_threshold()
+    collections: list[int] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collections.append(info["generation"])
+
+    with short_collections():
+        gc.collect()
+        gc.callbacks.append(count)
+        kept = [Node() for _ in range(25_000)]
+        gc.callbacks.remove(count)
+    assert len(kept) == 25_000
+    assert 1 in collections
+    assert len(collections) < 10  # by CPython's thresholds more than 30
+    assert gc.get_threshold() == before
+
+
 def test_old_cycles_are_collected_once_memory_has_doubled() -> None:
     freezer = SurvivorFreezer(spare_blocks=-(10**9))  # memory has doubled at the first look
     gc.callbacks.append(freezer.end_collection)
