@@ -471,7 +471,7 @@ class TokenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.weight_version >= 0 and not self.inherited
 
 
-class StoredRouting(msgspec.Struct, frozen=True, kw_only=True):
+class StoredRouting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The description of a `RoutingTrace` without its rows."""
 
     shape: tuple[int, int, int]
@@ -487,7 +487,7 @@ class StoredRouting(msgspec.Struct, frozen=True, kw_only=True):
     """The newest weights that computed a row."""
 
 
-class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
+class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", omit_defaults=True):
     """A reference to a finished trajectory in the spool of a node, with a summary of it.
 
     Every decision about a trajectory (group rules, staleness and its masks, batches, micro-batches,

@@ -18,6 +18,8 @@ type checkers an attribute is the instrument, which it is on every instance.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeVar, cast
@@ -77,6 +79,14 @@ def histogram(
 def value_of(metric: Counter | Gauge) -> float:
     """Return the value of a metric or of a labelled child; the library's public API only has scrapes."""
     return float(metric._value.get())
+
+
+def observe_all(histogram: Histogram, values: Sequence[float]) -> None:
+    """Observe values of a histogram without labels, the buckets of all of them at once."""
+    bounds = histogram._upper_bounds
+    for index, number in Tally(bisect_left(bounds, value) for value in values).items():
+        histogram._buckets[index].inc(number)
+    histogram._sum.inc(sum(values))
 
 
 class Instruments:

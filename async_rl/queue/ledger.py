@@ -45,7 +45,7 @@ import msgspec
 
 from async_rl.errors import AsyncRLError, InvariantError
 from async_rl.queue.ledger_tables import LedgerTables
-from async_rl.types import StoredTrajectory
+from async_rl.types import StoredTrajectory, root_of
 
 _stored = msgspec.msgpack.Decoder(StoredTrajectory)
 
@@ -92,6 +92,8 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     """The current attempt of trajectories in flight that are not in their first."""
     straggled_s: float = 0.0
     """How long it has waited for its stragglers."""
+    has_branches: bool = False
+    """Whether one of its trajectories has had branches."""
 
 
 class Ledger:
@@ -176,6 +178,7 @@ class Ledger:
         if known := [branch_id for branch_id in branch_ids if branch_id in self._owner]:
             raise InvariantError(f"trajectory {root_id} branches twice into {known}")
         group.in_flight.update(branch_ids)
+        group.has_branches = True
         self._owner.update(dict.fromkeys(branch_ids, group.group_id))
         self._counts["dispatched"] += len(branch_ids)
         self._counts["in_flight"] += len(branch_ids)
@@ -529,6 +532,7 @@ class Ledger:
                 group.attempts[trajectory_id] = attempt
             (group.in_flight if state == "in_flight" else group.queued).add(trajectory_id)
             self._owner[trajectory_id] = group_id
+            group.has_branches |= root_of(trajectory_id) != trajectory_id
 
     def _outstanding(self, group_id: str) -> GroupRecord:
         group = self._groups.get(group_id)

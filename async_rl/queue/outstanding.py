@@ -141,8 +141,10 @@ class OutstandingGroups:
     # -- groups in flight ---------------------------------------------------------------------------------
 
     @property
-    def work(self) -> dict[str, GroupWork]:
+    def work(self) -> Mapping[str, GroupWork]:
         """The groups that are being sampled; those that `put` writes to the spool are not."""
+        if not self._writing:
+            return self._work
         return {group_id: work for group_id, work in self._work.items() if group_id not in self._writing}
 
     def dispatch_group(
@@ -173,7 +175,10 @@ class OutstandingGroups:
         Raises:
             InvariantError: When the trajectory is not in flight.
         """
-        known = _with_branches(self._ledger.group_of(root_id), {root_id}) - {root_id}
+        group = self._ledger.group_of(root_id)
+        if not branch_ids and not group.has_branches:
+            return
+        known = _with_branches(group, {root_id}) - {root_id}
         if gone := sorted(known - set(branch_ids)):
             self._settle_dropped(gone, "restart")
         if new := [branch_id for branch_id in branch_ids if branch_id not in known]:

@@ -109,10 +109,14 @@ class Packer:
                 log.warning("group %s cannot be trained on: %s", group.group_id, damaged[-1])
                 unusable[group.group_id], flaw = "corrupt", damaged[-1]
                 continue
-            usable = [t for t in group.trajectories if not _is_all_older(t, oldest)]
-            if _num_attempts(usable) < min(self._min_group_size, _num_attempts(group.trajectories)):
-                unusable[group.group_id] = "too_stale"
-            too_stale += [t.trajectory_id for t in group.trajectories if _is_all_older(t, oldest)]
+            usable = group.trajectories
+            if oldest is not None:
+                usable = tuple(t for t in usable if not _is_all_older(t, oldest))
+            if len(usable) < len(group.trajectories):
+                if _num_attempts(usable) < min(self._min_group_size, _num_attempts(group.trajectories)):
+                    unusable[group.group_id] = "too_stale"
+                kept = {t.trajectory_id for t in usable}
+                too_stale += [t.trajectory_id for t in group.trajectories if t.trajectory_id not in kept]
             trajectories += usable
             group_index += [index] * len(usable)
         if unusable:
@@ -193,6 +197,6 @@ def _num_attempts(trajectories: Iterable[StoredTrajectory]) -> int:
     return len({root_of(trajectory.trajectory_id) for trajectory in trajectories})
 
 
-def _is_all_older(trajectory: StoredTrajectory, oldest: int | None) -> bool:
+def _is_all_older(trajectory: StoredTrajectory, oldest: int) -> bool:
     newest = trajectory.newest_weight_version
-    return oldest is not None and newest is not None and newest < oldest
+    return newest is not None and newest < oldest

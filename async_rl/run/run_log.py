@@ -22,7 +22,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
-from async_rl.observability.metrics import Metrics, value_of
+from async_rl.observability.metrics import Metrics, observe_all, value_of
 from async_rl.observability.records import (
     COUNTS,
     FIGURES,
@@ -103,6 +103,8 @@ class RunLogger:
         self.phase = "starting"
         self.records = self._step_records.read()
         """All records on disk until the trainer has started, for the live page; then those up to its step."""
+        self._waited_s = 0.0
+        """The time that the trainer has waited for batches in `records`, once the trainer has started."""
         self.evaluations = evaluation_record_log(run_dir / evaluations.FILE).read()
         """Evaluation records, limited like `records`."""
         self._unrecorded: dict[int, StepRecord] = {}
@@ -138,6 +140,7 @@ class RunLogger:
             return self._step_records.read()
 
         self.records, cancelled = await run_uncancellable(None, load_records)
+        self._waited_s = sum(record.wait_s for record in self.records)
         self._before_restart = {
             tokens: value
             for tokens, figure in _COMPARED_OVER_RESTARTS.items()
@@ -173,6 +176,7 @@ class RunLogger:
         self._last_record_s = self._clock()
         self._tokens_at_last_record = value_of(self._metrics.sampled_tokens_total)
         self.records.append(record)
+        self._waited_s += record.wait_s
         if self._trackers is not None:
             self._trackers.log(record)
         self._observe_step(done.batch, record)
@@ -262,12 +266,9 @@ class RunLogger:
                 m.restart_log_prob_abs_diff_nats.labels(tokens, "before").set(before)
                 m.restart_log_prob_abs_diff_nats.labels(tokens, "after").set(after)
                 del self._before_restart[tokens]
-        for staleness in batch.staleness:
-            m.staleness_versions.observe(staleness)
-        for length in batch.lengths:
-            m.trajectory_tokens.observe(length)
-        waited_s = sum(earlier.wait_s for earlier in self.records)
-        m.trainer_idle_ratio.set(waited_s / max(record.time_s, 1e-9))
+        observe_all(m.staleness_versions, batch.staleness)
+        observe_all(m.trajectory_tokens, batch.lengths)
+        m.trainer_idle_ratio.set(self._waited_s / max(record.time_s, 1e-9))
         m.engine_idle_ratio.set(self._pool.statistics.idle_share)
 
 

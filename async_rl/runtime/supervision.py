@@ -20,7 +20,7 @@ import asyncio
 import ctypes
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Set
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -67,8 +67,6 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
     with ExitStack() as ending:
         async with _TaskGroup() as group:
             tasks = [group.create_task(supervise(name, loop), name=name) for name, loop in loops.items()]
-            for task in tasks:
-                task.add_done_callback(_mark)
             try:
                 yield
             finally:
@@ -144,7 +142,6 @@ class Nursery:
 
     def __init__(self) -> None:
         self._group = _TaskGroup()
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -165,21 +162,17 @@ class Nursery:
         Raises:
             RuntimeError: The block has ended, or is ending because a task failed.
         """
-        task = self._group.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(_mark)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._group.create_task(work, name=name)
 
     def cancel_tasks(self) -> None:
         """Cancel every running task; the block then ends without an error."""
-        for task in self._tasks:
+        for task in self._group.running_tasks:
             task.cancel()
 
     @property
     def running_tasks(self) -> list[str]:
         """Return the names of the running tasks, for a stall report."""
-        return sorted(task.get_name() for task in self._tasks)
+        return sorted(task.get_name() for task in self._group.running_tasks)
 
 
 async def finished(work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
@@ -324,9 +317,22 @@ class _TaskGroup(asyncio.TaskGroup):
 
     CPython before 3.13 drops that cancellation (`asyncio.TaskGroup.__aexit__`), so that the code that handles
     the error continues as if it had not been cancelled.
+
+    It marks the error of a failed task with the task's name.
     """
 
     _parent_cancel_requested: bool
+    _tasks: set[asyncio.Task[Any]]
+
+    @property
+    def running_tasks(self) -> Set[asyncio.Task[Any]]:
+        """The tasks that have not ended."""
+        return self._tasks
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        """Called once for each task: a further callback of each would cost another turn of the event loop."""
+        _mark(task)
+        super()._on_task_done(task)
 
     async def __aenter__(self) -> Self:
         self._cancelled_before = _current_task().cancelling()
@@ -369,7 +375,7 @@ def service_of(error: BaseException) -> str | None:
 
 
 def _mark(task: asyncio.Task[Any]) -> None:
-    """Add the task's name to its exception; the group, woken by an earlier callback, raises it later."""
+    """Add the task's name to its exception, which the group raises later."""
     if not task.cancelled() and (error := task.exception()) is not None:
         error.add_note(_NOTE + task.get_name())
 

@@ -2341,8 +2341,8 @@ MUTANTS: Final = (
         "age-forgets-unreported-calls",
         "A group looks young while the tokens of a worker's call are under way.",
         "async_rl/rollout/workers/remote_progress.py",
-        "        yield from self._leased_versions\n",
-        "",
+        "        if not leased:\n",
+        "        if True:\n",
         (
             f"{WORKERS}::test_a_call_of_a_worker_counts_for_the_age_of_its_group_until_its_tokens_are_reported",
         ),

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from async_rl.cli import metrics_reference
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.endpoints import serve
-from async_rl.observability.metrics import Metrics, declared
+from async_rl.observability.metrics import Metrics, declared, observe_all
 from async_rl.observability.records import STEP_FIGURES, StepRecord
 from async_rl.observability.trackers.names import DERIVED, FIELDS
 
@@ -197,3 +197,18 @@ def test_the_mismatch_keeps_its_last_value_and_step_when_no_token_is_of_the_trai
         assert value("async_rl_kl_mismatch_nats") == 6e-7
         assert value("async_rl_lag0_log_prob_abs_diff_nats") == 1e-3
         assert value("async_rl_lag0_step") == 7
+
+
+def test_values_observed_together_count_as_if_observed_one_by_one() -> None:
+    together, single = Metrics(), Metrics()
+    bounds = together.trajectory_tokens._upper_bounds[:-1]
+    lengths = [*bounds, bounds[0] + 1, bounds[-1] + 1, 0, 0]
+    observe_all(together.trajectory_tokens, lengths)
+    for length in lengths:
+        single.trajectory_tokens.observe(length)
+    assert samples(together) == samples(single)
+
+
+def samples(metrics: Metrics) -> list[tuple[str, dict[str, str], float]]:
+    families = metrics.trajectory_tokens.collect()
+    return [(s.name, s.labels, s.value) for f in families for s in f.samples if "created" not in s.name]

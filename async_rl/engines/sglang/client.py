@@ -14,8 +14,9 @@ Requests and replies were checked against SGLang 0.5.23. Servers must run with
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
+from types import TracebackType
 from typing import Any, Final
 
 import aiohttp
@@ -125,6 +126,23 @@ class _ServerInfo(msgspec.Struct):
     sampling_backend: str | None = None
 
 
+class _RemoteCall(AbstractContextManager[None]):
+    """A call of another process while the block runs; a generator would take ten times as long."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.begin_call()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._engine.end_call()
+
+
 class SGLangEngine:
     """Implements `Engine` for one SGLang server.
 
@@ -214,7 +232,7 @@ class SGLangEngine:
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`. The caller, which sees all calls, bounds the engine's silence."""
         self._check_request(request)
-        self._begin_call()
+        self.begin_call()
         call = CallAccount(self._engine_id, request, self._facts.vocab_size)
         finish: Finish | None = None
         response: aiohttp.ClientResponse | None = None
@@ -275,7 +293,7 @@ class SGLangEngine:
         finally:
             await permit.aclose()
             self.num_short_chunks += call.cut_short
-            self._end_call()
+            self.end_call()
             if body is not None:
                 self._bodies.remove(body)
                 body.close()
@@ -287,20 +305,17 @@ class SGLangEngine:
                     response.close()  # a connection that was read to its end is back in the pool already
         yield finish
 
-    @contextmanager
-    def remote_call(self) -> Iterator[None]:
+    def remote_call(self) -> AbstractContextManager[None]:
         """Implements `Engine.remote_call`."""
-        self._begin_call()
-        try:
-            yield
-        finally:
-            self._end_call()
+        return _RemoteCall(self)
 
-    def _begin_call(self) -> None:
+    def begin_call(self) -> None:
+        """Count a call, which `end_call` ends."""
         self._running += 1
         self._idle.clear()
 
-    def _end_call(self) -> None:
+    def end_call(self) -> None:
+        """Count the end of a call."""
         self._running -= 1
         if not self._running:
             self._idle.set()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 from async_rl.engine_protocol import Finish
 from async_rl.engines.engine_calls import LeaseHolder
@@ -27,7 +27,6 @@ from async_rl.engines.lease import Lease
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import EngineBusy, EngineError, RequestRefused
 from async_rl.rollout.workers.messages import (
-    CallFinish,
     CallProgress,
     CallStarted,
     DropCall,
@@ -117,36 +116,27 @@ class RelayedLeases(LeaseHolder):
         self._numbers = count(1)
         self._renewed_s = -math.inf
         """When leases were renewed last: the worker's own time of it is earlier."""
+        self._handlers: dict[type[Message], Callable[[Any], None]] = {
+            LeaseWanted: self._request_lease,
+            CallStarted: self._record_start,
+            LeaseEnded: self._end_lease,
+            EngineReport: self._record_report,
+            PrefixShared: self._share_cached_prefix,
+            TrajectoryForgotten: self._forget_trajectory,
+            LeasesRevoked: self._end_revocation,
+        }
         for pool in pools.values():
             pool.lease_holders[self] = None
 
     # -- messages of the worker ----------------------------------------------------------------------------
 
-    def handle_message(self, message: Message) -> None:
-        """Carry out a message that concerns engines."""
-        match message:
-            case LeaseWanted():
-                if message.lease_id <= self._newest_id:  # repeated
-                    return
-                self._newest_id = message.lease_id
-                self._request_lease(message)
-            case CallStarted():
-                self._record_progress(message.lease_id, message.received)
-            case LeaseEnded():
-                self._end_lease(message.lease_id, message.received, message.finish)
-            case EngineReport():
-                self._record_report(message)
-            case PrefixShared():
-                for pool in self._pools.values():
-                    pool.share_cached_prefix(message.key, message.other)
-            case TrajectoryForgotten():
-                for pool in self._pools.values():
-                    pool.forget_trajectory(message.key)
-            case LeasesRevoked():
-                if (answered := self._revocations.pop(message.number, None)) is not None:
-                    answered.set_result(None)
-            case _:
-                raise AssertionError(f"{type(message).__name__} does not concern engines")
+    def handle_message(self, message: Message) -> bool:
+        """Carry out a message if it concerns engines; return whether it does."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            return False
+        handler(message)
+        return True
 
     def renew(self, number: int, calls: tuple[CallProgress, ...]) -> None:
         """Take over the progress that a heartbeat reports, and renew the leases."""
@@ -226,6 +216,9 @@ class RelayedLeases(LeaseHolder):
 
     def _request_lease(self, message: LeaseWanted) -> None:
         """Ask the pool for a lease, which the worker is granted at once if an engine has capacity."""
+        if message.lease_id <= self._newest_id:  # repeated
+            return
+        self._newest_id = message.lease_id
         relayed = _RelayedLease(message.lease_id, message.key, message.model)
         self._leases[message.lease_id] = relayed
         grant, pool = partial(self._grant_lease, relayed), self._pools[message.model]
@@ -277,11 +270,15 @@ class RelayedLeases(LeaseHolder):
         if relayed is not None and (lease := relayed.placed) is not None and received > lease.received:
             lease.record_chunk(received - lease.received)
 
-    def _end_lease(self, lease_id: int, received: int, finish: CallFinish | None) -> None:
-        if lease_id not in self._leases:
+    def _record_start(self, message: CallStarted) -> None:
+        self._record_progress(message.lease_id, message.received)
+
+    def _end_lease(self, message: LeaseEnded) -> None:
+        lease_id, finish = message.lease_id, message.finish
+        if (relayed := self._leases.get(lease_id)) is None:
             return
-        self._record_progress(lease_id, received)
-        if finish is not None and (lease := self._leases[lease_id].placed) is not None:
+        self._record_progress(lease_id, message.received)
+        if finish is not None and (lease := relayed.placed) is not None:
             end = Finish(
                 reason="abort" if finish.aborted else "stop",
                 version_spans=(),
@@ -289,6 +286,18 @@ class RelayedLeases(LeaseHolder):
             )
             lease.record_finish(finish.prompt, end)
         self._return_lease(lease_id)
+
+    def _share_cached_prefix(self, message: PrefixShared) -> None:
+        for pool in self._pools.values():
+            pool.share_cached_prefix(message.key, message.other)
+
+    def _forget_trajectory(self, message: TrajectoryForgotten) -> None:
+        for pool in self._pools.values():
+            pool.forget_trajectory(message.key)
+
+    def _end_revocation(self, message: LeasesRevoked) -> None:
+        if (answered := self._revocations.pop(message.number, None)) is not None:
+            answered.set_result(None)
 
     def _record_report(self, report: EngineReport) -> None:
         engine_id, text = report.engine_id, report.text

@@ -39,23 +39,16 @@ from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
     AttemptFailed,
-    CallStarted,
     CancelRequest,
-    EngineReport,
     EntriesReleased,
     GroupScored,
     Heartbeat,
-    LeaseEnded,
-    LeasesRevoked,
-    LeaseWanted,
     Link,
     Message,
     OpenJournal,
-    PrefixShared,
     ScoreGroup,
     ServingChanged,
     StartAttempt,
-    TrajectoryForgotten,
     WorkerFailed,
 )
 from async_rl.rollout.workers.metric_counts import add_increments
@@ -557,6 +550,8 @@ class WorkerBackend(RolloutBackend):
             worker.close()
 
     def _deliver_message(self, worker: WorkerHandle, message: Message) -> None:
+        if worker.leases.handle_message(message):  # most do
+            return
         match message:
             case Heartbeat():
                 worker.record_heartbeat(message.received)
@@ -578,16 +573,6 @@ class WorkerBackend(RolloutBackend):
                     self._metrics.late_results_total.inc()
             case WorkerFailed():
                 raise message.failure.error
-            case (
-                LeaseWanted()
-                | CallStarted()
-                | LeaseEnded()
-                | EngineReport()
-                | PrefixShared()
-                | TrajectoryForgotten()
-                | LeasesRevoked()
-            ):
-                worker.leases.handle_message(message)
             case _:
                 raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
 
