@@ -192,6 +192,18 @@ class JournalEntry:
         return self._own_closed.num_sampled_tokens + running
 
     @property
+    def stage(self) -> tuple[int, ...]:
+        """Equal at two moments if neither versions nor turns have changed: cheaper to compare than both."""
+        call, turns = self.call, self._turns
+        return (
+            self._left is None,
+            len(self.segments),
+            len(turns),
+            bool(turns) and turns[-1].end is None,
+            *((-1, 0) if call is None else (call.since_version, len(call.versions))),
+        )
+
+    @property
     def owner(self) -> tuple[int, int]:
         """The owner that writes it and the attempt."""
         return self.owner_epoch, self.attempt

@@ -293,8 +293,13 @@ class Waits:
         """Time since the run last made progress."""
         return self.clock() - self.progressed_s
 
-    def open_waits(self, min_age_s: float = 0.0) -> list[Wait]:
-        """Return the open waits that have lasted so long, the first begun first."""
+    def open_waits(self, min_age_s: float = 0.0, *, except_on: str | None = None) -> list[Wait]:
+        """Return the open waits that have lasted so long, the first begun first.
+
+        Args:
+            min_age_s: Younger waits are left out.
+            except_on: A kind of waits that is left out.
+        """
         now = self.clock()
         return [
             Wait(
@@ -306,7 +311,7 @@ class Waits:
                 why=wait.why() if wait.why is not None else None,
             )
             for wait in list(self.open)
-            if now - wait.since_s >= min_age_s
+            if now - wait.since_s >= min_age_s and wait.on != except_on
         ]
 
     def actors(self) -> list[WaitingActor]:

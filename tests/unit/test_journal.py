@@ -153,6 +153,42 @@ class Call:
         self.versions = [VersionSpan(start=0, end=len(self.ids), weight_version=0)]
 
 
+def test_the_stage_of_an_entry_changes_with_versions_and_turns_and_not_with_tokens() -> None:
+    entry = JournalEntry("t")
+    call, updated, resumed = Call(1), Call(1), Call(1)
+    updated.versions = [*updated.versions, VersionSpan(start=1, end=1, weight_version=1)]
+    resumed.since_version = 1
+
+    def begin_call() -> None:
+        entry.call = call
+
+    def update_weights() -> None:
+        entry.call = updated
+
+    def end_call() -> None:
+        entry.segments.append(sampled(4))
+        entry.call = None
+
+    def resume_call() -> None:
+        entry.call = resumed
+
+    changes = (
+        lambda: entry.begin_turn(0, 16, ()),
+        begin_call,
+        update_weights,
+        end_call,
+        resume_call,
+        lambda: entry.end_turn(4, "stop"),
+    )
+    stages = [entry.stage]
+    for change in changes:
+        change()
+        assert entry.stage not in stages
+        stages.append(entry.stage)
+    resumed.take(8)
+    assert entry.stage == stages[-1]
+
+
 @pytest.mark.parametrize("compact", [False, True])
 @in_virtual_time
 async def test_each_turn_of_the_loop_does_little_when_much_is_in_flight(

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
@@ -27,7 +27,7 @@ from async_rl.errors import AsyncRLError, RewardError, SpoolFull, WorkerLost
 from async_rl.observability.diagnosis import phrase
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.journal import Journal
+from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import FrameStore
 from async_rl.rollout.attempt import Attempt
@@ -153,7 +153,7 @@ class RolloutWorker:
         self._metrics = metrics
         self._backend = LocalBackend(config, context, frames, inspected)
         self._attempts: dict[int, Attempt] = {}
-        self._reported: dict[int, dict[str, ProgressReport]] = {}
+        self._reported: dict[int, dict[str, _Reported]] = {}
         """What the driver knows of attempts, by request and trajectory."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waits = Waits(clock)
@@ -306,10 +306,12 @@ class RolloutWorker:
         """Yield how far trajectories are of which the driver knows too little."""
         for request_id, attempt in self._attempts.items():
             reported = self._reported.setdefault(request_id, {})
-            for name, progress in attempt.progress.items():
-                report = ProgressReport.of(progress)
-                if not _is_up_to_date(reported.get(name), report):
-                    reported[name] = report
+            for name, entry in attempt.progress.items():
+                assert isinstance(entry, JournalEntry), "the attempt runs here"
+                stage = entry.stage
+                if (known := reported.get(name)) is None or not known.is_up_to_date(entry, stage):
+                    report = ProgressReport.of(entry)
+                    reported[name] = _Reported(stage, report.num_sampled_tokens)
                     yield AttemptProgress(request_id=request_id, trajectory_id=name, report=report)
 
     async def _write_journal(self) -> None:
@@ -355,18 +357,19 @@ class RolloutWorker:
         """Return what trajectories have been waiting for, the newest wait of each."""
         return {
             wait.who.id: f"{phrase(wait.on, wait.target, wait.why)} for {wait.age_s:.0f} s"
-            for wait in self._waits.open_waits(_MIN_REPORTED_WAIT_S)
-            if wait.who.kind == "trajectory" and wait.on != "agent loop"
+            for wait in self._waits.open_waits(_MIN_REPORTED_WAIT_S, except_on="agent loop")
+            if wait.who.kind == "trajectory"
         }
 
 
-def _is_up_to_date(known: ProgressReport | None, now: ProgressReport) -> bool:
-    """Return whether the driver knows versions and turns exactly, and lengths within a quarter."""
-    return (
-        known is not None
-        and known.oldest_version == now.oldest_version
-        and known.newest_version == now.newest_version
-        and known.in_turn == now.in_turn
-        and known.num_turns == now.num_turns
-        and now.num_sampled_tokens <= known.num_sampled_tokens * 5 // 4 + _MIN_REPORTED_TOKENS
-    )
+class _Reported(NamedTuple):
+    """What the driver knows of a trajectory."""
+
+    stage: tuple[int, ...]
+    """`JournalEntry.stage` at the last report."""
+    num_sampled_tokens: int
+
+    def is_up_to_date(self, entry: JournalEntry, stage: tuple[int, ...]) -> bool:
+        """Return whether the driver knows versions and turns exactly, and lengths within a quarter."""
+        limit = self.num_sampled_tokens * 5 // 4 + _MIN_REPORTED_TOKENS
+        return self.stage == stage and entry.num_sampled_tokens <= limit
