@@ -370,6 +370,6 @@ class _Reported(NamedTuple):
     num_sampled_tokens: int
 
     def is_up_to_date(self, entry: JournalEntry, stage: tuple[int, ...]) -> bool:
-        """Return whether the driver knows versions and turns exactly, and lengths within a quarter."""
-        limit = self.num_sampled_tokens * 5 // 4 + _MIN_REPORTED_TOKENS
+        """Return whether the driver knows versions and turns exactly, and the length within a factor of 2."""
+        limit = 2 * self.num_sampled_tokens + _MIN_REPORTED_TOKENS
         return self.stage == stage and entry.num_sampled_tokens <= limit
