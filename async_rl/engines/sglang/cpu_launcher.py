@@ -77,6 +77,8 @@ if not is_torchvision_available():
         _StandIn(_name, "is not installed; this model needs torchvision")
 
 from sglang.kernels.ops.elementwise import elementwise  # noqa: E402
+from sglang.srt.lora import layers as lora_layers  # noqa: E402
+from sglang.srt.lora.backend import torch_backend as lora_backend  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402
 from sglang.srt.models.deepseek_common import attention_backend_handler as mla  # noqa: E402
 
@@ -106,6 +108,26 @@ elementwise._launch_fused_gate_sigmoid_mul = _gate_by_torch
 # DeepSeek's latent attention: the torch backend has no path that expands the latent cache, so always take
 # the absorbed one.
 mla.AttentionBackendRegistry.register("torch_native", lambda *_: mla.AttnForwardMethod.MLA)
+
+
+class _TorchWithoutPinning(types.ModuleType):
+    """Stands in for `torch` in SGLang's LoRA modules, which create pinned tensors even without CUDA."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *values: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.tensor(*values, **options)
+
+    def zeros(self, *sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.zeros(*sizes, **options)
+
+
+# Adapters: the torch backend of SGLang's LoRA pins what it copies to a device, and torch refuses to pin where
+# there is none. The first two lines replace what pins new tensors, the third what pins existing ones.
+lora_layers.torch = _TorchWithoutPinning("torch")
+lora_backend.torch = _TorchWithoutPinning("torch")
+torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 # `torch.distributed.rendezvous` is a function of that name.
