@@ -69,6 +69,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     stream_interval: int | None = None
     """Number of tokens after which an engine sends an event, beside the first token and the end. None lets
     the client choose it by its load; 1 is for those who look at each token as it comes."""
+    weight_version: int | None = None
+    """The version that the engine serves, as the lease says: engines that serve adapters choose one by it."""
 
 
 class RoutingPayload(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -174,6 +176,13 @@ class DiskUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
     path: str
 
 
+class AdapterUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="adapter"):
+    """A new adapter for the weights that the engine keeps, as a folder that PEFT reads."""
+
+    weight_version: int
+    path: str
+
+
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name, dtype (`float32`, `bfloat16`) and shape of one tensor in a bucket."""
 
@@ -205,7 +214,7 @@ class TensorUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
     buckets: Callable[[], AsyncGenerator[Sequence[bytes], None]]
 
 
-WeightUpdate = DiskUpdate | DistributedUpdate | TensorUpdate
+WeightUpdate = DiskUpdate | AdapterUpdate | DistributedUpdate | TensorUpdate
 
 
 class GroupInvite(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from async_rl.config.trainer_settings import (
     ADVANTAGES,
     OBJECTIVES,
     CriticConfig,
+    LoraConfig,
     RejectConfig,
     TrainerConfig,
 )
@@ -96,6 +97,12 @@ class Config(Strict, frozen=True, kw_only=True):
             placement=replace(self.placement, shared=False),
             trainer=TrainerConfig(device=self.trainer.device),
         )
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The adapters that engines load in place of whole weights; None where they are given those."""
+        lora = self.trainer.lora
+        return lora if lora is not None and lora.sync == "adapter" else None
 
     @property
     def workers(self) -> WorkerCount:
@@ -173,6 +180,40 @@ def check_sharing(config: Config) -> None:
         raise ValueError(
             f"placement.shared: evaluation.engines is {config.evaluation.engines}, but engines reserved for "
             "evaluation would hold their devices while the trainer works: set evaluation.engines=shared"
+        )
+
+
+def check_adapters(config: Config) -> None:
+    """Check that engines can load adapters, where these alone are sent (`trainer.lora.sync: adapter`).
+
+    Raises:
+        ValueError: They cannot.
+    """
+    lora, weights = config.adapters, config.weights
+    if lora is None:
+        return
+    merged = "or set trainer.lora.sync=merged"
+    if weights.transport != "disk":
+        raise ValueError(
+            f"trainer.lora.sync is adapter and weights.transport is {weights.transport}: engines load "
+            f"adapters from files; set weights.transport=disk, {merged}"
+        )
+    if weights.interrupt != "abort":
+        raise ValueError(
+            f"trainer.lora.sync is adapter and weights.interrupt is {weights.interrupt}: an engine finishes "
+            "a call with the adapter with which it was begun, so calls must end before an update; set "
+            f"weights.interrupt=abort, {merged}"
+        )
+    if weights.verify != "version":
+        raise ValueError(
+            f"trainer.lora.sync is adapter and weights.verify is {weights.verify}: engines sum the model's "
+            f"weights, which do not change, and not the adapter; set weights.verify=version, {merged}"
+        )
+    if config.placement.shared:
+        raise ValueError(
+            "trainer.lora.sync is adapter and placement.shared is set: engines lose the model's weights "
+            "while the trainer works, and an adapter does not bring them back; set trainer.lora.sync=merged, "
+            "or placement.shared=false"
         )
 
 
@@ -615,6 +656,7 @@ CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
     check_corrections,
     check_routing,
     check_evaluation,
+    check_adapters,
     check_sharing,
 )
 """In the order in which their errors are reported."""

@@ -371,6 +371,7 @@ class Lease:
             yield Finish(reason="abort", version_spans=())
             return
         engine_id = self.engine.engine_id
+        request = msgspec.structs.replace(request, weight_version=self.weight_version)
         stream: Any = self.engine.generate(request)
         wait = waiting("first chunk", engine_id)
         try:

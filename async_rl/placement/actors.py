@@ -146,6 +146,7 @@ class EngineActor(NodeActor):
             log_dir=Path(log_dir),
             seed=parsed.run.seed,
             shared=parsed.placement.shared,
+            adapters=parsed.adapters,
             node_address=node_address(),
             node_rank=node_rank,
         )

@@ -434,6 +434,7 @@ class Orchestrator:
             backend=self._cluster.weight_backend,
             tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
             generation=self._trainer_restarts.failures,
+            adapters=config.adapters is not None,
         )
 
     def _evaluation(self, sync: WeightSync, step: int) -> EvaluationService:

@@ -17,6 +17,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.data.chat_format import ChatFormat, check_same_tokens, has_tokenizer, load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.data.template_rewrites import describe_rewrites
+from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.model_facts import check_model, check_served_by_sglang, load_facts
 from async_rl.engines.model_files import check_weights, weights_bytes
 from async_rl.errors import ConfigError, EnvironmentNotReady
@@ -48,6 +49,7 @@ def check_config(config: Config) -> list[str]:
     _check_workers(config)
     facts = load_facts(config.model.path)
     check_model(config, facts)
+    _check_adapters(config, facts)
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
     loops = AgentLoops(config.rollout)
     require_module(config.trainer.worker, "trainer.worker")
@@ -120,6 +122,23 @@ def _check_vocabulary(chat: ChatFormat, model_path: str, vocab_size: int) -> Non
         )
 
 
+def _check_adapters(config: Config, facts: EngineFacts) -> None:
+    """Check that engines have kernels for the adapters that they are to load.
+
+    Raises:
+        ConfigError: They have none for adapters of layers with experts.
+    """
+    lora = config.adapters
+    if lora is None or not isinstance(config.engine, SGLangEngines) or _device(config.engine) != "cpu":
+        return
+    if facts.is_moe and set(lora.targets) != {"attention"}:
+        raise ConfigError(
+            f"trainer.lora.targets is {', '.join(lora.targets)}, and trainer.lora.sync is adapter: on a CPU, "
+            "SGLang has no kernels for adapters in a model with experts but those of attention; set "
+            "trainer.lora.sync=merged, or trainer.lora.targets=[attention]"
+        )
+
+
 def _check_models(config: Config, chat: ChatFormat | None) -> None:
     """Check that the models in `models` are there, and that the teacher can score what the policy samples.
 
@@ -184,6 +203,8 @@ def _sharing_findings(config: Config) -> list[str]:
 
 def _transfer_findings(config: Config) -> list[str]:
     """Say which speed of weight updates their time limit asks for, where that is no matter of course."""
+    if config.adapters is not None:
+        return []
     size, limit_s = weights_bytes(config.model.path), config.weights.timeout_s
     if size / limit_s < _PLAIN_SPEED:
         return []

@@ -22,6 +22,7 @@ import msgspec
 from async_rl.config import SimulatedEngines
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import (
+    AdapterUpdate,
     Chunk,
     DiskUpdate,
     DistributedUpdate,
@@ -474,7 +475,7 @@ class FaultyEngine(SimulatedEngine):
         if fault == "die_in_update":
             self.die()
         await super().update_weights(update, flush=flush)
-        if isinstance(update, DiskUpdate) and (later := self._read_files(update)) != weights:
+        if isinstance(update, DiskUpdate | AdapterUpdate) and (later := self._read_files(update)) != weights:
             self._checker.fail(f"{self._engine_id} reads {weights}, then {later}")
         version, _, rollbacks = weights.partition(".")
         if version != str(update.weight_version):
@@ -495,7 +496,7 @@ class FaultyEngine(SimulatedEngine):
             self._checker.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
         return min(sent)
 
-    def _read_files(self, update: DiskUpdate) -> str:
+    def _read_files(self, update: DiskUpdate | AdapterUpdate) -> str:
         """Published files hold their version for as long as an engine reads them."""
         if update.path == self._model_path:
             return "0.0"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -50,7 +50,13 @@ class VersionVerifier:
     """Verifies the weight version that an engine serves, after it was updated."""
 
     def __init__(
-        self, config: WeightsConfig, *, pool: EnginePool, trainer: Trainer, metrics: Metrics
+        self,
+        config: WeightsConfig,
+        *,
+        pool: EnginePool,
+        trainer: Trainer,
+        metrics: Metrics,
+        adapters: bool = False,
     ) -> None:
         """Expect no version yet.
 
@@ -59,6 +65,8 @@ class VersionVerifier:
             pool: Quarantines engines that turn out to have wrong weights.
             trainer: Sums its own weights.
             metrics: Receives whether an engine's weights stay the same.
+            adapters: Whether engines load adapters, which their checksums leave out: those of the model's
+                weights never change, so only the canary is watched.
         """
         self._verify = config.verify
         self._watch_every = config.watch_every
@@ -66,12 +74,13 @@ class VersionVerifier:
         self._trainer = trainer
         self._metrics = metrics
         self._comparison = ChecksumComparison()
-        self._watches = {
-            "checksum of its parameters": ChangeWatch(),
-            "log-prob of a fixed text": ChangeWatch(),
-        }
+        self._watches: dict[str, tuple[ChangeWatch, Callable[[Engine, int], Awaitable[Any]]]] = {}
+        """By what is watched: the watch, and what reads it from an engine that serves a version."""
+        if not adapters:
+            self._watches["checksum of its parameters"] = ChangeWatch(), _read_sums
         # A paused engine looks at a call only when it resumes. Then others run, and batches change log-probs.
-        self._asks_canary = config.interrupt == "abort"
+        if config.interrupt == "abort":
+            self._watches["log-prob of a fixed text"] = ChangeWatch(), _ask_canary
         self._unwatched: set[tuple[str, str]] = set()
         """Engines, each with what was reported because it does not return it."""
 
@@ -88,7 +97,7 @@ class VersionVerifier:
             log.warning("cannot watch whether weights change at version %d: %s", version, error)
             return
         self._comparison.expect_sums(version, sums)
-        for watch in self._watches.values():
+        for watch, _ in self._watches.values():
             watch.expect_sums(version, sums)
 
     def _is_watched(self, version: int) -> bool:
@@ -130,11 +139,9 @@ class VersionVerifier:
     async def _watch_changes(self, engine: Engine, version: int) -> None:
         """Report an engine whose weights are those of an earlier version, although the trainer's changed."""
         engine_id, is_stuck = engine.engine_id, []
-        for (what, watch), read in zip(self._watches.items(), (_read_sums, _ask_canary), strict=True):
-            if read is _ask_canary and not self._asks_canary:
-                continue
+        for what, (watch, read) in self._watches.items():
             try:
-                found = await read(engine)
+                found = await read(engine, version)
             except (AsyncRLError, TimeoutError) as error:
                 if (engine_id, what) not in self._unwatched:
                     self._unwatched.add((engine_id, what))
@@ -157,13 +164,17 @@ class VersionVerifier:
             self._metrics.served_weights_unchanged.labels(engine_id).set(any(is_stuck))
 
 
-async def _read_sums(engine: Engine) -> Any:
+async def _read_sums(engine: Engine, version: int) -> Any:
     """Return the engine's sums over its parameters."""
     return await engine.checksums()
 
 
-async def _ask_canary(engine: Engine) -> Any:
+async def _ask_canary(engine: Engine, version: int) -> Any:
     """Return what an idle engine answers to the canary: greedily sampled tokens, and their log-probs.
+
+    Args:
+        engine: The engine.
+        version: The version that it serves.
 
     Raises:
         AsyncRLError: It did not answer.
@@ -174,6 +185,7 @@ async def _ask_canary(engine: Engine) -> Any:
         input_ids=np.arange(1, _CANARY_TOKENS + 1, dtype=np.int32),
         max_new_tokens=_CANARY_TOKENS,
         sampling=SamplingParams(temperature=0.0),
+        weight_version=version,
     )
     answer: list[tuple[int, float]] = []
     stream: Any = engine.generate(request)

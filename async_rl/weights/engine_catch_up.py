@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from async_rl.config import WeightsConfig
-from async_rl.engine_protocol import DiskUpdate, Engine
+from async_rl.engine_protocol import Engine
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.lease import EngineSnapshot
 from async_rl.engines.pool import EnginePool, EngineState
@@ -142,7 +142,7 @@ class EngineCatchUp:
         """
         version = self._publisher.current_version
         with self._publisher.reading_files(version) as path:
-            await engine.update_weights(DiskUpdate(weight_version=version, path=str(path)), flush=True)
+            await engine.update_weights(self._publisher.update_from(path, version), flush=True)
         await self._verifier.verify_version(engine, version, from_files=True)
 
     async def _ensure_current_files(self) -> int:
@@ -167,13 +167,12 @@ class EngineCatchUp:
                     await engine.resume_generation(self._config.interrupt)
                 health = await wait_out(engine.health)
                 same_model = not health.model_path or absolute(health.model_path) == path
-                fresh = version == health.weight_version == 0 and same_model
+                # Weights of the model alone are no version of a run with adapters: its first one is loaded.
+                fresh = version == health.weight_version == 0 and same_model and not self._publisher.adapters
                 if self._trainer_restarted or not fresh:
                     # A server started by others may still run our calls.
                     await self._pool.interrupt_engine(engine, "abort")
-                    await engine.update_weights(
-                        DiskUpdate(weight_version=version, path=str(path)), flush=True
-                    )
+                    await engine.update_weights(self._publisher.update_from(path, version), flush=True)
                 await self._verifier.verify_version(engine, version, from_files=True)
         return snapshot
 

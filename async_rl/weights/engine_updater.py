@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from async_rl.config import WeightsConfig
-from async_rl.engine_protocol import DiskUpdate, Engine, WeightUpdate
+from async_rl.engine_protocol import Engine, WeightUpdate
 from async_rl.engines.lease import EngineSnapshot
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, WeightSyncError
@@ -122,7 +122,7 @@ class EngineUpdater:
                 path = str(self._publisher.path_of(version))
             held = await self._interrupt_engine(engine)
             if held is not None:
-                update = DiskUpdate(weight_version=version, path=path)
+                update = self._publisher.update_from(path, version)
                 await self._load_weights(held, lambda: update, version, times)
 
         async with Nursery() as nursery:

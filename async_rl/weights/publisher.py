@@ -1,4 +1,4 @@
-"""Publishes weight versions as files, and keeps the files while engines read them."""
+"""Publishes weight versions as files, whole or as adapters, and keeps the files while engines read them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from async_rl.engine_protocol import AdapterUpdate, DiskUpdate
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 
@@ -23,14 +24,19 @@ class WeightPublisher:
         >>> with publisher.reading_files(7) as path: ...
     """
 
-    def __init__(self, trainer: Trainer, directory: Path, *, keep_versions: int) -> None:
+    def __init__(
+        self, trainer: Trainer, directory: Path, *, keep_versions: int, adapters: bool = False
+    ) -> None:
         """Publish nothing yet.
 
         Args:
             trainer: Writes the files.
             directory: Folder for published versions.
             keep_versions: The newest versions that `remove_old_files` keeps.
+            adapters: Whether the trainer writes adapters, which engines load beside the model's weights.
         """
+        self.adapters = adapters
+        """Whether what is published is an adapter, and not whole weights."""
         self.current_version = -1
         """The version that engines have to serve."""
         self.directory = absolute(directory)
@@ -67,6 +73,11 @@ class WeightPublisher:
     def path_of(self, version: int) -> Path:
         """Returns the folder of a published version."""
         return self._paths[version]
+
+    def update_from(self, path: Path | str, version: int) -> DiskUpdate | AdapterUpdate:
+        """Returns the request that makes an engine load the files of a version from a folder."""
+        kind = AdapterUpdate if self.adapters else DiskUpdate
+        return kind(weight_version=version, path=str(path))
 
     @contextmanager
     def reading_files(self, version: int) -> Iterator[Path]:

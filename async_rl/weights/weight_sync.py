@@ -83,6 +83,7 @@ class WeightSync:
         backend: str = "gloo",
         tp_size: int = 1,
         generation: int = 0,
+        adapters: bool = False,
     ) -> None:
         """Wire the parts.
 
@@ -98,6 +99,7 @@ class WeightSync:
             backend: `gloo` or `nccl`, for the distributed transport.
             tp_size: Ranks of one engine in its group.
             generation: Number of trainers before this one: engines may still be in their groups, by name.
+            adapters: Whether the trainer publishes adapters for the model's weights, which engines keep.
         """
         self._config = config
         self._pool = pool
@@ -111,8 +113,12 @@ class WeightSync:
         the copying of the weights on.
         """
         self._started = asyncio.Event()
-        self._verifier = VersionVerifier(config, pool=pool, trainer=trainer, metrics=metrics)
-        self._publisher = WeightPublisher(trainer, directory, keep_versions=config.keep_versions)
+        self._verifier = VersionVerifier(
+            config, pool=pool, trainer=trainer, metrics=metrics, adapters=adapters
+        )
+        self._publisher = WeightPublisher(
+            trainer, directory, keep_versions=config.keep_versions, adapters=adapters
+        )
         self._deltas = DeltaDelivery(
             config,
             trainer=trainer,
@@ -163,6 +169,7 @@ class WeightSync:
         Args:
             version: The trainer's version.
             initial_path: Files that hold it already (the model itself, at version 0), or None to publish.
+                They hold no adapter, so one is published in any case.
             update_engines: Whether to bring the engines to it; else `load_current_version` does, one by one.
         """
         async with self._lock:
@@ -170,7 +177,7 @@ class WeightSync:
             await self._publisher.remove_leftovers()
             if self._config.overlap:
                 await self._take_snapshot(version)
-            if initial_path is not None:
+            if initial_path is not None and not self._publisher.adapters:
                 self._publisher.adopt_files(version, initial_path)
             else:
                 await self._publisher.publish_files(version)

@@ -18,6 +18,7 @@ SGLANG: Final = "tests/unit/test_sglang_engine.py"
 SLOW_PAYLOAD: Final = "tests/simulation/test_found.py::test_no_engine_is_blamed_while_its_payloads_arrive"
 PAYLOAD_GATE: Final = "tests/unit/test_payload_gate.py"
 ROUTING: Final = "tests/unit/test_routing.py"
+ADAPTERS: Final = "tests/unit/test_adapters.py"
 REFUSALS: Final = "tests/unit/test_back_pressure.py"
 SIGNALS: Final = "tests/unit/test_signals.py"
 AGENT_LOOPS: Final = "tests/unit/test_agent_loops.py"
@@ -1164,6 +1165,30 @@ MUTANTS: Final = (
         (SGLANG,),
     ),
     Mutant(
+        "adapters-pile-up",
+        "Old adapters stay loaded, until the server has no memory for another.",
+        "async_rl/engines/sglang/client.py",
+        "            if card.parent is not None:\n",
+        "            if card.parent is None:\n",
+        (ADAPTERS,),
+    ),
+    Mutant(
+        "base-model-answers",
+        "The model's weights are taken for version 0 of a run with adapters, so no adapter is loaded.",
+        "async_rl/weights/weight_sync.py",
+        "if initial_path is not None and not self._publisher.adapters:",
+        "if initial_path is not None:",
+        (ADAPTERS,),
+    ),
+    Mutant(
+        "calls-name-no-version",
+        "A call does not say under which version it was leased, so no adapter can be chosen for it.",
+        "async_rl/engines/lease.py",
+        "request = msgspec.structs.replace(request, weight_version=self.weight_version)",
+        "request = msgspec.structs.replace(request)",
+        (ADAPTERS,),
+    ),
+    Mutant(
         "interrupt-ignores-progress",
         "Healthy engines fail an interrupt because what their calls had to deliver took long.",
         "async_rl/engines/sglang/client.py",
@@ -1316,8 +1341,8 @@ MUTANTS: Final = (
         "no-canary-is-asked",
         "An engine that computes with copies which updates do not reach is not reported.",
         "async_rl/weights/checksums.py",
-        '        self._asks_canary = config.interrupt == "abort"\n',
-        "        self._asks_canary = False\n",
+        '        if config.interrupt == "abort":\n',
+        "        if False:\n",
         ("tests/unit/test_weight_sync.py",),
     ),
     Mutant(

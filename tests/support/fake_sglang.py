@@ -111,7 +111,7 @@ class FakeSGLang:
         """Answer on a free port of the loopback while the block runs."""
         app = web.Application()
         app.router.add_post("/generate", self._generate)
-        app.router.add_route("*", "/{endpoint}", self._control)
+        app.router.add_route("*", "/{endpoint:.+}", self._control)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

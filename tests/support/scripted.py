@@ -69,6 +69,7 @@ class ScriptedEngine:
         self.error: Exception | None = None
         self.lie: int | None = None
         self.buckets: list[list[bytes]] = []
+        self.updates: list[WeightUpdate] = []
         self.fused: str | None = None
         """What a parameter sums to in place of the version."""
         self.sums: dict[str, str] | None = None
@@ -115,6 +116,7 @@ class ScriptedEngine:
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         self._step("update flush" if flush else "update")
+        self.updates.append(update)
         if isinstance(update, TensorUpdate):
             self.buckets = [list(payloads) async for payloads in update.buckets()]
         self.weight_version = update.weight_version

@@ -12,7 +12,7 @@ import numpy as np
 
 from async_rl.config import RolloutConfig, RoutingConfig, SimulatedEngines
 from async_rl.data.chat_format import ChatFormat
-from async_rl.engine_protocol import DiskUpdate, Engine, EngineFacts, InterruptMode
+from async_rl.engine_protocol import AdapterUpdate, DiskUpdate, Engine, EngineFacts, InterruptMode
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine, routing_rows
 from async_rl.observability.metrics import Metrics
@@ -63,6 +63,7 @@ class Bench:
         interrupt: InterruptMode = "abort",
         flip_sample: float = 0.0,
         weights: Sequence[str] = ("", ""),
+        update: type[DiskUpdate | AdapterUpdate] = DiskUpdate,
         entry: JournalEntry | None = None,
         chat: ChatFormat | None = None,
         open_branch_entry: OpenBranchEntry = entry_without_journal,
@@ -70,6 +71,7 @@ class Bench:
     ) -> None:
         """Start a pool and a session; `weights[v % 2]` is the folder of version v, `entry` the journal's."""
         self.weights = weights
+        self.update = update
         self.metrics = Metrics()
         self.interrupt: InterruptMode = interrupt
         self.pool = EnginePool(self.metrics, lambda: 0.0, max_strikes=100)
@@ -106,7 +108,7 @@ class Bench:
         for engine in self.engines:
             self.pool.hold_engine(engine.engine_id)
             await engine.interrupt(self.interrupt)
-            update = DiskUpdate(weight_version=version, path=self.weights[version % 2])
+            update = self.update(weight_version=version, path=self.weights[version % 2])
             await engine.update_weights(update, flush=flush)
             await engine.resume_generation(self.interrupt)
             self.pool.serve_engine(engine.engine_id, version)

@@ -123,6 +123,18 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("evaluation.every=5", "data.validation names no dataset"),
         ("evaluation.pass_at=[1, 4]", "evaluation.pass_at has 4, but evaluation.samples is 1"),
     ],
+    "check_adapters": [
+        ("{trainer: {lora: {}}, weights: {transport: tensor}}", "set weights.transport=disk, or set trainer"),
+        (
+            "{trainer: {lora: {}}, weights: {interrupt: retract}}",
+            "with the adapter with which it was begun, so calls must end before an update",
+        ),
+        (
+            "{trainer: {lora: {}}, weights: {verify: checksum}}",
+            "weights, which do not change, and not the adapter; set weights.verify=version",
+        ),
+        ("{trainer: {lora: {}}, placement: {shared: true}}", "set trainer.lora.sync=merged, or placement"),
+    ],
     "check_sharing": [
         ("{placement: {shared: true}, weights: {interrupt: retract}}", "set weights.interrupt=abort"),
         ("{placement: {shared: true}, weights: {transport: distributed}}", "set weights.transport=disk"),

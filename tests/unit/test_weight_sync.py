@@ -48,7 +48,13 @@ class Bench:
     """A pool of scripted engines under a sync."""
 
     def __init__(
-        self, tmp_path: Path, engines: int = 2, tp_size: int = 1, generation: int = 0, **changes: Any
+        self,
+        tmp_path: Path,
+        engines: int = 2,
+        tp_size: int = 1,
+        generation: int = 0,
+        adapters: bool = False,
+        **changes: Any,
     ) -> None:
         self.pool = EnginePool(Metrics(), lambda: 0.0)
         self.engines = [ScriptedEngine(f"engine-{index}") for index in range(engines)]
@@ -68,6 +74,7 @@ class Bench:
             folder_of=self.folders.get,
             tp_size=tp_size,
             generation=generation,
+            adapters=adapters,
         )
 
     async def start(self, version: int = 0) -> None:

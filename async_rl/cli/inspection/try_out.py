@@ -302,6 +302,7 @@ async def engines_from(config: Config, log_dir: Path, name: str = "engine") -> A
         ConfigError: The file of URLs has none.
         EnvironmentNotReady: An engine did not start.
     """
+    config = replace(config, trainer=replace(config.trainer, lora=None))  # there is no adapter to load
     engine, facts = config.engine, load_facts(config.model.path)
     if not isinstance(engine, SGLangEngines):
         yield [SimulatedEngine(f"{name}-0", engine, seed=config.run.seed, facts=facts)]

@@ -4,6 +4,7 @@
 generate ──POST /generate──► events ─► Chunk …  Chunk, Finish
 interrupt("abort")  ─POST /abort_request──────► every stream ends as an abort, its tokens and rows delivered
 update_weights      ─POST /update_weights_*───► flush ─► version read back and compared
+   of an adapter    ─POST /unload_lora_adapter─► load ─► flush ─► version set, read back and compared
 ```
 
 Requests and replies were checked against SGLang 0.5.23. Servers must run with
@@ -25,7 +26,9 @@ import numpy as np
 import pybase64
 
 from async_rl import routing
+from async_rl.config import LoraConfig
 from async_rl.engine_protocol import (
+    AdapterUpdate,
     Chunk,
     DiskUpdate,
     DistributedUpdate,
@@ -43,9 +46,11 @@ from async_rl.engine_protocol import (
     WeightUpdate,
 )
 from async_rl.engines.control_requests import wait_out
+from async_rl.engines.sglang.adapter_flags import target_modules
 from async_rl.engines.sglang.generate_call import (
     SENT_SETTINGS,
     CallAccount,
+    adapter_name,
     choose_stream_interval,
     encode_request,
     parse_version,
@@ -102,6 +107,25 @@ class _WeightSums(msgspec.Struct):
     ranks: list[_RankSums]
 
 
+class _AdapterReply(msgspec.Struct):
+    """The server's reply when an adapter was to be loaded or unloaded."""
+
+    success: bool = False
+    error_message: str = ""
+    loaded_adapters: dict[str, str] | None = None
+    """Afterwards: by name, the folders."""
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+    parent: str | None = None
+    """The base model of an adapter."""
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
+
+
 class _ModelInfo(msgspec.Struct):
     model_path: str = ""
     weight_version: str | None = None
@@ -124,6 +148,9 @@ class _ServerInfo(msgspec.Struct):
     disaggregation_mode: str = "null"
     sampling_mask_max_tokens: int | None = None
     sampling_backend: str | None = None
+    enable_lora: bool | None = False
+    max_lora_rank: int | None = None
+    lora_target_modules: list[str] | None = None
 
 
 class _RemoteCall(AbstractContextManager[None]):
@@ -166,6 +193,7 @@ class SGLangEngine:
         routing: bool = False,
         mask_top_k: int | None = None,
         narrow_routing: bool = False,
+        adapters: LoraConfig | None = None,
         request_timeout_s: float = 60.0,
         stall_s: float = 60.0,
         start_timeout_s: float = 600.0,
@@ -184,6 +212,8 @@ class SGLangEngine:
             mask_top_k: The `top_k` of calls that will ask for sampling masks, which `wait_ready` then checks
                 the server for; None if none will.
             narrow_routing: Whether the server was started to send narrow ids (`engine.narrow_routing`).
+            adapters: The adapters that it serves on top of the weights it was started with, which
+                `wait_ready` then checks the server for; None if it is given whole weights.
             request_timeout_s: Longest reply to a control request, except weight updates, which their caller
                 bounds.
             stall_s: Longest silence in the middle of a routing payload.
@@ -195,6 +225,7 @@ class SGLangEngine:
         self._routing = routing
         self._mask_top_k = mask_top_k
         self._wire = RoutingWire(facts=facts, narrow=narrow_routing)
+        self._adapters = adapters
         self._request_timeout_s = request_timeout_s
         self._start_timeout_s = start_timeout_s
         self._died = died
@@ -245,7 +276,8 @@ class SGLangEngine:
         try:
             schedule = ReadSchedule.of_running_loop()
             interval = choose_stream_interval(schedule.num_open)
-            response = await self._http.post_generate(encode_request(request, interval))
+            encoded = encode_request(request, interval, adapter=self._adapters is not None)
+            response = await self._http.post_generate(encoded)
             body = EventStream(response, schedule)
             self._bodies.add(body)
             while data := await (body.read() if arrival is None else arrival.read_piece(body.read)):
@@ -443,6 +475,8 @@ class SGLangEngine:
         if isinstance(update, DiskUpdate):
             body = {"model_path": update.path, "weight_version": version, "flush_cache": flush}
             await self._load("update_weights_from_disk", body, version)
+        elif isinstance(update, AdapterUpdate):
+            await self._load_adapter(update, version)
         elif isinstance(update, DistributedUpdate):
             async with self._update_session():
                 await self._load_distributed(update, version, flush)
@@ -454,6 +488,40 @@ class SGLangEngine:
             raise VersionMismatch(
                 f"{self._engine_id} serves weight version {served} after an update to {version}"
             )
+
+    async def _load_adapter(self, update: AdapterUpdate, version: str) -> None:
+        """Load an adapter in place of all others; no call runs.
+
+        The server keys its prefix cache by adapter, and frees nothing of an adapter that was unloaded: the
+        flush does. An adapter of the same name may be there, of a trainer that has restarted since.
+        """
+        listed = await self._http.get_info("v1/models", _ModelList)
+        for card in listed.data:
+            if card.parent is not None:
+                await self._change_adapters("unload_lora_adapter", {"lora_name": card.id})
+        name = adapter_name(update.weight_version)
+        loaded = await self._change_adapters(
+            "load_lora_adapter", {"lora_name": name, "lora_path": update.path}
+        )
+        if loaded != {name: update.path}:
+            raise WeightSyncError(
+                f"{self._engine_id} holds the adapters {loaded}, expected {name} from {update.path} alone"
+            )
+        await self._flush_cache()
+        await self._http.send_slow_command(
+            "update_weight_version", {"new_version": version, "abort_all_requests": False}
+        )
+
+    async def _change_adapters(self, endpoint: str, body: dict[str, str]) -> dict[str, str]:
+        """Load or unload an adapter; returns all that are loaded afterwards."""
+        status, text = await self._http.post_admin(endpoint, body)
+        reply = self._http.parse_reply(text, endpoint, _AdapterReply)
+        if status != 200 or not reply.success:
+            raise WeightSyncError(
+                f"{self._engine_id} refused /{endpoint} of {body['lora_name']} ({status}): "
+                f"{reply.error_message}"
+            )
+        return reply.loaded_adapters or {}
 
     async def _load_distributed(self, update: DistributedUpdate, version: str, flush: bool) -> None:
         for number, bucket in enumerate(update.buckets, start=1):
@@ -654,6 +722,8 @@ class SGLangEngine:
                     )
         if self._mask_top_k is not None:
             self._check_masks(server, info, self._mask_top_k)
+        if self._adapters is not None:
+            self._check_adapters(server, info, self._adapters)
         if info.context_length is not None:
             self._context_length = info.context_length
 
@@ -696,6 +766,23 @@ class SGLangEngine:
             )
         if info.sampling_backend == "ascend":
             raise ConfigError(f"{server} runs with --sampling-backend ascend, which has no masks: {remedy}")
+
+    def _check_adapters(self, server: str, info: _ServerInfo, adapters: LoraConfig) -> None:
+        """Refuse a server that cannot load the adapters of a run."""
+        modules, served = target_modules(adapters), set(info.lora_target_modules or ())
+        missing = [] if "all" in served else [name for name in modules if name not in served]
+        if info.enable_lora and (info.max_lora_rank or 0) >= adapters.rank and not missing:
+            return
+        found = (
+            f"--max-lora-rank {info.max_lora_rank} --lora-target-modules {' '.join(sorted(served))}"
+            if info.enable_lora
+            else "no --enable-lora"
+        )
+        raise ConfigError(
+            f"{server} runs with {found}, so it cannot load the adapters of trainer.lora: start it with "
+            f"--enable-lora --max-lora-rank {adapters.rank} --lora-target-modules {' '.join(modules)}, or "
+            "set trainer.lora.sync=merged"
+        )
 
     async def close(self) -> None:
         """Implements `Engine.close`. A server that runs on is not left paused."""

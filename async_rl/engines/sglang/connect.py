@@ -105,6 +105,7 @@ def sglang_client(
         routing=config.routing.from_engine,
         mask_top_k=config.rollout.top_k if config.rollout.needs_masks else None,
         narrow_routing=engine.narrow_routing,
+        adapters=config.adapters,
         start_timeout_s=engine.start_timeout_s,
         request_timeout_s=engine.request_timeout_s,
         stall_s=engine.stall_s,

@@ -60,6 +60,8 @@ class _Body(msgspec.Struct):
     return_sampling_mask: bool
     routed_experts_start_len: int
     logprob_start_len: int = -1
+    # The name of a loaded adapter; without it the server computes with the base model alone.
+    lora_path: str | msgspec.UnsetType = msgspec.UNSET
     return_logprob: bool = True
     stream: bool = True
 
@@ -138,14 +140,31 @@ def choose_stream_interval(num_streams: int) -> int:
     return min(max(1, num_streams // _STREAMS_PER_TOKEN), _LONGEST_INTERVAL)
 
 
-def encode_request(request: GenerateRequest, stream_interval: int = 1) -> bytes:
+def adapter_name(weight_version: int) -> str:
+    """Returns the name under which the adapter of a version is loaded.
+
+    Names differ between versions, so a call that is late never gets another version than it was meant for.
+    """
+    return f"policy-v{weight_version}"
+
+
+def encode_request(request: GenerateRequest, stream_interval: int = 1, *, adapter: bool = False) -> bytes:
     """Returns the body of POST /generate.
 
     Args:
         request: What to generate.
         stream_interval: Tokens per event, if the request leaves it open.
+        adapter: Whether the server computes it with the adapter of the request's version.
+
+    Raises:
+        ValueError: When the request has no version: the base model would answer in the policy's place.
     """
     sampling = request.sampling
+    lora_path: str | msgspec.UnsetType = msgspec.UNSET
+    if adapter:
+        if request.weight_version is None:
+            raise ValueError(f"the call {request.request_id} has no weight version to choose an adapter by")
+        lora_path = adapter_name(request.weight_version)
     return _encode(
         _Body(
             rid=request.request_id,
@@ -166,6 +185,7 @@ def encode_request(request: GenerateRequest, stream_interval: int = 1) -> bytes:
             routed_experts_start_len=request.routing_start,
             # The first position that is asked for has no log-prob.
             logprob_start_len=-1 if request.score_from is None else request.score_from - 1,
+            lora_path=lora_path,
         )
     )
 

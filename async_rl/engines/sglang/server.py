@@ -22,9 +22,10 @@ from collections import deque
 from importlib.util import find_spec
 from pathlib import Path
 
-from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.config import LoraConfig, ModelConfig, SGLangEngines
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang import aborted_rows, narrow_launcher
+from async_rl.engines.sglang.adapter_flags import adapter_flags
 from async_rl.errors import EnvironmentNotReady
 from async_rl.runtime.devices import detect_device
 
@@ -72,6 +73,7 @@ class SGLangServer:
         log_dir: Path,
         seed: int,
         shared: bool = False,
+        adapters: LoraConfig | None = None,
         node_address: str | None = None,
         node_rank: int = 0,
     ) -> None:
@@ -85,6 +87,7 @@ class SGLangServer:
             log_dir: Folder for `engine-<index>.log`.
             seed: Seed of the run; the engines' own seeds are derived from it.
             shared: Whether it shares its device with the trainer, and must be able to release its memory.
+            adapters: The adapters it must be able to load; None if it is given whole weights.
             node_address: Address of this host in a cluster, to which `engine.host: auto` binds; None on a
                 single machine.
             node_rank: Which of the engine's `num_nodes` nodes this is; the first one answers requests.
@@ -96,6 +99,7 @@ class SGLangServer:
         self._index = index
         self._seed = seed
         self._shared = shared
+        self._adapters = adapters
         self._device = detect_device() if config.device == "auto" else config.device
         here = node_address or "127.0.0.1"
         self._bind = here if config.host == "auto" else config.host
@@ -227,6 +231,8 @@ class SGLangServer:
             # Otherwise an idle scheduler uses a whole core to poll its sockets.
             switches += ["sleep-on-idle", "skip-server-warmup"]
         options = [f"--{key}={value}" for key, value in arguments.items() if value is not None]
+        if self._adapters is not None:
+            options = [*adapter_flags(self._adapters, self._device), *options]
         return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *config.extra_args]
 
     def _environment(self, scratch: Path) -> dict[str, str]:

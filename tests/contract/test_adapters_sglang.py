@@ -1,0 +1,274 @@
+"""Adapters on a real SGLang server: what it computes, and what an update changes.
+
+The reference is Hugging Face's model with the adapter merged into its weights, in float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from async_rl.config import LoraConfig, ModelConfig, SGLangEngines, WeightsConfig
+from async_rl.engine_protocol import AdapterUpdate, GenerateRequest
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server import SGLangServer
+from async_rl.errors import RequestRefused, WeightSyncError
+from async_rl.observability.metrics import Metrics
+from async_rl.trainer_protocol import Trainer
+from async_rl.weights.checksums import VersionVerifier
+from tests.contract.test_session_sglang import Watched
+from tests.support.engine_calls import Call, request
+from tests.support.engine_through_worker import through_worker
+from tests.support.scripted import RecordingTrainer
+from tests.support.sessions import Bench, row_versions
+from tests.support.sglang_world import CONTEXT_LENGTH, MAX_RUNNING, VOCAB_SIZE, never_stop
+from tests.support.tiny_adapter import merged_weights, write_adapter
+from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+LORA = LoraConfig(rank=4, alpha=8.0, targets=("attention",))
+PROMPT = [40, 41, 42, 43, 44, 45, 46]
+LONG = 200
+"""Tokens of an answer that still runs when it is interrupted, also on a loaded machine."""
+
+
+class AdapterWorld:
+    """One server, and two adapters for its model: `adapters[v % 2]` is the folder of version v."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = folder / "model"
+        build_tiny_qwen3_moe(
+            self.model,
+            vocab_size=VOCAB_SIZE,
+            hidden_size=64,
+            max_position_embeddings=CONTEXT_LENGTH,
+            std=0.15,
+        )
+        write_byte_tokenizer(self.model, vocab_size=VOCAB_SIZE)
+        never_stop(self.model)
+        self.adapters = [
+            write_adapter(folder / f"version_{version}", self.model, LORA, seed=version)
+            for version in range(2)
+        ]
+        self.facts = load_facts(self.model)
+        self.server = SGLangServer(
+            SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
+            ModelConfig(path=str(self.model), dtype="float32"),
+            routing=True,
+            index=0,
+            log_dir=folder,
+            seed=0,
+            adapters=LORA,
+        )
+
+    def engine(self) -> SGLangEngine:
+        """A client of the server."""
+        return SGLangEngine(
+            "engine-0",
+            self.server.url,
+            self.facts,
+            api_key=self.server.api_key,
+            admin_key=self.server.admin_key,
+            routing=True,
+            adapters=LORA,
+            start_timeout_s=240,
+            died=self.server.died,
+        )
+
+    async def start(self) -> None:
+        await self.server.start()
+        engine = self.engine()
+        try:
+            await engine.wait_ready()
+        finally:
+            await engine.close()
+
+    def expected(self, version: int | None, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probs `[T - 1]` of tokens from the second on, and sorted experts `[T, L, K]`.
+
+        Without a version, those of the model without an adapter.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        names = {}
+        for index, layer in enumerate(model.model.layers):
+            for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                names[f"model.layers.{index}.self_attn.{part}.weight"] = getattr(layer.self_attn, part).weight
+        if version is not None:
+            merged = merged_weights(self.model, self.adapters[version % 2])
+            with torch.no_grad():
+                for name, weight in names.items():
+                    weight.copy_(merged[name])
+        with torch.no_grad():
+            found = model(torch.tensor([list(tokens)]), output_router_logits=True)
+        log_probs = torch.log_softmax(found.logits[0].double(), -1)
+        chosen = torch.stack([each.topk(self.facts.top_k).indices for each in found.router_logits], 1)
+        picked = log_probs[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+        return picked.numpy(), np.sort(chosen.numpy(), axis=-1)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterWorld]:
+    made = AdapterWorld(tmp_path_factory.mktemp("adapters"))
+    with ThreadPoolExecutor(1) as thread:  # with a loop of its own, beside the tests'
+        thread.submit(asyncio.run, made.start()).result()
+        yield made
+        thread.submit(asyncio.run, made.server.stop()).result()
+
+
+@pytest.fixture
+async def engine(world: AdapterWorld) -> AsyncIterator[SGLangEngine]:
+    made = world.engine()
+    await made.wait_ready()
+    await load(made, world, 0)
+    yield made
+    await made.interrupt("abort")
+    await made.close()
+
+
+async def load(engine: SGLangEngine, world: AdapterWorld, version: int) -> None:
+    path = str(world.adapters[version % 2])
+    await engine.update_weights(AdapterUpdate(weight_version=version, path=path), flush=True)
+
+
+def asking(version: int, prompt: Sequence[int] = PROMPT, max_new_tokens: int = 12) -> GenerateRequest:
+    return msgspec.structs.replace(request(prompt, max_new_tokens), weight_version=version)
+
+
+async def loaded(engine: SGLangEngine) -> list[str]:
+    """The names of the adapters that the server has."""
+    listed = await engine._http.get_info("v1/models", dict)
+    return [card["id"] for card in listed["data"] if card["parent"]]
+
+
+async def test_log_probs_and_experts_are_those_of_merged_weights_when_an_adapter_is_loaded(
+    world: AdapterWorld, engine: SGLangEngine
+) -> None:
+    for version in (0, 1):
+        await load(engine, world, version)
+        called = await Call(engine, asking(version)).run()
+        log_probs, experts = world.expected(version, called.sequence)
+        assert called.log_probs == pytest.approx(log_probs[-12:], abs=2e-5)
+        assert np.array_equal(called.expert_sets, experts[:-1])
+        assert [span.weight_version for span in called.finish.version_spans] == [version]
+        others = world.expected(1 - version, called.sequence), world.expected(None, called.sequence)
+        for other_log_probs, other_experts in others:  # the control: the adapter matters
+            assert np.abs(other_log_probs - log_probs).max() > 0.1
+            assert not np.array_equal(other_experts, experts)
+
+
+async def test_a_resumed_session_has_tokens_and_rows_of_both_adapters(
+    world: AdapterWorld, engine: SGLangEngine
+) -> None:
+    watched = Watched(cast(Any, engine))
+    weights = [str(path) for path in world.adapters]
+    limits = {"max_context_tokens": 1024, "max_new_tokens": LONG}
+    bench = Bench(cast(Any, watched), facts=world.facts, weights=weights, update=AdapterUpdate, **limits)
+    bench.start()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(bench.session.generate(max_new_tokens=LONG))
+        await watched.has_tokens(4)
+        await bench.bump(1)
+        assert await loaded(engine) == ["policy-v1"]
+    trajectory = await bench.finish()
+    first, second = trajectory.sampled
+    assert (first.weight_version, second.weight_version) == (0, 1)
+    tokens = trajectory.token_ids.tolist()
+    begin = len(tokens) - len(first.token_ids) - len(second.token_ids)
+    assert begin > 0
+    for segment, version in ((first, 0), (second, 1)):
+        end = begin + len(segment.token_ids)
+        log_probs, experts = world.expected(version, tokens)
+        assert segment.rollout_log_probs == pytest.approx(log_probs[begin - 1 : end - 1], abs=5e-5)
+        begin = end
+    assert row_versions(trajectory.trace) == [1] * (len(tokens) - 1)
+    assert trajectory.trace.valid.all()
+    assert np.array_equal(np.sort(trajectory.trace.rows, axis=-1), experts[:-1])
+
+
+async def test_a_prefix_is_not_used_under_the_next_adapter(world: AdapterWorld, engine: SGLangEngine) -> None:
+    prompt = PROMPT * 6
+    cold = await Call(engine, asking(0, prompt)).run()
+    warm = await Call(engine, asking(0, prompt)).run()
+    assert warm.finish.cached_tokens > cold.finish.cached_tokens == 0
+    for version in (1, 2):  # the second has the first one's files again
+        await load(engine, world, version)
+        called = await Call(engine, asking(version, prompt)).run()
+        assert called.finish.cached_tokens == 0
+
+
+async def test_one_adapter_is_loaded_after_many_updates(world: AdapterWorld, engine: SGLangEngine) -> None:
+    for version in range(1, 21):
+        await load(engine, world, version)
+        assert await loaded(engine) == [f"policy-v{version}"]
+    assert (await engine.health()).weight_version == 20
+    await load(engine, world, 20)  # of a trainer that has restarted
+    assert await loaded(engine) == ["policy-v20"]
+
+
+async def test_a_call_is_refused_when_its_version_was_never_loaded(
+    world: AdapterWorld, engine: SGLangEngine
+) -> None:
+    await load(engine, world, 1)
+    with pytest.raises(RequestRefused, match="policy-v99"):
+        await Call(engine, asking(99)).run()
+    assert len((await Call(engine, asking(1)).run()).token_ids) == 12
+
+
+async def test_an_adapter_that_does_not_fit_is_refused(
+    world: AdapterWorld, engine: SGLangEngine, tmp_path: Path
+) -> None:
+    wide = write_adapter(tmp_path / "wide", world.model, LoraConfig(rank=5, alpha=8.0))
+    with pytest.raises(WeightSyncError, match=r"policy-v1.*rank 5"):
+        await engine.update_weights(AdapterUpdate(weight_version=1, path=str(wide)), flush=True)
+    with pytest.raises(WeightSyncError, match="policy-v2"):
+        await engine.update_weights(AdapterUpdate(weight_version=2, path=str(tmp_path / "no")), flush=True)
+    await load(engine, world, 3)
+    assert await loaded(engine) == ["policy-v3"]
+
+
+async def test_calls_of_a_worker_have_the_adapter_of_their_lease(
+    world: AdapterWorld, engine: SGLangEngine
+) -> None:
+    async with through_worker(engine, world.engine()) as through:
+        called = await Call(through, request(PROMPT, 6)).run()
+        await through.interrupt("abort")
+        await through.client.close()
+    log_probs, _ = world.expected(0, called.sequence)
+    assert called.log_probs == pytest.approx(log_probs[-6:], abs=2e-5)
+
+
+async def test_the_canary_watches_the_adapter(
+    world: AdapterWorld, engine: SGLangEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics, trainer = Metrics(), RecordingTrainer()
+    verifier = VersionVerifier(
+        WeightsConfig(watch_every=1),
+        pool=EnginePool(metrics, lambda: 0.0),
+        trainer=cast(Trainer, trainer),
+        metrics=metrics,
+        adapters=True,
+    )
+
+    async def unchanged(version: int, files: int) -> float | None:
+        trainer.checksum_seed = version
+        path = str(world.adapters[files])
+        await engine.update_weights(AdapterUpdate(weight_version=version, path=path), flush=True)
+        await verifier.expect_version(version)
+        await verifier.verify_version(engine, version, from_files=True)
+        return metrics.registry.get_sample_value("async_rl_served_weights_unchanged", {"engine": "engine-0"})
+
+    assert [await unchanged(1, 1), await unchanged(2, 0), await unchanged(3, 0)] == [0, 0, 1]
+    assert "cannot watch" not in caplog.text
