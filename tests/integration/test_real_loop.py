@@ -185,6 +185,37 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
 
 
 @pytest.mark.long
+async def test_engines_serve_the_adapter_that_the_trainer_trains(calculator, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="async_rl")
+    config = make_config(
+        calculator,
+        tmp_path,
+        "trainer.lora={rank: 8, alpha: 16, targets: [attention]}",
+        "trainer.optimizer.lr=1e-2",
+        "rollout.max_new_tokens=64",
+        "rollout.max_staleness=1",
+        "engine.max_running_requests=8",
+        "routing.probe_every=2",
+        "weights.watch_every=2",
+        "run.max_steps=6",
+    )
+    summary, run_dir, batches = await run(config, monkeypatch)
+    assert_sound(summary, batches, config)
+    records = step_record_log(run_dir / "metrics.jsonl").read()
+    assert [record.weight_version for record in records] == [1, 2, 3, 4, 5, 6]
+    at_once = [record.lag0_log_prob_abs_diff for record in records if record.tokens_lag0]
+    assert len(at_once) > 2
+    assert max(at_once) < 5e-6  # of each version, so engines have its adapter
+    later = [record.rollout_kl_lag1 for record in records if record.tokens_lag1]
+    assert max(later) > 1e-3  # the control: another version's log-probs are others
+    assert summary.interrupted_share > 0
+    files = {path.name for path in (run_dir / "weights" / "version_6").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    assert "cannot watch" not in caplog.text
+    assert "serves the weights of version" not in caplog.text
+
+
+@pytest.mark.long
 async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
     calculator, tmp_path, monkeypatch, caplog
 ):
