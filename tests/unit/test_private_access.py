@@ -133,6 +133,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "trainer/megatron/bridge.py": {
         "_model_provider": "mbridge has no public API for it",
+        "_weight_name_mapping_mcore_to_hf": "mbridge has no public API for it",
     },
     "trainer/megatron/cpu.py": {
         "_megatron_prepared": "marks torch as prepared, once in a process",

@@ -180,9 +180,7 @@ class Adapter(torch.nn.Module):
 class GroupedAdapter(torch.nn.Module):
     """The adapters of one projection of all experts of a rank, which TransformerEngine computes at once."""
 
-    def __init__(
-        self, linear: Any, names: Sequence[str], lora: LoraConfig, *, by_columns: bool, pg_collection: Any
-    ) -> None:
+    def __init__(self, linear: Any, names: Sequence[str], lora: LoraConfig, *, by_columns: bool) -> None:
         """Adds the adapters; `names` are those of the projections in the whole model, one for each expert."""
         from megatron.core.extensions.transformer_engine import TEGroupedLinear
 
@@ -197,7 +195,6 @@ class GroupedAdapter(torch.nn.Module):
             bias=False,
             skip_bias_add=False,
             is_expert=True,
-            pg_collection=pg_collection,
         )
         self.a, self.b = make(columns, lora.rank), make(lora.rank, rows)
         self.scale = lora.alpha / lora.rank
@@ -280,9 +277,7 @@ def _attach_experts(experts: Any, name: str, lora: LoraConfig) -> None:
     for kind, by_columns in (("linear_fc1", True), ("linear_fc2", False)):
         linear = getattr(experts, kind)
         of_experts = [f"{each}.{kind}" for each in names]
-        linear.lora = GroupedAdapter(
-            linear, of_experts, lora, by_columns=by_columns, pg_collection=linear._pg_collection
-        )
+        linear.lora = GroupedAdapter(linear, of_experts, lora, by_columns=by_columns)
         linear.forward = partial(_forward, linear.lora, linear.forward)
 
 
