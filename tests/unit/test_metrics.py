@@ -201,7 +201,8 @@ def test_the_mismatch_keeps_its_last_value_and_step_when_no_token_is_of_the_trai
 
 def test_values_observed_together_count_as_if_observed_one_by_one() -> None:
     together, single = Metrics(), Metrics()
-    bounds = together.trajectory_tokens._upper_bounds[:-1]
+    bounds = [float(labels["le"]) for _, labels, _ in samples(together) if "le" in labels][:-1]
+    assert len(bounds) > 3
     lengths = [*bounds, bounds[0] + 1, bounds[-1] + 1, 0, 0]
     observe_all(together.trajectory_tokens, lengths)
     for length in lengths:
