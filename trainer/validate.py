@@ -6,14 +6,13 @@ loss. Pure, and without torch unless the config names an objective of the user's
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any, NamedTuple
 
 from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import NOT_SUPPORTED, load_facts, read_config
 from async_rl.errors import ConfigError, EnvironmentNotReady
-from async_rl.runtime.devices import detect_device
+from async_rl.runtime.devices import detect_device, finds_transformer_engine
 from trainer import alternatives
 from trainer.losses.trial import describe_penalty, try_loss
 from trainer.memory.dimensions import dimensions_of
@@ -65,14 +64,23 @@ def check(config: Config) -> None:
     check_adapters(config, model)
     check_megatron_settings(config)
     try_loss(config)
-    if config.trainer.device != "cpu" and detect_device() == "cuda":
-        there = importlib.util.find_spec("transformer_engine") is not None
-        check_fused_layers(config, None if there else "is not installed")
+    if _trains_on_gpu_here(config):
+        check_fused_layers(config, None if finds_transformer_engine() else "is not installed")
 
 
 def describe(config: Config) -> list[str]:
     """Returns what `async-rl check` says of a config that `check` has let pass, a line each."""
-    return [*describe_penalty(config), *alternatives.describe(config)]
+    found = [*describe_penalty(config)]
+    if _trains_on_gpu_here(config) and config.model.dtype == "bfloat16" and not finds_transformer_engine():
+        found.append(
+            "trainer: TransformerEngine is not installed, so layers are Megatron-Core's own, which take more "
+            "time and keep more for the backward pass than `check --memory` counts: run `make setup-gpu`"
+        )
+    return [*found, *alternatives.describe(config)]
+
+
+def _trains_on_gpu_here(config: Config) -> bool:
+    return config.trainer.device != "cpu" and detect_device() == "cuda"
 
 
 def check_fused_layers(config: Config, problem: str | None) -> None:

@@ -7,24 +7,20 @@ driver ─► CUDA toolkit (SGLang compiles kernels) ─► TransformerEngine (t
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
 from async_rl.errors import EnvironmentNotReady
-from async_rl.runtime.devices import detect_device
+from async_rl.runtime.devices import detect_device, finds_transformer_engine
 
 MIN_DRIVER: Final = 580
 """The first driver of CUDA 13, for which requirements/gpu.txt is."""
 
 CUDA: Final = 13
-
-_IMPORT_LIMIT_S: Final = 300
 
 CACHES: Final = {
     "engines": ("SGLANG_CACHE_DIR", "~/.cache/sglang"),  # of Triton, FlashInfer, DeepGEMM and others as well
@@ -56,35 +52,17 @@ def describe_machine() -> list[str]:
             f"compiles kernels for CUDA {CUDA} when it starts: install cuda-toolkit-{CUDA}-0, and name it in "
             "CUDA_HOME if it is not in /usr/local/cuda"
         )
-    fused = describe_transformer_engine()
+    fused = (
+        "can be imported"
+        if finds_transformer_engine()
+        else "is not installed (trainer.require_transformer_engine)"
+    )
     return [
         f"here: driver and GPUs: {'; '.join(driver.splitlines())}",
         f"here: CUDA toolkit {release.group(1)}.{release.group(2)}",
         f"here: TransformerEngine {fused}",
         *(f"here: {finding}" for finding in _describe_caches()),
     ]
-
-
-def describe_transformer_engine() -> str:
-    """Return what is there of it: a build for another torch fails only when it is imported.
-
-    Raises:
-        EnvironmentNotReady: It is installed and cannot be imported.
-    """
-    if importlib.util.find_spec("transformer_engine") is None:
-        return "is not installed (trainer.require_transformer_engine)"
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"is installed; its import took more than {_IMPORT_LIMIT_S} s"
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise EnvironmentNotReady(
-            f"TransformerEngine is installed, but cannot be imported ({last}): run `make setup-gpu`, or "
-            "uninstall it"
-        )
-    return "can be imported"
 
 
 def _describe_caches() -> list[str]:

@@ -1,12 +1,21 @@
-"""Whether this process may use a GPU, and the cores beside it."""
+"""Whether this process may use a GPU and TransformerEngine, and the cores beside a GPU."""
 
 from __future__ import annotations
 
+import functools
 import glob
 import importlib.metadata
+import importlib.util
 import os
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+from async_rl.errors import EnvironmentNotReady
+
+_IMPORT_LIMIT_S: Final = 300
 
 
 def detect_device() -> str:
@@ -26,6 +35,32 @@ def detect_device() -> str:
 def count_gpus() -> int:
     """Returns the number of this machine's GPUs; 0 if this process may not use them."""
     return len(glob.glob("/dev/nvidia[0-9]*")) if detect_device() == "cuda" else 0
+
+
+@functools.cache
+def finds_transformer_engine() -> bool:
+    """Whether TransformerEngine is installed; it is imported, once, in a process of its own.
+
+    A build for another torch fails only when it is imported, and importing it loads torch.
+
+    Raises:
+        EnvironmentNotReady: It is installed and cannot be imported.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        problem = f"its import took more than {_IMPORT_LIMIT_S} s"
+    else:
+        if done.returncode == 0:
+            return True
+        problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    raise EnvironmentNotReady(
+        f"TransformerEngine is installed, but cannot be imported ({problem}), as when it was built for "
+        "another torch: run `make setup-gpu`, or uninstall it"
+    )
 
 
 def bind_to_numa_node(uuid: str, root: Path = Path("/")) -> frozenset[int]:

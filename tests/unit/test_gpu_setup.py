@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from async_rl.config import load_config
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.actors import prepare_rank_environment
 from async_rl.run import this_machine
+from async_rl.runtime import devices
 from tests.gpu import first_kernel
 from tests.support.run_config import write_run
 from trainer import validate
@@ -185,7 +187,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(this_machine, "detect_device", lambda: "cuda")
-    monkeypatch.setattr(this_machine, "describe_transformer_engine", lambda: "can be imported")
+    monkeypatch.setattr(this_machine, "finds_transformer_engine", lambda: True)
     return machine
 
 
@@ -232,28 +234,31 @@ def test_check_says_that_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureF
     assert "# here: no GPU, or a torch without CUDA" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "can be imported"),
-        ("raise ImportError('undefined symbol: _ZN3')", "undefined symbol: _ZN3"),
-    ],
-)
-def test_a_transformer_engine_of_another_torch_is_found_by_its_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str
-) -> None:
-    assert "is not installed" in this_machine.describe_transformer_engine()
+@pytest.fixture
+def transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The module that is imported of a TransformerEngine that this machine has."""
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)  # hidden, if Megatron was imported
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").touch()
-    (tmp_path / "transformer_engine" / "pytorch.py").write_text(content)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    if content:
-        with pytest.raises(EnvironmentNotReady, match=said):
-            this_machine.describe_transformer_engine()
-    else:
-        assert this_machine.describe_transformer_engine() == said
+    folder = tmp_path / "packages" / "transformer_engine"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(folder.parent)
+    monkeypatch.setenv("PYTHONPATH", str(folder.parent))
+    devices.finds_transformer_engine.cache_clear()
+    yield folder / "pytorch.py"
+    devices.finds_transformer_engine.cache_clear()
+
+
+BROKEN = "raise ImportError('undefined symbol: _ZN3')"
+
+
+def test_a_transformer_engine_of_another_torch_is_found_by_its_import(transformer_engine: Path) -> None:
+    transformer_engine.write_text(BROKEN)
+    with pytest.raises(
+        EnvironmentNotReady, match=r"cannot be imported \(ImportError: undefined symbol: _ZN3\)"
+    ):
+        devices.finds_transformer_engine()
+    transformer_engine.write_text("")
+    assert devices.finds_transformer_engine()
 
 
 # -- the trainer
@@ -282,6 +287,46 @@ def test_an_moe_in_bfloat16_is_refused_on_a_gpu_without_transformer_engine(
     assert main(["check", str(path), "model.dtype=bfloat16", *overrides]) == code
     err = capsys.readouterr().err
     assert ("TransformerEngine is not installed. Without it" in err) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        ((), 3),
+        (("trainer.require_transformer_engine=false",), 3),  # Megatron-Core would fail all the same
+        (("trainer.device=cpu",), 0),
+    ],
+)
+def test_a_broken_transformer_engine_is_refused_before_anything_starts(
+    tmp_path: Path,
+    transformer_engine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...],
+    code: int,
+) -> None:
+    transformer_engine.write_text(BROKEN)
+    monkeypatch.setattr(validate, "detect_device", lambda: "cuda")
+    path = write_run(tmp_path)
+    assert main(["check", str(path), "model.dtype=bfloat16", *overrides]) == code
+    assert ("undefined symbol: _ZN3" in capsys.readouterr().err) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cuda", "bfloat16"), ("cuda", "float32"), ("cpu", "bfloat16")]
+)
+def test_check_says_that_layers_are_megatrons_own_where_transformer_engine_is_not_required(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: str,
+    dtype: str,
+) -> None:
+    monkeypatch.setattr(validate, "detect_device", lambda: device)
+    overrides = [f"model.dtype={dtype}", "trainer.require_transformer_engine=false"]
+    assert main(["check", str(write_run(tmp_path)), *overrides]) == 0
+    said = "# trainer: TransformerEngine is not installed, so layers are Megatron-Core's own"
+    assert (said in capsys.readouterr().out) == (device == "cuda" and dtype == "bfloat16")
 
 
 def test_what_a_missing_transformer_engine_means_is_said(tmp_path: Path) -> None:
