@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import trainer
 from async_rl.cli.main import main
 from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.run.memory_estimate import estimate_devices
@@ -72,6 +73,20 @@ def test_a_recipe_takes_as_many_gpus_as_its_name_says(recipe: tuple[str, list[st
     title, *lines = placement_table(config, 8)
     assert title.startswith(f"placement on {math.ceil(gpus / 8)} nodes with 8 GPUs")
     assert [line for line in lines if "free" in line] == ([] if gpus > 1 else lines)
+
+
+def test_a_recipe_has_time_to_move_its_model_at_half_a_gigabyte_per_second(
+    recipe: tuple[str, list[str]],
+) -> None:
+    config = load(recipe[1])
+    assert isinstance(config.engine, SGLangEngines)
+    limits = {
+        "a start of an engine": config.engine.start_timeout_s,
+        "a start of the trainer": config.trainer.start_timeout_s,
+        "a version": config.weights.timeout_s,
+    }
+    takes_s = trainer.estimate_memory(config, cuda=True).model_bytes / 0.5e9
+    assert {what: limit_s for what, limit_s in limits.items() if limit_s < takes_s} == {}
 
 
 def test_the_page_has_the_figures_of_a_recipe(recipe: tuple[str, list[str]]) -> None:
