@@ -17,6 +17,7 @@ import msgspec
 
 from async_rl.config import Config, SGLangEngines
 from async_rl.engines.model_facts import load_facts, read_config
+from async_rl.engines.model_files import weights_bytes
 from async_rl.errors import ConfigError
 from async_rl.run.preflight import require_module
 from async_rl.runtime.devices import detect_device
@@ -61,18 +62,22 @@ def estimate_devices(config: Config, gpu: int | None) -> list[DeviceUse]:
     """Return what each trainer rank and each engine holds.
 
     Args:
-        config: The run's config; of the model only config.json is read.
+        config: The run's config; of the policy only config.json is read, of other models the sizes of files.
         gpu: Bytes of a GPU; None estimates for the devices of this machine.
 
     Raises:
-        ConfigError: The trainer's package refuses the config or has no estimate.
+        ConfigError: The trainer's package refuses the config or has no estimate, or the weights of a model in
+            `models` are not there and its architecture is none that the package knows.
     """
     trainer = _trainer_memory(config, gpu)
     ranks = [_rank_use(each, cuda=_on_gpu(config.trainer.device, gpu)) for each in trainer.ranks]
-    engine = config.engine
-    if isinstance(engine, SGLangEngines) and not engine.urls and engine.urls_file is None:
-        return [*ranks, _engine_use(config, engine, trainer.model_bytes, gpu)]
-    return ranks
+    longest = config.rollout.max_context_tokens
+    uses = [*ranks, *_engine_uses("", config, longest, trainer.model_bytes, gpu)]
+    for name in config.models:
+        its = config.of_model(name)
+        size = weights_bytes(its.model.path) or _trainer_memory(its, gpu).model_bytes
+        uses += _engine_uses(f"models.{name} ", its, longest, size, gpu)
+    return uses
 
 
 def nearest_change(load: Load, gpu: int) -> list[str] | None:
@@ -82,7 +87,12 @@ def nearest_change(load: Load, gpu: int) -> list[str] | None:
     """
     config = load([])
     found: list[str] = []
-    for prefix, candidates in (("rank", _trainer_changes(config)), ("engine", _engine_changes(config))):
+    searches = [("rank", _trainer_changes(config)), ("engine", _engine_changes("engine", config))]
+    searches += [
+        (f"models.{name} ", _engine_changes(f"models.{name}", config.of_model(name)))
+        for name in config.models
+    ]
+    for prefix, candidates in searches:
         if _fits(config, gpu, prefix):
             continue
         for changes in candidates:
@@ -158,9 +168,9 @@ def _optimizer_changes(config: Config) -> Iterator[list[str]]:
     yield [*aware, f"{key}.optimizer_cpu_offload=true"]
 
 
-def _engine_changes(config: Config) -> Iterator[list[str]]:
+def _engine_changes(key: str, config: Config) -> Iterator[list[str]]:
     if isinstance(config.engine, SGLangEngines):
-        yield from ([f"engine.tp_size={config.engine.tp_size * 2**n}"] for n in range(1, 7))
+        yield from ([f"{key}.tp_size={config.engine.tp_size * 2**n}"] for n in range(1, 7))
 
 
 def _trainer_memory(config: Config, gpu: int | None) -> TrainerMemory:
@@ -191,7 +201,19 @@ def _rank_use(rank: RankMemory, *, cuda: bool) -> DeviceUse:
     return DeviceUse(name=name, parts=parts, moment=rank.fullest, host=rank.host, needs=sum(parts.values()))
 
 
-def _engine_use(config: Config, engine: SGLangEngines, model_bytes: int, gpu: int | None) -> DeviceUse:
+def _engine_uses(
+    prefix: str, config: Config, longest: int, model_bytes: int, gpu: int | None
+) -> Iterator[DeviceUse]:
+    """Yield what a GPU of a model's engines holds, if this program starts them."""
+    engine = config.engine
+    if isinstance(engine, SGLangEngines) and not engine.urls and engine.urls_file is None:
+        use = _engine_use(config, engine, longest, model_bytes, gpu)
+        yield msgspec.structs.replace(use, name=prefix + use.name)
+
+
+def _engine_use(
+    config: Config, engine: SGLangEngines, longest: int, model_bytes: int, gpu: int | None
+) -> DeviceUse:
     """Return what a GPU of an engine holds.
 
     SGLang gives its KV cache what is left of `--mem-fraction-static` after the weights. The cache must at
@@ -199,7 +221,7 @@ def _engine_use(config: Config, engine: SGLangEngines, model_bytes: int, gpu: in
     """
     facts, width = load_facts(config.model.path), 4 if config.model.dtype == "float32" else 2
     token = kv_bytes_per_token(read_config(config.model.path), engine.tp_size) * width
-    longest = min(config.rollout.max_context_tokens, engine.context_length or facts.context_length)
+    longest = min(longest, engine.context_length or facts.context_length)
     parts, host = {"weights": -(-model_bytes // engine.tp_size)}, {}
     prefill = _prefill_tokens(gpu)
     if config.routing.from_engine and facts.is_moe:

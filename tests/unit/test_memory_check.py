@@ -91,6 +91,39 @@ def test_more_ranks_are_asked_for_when_no_other_layout_fits(config: Path) -> Non
     assert nearest_change(load, 2 * 10**9) is None  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def judged(config: Path) -> Path:
+    """The config with a judge: the same model, on one GPU."""
+    tree = json.loads(config.read_text())
+    tree["models"] = {"judge": {"path": tree["model"]["path"], "context_length": 4096}}
+    config.write_text(json.dumps(tree))
+    return config
+
+
+def test_engines_of_further_models_are_estimated(judged: Path) -> None:
+    *_, policy, judge = estimate_devices(load_config(judged), 80 * 10**9)
+    assert (policy.name, judge.name) == ("engines 0-3, each of 2 GPUs", "models.judge engine")
+    assert judge.parts["weights"] == 2 * PARAMETERS
+    assert "routing" not in judge.parts  # only the policy's engines return it
+    (judged.parent / "model" / "model.safetensors").write_bytes(bytes(1000))
+    *_, judge = estimate_devices(load_config(judged), 80 * 10**9)
+    assert judge.parts["weights"] == 1000
+
+
+def test_further_models_that_do_not_fit_are_refused_with_a_change_that_fits(
+    judged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [*OFFLOADED, "engine.tp_size=8"]
+    assert main(["check", str(judged), "--memory", "--gpu", "48GB", *ranks]) == 2
+    out = capsys.readouterr().out
+    assert "does not fit into 48GB: models.judge engine by" in out
+    (change,) = out.split("nearest change that fits: ")[1].split()
+    assert change == "models.judge.tp_size=2"
+    assert main(["check", str(judged), "--memory", "--gpu", "48GB", *ranks, change]) == 0
+    external = [*ranks, 'models.judge.urls=["http://judge:1"]']
+    assert main(["check", str(judged), "--memory", "--gpu", "48GB", *external]) == 0
+
+
 def test_without_a_size_there_is_no_verdict(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(config), "--memory"]) == 0
     out = capsys.readouterr().out
