@@ -215,6 +215,27 @@ def test_the_reference_of_a_kl_penalty_is_in_host_memory(config: Path) -> None:
     assert uses[0].host["reference"] == uses[0].parts["weights"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "layers"),
+    [
+        ((), 48 + 48),  # of all layers as engines sent them, and a copy that is replayed
+        (("routing.replay=r2",), 48),  # only what the rank recorded
+        (("routing.replay=off",), None),
+        (
+            ("trainer.layout.pp=2", "trainer.layout.ep=4"),
+            2 * (48 + 24),
+        ),  # half of the layers, of twice as many
+        (("trainer.layout.tp=2", "trainer.layout.ep=4"), 2 * (48 + 24)),  # half of the tokens, likewise
+    ],
+)
+def test_routing_rows_of_a_batch_are_in_host_memory(
+    config: Path, overrides: tuple[str, ...], layers: int | None
+) -> None:
+    (rank, *_) = estimate_devices(load_config(config, overrides), 80 * 10**9)
+    tokens = 64 * 8 // 8 * 16384  # of the trajectories of one of eight ranks
+    assert rank.host.get("routing") == (None if layers is None else tokens * layers * 8)
+
+
 @pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("79.5 GiB", int(79.5 * 2**30))])
 def test_sizes_are_decimal_or_binary_as_they_say(text: str, size: int) -> None:
     assert parse_size(text) == size

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import read_config
+from async_rl.routing import id_dtype
 from async_rl.trainer_protocol import RankMemory, TrainerMemory
 from trainer.memory import activations
 from trainer.memory.activations import FLOAT32, Slice
@@ -241,7 +242,27 @@ def _on_host(config: Config, model: Dimensions, stage: int, steady: dict[str, in
     if config.placement.shared:
         copies = 1 + ("critic" in steady)
         host["offloaded"] = copies * (steady["weights"] + steady["optimizer"])
+    if routing := _routing_bytes(config, model, stage):
+        host["routing"] = routing
     return host
+
+
+def _routing_bytes(config: Config, model: Dimensions, stage: int) -> int:
+    """Returns the routing rows of a rank's part of a batch: those of its trajectories, if engines sent them,
+    and a copy of those that its own layers replay for its own tokens.
+    """
+    trainer, layout, replay = config.trainer, config.trainer.layout, config.routing.replay
+    if replay == "off" or not any(model.has_experts):
+        return 0
+    trajectories = trainer.groups_per_batch * config.rollout.group_size * (1 + config.rollout.max_branches)
+    replicas = trainer.num_ranks // (layout.tp * layout.pp * layout.cp)
+    rows = ceil(trajectories / replicas) * config.rollout.max_context_tokens
+    chunks = chunks_of(layout, stage, len(model.has_experts))
+    own = (
+        sum(model.has_experts[layer] for chunk in chunks for layer in chunk) * rows // (layout.tp * layout.cp)
+    )
+    sent = sum(model.has_experts) * rows if replay == "r3" else 0
+    return (sent + own) * model.top_k * id_dtype(model.experts).itemsize
 
 
 def _first_rank(
