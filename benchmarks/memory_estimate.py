@@ -64,6 +64,7 @@ CASES = {
     "interleaved pipeline": Case("qwen3_moe", 2, {"pp": 2, "vpp": 2}),
     "context": Case("qwen2_moe", 2, {"cp": 2}, "bfloat16", "full"),
     "latent attention": Case("deepseek_v3", 2, {"ep": 2}, "bfloat16"),
+    "latent attention, context": Case("deepseek_v3", 2, {"cp": 2}, "bfloat16"),
     "tensor, pipeline, expert": Case("qwen3_moe", 4, {"tp": 2, "pp": 2, "ep": 2}),
 } | {
     f"one rank, {' and '.join(modules)} recomputed": Case(

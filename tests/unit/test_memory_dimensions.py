@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from trainer.memory import activations
 from trainer.memory.activations import in_flight
 from trainer.memory.dimensions import chunks_of, dimensions_of, parameters_of
 from trainer.validate import KNOWN_MODEL_TYPES
+
+ROOT = Path(__file__).parents[2]
 
 MODELS: dict[str, Any] = {
     "deepseek_v3": tiny_model.build_tiny_deepseek_v3,
@@ -76,3 +79,23 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_runs_ahead() -> Non
 
 def test_logits_are_those_of_one_part() -> None:
     assert activations.LOGITS_AT_ONCE == log_probs.LOGITS_AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads"),
+    [
+        # The projection's output; the norm's input, in the order of heads; rotated; results.
+        (2, (16 + 2 * 2) + 16 + (16 + 2) + 16),
+        # One group: its heads are in order.
+        (4, (8 + 2) + (8 + 1) + 8),
+        # Half a group: the projection's outputs of all ranks are gathered, 32 queries, 4 keys and 4 values.
+        (8, (32 + 2 * 4) + (4 + 1) + 4),
+    ],
+)
+def test_tensor_ranks_beyond_the_groups_keep_what_they_gather(tp: int, heads: int) -> None:
+    source = ROOT / "tests" / "support" / "model_configs" / "qwen3_30b_a3b.json"
+    model = dimensions_of(json.loads(source.read_text(encoding="utf-8")))
+    assert (model.heads, model.groups) == (32, 4)
+    part = activations.Slice(tokens=64, tp=tp, cp=1, etp=1, longest=64, element=2, fused=True)
+    normalisers = 64 * 32 // tp * 4
+    assert activations.attention_bytes(model, part) == 64 * heads * model.head * 2 + normalisers

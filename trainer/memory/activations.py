@@ -90,7 +90,7 @@ def recomputed_bytes(model: Dimensions, part: Slice, modules: Sequence[str], *, 
     again = 0 if keeps_inputs(part) else norm * e
     found["layernorm"] = sum(norm_bytes(norm, part, output=kept) - again for kept in outputs)
     if model.latent is None:
-        query, key = tokens * heads * model.head, tokens * model.groups * model.head // part.tp
+        query, key = tokens * heads * model.head, tokens * _groups_here(model, part) * model.head
         own = 0 if part.fused else e * (2 * query * part.cp - 2 * key) + _mask_bytes(part)
         found["core_attn"] = own + tokens * heads * FLOAT32
         found["mla_up_proj"] = 0
@@ -129,24 +129,34 @@ def attention_bytes(model: Dimensions, part: Slice) -> int:
     tokens, e, heads = part.tokens, part.element, model.heads // part.tp
     if model.latent is not None:
         return _latent_attention_bytes(model, part)
-    query, key = tokens * heads * model.head, tokens * model.groups * model.head // part.tp
-    several = model.heads > model.groups
+    groups = _groups_here(model, part)
+    query, key = tokens * heads * model.head, tokens * groups * model.head
+    # With fewer groups than tensor ranks, each gathers the whole output and takes views of it.
+    output = query + 2 * key
+    if model.groups < part.tp:
+        output = tokens * (model.heads + 2 * model.groups) * model.head
+    several = groups > 1 and model.heads > model.groups  # heads of one group are in order already
     attended = tokens * heads * FLOAT32  # the normaliser of each query
     adapters = (part.low("attention", tokens) + part.low("attention", part.sequence)) // 2
     if part.fused:
         # The projection's output holds values and the norm's input; rotation makes queries and keys anew.
-        kept = query + 2 * key + query + key + query * (several and model.query_norm)
+        kept = output + query + key + query * (several and model.query_norm)
         return e * (kept + query) + attended + adapters
     kept = 0
     if model.query_norm:
         kept += norm_bytes(query + key, part, output=False)
         if e == FLOAT32:  # the norms keep the projection's output, and of queries another copy in order
-            kept += e * (query + 2 * key + query * several)
+            kept += e * (output + query * several)
     kept += 4 * e * tokens * model.head  # sine and cosine, for queries and for keys
     # Queries, keys and values of each head, and results; without a mask in the order of tokens, too.
     results = 1 if part.cp > 1 or not part.keeps_input_of("attention") else 2
     kept += e * (query + 2 * query * part.cp + results * query)
     return kept + attended + _mask_bytes(part) + adapters
+
+
+def _groups_here(model: Dimensions, part: Slice) -> int:
+    """Returns the key-value heads of a rank; tensor ranks beyond their number share one."""
+    return max(1, model.groups // part.tp)
 
 
 def _mask_bytes(part: Slice) -> int:
@@ -168,7 +178,8 @@ def _latent_attention_bytes(model: Dimensions, part: Slice) -> int:
     if sizes.plain + sizes.rotated == sizes.value:
         kept = e * (query + 2 * query * part.cp + 2 * value) + tokens * heads * FLOAT32
     else:  # torch's kernel for a CPU needs equal sizes; otherwise it keeps float32 and all weights
-        kept = FLOAT32 * (query + (query + value) * part.cp + heads * tokens * part.longest) + e * value
+        attended = part.longest if part.cp == 1 else tokens * part.cp  # all of a packed micro-batch, masked
+        kept = FLOAT32 * (query + (query + value) * part.cp + heads * tokens * attended) + e * value
     return down + rotation + kept + _mask_bytes(part)
 
 
