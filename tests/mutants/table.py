@@ -3263,7 +3263,7 @@ MUTANTS: Final = (
         "trainer/validate.py",
         "    if problem is None or not needed",
         "    if True or not needed",
-        ("tests/unit/test_gpu_setup.py",),
+        ("tests/unit/test_gpu_setup.py::test_what_a_missing_transformer_engine_means_is_said",),
     ),
     Mutant(
         "a-broken-transformer-engine-is-found-by-ranks",
@@ -3271,7 +3271,7 @@ MUTANTS: Final = (
         "async_rl/runtime/devices.py",
         "        if done.returncode == 0:\n",
         "        if True:\n",
-        ("tests/unit/test_gpu_setup.py",),
+        ("tests/unit/test_gpu_setup.py::test_a_transformer_engine_of_another_torch_is_found_by_its_import",),
     ),
     Mutant(
         "a-restarted-engine-is-warm",
