@@ -286,7 +286,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 0
-    temperature: Annotated[float, Meta(gt=0, le=2, description="Sampling temperature, at least 0.01.")] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=2, description="Sampling temperature, at least 0.01.")] = 1.0
     top_p: Annotated[
         float,
         Meta(

@@ -421,12 +421,6 @@ def check_sampling(config: Config) -> None:
             f"rollout.max_new_tokens is {rollout.max_new_tokens} which leaves no tokens for a prompt in "
             f"rollout.max_context_tokens = {rollout.max_context_tokens}: lower the one or raise the other"
         )
-    if rollout.temperature < 0.01:
-        raise ValueError(
-            f"rollout.temperature is {rollout.temperature:g}, expected at least 0.01: engines are greedy "
-            "below 1e-6, where log-probs of that temperature would be wrong, and logits divided by so little "
-            "exceed float32; raise it"
-        )
     if rollout.top_k == 0:
         raise ValueError("rollout.top_k is 0, so that no token could be sampled: use -1 for no limit")
     if rollout.needs_masks and not 1 <= rollout.top_k <= LARGEST_MASK:

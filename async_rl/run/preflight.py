@@ -47,6 +47,7 @@ def check_config(config: Config) -> list[str]:
     """
     require_tasks(config)
     _check_workers(config)
+    check_temperature(config)
     facts = load_facts(config.model.path)
     check_model(config, facts)
     _check_adapters(config, facts)
@@ -119,6 +120,20 @@ def _check_vocabulary(chat: ChatFormat, model_path: str, vocab_size: int) -> Non
         raise ConfigError(
             f"the tokenizer in {model_path} has {tokens} tokens, and its config.json only vocab_size "
             f"{vocab_size}: one of the files belongs to another model"
+        )
+
+
+def check_temperature(config: Config) -> None:
+    """Check that the trainer can compute log-probs at the sampling temperature; evaluations may be greedy.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if config.rollout.temperature < 0.01:
+        raise ConfigError(
+            f"rollout.temperature is {config.rollout.temperature:g}, expected at least 0.01: engines are "
+            "greedy below 1e-6, where log-probs of that temperature would be wrong, and logits divided by so "
+            "little exceed float32; raise it"
         )
 
 

@@ -135,6 +135,11 @@ def test_sampling_and_loop_are_the_rollouts_unless_they_are_given():
     assert (changed.top_p, changed.top_k, changed.min_p, changed.agent_loop_args) == (0.5, 3, 0.1, {"a": 1})
 
 
+def test_workers_get_the_settings_of_a_greedy_evaluation():
+    greedy = evaluation_config(config(temperature=0.0))
+    assert parse_config(msgspec.to_builtins(greedy)).rollout.temperature == 0
+
+
 def test_short_answers_need_no_other_settings_of_training():
     base = config(max_new_tokens=7)
     loss = msgspec.structs.replace(base.trainer.loss, overlong_buffer_tokens=100)

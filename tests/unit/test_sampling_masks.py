@@ -15,6 +15,7 @@ from async_rl.engines.sglang.generate_call import CallAccount, encode_request
 from async_rl.errors import AlignmentError, ConfigError, EngineError, RequestRefused
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.journal import Journal
+from async_rl.run.preflight import check_temperature
 from async_rl.types import SamplingMask, SamplingSettings, Trajectory, VersionSpan
 from tests.support.fake_sglang import GOOD_SERVER, FakeSGLang, event, finish
 from tests.support.journals import continue_journals, reopen_entry
@@ -385,11 +386,11 @@ def test_sampling_that_cannot_be_replayed_is_refused(sampling: dict[str, float])
 
 def test_a_temperature_at_which_engines_are_greedy_is_refused() -> None:
     tree = {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"kind": "simulated"}}
-    parse_config(tree | {"rollout": {"reward": "m:f", "temperature": 0.01}})
+    check_temperature(parse_config(tree | {"rollout": {"reward": "m:f", "temperature": 0.01}}))
     with pytest.raises(
         ConfigError, match=r"rollout\.temperature is 1e-07, expected at least 0\.01: engines are greedy"
     ):
-        parse_config(tree | {"rollout": {"reward": "m:f", "temperature": 1e-7}})
+        check_temperature(parse_config(tree | {"rollout": {"reward": "m:f", "temperature": 1e-7}}))
 
 
 @pytest.mark.parametrize(
