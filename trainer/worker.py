@@ -170,7 +170,8 @@ class TrainerWorker:
         config, trainer = self.config, self.config.trainer
         try_loss(config)  # this node may lack the user's module
         device = choose_device(trainer.device, self._rank, bind_numa=config.placement.bind_numa)
-        check_adapters(config, read_config(config.model.path))
+        if trainer.lora is not None:
+            check_adapters(config, read_config(config.model.path))
         check_megatron_settings(config, on_gpu=device.type == "cuda")
         if device.type == "cuda":
             check_fused_layers(config, None if has_transformer_engine() else "is not installed")

@@ -43,6 +43,6 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
 def test_the_sweep_sees_it_when_a_task_group_loses_a_cancellation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "_TaskGroup", asyncio.TaskGroup)
+    monkeypatch.setattr(supervision._TaskGroup, "__aexit__", asyncio.TaskGroup.__aexit__)
     swept = sweep(small_run(0, FAULTS), tmp_path, within="EngineRepair.repair_engines")
     assert swept.violations == ["the run was cancelled and ended as if it had not been"]

@@ -76,6 +76,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_index_of_a_model_cannot_name_files_outside_of_its_folder(folder: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "../other.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text("{}")
     facts = EngineFacts(num_layers=1, moe_layers=(), num_experts=0, top_k=0, vocab_size=8, context_length=8)
     with pytest.raises(ConfigError, match=r"names the file '\.\./other\.safetensors'; expected a name"):
         check_weights(folder, facts)
