@@ -299,8 +299,10 @@ class Simulation:
             lost = "node_lost" in met and "does not exist" in str(cause)  # the same of a whole node
             allowed = flipped or lost or bool(met & TRAINER_FAULTS)
         elif isinstance(cause, EngineError | EnvironmentNotReady):
-            # A clock that jumps lets everything run past its time.
-            allowed = bool(met & {*ENGINE_FAULTS, "clock_jump"})
+            # A clock that jumps lets everything run past its time. Requests that arrive late look from the
+            # driver like an engine that does not answer, so they may use up its restarts.
+            unanswered = "late_request" in met and _SILENCE[0] in str(cause)
+            allowed = unanswered or bool(met & {*ENGINE_FAULTS, "clock_jump"})
         elif isinstance(cause, StallError):
             hangs = any(task.metadata["trouble"] == "hang_loop" for task in self._scenario.tasks)
             allowed = self._config.doctor.action != "report" and (hangs or bool(met & ENGINE_FAULTS))
