@@ -130,6 +130,8 @@ class VersionMismatch(EngineError):
 class NodeUnreachable(AsyncRLError):
     """A node with frames of finished trajectories does not answer."""
 
+    node = ""
+    """Its address, where the caller shall wait for it."""
     reader_has_ended = False
     """Whether what read the frames there has ended, so that another one must be started."""
 

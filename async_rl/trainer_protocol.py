@@ -120,15 +120,25 @@ class TrainerRank(Protocol):
         """Build the model on all ranks and load the checkpoint, or else the model's own weights."""
         ...
 
+    def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """Read and verify the frames of this rank's micro-batches, for the `train_step` that may follow.
+
+        Needs no device memory and exchanges nothing with other ranks. The next call replaces what was read.
+
+        Returns:
+            What is wrong with frames that are missing or damaged, by trajectory. Nothing is kept then.
+        """
+        ...
+
     def train_step(self, batch: TakenBatch, step: int) -> StepResult:
-        """Train on a batch: each rank reads the frames of its own micro-batches.
+        """Train on the batch that `read_batch` has read last.
 
         Every rank returns a result; rank 0's is reported.
         """
         ...
 
     def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
-        """Return the indices of the trajectories whose frames this rank reads in `train_step`.
+        """Return the indices of the trajectories whose frames this rank reads in `read_batch`.
 
         Called only on ranks of other nodes than the frames', which are brought there first.
         """
@@ -197,7 +207,7 @@ class TrainerRank(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move all device memory of the trainer to the host; only `reload` or `close` may follow.
+        """Move all device memory of the trainer to the host; then only `read_batch`, `reload` or `close`.
 
         A second call changes nothing.
         """
@@ -228,6 +238,14 @@ class Trainer(Protocol):
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """Call `TrainerRank.setup` on all ranks."""
+        ...
+
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """Call `TrainerRank.read_batch` on all ranks, and return the flaws that they have found.
+
+        Raises:
+            NodeUnreachable: A node that has frames of the batch does not answer; nothing is kept.
+        """
         ...
 
     async def train_step(self, batch: Any, step: int) -> StepResult:

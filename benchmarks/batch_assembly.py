@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -27,7 +26,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from async_rl.queue import frames
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.packing import Packer, StoredGroup
 from async_rl.queue.spool import Spool
@@ -99,16 +97,11 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
         spool.delete_discarded()
         return seconds
 
-    def decide() -> float:
-        with mock.patch.object(frames, "verify_frame", return_value=None):
-            return cpu_time(lambda: PACKER.pack_groups(0, stored))()
-
     times = in_turns(
         repetitions,
         memcpy=cpu_time(lambda: np.copyto(target, source)),
         put=put,
-        decide=decide,
-        take=cpu_time(lambda: PACKER.pack_groups(0, stored)),
+        decide=cpu_time(lambda: PACKER.pack_groups(0, stored)),
         all=cpu_time(lambda: read_trajectories(batch)),
         share=cpu_time(lambda: read_trajectories(batch, shares[8])),
     )
@@ -122,7 +115,6 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
     read = sum(batch.trajectories[index].nbytes for index in shares[8])
     return [
         row("driver: decide", size, times["decide"], "memcpy", times["memcpy"], "<= 0.1"),
-        row("driver: decide and verify", size, times["take"], "memcpy", times["memcpy"]),
         row("node: encode and write", size, times["put"], "memcpy", times["memcpy"]),
         row("one rank reads all", size, times["all"], "memcpy", times["memcpy"]),
         row("one of 8 ranks reads its share", size, times["share"], "memcpy", times["memcpy"]),

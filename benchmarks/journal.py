@@ -80,9 +80,14 @@ class Reader:
         """Implements `Trainer.setup`."""
         return TrainerState(step=0)
 
+    async def read_batch(self, taken: TakenBatch) -> dict[str, str]:
+        """Implements `Trainer.read_batch`."""
+        self._batch = read_trajectories(taken)
+        return {}
+
     async def train_step(self, taken: TakenBatch, step: int) -> StepResult:
         """Implements `Trainer.train_step`."""
-        batch = read_trajectories(taken)
+        batch = self._batch
         counts = {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum())}
         rows = {"routing_rows": 0.0, "routing_rows_invalid": 0.0, "step_s": 0.0}
         return StepResult(step=step, metrics=dict.fromkeys(FIGURES, 0.0) | counts | rows)

@@ -32,8 +32,9 @@ import torch
 from async_rl.config import Config, RejectConfig, old_log_probs_reason, parse_config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.engines.model_facts import read_config
-from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
+from async_rl.errors import CorruptFrame, InvariantError, NonFiniteLoss, TrainerError
 from async_rl.queue.batching import read_trajectories
+from async_rl.queue.frames import find_flaws
 from async_rl.queue.kept_batches import keep_frames, keep_result
 from async_rl.trainer_protocol import Extreme, Saved, StepResult, TrainerState
 from async_rl.types import BoolArray, Float32Array, Int64Array, TakenBatch, TrainBatch
@@ -129,6 +130,8 @@ class TrainerWorker:
         self._snapshot: WeightSnapshot | None = None
         self._saver: CheckpointSaver | None = None
         self._offload: TrainerOffload | None = None
+        self._read: tuple[TakenBatch, TrainBatch] | None = None
+        """What `read_batch` has read, with this node's paths of its frames."""
         self._weights: WeightExport | None = None
 
     @property
@@ -231,21 +234,40 @@ class TrainerWorker:
 
     # -- training
 
-    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
-        """Reads the frames of this rank's micro-batches and trains on them (`train_on`).
+    def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """Implements `TrainerRank.read_batch`.
 
-        Of other ranks' tokens it has versions and masks, from the references, and their rollout log-probs,
-        which the mismatch is measured with.
+        Raises:
+            AlignmentError: When a frame does not hold what its reference says.
+            TrainerError: When a frame was damaged while it was read.
         """
+        self._read = None
         own = self.needed_trajectories(batch)
-        with raise_on_all_ranks():
-            try:
-                tokens = read_trajectories(batch, own)
-            except CorruptFrame as error:  # damaged since the queue verified it: a restart drops its group
-                raise TrainerError(f"rank {self._rank} cannot read {batch.batch_id}: {error}") from error
+        try:
+            self._read = batch, read_trajectories(batch, own)
+        except CorruptFrame as error:
+            if flaws := find_flaws(batch.trajectories[index] for index in own):
+                return flaws
+            raise TrainerError(f"rank {self._rank} cannot read {batch.batch_id}: {error}") from error
+        return {}
+
+    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        """Trains on the batch that was read (`train_on`).
+
+        Of other ranks' tokens this rank has versions and masks, from the references, and their rollout
+        log-probs, which the mismatch is measured with.
+
+        Raises:
+            InvariantError: When `read_batch` has not read this batch.
+        """
+        read, self._read = self._read, None
+        if read is None or read[0].trajectory_ids != batch.trajectory_ids:
+            raise InvariantError(f"rank {self._rank} has not read {batch.batch_id}")
+        stored, tokens = read
+        own = self.needed_trajectories(batch)
         if batch.kept_in is not None and self.model.leads_data_parallel_rank:
             with _logging_failed_writes():
-                keep_frames(batch, Path(batch.kept_in), own, self._rank)
+                keep_frames(stored, Path(batch.kept_in), own, self._rank)
         rollout = torch.from_numpy(tokens.rollout_log_probs).to(self.model.device)
         shared = self.model.sum_over_data_parallel(rollout).cpu().numpy()
         result = self.train_on(msgspec.structs.replace(tokens, rollout_log_probs=shared), step)

@@ -134,6 +134,8 @@ def replay_step(
         async with open_trainer(config, folder) as trainer:
             await trainer.setup(checkpoint)
             for step, batch in batches.items():
+                for flaw in (await trainer.read_batch(batch)).values():
+                    raise DataError(f"the captured batch is damaged: {flaw}")
                 result = await trainer.train_step(batch, step)
                 compared = _compare(load_result(_batch_folder(path, step)), result)
                 found.extend(compared)

@@ -3,7 +3,7 @@
 ```
  node a: worker ─► files ◄─ FrameReaderActor ── Ray's store ──► FrameReaderActor ─► memory ◄─ ranks of node b
                      ▲            ▲                                  ▲
-   ranks of node a ──┘            └── verify, delete: driver ────────┘ hold
+   ranks of node a ──┘            └── delete: driver ────────────────┘ hold
 ```
 
 Each frame goes to a node once, whatever the number of ranks there that read it. The driver sees references.
@@ -32,7 +32,6 @@ from async_rl.placement.actors import ActorSetup, NodeActor
 from async_rl.placement.placements import node_addresses
 from async_rl.placement.ray_trainer import last_line
 from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
-from async_rl.queue.frames import find_flaws
 from async_rl.queue.journal_folders import JournalSummary, read_journals
 from async_rl.runtime.processes import die_with_parent
 from async_rl.runtime.supervision import Nursery
@@ -43,7 +42,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ANSWER_LIMIT_S: Final = 120.0
-"""A reader may have to verify all frames of a batch on its node."""
+"""A reader may be sending all frames of a batch on its node."""
 
 _JOIN_LIMIT_S: Final = 10.0
 """A reader that has not started by then is killed at the end of the run."""
@@ -63,10 +62,6 @@ class FrameReaderActor(NodeActor):
 
     def ping(self) -> None:
         """Answer."""
-
-    def find_flaws(self, stored: Sequence[StoredTrajectory]) -> dict[str, str]:
-        """Verify frames."""
-        return find_flaws(stored)
 
     def delete_frames(self, paths: Sequence[str]) -> None:
         """Delete frames, or let them be overwritten."""
@@ -214,10 +209,6 @@ class RayFrameReader(FrameReader):
         self._node = node
         self._readers = readers
         self._actor = readers.actor_on(node)
-
-    def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
-        """Implements `FrameReader.begin_find_flaws`."""
-        return self._answer(self._actor.find_flaws.remote(list(stored)), _ANSWER_LIMIT_S)
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`."""

@@ -19,6 +19,9 @@ from async_rl.types import StoredTrajectory, TakenBatch
 
 T = TypeVar("T")
 
+_SEND_LIMIT_S: Final = 120.0
+"""The time for a node to put its frames of a batch into Ray's store."""
+
 WEIGHTS: Final = "weights"
 """The concurrency group of a rank's actor that sends weights, in a thread of its own."""
 
@@ -59,17 +62,24 @@ class RayTrainer(Trainer):
         )
         return state
 
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """Implement `TrainerRank.read_batch` for all ranks, with frames of other nodes than theirs."""
+        limit_s = self._config.trainer.step_timeout_s
+        local = await self._deliver_frames(limit_s, batch)
+        flaws: list[dict[str, str]] = await self._answers(
+            limit_s,
+            "read_batch",
+            {
+                rank: actor.call_worker.remote("read_batch", local.get(node, batch))
+                for rank, (actor, node) in enumerate(zip(self._actors, self._nodes, strict=True))
+            },
+        )
+        return {name: flaw for of_rank in flaws for name, flaw in of_rank.items()}
+
     async def train_step(self, batch: Any, step: int) -> StepResult:
         """Implement `TrainerRank.train_step` for all ranks."""
-        limit_s = self._config.trainer.step_timeout_s
-        local = await self._deliver_frames(limit_s, batch) if isinstance(batch, TakenBatch) else {}
-        result: StepResult = await self._gather(
-            limit_s,
-            "train_step",
-            [
-                actor.call_worker.remote("train_step", local.get(node, batch), step)
-                for actor, node in zip(self._actors, self._nodes, strict=True)
-            ],
+        result: StepResult = await self._call_all(
+            self._config.trainer.step_timeout_s, "train_step", batch, step
         )
         return result
 
@@ -81,6 +91,10 @@ class RayTrainer(Trainer):
 
         Returns:
             The batch with their paths, by node that was sent any.
+
+        Raises:
+            NodeUnreachable: A node that has some, other than the driver's, does not send them.
+            TrainerError: A node does not take them.
         """
         places = [each.node or self._driver_node for each in batch.trajectories]
         ranks = {rank: node for rank, node in enumerate(self._nodes) if set(places) != {node}}
@@ -102,8 +116,18 @@ class RayTrainer(Trainer):
             return [batch.trajectories[index] for index in indices]
 
         async def send(node: str, indices: list[int]) -> list[Any]:
-            reader = await asyncio.to_thread(self._reader_on, node)
-            objects: list[Any] = await reader.send_frames.remote(stored(indices))
+            try:
+                async with asyncio.timeout(_SEND_LIMIT_S):
+                    reader = await asyncio.to_thread(self._reader_on, node)
+                    objects: list[Any] = await reader.send_frames.remote(stored(indices))
+            except (RayError, NodeUnreachable, TimeoutError) as error:
+                if node == self._driver_node:
+                    raise
+                unreachable = NodeUnreachable(
+                    f"node {node} does not send the frames that it has: {last_line(error)}"
+                )
+                unreachable.node = node
+                raise unreachable from error
             return objects
 
         async def hold(node: str, indices: list[int]) -> TakenBatch:
@@ -239,16 +263,19 @@ class RayTrainer(Trainer):
 
 
 async def _on_nodes(limit_s: float, calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
-    """Wait for the readers of frames on some nodes; the first that fails fails the step.
+    """Wait for the readers of frames on some nodes; the first that fails fails the call.
 
     Raises:
-        TrainerError: Always, when one fails: the ranks start again, and the queue waits for the node.
+        NodeUnreachable: One failed with this error about a node that the caller can wait for.
+        TrainerError: One failed otherwise: the ranks start again.
     """
 
     async def answer(node: str, call: Coroutine[Any, Any, T]) -> T:
         try:
             return await call
-        except (RayError, NodeUnreachable) as error:
+        except (RayError, NodeUnreachable, TimeoutError) as error:
+            if isinstance(error, NodeUnreachable) and error.node:
+                raise
             raise TrainerError(
                 f"frames of the batch could not be sent by or to node {node}: {last_line(error)}"
             ) from error

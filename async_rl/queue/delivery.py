@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final
 
 from async_rl.errors import DataError, InvariantError, NodeUnreachable
 from async_rl.queue.outstanding import OutstandingGroups
-from async_rl.queue.packing import Packer
+from async_rl.queue.packing import Packed, Packer
 from async_rl.runtime.threads import run_uncancellable
+from async_rl.runtime.waits import waiting
 from async_rl.types import TakenBatch
 
 log = logging.getLogger(__name__)
@@ -23,17 +24,25 @@ MAX_DAMAGED_GROUPS: Final = 64
 class BatchDelivery:
     """Makes batches of ready groups and remembers them until their step is settled."""
 
-    def __init__(self, groups: OutstandingGroups, packer: Packer, executor: Executor) -> None:
+    def __init__(
+        self,
+        groups: OutstandingGroups,
+        packer: Packer,
+        executor: Executor,
+        read_batch: Callable[[TakenBatch], Awaitable[Mapping[str, str]]],
+    ) -> None:
         """Start without batches: the groups of an earlier process's batches are still queued.
 
         Args:
             groups: The groups that batches are made of.
-            packer: Verifies groups and makes batches.
+            packer: Makes batches.
             executor: Runs the packer.
+            read_batch: Lets the trainer read and verify the frames of a batch, as `Trainer.read_batch`.
         """
         self._groups = groups
         self._packer = packer
         self._executor = executor
+        self._read_batch = read_batch
         self._packing = False
         self._num_damaged = 0
         """Damaged groups since the last batch."""
@@ -45,7 +54,9 @@ class BatchDelivery:
         return self._packing or bool(self._taken)
 
     async def pack_batch(self, version: int, group_ids: Sequence[str]) -> TakenBatch | None:
-        """Pack ready groups for the trainer, which has them afterwards. Cancelled, they stay ready.
+        """Pack ready groups and let the trainer read them, which has them afterwards.
+
+        Cancelled, they stay ready.
 
         Args:
             version: The version that consumes the batch.
@@ -57,6 +68,7 @@ class BatchDelivery:
 
         Raises:
             DataError: Too many groups in a row are damaged.
+            TrainerError: The trainer failed.
         """
         stored = [self._groups.stored_group(group_id) for group_id in group_ids]
         self._packing = True
@@ -65,8 +77,12 @@ class BatchDelivery:
                 packed, cancelled = await run_uncancellable(
                     self._executor, lambda: self._packer.pack_groups(version, stored)
                 )
+                if packed.batch is not None and cancelled is None:
+                    with waiting("frames", packed.batch.batch_id):
+                        packed = _without_damaged(packed, packed.batch, await self._read_batch(packed.batch))
         except NodeUnreachable as error:
             log.warning("the batch of version %d waits: %s", version, error)
+            self._groups.wait_for_node(error.node)
             return None
         finally:
             self._packing = False
@@ -107,3 +123,17 @@ class BatchDelivery:
         _, cancelled = await run_uncancellable(self._executor, self._groups.flush_ledger)
         self._taken.remove(batch.batch_id)
         return cancelled
+
+
+def _without_damaged(packed: Packed, batch: TakenBatch, flaws: Mapping[str, str]) -> Packed:
+    """Return a packed batch, or its groups with damaged frames where there are some."""
+    if not flaws:
+        return packed
+    groups = dict.fromkeys(
+        batch.group_ids[index]
+        for index, trajectory in zip(batch.group_index, batch.trajectories, strict=True)
+        if trajectory.trajectory_id in flaws
+    )
+    for trajectory_id, flaw in flaws.items():
+        log.warning("trajectory %s cannot be trained on: %s", trajectory_id, flaw)
+    return Packed(unusable=dict.fromkeys(groups, "corrupt"), flaw=[*flaws.values()][-1])

@@ -90,7 +90,7 @@ class FinishedTrajectories:
             version: The version that engines serve. Versions above it were undone by the restart: tokens that
                 they sampled count as sampled by this one.
         """
-        flaws = self._spool.find_flaws(group.stored.values(), here_only=True)
+        flaws = self._spool.find_flaws_here(group.stored.values())
         for trajectory_id, flaw in flaws.items():
             log.warning("trajectory %s is sampled again: %s", trajectory_id, flaw)
         intact = group.stored.keys() - flaws.keys()

@@ -1,4 +1,4 @@
-"""What is done with frames on the node that has them: they are verified, used again and deleted there.
+"""What is done with frames and journals on the node that has them: they are reused, deleted and read there.
 
 ```
  driver: Spool ─┬─ LocalFrameReader                                its own node
@@ -17,9 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from async_rl.queue.frames import find_flaws
 from async_rl.queue.journal_folders import JournalSummary, NodeJournals, read_journals
-from async_rl.types import StoredTrajectory
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +39,6 @@ class FrameReader(NodeJournals, Protocol):
     Raises:
         NodeUnreachable: By that function, when there is no answer.
     """
-
-    def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
-        """Verify frames, as `frames.find_flaws` does."""
-        ...
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Ask for an answer, within a time."""
@@ -83,10 +77,6 @@ class LocalFrameReader(FrameReader):
         """
         self._directory = directory
         self._ended_folders: set[str] = set()
-
-    def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
-        """Implements `FrameReader.begin_find_flaws`."""
-        return lambda: find_flaws(stored)
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`: this process runs."""

@@ -243,6 +243,10 @@ class OutstandingGroups:
         stored = (entry for group_id in group_ids for entry in self._ledger.group(group_id).stored.values())
         return sorted({entry.node for entry in stored} & absent)
 
+    def wait_for_node(self, node: str) -> None:
+        """Let batches with frames of a node wait until it answers, or is given up."""
+        self._spool.absent.add(node)
+
     def reopen_lost(self) -> None:
         """Return ready groups with frames on lost nodes to `restored`: these trajectories are sampled again.
 

@@ -1,13 +1,13 @@
-"""From finished groups to a batch: verifies frames, checks ages and routing, leaves out what is too old.
+"""From finished groups to a batch: checks ages and routing, and leaves out what is too old.
 
 It is the final check of the staleness bound: the trainer reads the batches that `Packer` makes. Everything is
-decided by the summaries of the trajectories. Frames are only verified, on the nodes that have them.
+decided by the summaries of the trajectories. The ranks that read the frames verify them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -16,7 +16,6 @@ from async_rl import routing
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AlignmentError, DataError, InvariantError
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.frames import find_flaws
 from async_rl.staleness import StalenessPolicy
 from async_rl.types import StoredTrajectory, TakenBatch, root_of
 
@@ -65,7 +64,6 @@ class Packer:
         min_group_size: int,
         facts: EngineFacts | None,
         metrics: Metrics | None,
-        find_flaws: Callable[[Iterable[StoredTrajectory]], Mapping[str, str]] = find_flaws,
     ) -> None:
         """Set the rules.
 
@@ -75,39 +73,32 @@ class Packer:
             min_group_size: A group with fewer trajectories left is not trained.
             facts: The model's facts when routing is replayed, else None.
             metrics: Counts refused routing rows.
-            find_flaws: Verifies frames where they are, and returns what is wrong, by trajectory.
         """
         self._max_staleness = max_staleness
         self._staleness_policy = staleness_policy
         self._min_group_size = min_group_size
         self._facts = facts
         self._metrics = metrics
-        self._find_flaws = find_flaws
 
     def pack_groups(self, version: int, stored: Sequence[StoredGroup]) -> Packed:
-        """Verify groups and make a batch of them, to be consumed at `version`.
+        """Make a batch of groups, to be consumed at `version`.
 
         Raises:
             InvariantError: When a trained token would exceed the bound.
             DataError: When a trajectory has no reward or no tokens.
-            NodeUnreachable: When a node that has some of the frames does not answer.
         """
-        flaws = self._find_flaws([each for group in stored for each in group.trajectories])
         oldest = version - self._max_staleness if self._staleness_policy == "mask_tokens" else None
         unusable, flaw = {}, ""
         trajectories: list[StoredTrajectory] = []
         group_index: list[int] = []
         too_stale: list[str] = []
         for index, group in enumerate(stored):
-            damaged = [flaws[t.trajectory_id] for t in group.trajectories if t.trajectory_id in flaws]
             try:
                 for trajectory in group.trajectories:
                     self._check_model(trajectory)
             except AlignmentError as error:
-                damaged.append(str(error))
-            if damaged:
-                log.warning("group %s cannot be trained on: %s", group.group_id, damaged[-1])
-                unusable[group.group_id], flaw = "corrupt", damaged[-1]
+                log.warning("group %s cannot be trained on: %s", group.group_id, error)
+                unusable[group.group_id], flaw = "corrupt", str(error)
                 continue
             usable = group.trajectories
             if oldest is not None:

@@ -29,7 +29,7 @@ import os
 import shutil
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -40,7 +40,7 @@ from async_rl.codec import Frame
 from async_rl.errors import NodeUnreachable, SpoolFull
 from async_rl.queue import frame_reader
 from async_rl.queue.frame_reader import REUSABLE, FrameReader, LocalFrameReader, delete_files, files_in
-from async_rl.queue.frames import encode_completion, encode_trajectory
+from async_rl.queue.frames import encode_completion, encode_trajectory, find_flaws
 from async_rl.runtime.shortages import is_shortage
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
@@ -282,7 +282,6 @@ class Spool(FrameStore):
         self._used_bytes: defaultdict[str, int] = defaultdict(int)  # by node
         self._stored_bytes: dict[str, int] = {}  # by node, of all groups that ever ended
         self._discarded: list[tuple[str, str]] = []  # node, path
-        self._verified: set[str] = set()  # at the start, by path
         self._deleting = threading.Lock()
         self._unanswered: list[tuple[str, list[str], Callable[[], None]]] = []  # node, paths to delete, wait
         self._in_use: set[str] = set()  # names of folders of processes that may still write
@@ -448,32 +447,9 @@ class Spool(FrameStore):
 
     # -- nodes --------------------------------------------------------------------------------------------
 
-    def find_flaws(self, stored: Iterable[StoredTrajectory], *, here_only: bool = False) -> Mapping[str, str]:
-        """Verify frames where they are; return what is wrong with those that are damaged, by trajectory.
-
-        Args:
-            stored: The frames.
-            here_only: Leave out those on other nodes; the others are not verified again by the next call.
-
-        Raises:
-            NodeUnreachable: When the node of one of them does not answer; it is absent from now on.
-        """
-        by_node: defaultdict[str, list[StoredTrajectory]] = defaultdict(list)
-        for entry in stored:
-            if here_only:
-                if entry.node not in self._local:
-                    continue
-                self._verified.add(entry.path)
-            elif entry.path in self._verified:
-                self._verified.remove(entry.path)
-                continue
-            by_node[entry.node].append(entry)
-        flaws: dict[str, str] = {}
-        for _, answer in self._ask(by_node, lambda reader, node: reader.begin_find_flaws(by_node[node])):
-            if isinstance(answer, NodeUnreachable):
-                raise answer
-            flaws |= answer
-        return flaws
+    def find_flaws_here(self, stored: Iterable[StoredTrajectory]) -> dict[str, str]:
+        """Return what is wrong with frames on this node that are damaged or missing, by trajectory."""
+        return find_flaws(entry for entry in stored if entry.node in self._local)
 
     def other_nodes(self) -> set[str]:
         """Return the other nodes that have frames, or are absent."""
@@ -606,7 +582,6 @@ class Spool(FrameStore):
 
     def _remove(self, path: str) -> bool:
         """Stop counting a frame; return whether it was counted."""
-        self._verified.discard(path)
         if (frame := self._used.pop(path, None)) is not None:
             self._used_bytes[frame.node] -= frame.nbytes
             return True

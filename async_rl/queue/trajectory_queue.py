@@ -21,7 +21,7 @@ The queue holds references with summaries; the data is in the spool. Its parts:
 - `delivery` makes batches with `packing` and settles them;
 - `restored_groups` adds the groups of an earlier process.
 
-All methods are for the event loop's thread; checking frames and writing the ledger runs in two threads of
+All methods are for the event loop's thread; making batches and writing the ledger runs in two threads of
 the queue. A cancelled `put_group` or `next_batch` has either happened completely or not at all.
 """
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -79,6 +79,11 @@ class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+async def _read_nothing(batch: TakenBatch) -> Mapping[str, str]:
+    """Find no flaws, where no trainer reads frames."""
+    return {}
+
+
 class TrajectoryQueue:
     """The queue of groups between the rollout manager and the train loop.
 
@@ -105,6 +110,7 @@ class TrajectoryQueue:
         metrics: Metrics | None = None,
         observer: Observer | None = None,
         retry_task: Callable[[int, str], bool] = lambda position, reason: False,
+        read_batch: Callable[[TakenBatch], Awaitable[Mapping[str, str]]] = _read_nothing,
         lengths: LengthDrift | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -123,6 +129,7 @@ class TrajectoryQueue:
             observer: Receives what becomes of trajectories.
             retry_task: Called with the position of a task whose group was dropped by no fault of its own, and
                 the reason; returns whether the task will be dispatched again.
+            read_batch: Lets the trainer read the frames of a batch before it has it, as `Trainer.read_batch`.
             lengths: Compares the lengths of trained and of all ended trajectories; None makes one.
             clock: Returns monotonic seconds.
         """
@@ -155,9 +162,8 @@ class TrajectoryQueue:
             min_group_size=min_group_size,
             facts=facts,
             metrics=metrics,
-            find_flaws=spool.find_flaws,
         )
-        self._delivery = BatchDelivery(self._groups, packer, self._threads)
+        self._delivery = BatchDelivery(self._groups, packer, self._threads, read_batch)
 
     # -- restart ------------------------------------------------------------------------------------------
 

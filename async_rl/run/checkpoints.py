@@ -20,7 +20,7 @@ FOLDER: Final = "checkpoints"
 """Subfolder of the run's folder."""
 
 _TRAINER_WAITS: Final = frozenset(
-    {"trainer start", "trainer step", "checkpoint", "snapshot", "publish", "send weights", "export"}
+    {"trainer start", "frames", "trainer step", "checkpoint", "snapshot", "publish", "send weights", "export"}
 )
 """Waits for the trainer: when one of them stalls the run, the trainer cannot write a checkpoint."""
 

@@ -62,6 +62,7 @@ def wait_limits(config: Config) -> dict[str, float]:
         "engine update": weights.timeout_s,
         "export": weights.timeout_s,
         "first chunk": engine.stall_s,
+        "frames": trainer.step_timeout_s,
         "hand-over": weights.timeout_s,
         "publish": weights.timeout_s,
         "reward": rollout.reward_timeout_s,

@@ -365,6 +365,7 @@ class Orchestrator:
             step,
             metrics,
             clock,
+            trainer.read_batch,
             node=self._cluster.node,
             open_reader=self._cluster.open_frame_reader,
         )

@@ -42,7 +42,7 @@ from async_rl.runtime.files import replace_file
 from async_rl.runtime.supervision import observer
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
-from async_rl.types import Task, root_of
+from async_rl.types import TakenBatch, Task, root_of
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,9 @@ class RecoveredState:
 
     Example:
         >>> progress = await restore_progress(config.queue, run_dir, step, metrics)
-        >>> recovered = RecoveredState(config, progress, run_dir, tasks, facts, step, metrics, clock)
+        >>> recovered = RecoveredState(
+        ...     config, progress, run_dir, tasks, facts, step, metrics, clock, trainer.read_batch
+        ... )
         >>> async with services(**recovered.services): ...
         >>> recovered.write_and_close()
     """
@@ -165,6 +167,7 @@ class RecoveredState:
         step: int,
         metrics: Metrics,
         clock: Callable[[], float],
+        read_batch: Callable[[TakenBatch], Awaitable[Mapping[str, str]]],
         *,
         node: str = "",
         open_reader: Callable[[str], FrameReader] = no_other_nodes,
@@ -180,6 +183,7 @@ class RecoveredState:
             step: Step of the checkpoint that the trainer continues from.
             metrics: The run's metrics.
             clock: Monotonic seconds.
+            read_batch: Lets the trainer read the frames of a batch, as `Trainer.read_batch`.
             node: The address of this node.
             open_reader: Returns what reads frames on another node.
 
@@ -223,6 +227,7 @@ class RecoveredState:
             metrics=metrics,
             observer=self.archive,
             retry_task=retries.retry_task,
+            read_batch=read_batch,
             clock=clock,
         )
         self.queue.restore_groups(self.journalled)

@@ -116,6 +116,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "{} does not begin to respond",
         "An engine call is queued or prefilling.",
     ),
+    "frames": WaitKind(
+        "the trainer to read {}",
+        "the trainer does not read {}",
+        "The trainer's ranks are reading the frames of a batch.",
+    ),
     "hand-over": WaitKind(
         "the trainer to move {}",
         "the trainer does not move {}",

@@ -601,6 +601,7 @@ class SimulatedCluster:
             for index in range(scenario.config.engine.num_engines)
         ]
         self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, checker, broadcasts, look)
+        self.trainer.require_node = lambda node: nodes.require(node, asyncio.get_running_loop().time())
         delays = random.Random(f"workers {scenario.seed} {incarnation}")
         self._workers = SimulatedWorkers(
             scenario.seed,

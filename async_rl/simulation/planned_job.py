@@ -373,6 +373,9 @@ class _TimedTrainer:
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         return TrainerState(step=0)
 
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        return {}
+
     async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         num_tokens, num_sampled = batch.num_tokens, batch.num_sampled_tokens
         if step > self._warmup:

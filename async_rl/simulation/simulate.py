@@ -294,10 +294,7 @@ class Simulation:
         if isinstance(cause, InvariantError) or not isinstance(cause, AsyncRLError):
             allowed = False
         elif isinstance(cause, TrainerError):
-            # A bit may flip after a batch was made, and before ranks read it: a hand-over can take long.
-            flipped = "corrupt_frame" in met and "fails its checksum" in str(cause)
-            lost = "node_lost" in met and "does not exist" in str(cause)  # the same of a whole node
-            allowed = flipped or lost or bool(met & TRAINER_FAULTS)
+            allowed = bool(met & TRAINER_FAULTS)
         elif isinstance(cause, EngineError | EnvironmentNotReady):
             # A clock that jumps lets everything run past its time. Requests that arrive late look from the
             # driver like an engine that does not answer, so they may use up its restarts.

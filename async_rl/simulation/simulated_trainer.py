@@ -13,15 +13,16 @@ import msgspec
 
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
-from async_rl.errors import CorruptFrame, TrainerError, WeightSyncError
+from async_rl.errors import InvariantError, TrainerError, WeightSyncError
 from async_rl.observability.records import FIGURES
 from async_rl.queue.batching import read_trajectories
+from async_rl.queue.frames import find_flaws
 from async_rl.runtime.files import replace_file
 from async_rl.simulation.faults import FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import Speeds
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
-from async_rl.types import TakenBatch
+from async_rl.types import TakenBatch, TrainBatch
 
 _JOIN_S: Final = 3.0
 """How long both ends of a weight-update group wait for each other."""
@@ -122,12 +123,15 @@ class SimulatedTrainer:
         self._snapshot: int | None = None
         """The version of the copy."""
         self._readers = 0
+        self._read: tuple[tuple[str, ...], TrainBatch] | None = None
         self._kept: int | None = None
         """The version that a delta can be of."""
         self.faults: list[FaultKind] = []
         """To come, in order."""
         self.own_files: Callable[[], AbstractContextManager[object]] = nullcontext
         """A context in which files can be opened: the ranks are other processes than the driver."""
+        self.require_node: Callable[[str], None] = lambda node: None
+        """Raises `NodeUnreachable` where a node does not answer."""
         self.may_end: Callable[[], bool] = lambda: True
         """Whether a step may end; asked until it may."""
 
@@ -141,10 +145,23 @@ class SimulatedTrainer:
         path = Path(checkpoint_dir or "") / "latest.json"
         self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
         self._snapshot, self._readers = None, 0
+        self._read = None
         self._writing = self._kept = None
         self._checker.restored(self._step)
         self.offloaded = False
         return TrainerState(step=self._step)
+
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """Implements `Trainer.read_batch`."""
+        self._read = None
+        await asyncio.sleep(self._speeds.latency_s)
+        for node in sorted({trajectory.node for trajectory in batch.trajectories}):
+            self.require_node(node)
+        with self.own_files():
+            if flaws := find_flaws(batch.trajectories):
+                return flaws
+            self._read = batch.trajectory_ids, read_trajectories(batch)
+        return {}
 
     async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         """Implements `TrainerRank.train_step`."""
@@ -152,11 +169,10 @@ class SimulatedTrainer:
         self._needs_memory("train")
         fault = self._fault("step_fails", "step_is_nan", "step_is_slow")
         slow = 10.0 if fault == "step_is_slow" else 1.0
-        with self.own_files():
-            try:
-                tokens = read_trajectories(batch)
-            except CorruptFrame as error:
-                raise TrainerError(f"the simulated trainer cannot read its batch: {error}") from error
+        read, self._read = self._read, None
+        if read is None or read[0] != batch.trajectory_ids:
+            raise InvariantError(f"{batch.batch_id} is trained and was not read")
+        tokens = read[1]
         try:
             await asyncio.sleep(slow * self._speeds.train_s)
             while not self.may_end():  # noqa: ASYNC110 - time is virtual
@@ -254,7 +270,7 @@ class SimulatedTrainer:
         """Implements `TrainerRank.save_checkpoint`."""
         self._look()
         self._needs_memory("copy its state")
-        await asyncio.sleep(self._speeds.train_s / 8)
+        await asyncio.sleep(self._speeds.latency_s)
         if extra["weight_version"] != self._step:
             self._checker.fail(f"the checkpoint {extra} is of a trainer at step {self._step}")
         end_s = asyncio.get_running_loop().time() + self._speeds.train_s / 2

@@ -302,14 +302,21 @@ class SimulatedNodes:
             NodeUnreachable: It does not answer.
         """
         reader = _SimulatedReader(
-            node, directory, partial(self._require, node, clock), partial(self.unasked.discard, node)
+            node, directory, lambda: self.require(node, clock()), partial(self.unasked.discard, node)
         )
         reader.begin_ping(0.0)()
         return reader
 
-    def _require(self, node: str, clock: Callable[[], float]) -> None:
-        if node in self.lost or clock() < self.absent_until_s.get(node, 0.0):
-            raise NodeUnreachable(f"{node} does not answer")
+    def require(self, node: str, now: float) -> None:
+        """Check that a node answers.
+
+        Raises:
+            NodeUnreachable: It does not.
+        """
+        if node in self.lost or now < self.absent_until_s.get(node, 0.0):
+            error = NodeUnreachable(f"{node} does not answer")
+            error.node = node
+            raise error
 
 
 class _SimulatedReader(LocalFrameReader):
@@ -326,16 +333,6 @@ class _SimulatedReader(LocalFrameReader):
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`."""
         return self._require
-
-    def begin_find_flaws(self, stored: Sequence[StoredTrajectory]) -> Callable[[], dict[str, str]]:
-        """Implements `FrameReader.begin_find_flaws`."""
-        wait = super().begin_find_flaws(stored)
-
-        def answer() -> dict[str, str]:
-            self._require()
-            return wait()
-
-        return answer
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_delete`."""

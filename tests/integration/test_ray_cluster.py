@@ -17,7 +17,6 @@ from async_rl.observability.records import StepRecord
 from async_rl.observability.text_console import TextConsole
 from async_rl.queue.ledger import Ledger
 from async_rl.runtime.supervision import Nursery, first_error
-from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.mortal_rank import PLAN, MortalRank
@@ -65,11 +64,11 @@ class DistantRank(MortalRank):
         super().__init__(config, rank, world_size, init_address)
         self._paths = Path(config["run"]["dir"]) / f"paths-{rank}"
 
-    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+    def read_batch(self, batch: TakenBatch) -> dict[str, str]:
         (path,) = {batch.trajectories[index].path for index in self.needed_trajectories(batch)}
         with self._paths.open("a") as file:
-            file.write(f"{step} {path}\n")
-        return super().train_step(batch, step)
+            file.write(f"{batch.trainer_version + 1} {path}\n")
+        return super().read_batch(batch)
 
 
 class Steps(RunProgress):

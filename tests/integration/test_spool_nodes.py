@@ -30,10 +30,13 @@ class HeldRank(MortalRank):
         super().__init__(config, rank, world_size, init_address)
         self._folder = Path(config["run"]["dir"])
 
-    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+    def read_batch(self, batch: TakenBatch) -> dict[str, str]:
         with (self._folder / f"paths-{self._rank}").open("a") as file:
             for index in self.needed_trajectories(batch):
-                file.write(f"{step} {batch.trajectories[index].path}\n")
+                file.write(f"{batch.trainer_version + 1} {batch.trajectories[index].path}\n")
+        return super().read_batch(batch)
+
+    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         result = super().train_step(batch, step)
         while (self._folder / "hold").exists():
             time.sleep(0.05)

@@ -14,6 +14,7 @@ from async_rl.config import Config, parse_config
 from async_rl.config.reference import resolved_yaml
 from async_rl.run.captures import Captures, write_capture
 from async_rl.sft.sft_ranks import LocalRank
+from async_rl.types import TakenBatch
 from tests.support.stored_batches import store_batch
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
@@ -22,9 +23,14 @@ from tests.support.trainers import started, trainer_config
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
 
+class ReplayingRank(LocalRank):
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        return self._worker.read_batch(batch)
+
+
 @asynccontextmanager
 async def in_process(config: Config, folder: Path) -> AsyncIterator[LocalRank]:
-    rank = LocalRank(config)
+    rank = ReplayingRank(config)
     try:
         yield rank
     finally:
@@ -43,6 +49,7 @@ def capture(tmp_path_factory):
         for step in (1, 2, 3):
             batch = random_batch(step, layers=2, lengths=(13, 7, 30, 19), trainer_version=step - 1)
             taken = store_batch(folder / f"spool{step}", batch)
+            assert worker.read_batch(taken) == {}
             worker.train_step(captures.keep_batch(taken, step), step)
             for each in taken.trajectories:
                 Path(each.path).unlink()

@@ -290,7 +290,7 @@ class _Look:
         kept = msgspec.structs.replace(taken, kept_in=f"{self.out}/kept {self.name}")
         for name, step in (
             ("memory", lambda: worker.train_on(batch, 1)),
-            ("stored", lambda: worker.train_step(kept, 1)),
+            ("stored", lambda: worker.read_batch(taken) or worker.train_step(kept, 1)),
         ):
             result = step()
             results[name] = {

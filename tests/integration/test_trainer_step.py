@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from async_rl.config import LossConfig
-from async_rl.errors import NonFiniteLoss, TrainerError
+from async_rl.errors import InvariantError, NonFiniteLoss
 from tests.support.stored_batches import store_batch
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
@@ -354,13 +354,17 @@ def test_batch_is_read_from_its_frames_when_trained(moe, tmp_path):
     with started(trainer_config(moe)) as worker:
         with trial(worker, trainer_config(moe)):
             direct = worker.train_on(batch, 1)
+        assert worker.read_batch(taken) == {}
         stored = worker.train_step(taken, 1)
         assert stored.metrics["loss"] == direct.metrics["loss"]
         assert (stored.step, stored.extremes) == (1, direct.extremes)
-        path = Path(taken.trajectories[1].path)
+        damaged, missing = taken.trajectories[1:3]
+        path = Path(damaged.path)
         path.write_bytes(path.read_bytes()[:-64])
-        with pytest.raises(TrainerError, match=r"rank 0 cannot read .*cut short"):
-            worker.train_step(taken, 1)
-        path.unlink()
-        with pytest.raises(TrainerError, match=r"rank 0 cannot read .*does not exist"):
+        Path(missing.path).unlink()
+        flaws = worker.read_batch(taken)
+        assert flaws.keys() == {damaged.trajectory_id, missing.trajectory_id}
+        assert "cut short" in flaws[damaged.trajectory_id]
+        assert "does not exist" in flaws[missing.trajectory_id]
+        with pytest.raises(InvariantError, match=r"rank 0 has not read"):
             worker.train_step(taken, 1)

@@ -16,6 +16,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
 from async_rl.queue.batching import read_trajectories
+from async_rl.queue.frames import find_flaws
 from async_rl.queue.spool import no_other_nodes
 from async_rl.simulation.simulated_models import SimulatedModel
 from async_rl.simulation.simulated_workers import SimulatedWorkers
@@ -47,6 +48,9 @@ class CheckingTrainer:
             self.step = msgspec.json.decode(path.read_bytes())["step"]
             self.resumed = True
         return TrainerState(step=self.step)
+
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        return await asyncio.to_thread(find_flaws, batch.trajectories)
 
     async def train_step(self, taken: TakenBatch, step: int) -> StepResult:
         batch = read_trajectories(taken)

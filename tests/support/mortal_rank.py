@@ -8,6 +8,7 @@ from typing import Any
 
 from async_rl.observability.records import FIGURES
 from async_rl.queue.batching import read_trajectories
+from async_rl.queue.frames import find_flaws
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TakenBatch
 
@@ -31,8 +32,16 @@ class MortalRank:
     def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
         return tuple(range(self._rank, len(batch.trajectories), self._world_size))
 
+    def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        own = self.needed_trajectories(batch)
+        if flaws := find_flaws(batch.trajectories[index] for index in own):
+            return flaws
+        self._tokens = read_trajectories(batch, own)
+        return {}
+
     def train_step(self, batch: TakenBatch, step: int) -> StepResult:
-        tokens = read_trajectories(batch, self.needed_trajectories(batch))
+        tokens = self._tokens
+        assert tokens.trajectory_ids == batch.trajectory_ids
         assert batch.trainer_version == self._step == step - 1
         self._meet_fate(step)
         self._step = step

@@ -16,9 +16,13 @@ FOLDER = "ASYNC_RL_TEST_BATCHES"
 class RecordingWorker(TrainerWorker):
     """Rank 0 copies each batch before it trains on it."""
 
+    def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        self._given = batch  # with the paths of this node
+        return super().read_batch(batch)
+
     def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         if self._rank == 0:
             folder = Path(os.environ[FOLDER])
             folder.mkdir(parents=True, exist_ok=True)
-            write_frame(folder / f"{step}.frame", read_trajectories(batch))
+            write_frame(folder / f"{step}.frame", read_trajectories(self._given))
         return super().train_step(batch, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -201,7 +202,10 @@ def test_the_archive_is_rolled_back_to_the_checkpoint_of_a_restart(path: Path, t
     archive.close()
     metrics = Metrics()
     progress = asyncio.run(restore_progress(config.queue, tmp_path, 1, metrics))
-    recovered = RecoveredState(config, progress, tmp_path, scenario.tasks, FACTS, 1, metrics, lambda: 0.0)
+    read_batch = AsyncMock(return_value={})
+    recovered = RecoveredState(
+        config, progress, tmp_path, scenario.tasks, FACTS, 1, metrics, lambda: 0.0, read_batch
+    )
     recovered.write_and_close()
     recovered.queue.close()
     assert ids(ArchiveReader(path), "status = 'trained'") == ["a"]

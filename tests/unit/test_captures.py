@@ -20,6 +20,7 @@ from async_rl.config import Config, load_config
 from async_rl.config.reference import resolved_yaml
 from async_rl.errors import ConfigError, DataError
 from async_rl.queue.batching import read_trajectories
+from async_rl.queue.frames import find_flaws
 from async_rl.queue.kept_batches import keep_frames, keep_result, kept_steps, load_batch, load_result
 from async_rl.run.captures import Captures, load_capture, newest_kept_step, number_ranges, write_capture
 from async_rl.trainer_protocol import StepResult, TrainerState
@@ -285,6 +286,9 @@ class ReplayedTrainer:
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         self.checkpoint = checkpoint_dir
         return TrainerState(step=0)
+
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        return find_flaws(batch.trajectories)
 
     async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         assert read_trajectories(batch).num_tokens == 33

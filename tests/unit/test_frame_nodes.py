@@ -1,4 +1,4 @@
-"""Frames on other nodes: verified and deleted there, awaited while a node is absent, lost with it."""
+"""Frames on other nodes: deleted there, awaited while a node is absent, lost with it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import InvariantError, NodeUnreachable, SpoolFull
+from async_rl.errors import InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue.frames import read_completion, verify_frame
+from async_rl.queue.frames import find_flaws, read_completion, verify_frame
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool, SpoolFolder
@@ -60,6 +60,12 @@ class Nodes:
         found = (path for path in (self.disks / node).glob("*/*") if path.is_file())
         return sorted(path.name.rpartition("-")[0] for path in found)
 
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """Read frames as ranks on the driver's node do."""
+        for node in {entry.node for entry in batch.trajectories}:
+            self.nodes.require(node, self.now_s)
+        return find_flaws(batch.trajectories)
+
     def stay_away(self, for_s: float = 10.0) -> None:
         self.nodes.stay_away(NODE, self.now_s + for_s)
 
@@ -84,9 +90,8 @@ def test_frames_stay_on_the_nodes_of_their_processes(nodes: Nodes) -> None:
     assert (nodes.files("driver"), nodes.files()) == (["ours"], ["theirs"])
     assert list(nodes.spool.directory.glob("*/*")) == []
     assert stored[0].node == NODE
-    assert nodes.spool.find_flaws(stored) == {}
     Path(stored[0].path).write_bytes(b"")
-    assert "shorter than the prefix" in nodes.spool.find_flaws(stored)["theirs"]
+    assert nodes.spool.find_flaws_here(stored) == {}  # only those of the driver's node
 
 
 def test_completions_are_in_the_folder_of_the_run_until_they_are_scored(nodes: Nodes) -> None:
@@ -120,7 +125,7 @@ def test_frames_of_a_node_that_is_absent_are_deleted_when_it_is_back(nodes: Node
 def test_what_a_node_did_not_confirm_to_have_deleted_is_deleted_when_it_is_back(nodes: Nodes) -> None:
     stored = nodes.store("reported")
     nodes.worker.store_tree([make_trajectory("unreported")])
-    nodes.spool.find_flaws(stored)
+    nodes.spool.ping_nodes(1.0)
     nodes.stay_away()  # which nothing has noticed yet
     nodes.spool.discard(stored)
     nodes.spool.delete_discarded()
@@ -134,16 +139,13 @@ def test_what_a_node_did_not_confirm_to_have_deleted_is_deleted_when_it_is_back(
 
 
 def test_a_node_that_does_not_answer_is_absent_until_it_does(nodes: Nodes) -> None:
-    stored = nodes.store("a")
+    nodes.store("a")
     nodes.stay_away()
-    with pytest.raises(NodeUnreachable):
-        nodes.spool.find_flaws(stored)
+    nodes.spool.ping_nodes(1.0)
     assert nodes.spool.absent == {NODE}
-    assert nodes.spool.find_flaws(stored, here_only=True) == {}
     nodes.now_s = 20.0
     nodes.spool.ping_nodes(1.0)
     assert nodes.spool.absent == set()
-    assert nodes.spool.find_flaws(stored) == {}
 
 
 def test_a_restart_deletes_on_other_nodes_what_the_ledger_does_not_name(nodes: Nodes) -> None:
@@ -200,6 +202,7 @@ class NodesQueue:
             facts=FACTS,
             version=step,
             metrics=self.metrics,
+            read_batch=nodes.read_batch,
         )
         self.queue.restore_groups()
 

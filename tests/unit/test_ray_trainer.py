@@ -12,11 +12,10 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from async_rl.config import parse_config
-from async_rl.errors import NodeUnreachable, TrainerError, WeightSyncError
+from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightSyncError
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.queue.frames import read_columns
-from async_rl.trainer_protocol import StepResult
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_group
@@ -81,8 +80,11 @@ class ReadingRank:
             return own
         for trajectory in (batch.trajectories[index] for index in own):
             self.paths[trajectory.trajectory_id] = trajectory.path
-            self.read[trajectory.trajectory_id] = read_columns(trajectory)["token_ids"]
-        return StepResult(step=1, metrics={})
+            try:
+                self.read[trajectory.trajectory_id] = read_columns(trajectory)["token_ids"]
+            except CorruptFrame as error:
+                return {trajectory.trajectory_id: str(error)}
+        return {}
 
 
 async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(tmp_path
     readers = {node: Reader() for node in ("here", "a", "b")}
     logs = [tmp_path / f"trainer-{rank}.log" for rank in range(4)]
     trainer = RayTrainer(ranks, ["here", "a", "a", "b"], logs, CONFIG, "here", readers.__getitem__)
-    await trainer.train_step(batch, 1)
+    assert await trainer.read_batch(batch) == {}
     names = batch.trajectory_ids
     assert readers["here"].sent == [names[index] for index in (1, 2, 5, 7)]
     assert readers["a"].sent == [names[3]]
@@ -117,16 +119,34 @@ async def test_nothing_is_sent_when_all_ranks_are_where_the_frames_are(tmp_path:
     batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
     ranks = [ReadingRank(first, 2) for first in (0, 1)]
     logs = [tmp_path / "trainer-0.log", tmp_path / "trainer-1.log"]
-    await RayTrainer(ranks, ["here", "here"], logs, CONFIG, "here", no_reader).train_step(batch, 1)
+    trainer = RayTrainer(ranks, ["here", "here"], logs, CONFIG, "here", no_reader)
+    assert await trainer.read_batch(batch) == {}
     assert set().union(*(rank.read for rank in ranks)) == set(batch.trajectory_ids)
 
 
-async def test_a_step_fails_when_the_node_of_a_frame_is_lost(tmp_path: Path) -> None:
+async def test_damaged_frames_of_all_ranks_are_returned(tmp_path: Path) -> None:
+    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    for index in (0, 3):
+        Path(batch.trajectories[index].path).unlink()
+    ranks = [ReadingRank(first, 2) for first in (0, 1)]
+    logs = [tmp_path / "trainer-0.log", tmp_path / "trainer-1.log"]
+    trainer = RayTrainer(ranks, ["here", "here"], logs, CONFIG, "here", no_reader)
+    flaws = await trainer.read_batch(batch)
+    assert flaws.keys() == {batch.trajectory_ids[0], batch.trajectory_ids[3]}
+    assert all("does not exist" in flaw for flaw in flaws.values())
+
+
+async def test_a_batch_waits_when_the_node_of_a_frame_is_lost(tmp_path: Path) -> None:
     def lost(node: str) -> Any:
         raise NodeUnreachable(f"node {node} has left")
 
     batch = taken_batch(tmp_path, [make_group("g", size=2)], 0)
+    elsewhere = tuple(msgspec.structs.replace(each, node="b") for each in batch.trajectories)
     trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", lost)
-    with pytest.raises(TrainerError, match="node here has left") as caught:
-        await trainer.train_step(batch, 1)
-    assert caught.value.restartable
+    with pytest.raises(NodeUnreachable, match=r"node b does not send .*node b has left") as caught:
+        await trainer.read_batch(msgspec.structs.replace(batch, trajectories=elsewhere))
+    assert caught.value.node == "b"
+    # Nothing waits for the driver's own node.
+    with pytest.raises(TrainerError, match=r"node here: .*node here has left") as failed:
+        await trainer.read_batch(batch)
+    assert failed.value.restartable

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -22,7 +23,8 @@ from tests.support.trajectories import make_trajectory
 def recover(config: Config, folder: Path) -> RecoveredState:
     metrics = Metrics()
     progress = asyncio.run(restore_progress(config.queue, folder, 0, metrics))
-    return RecoveredState(config, progress, folder, small_run(0).tasks, FACTS, 0, metrics, lambda: 0.0)
+    tasks, read_batch = small_run(0).tasks, AsyncMock(return_value={})
+    return RecoveredState(config, progress, folder, tasks, FACTS, 0, metrics, lambda: 0.0, read_batch)
 
 
 @pytest.fixture

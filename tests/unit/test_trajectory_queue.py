@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from async_rl import codec
-from async_rl.errors import AsyncRLError, CorruptFrame, DataError, InvariantError, SpoolFull
+from async_rl.errors import AsyncRLError, CorruptFrame, DataError, InvariantError, SpoolFull, TrainerError
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue import delivery, frames
 from async_rl.queue.batching import read_trajectories
@@ -31,6 +31,11 @@ from tests.support.loop_blockers import loop_blockers
 from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory
 
 
+async def read_batch(batch: TakenBatch) -> dict[str, str]:
+    """Verify the frames of a batch as ranks do."""
+    return await asyncio.to_thread(frames.find_flaws, batch.trajectories)
+
+
 class Run:
     """A queue on a folder; `again` opens the next one after a crash."""
 
@@ -42,6 +47,7 @@ class Run:
         self.queue = TrajectoryQueue(
             self.ledger,
             self.spool,
+            read_batch=read_batch,
             **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
         )
         self.position = self.queue.restore_groups()
@@ -745,6 +751,18 @@ async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
     assert run.queue.statistics().groups_ready == 3
     monkeypatch.undo()
     assert (await run.take(0)).group_ids == ("a", "b")
+
+
+async def test_groups_stay_ready_when_the_trainer_fails_while_it_reads(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run.ready("a", "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(frames, "find_flaws", Mock(side_effect=TrainerError("a rank died")))
+        with pytest.raises(TrainerError, match="a rank died"):
+            await run.take()
+    assert run.queue.statistics().groups_ready == 2
+    assert (await run.take()).group_ids == ("a", "b")
 
 
 async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> None:
