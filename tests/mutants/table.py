@@ -55,7 +55,6 @@ PATH_NAMES: Final = "tests/unit/test_path_names.py"
 GUARD: Final = "tests/unit/test_engine_guard.py"
 CAPTURES: Final = "tests/unit/test_captures.py"
 SPECS: Final = "tests/integration/test_checkpoint_specs.py"
-_LAID_OUT: Final = "tests/integration/test_trainer_ranks.py::test_ranks_equal_one_when_laid_out"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
     f"{_SMALL}[{name}]" for name in ("plain", "spliced", "in_place", "dies", "nan", "killed", "no_op")
@@ -3166,7 +3165,7 @@ MUTANTS: Final = (
         "trainer/megatron/layout.py",
         "not (interleaved and stages == 2)",
         "True",
-        (f"{_LAID_OUT}[interleaved pipeline]",),
+        ("tests/integration/test_trainer_layout.py",),
     ),
     Mutant(
         "log-probs-of-all-tokens-stay-in-the-normaliser",
