@@ -176,6 +176,11 @@ def _readable(message: str, tree: dict[str, Any]) -> str:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
         return f"unknown field {name!r} - at $.{unknown.group(2) or ''}; {hint}".replace("$.;", "$;")
+    found_tag = re.search(r"Invalid value '(.*)' - at `\$\.([\w.\[\]]+\.kind)`", message)
+    if found_tag:
+        key_of_tag = found_tag.group(2).replace("[...]", ".NAME")
+        tags = [str(tag) for key, _, tag, _ in describe_fields() if key == key_of_tag]
+        return f"{found_tag.group(2)} is {found_tag.group(1)!r}, expected one of {', '.join(tags)}"
     place = re.search(r"`\$\.([\w.]+)`", message)
     if place:
         value: Any = tree

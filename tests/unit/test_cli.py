@@ -98,6 +98,11 @@ def test_check_says_where_the_chat_template_writes_turns_anew(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("engine.kind=vllm", "engine.kind is 'vllm', expected one of sglang, simulated"),
+        (
+            "rollout.rewards.right.kind=htp",
+            "rollout.rewards[...].kind is 'htp', expected one of function, http, judge",
+        ),
         ("rollout.max_stalness=2", "did you mean 'max_staleness'"),
         ("rollout.group_size=0", "rollout.group_size"),
         ("trainer.loss.objective=grpo", "is 'grpo', expected one of ppo, gspo, cispo, or the dotted path"),
