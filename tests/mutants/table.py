@@ -258,14 +258,6 @@ MUTANTS: Final = (
         (QUEUE,),
     ),
     Mutant(
-        "damaged-frames-are-packed",
-        "A batch is taken without a look at its frames: a rank finds the damage.",
-        "async_rl/queue/packing.py",
-        "            if damaged:\n",
-        "            if False:\n",
-        (QUEUE,),
-    ),
-    Mutant(
         "another-trajectorys-frame-is-read",
         "A frame is not compared with the reference that led to it.",
         "async_rl/queue/frames.py",
