@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 from rich.table import Table
-from uuid6 import uuid7
 
 from async_rl.cli.inspection.try_out import OpenEngines, engines_from, models_asked, open_models
 from async_rl.config import Config, load_config
@@ -36,6 +35,7 @@ from async_rl.queue.archive import Archive
 from async_rl.run.folder import result_folder, run_in_folder
 from async_rl.run.folder import run_console as default_console
 from async_rl.run.preflight import check_config
+from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import print_text
 
 
@@ -111,7 +111,7 @@ async def _evaluate_sets(
             load_validation(config.data, prompt_rule(config)),
             chat=load_chat_format(config.model.path, config.model.trusted_roles),
             facts=load_facts(config.model.path),
-            new_id=lambda: uuid7().hex,
+            new_id=new_id,
             clock=time.monotonic,
             open_worker=open_worker,
             completions=folder / "completions",

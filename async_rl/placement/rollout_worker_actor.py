@@ -16,7 +16,6 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from uuid6 import uuid7
 
 from async_rl.config import Config, parse_config, to_builtins
 from async_rl.data.chat_format import load_chat_format
@@ -37,6 +36,7 @@ from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.descriptors import raise_descriptor_limit
+from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import PrintableFormatter
 from async_rl.runtime.processes import Process, die_with_parent
 from async_rl.runtime.short_collections import short_collections
@@ -205,7 +205,7 @@ async def _run_worker(
         chat=chat,
         facts=facts,
         connect=connect,
-        new_id=lambda: uuid7().hex,
+        new_id=new_id,
         metrics=metrics,
         clock=time.monotonic,
         frames=frames,

@@ -29,8 +29,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from uuid6 import uuid7
-
 from async_rl.config import Config, SGLangEngines
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
@@ -69,6 +67,7 @@ from async_rl.run.recovery import RecoveredState, RestoredProgress, restore_prog
 from async_rl.run.run_log import RunLogger
 from async_rl.run.train_loop import TrainLoop, choose_train_loop
 from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
+from async_rl.runtime.ids import new_id
 from async_rl.runtime.shortages import wait_for_files
 from async_rl.runtime.supervision import Nursery, cut_by, first_error, observer, services
 from async_rl.runtime.threads import call_until_cancelled
@@ -87,7 +86,7 @@ async def run(
     *,
     progress: RunProgress | None = None,
     clock: Callable[[], float] = time.monotonic,
-    new_id: Callable[[], str] = lambda: uuid7().hex,
+    new_id: Callable[[], str] = new_id,
 ) -> Summary:
     """Run a config to its end, or until `stop` is set and the running trajectories have drained.
 

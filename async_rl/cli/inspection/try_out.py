@@ -22,7 +22,6 @@ from typing import Final
 
 import msgspec
 from msgspec.structs import replace
-from uuid6 import uuid7
 
 from async_rl.cli.inspection.show import show_summary, show_trajectory, terminal
 from async_rl.cli.inspection.trajectory_view import TrajectoryView, decoder, view_trajectory
@@ -59,6 +58,7 @@ from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.run.preflight import check_config
+from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import first_error, services
 from async_rl.types import StoredTrajectory, Task
@@ -213,7 +213,7 @@ async def try_out(
         facts=facts,
         routing=config.routing,
         interrupt=config.weights.interrupt,
-        new_id=lambda: uuid7().hex,
+        new_id=new_id,
         models=(models := {name: EnginePool(metrics, clock) for name in config.models}),
     )
 
