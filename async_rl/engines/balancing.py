@@ -107,7 +107,8 @@ class Balancer:
 
     def limit_calls(self, name: str, max_calls: float) -> None:
         """Give an engine no calls while it has `max_calls` of them."""
-        self._set(self._entries[name], max_calls=max_calls)
+        if self._entries[name].max_calls != max_calls:
+            self._set(self._entries[name], max_calls=max_calls)
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -140,8 +141,10 @@ class Balancer:
     def end_prefill(self, name: str, prefill_tokens: int) -> None:
         """Count a call's prefill as done: its first token came, or it ended without one."""
         entry = self._entries[name]
+        was_eligible = self._has_capacity(entry)
         entry.prefill_tokens -= prefill_tokens
-        self._offer(entry)
+        if not was_eligible:
+            self._offer(entry)
 
     def end_call(self, name: str, tokens: int) -> None:
         """Stop counting a call."""
