@@ -136,7 +136,6 @@ class StreamLink(Link):
         self._connection = connection
         self._arrived: deque[tuple[int, Message]] = deque()
         self._unsent: list[bytes] = []
-        self._unsent_bytes = 0
         self._first_unsent = 0
         """The number of the first message that is not sent yet."""
         self._sending: asyncio.Handle | None = None
@@ -147,22 +146,16 @@ class StreamLink(Link):
         """Implements `Link.post`: one frame, and one system call, for all messages of a turn."""
         if self.transport.is_closing():
             return
-        if self.transport.get_write_buffer_size() + self._unsent_bytes > _MAX_UNSENT_BYTES:
-            log.error(
-                "a rollout worker's link is closed: it has more than %d unread bytes", _MAX_UNSENT_BYTES
-            )
-            self.transport.abort()
-            return
-        packed, loop = pack(message), asyncio.get_running_loop()
+        packed = pack(message)
         number = self.numbers.next_number()
         if not self._unsent:
             self._first_unsent = number
         self._unsent.append(packed)
-        self._unsent_bytes += len(packed)
         if self._sending is not None and self._waits and not message.may_wait_s:
             self._sending.cancel()
             self._sending = None
         if self._sending is None:
+            loop = asyncio.get_running_loop()
             self._waits = message.may_wait_s > 0
             self._sending = (
                 loop.call_later(message.may_wait_s, self._send) if self._waits else loop.call_soon(self._send)
@@ -200,8 +193,12 @@ class StreamLink(Link):
         if self._unsent and not self.transport.is_closing():
             frame = encode_packed(self._unsent)
             self.transport.write(_HEADER.pack(len(frame), self._first_unsent) + frame)
+            if self.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+                log.error(
+                    "a rollout worker's link is closed: it has more than %d unread bytes", _MAX_UNSENT_BYTES
+                )
+                self.transport.abort()
         self._unsent.clear()
-        self._unsent_bytes = 0
 
 
 class LinkListener:
