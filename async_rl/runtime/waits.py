@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -380,6 +380,18 @@ class acting:
         del self.waits.acting[self]
 
 
+class Scope(Protocol):
+    """What is around a wait and can end it early, as an `asyncio.Timeout` can."""
+
+    def expired(self) -> bool:
+        """Whether it has ended already, or will at once."""
+        ...
+
+    def reschedule(self, when: float) -> None:
+        """Let it expire at a time of the event loop."""
+        ...
+
+
 class waiting:
     """Record that the current actor waits for something while the block runs.
 
@@ -388,7 +400,7 @@ class waiting:
         target: An engine's id, a tool's name, and so on.
         limit_s: Longest wait that is not a fault; None takes the config's limit for this kind.
         why: Returns the reason in words; called only when the wait is reported.
-        scope: The timeout around the wait; `end` lets it expire early.
+        scope: What is around the wait; `expire` lets it expire early.
 
     Example:
         >>> with waiting("chunk", "engine-0") as wait:
@@ -404,7 +416,7 @@ class waiting:
         target: str = "",
         limit_s: float | None = None,
         why: Callable[[], str] | None = None,
-        scope: asyncio.Timeout | None = None,
+        scope: Scope | None = None,
     ) -> None:
         assert on in WAIT_KINDS, f"{on!r} is not in WAIT_KINDS"
         self.on = on
@@ -458,7 +470,7 @@ class waiting:
         self.since_s = self.actor.touched_s = waits.progressed_s = waits.heard_s[self.target] = now
 
     def expire(self) -> bool:
-        """Let the surrounding timeout expire now; return False if there is none or it already expires."""
+        """Let the scope expire now; return False if there is none or it already expires."""
         if self.scope is None or self.cut or self.scope.expired():
             return False
         self.cut = True

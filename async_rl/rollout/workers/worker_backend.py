@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
@@ -57,7 +56,7 @@ from async_rl.rollout.workers.remote_progress import apply_report, remote_progre
 from async_rl.rollout.workers.worker import LEASE_S
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
-from async_rl.runtime.waits import waiting
+from async_rl.runtime.waits import Scope, waiting
 from async_rl.types import StoredCompletion, Task, root_of
 
 log = logging.getLogger(__name__)
@@ -102,17 +101,17 @@ _MAX_SCORE_TRIES: Final = 3
 """How often a group's reward is requested if its workers end."""
 
 
-class _Inbox:
+class _Inbox(Scope):
     """The answer to one attempt, or to one group's reward."""
 
     def __init__(self) -> None:
         self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
-    def put_message(self, message: Message | WorkerLost) -> bool:
+    def put_message(self, message: Message | Exception) -> bool:
         """Set the answer, or the error in its place; return False when it is no longer awaited."""
         if self._answer.done():
             return False
-        if isinstance(message, WorkerLost):
+        if isinstance(message, Exception):
             self._answer.set_exception(message)
         else:
             self._answer.set_result(message)
@@ -130,8 +129,17 @@ class _Inbox:
 
         Raises:
             WorkerLost: The worker has ended.
+            TimeoutError: The stall doctor has ended the wait.
         """
         return await self._answer
+
+    def expired(self) -> bool:
+        """Implements `Scope.expired`."""
+        return self._answer.done()
+
+    def reschedule(self, when: float) -> None:
+        """Implements `Scope.reschedule`: ends the wait."""
+        self.put_message(TimeoutError())
 
 
 class WorkerHandle:
@@ -178,8 +186,8 @@ class WorkerHandle:
 
     def has_written(self, end: AttemptEnd) -> bool:
         """Return whether all references of an attempt's end are to files in its folders."""
-        frames = {(each.node, os.path.dirname(each.path)) for each in end.trajectories}
-        completions = {os.path.dirname(each.path) for each in end.completions}
+        frames = {(each.node, each.path.rpartition("/")[0]) for each in end.trajectories}
+        completions = {each.path.rpartition("/")[0] for each in end.completions}
         return frames <= {(self.frame_node, self.frame_folder)} and completions <= {self.completion_folder}
 
     def record_heartbeat(self, received: int) -> None:
@@ -348,15 +356,12 @@ class WorkerBackend(RolloutBackend):
         if worker.folder is not None:
             attempt.on_start(worker.folder)
         try:
-            async with (
-                asyncio.timeout(None) as scope,
-                waiting(
-                    "agent loop",
-                    loop,
-                    scope=scope,
-                    why=lambda: f"{worker.name}: {worker.waits.get(name, 'at work')}",
-                ) as wait,
-            ):
+            with waiting(
+                "agent loop",
+                loop,
+                scope=inbox,
+                why=lambda: f"{worker.name}: {worker.waits.get(name, 'at work')}",
+            ) as wait:
                 answer = await inbox.answer()
         except TimeoutError as error:
             if not wait.cut:
