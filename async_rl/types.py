@@ -598,12 +598,12 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
     @property
     def num_tokens(self) -> int:
         """T, context and sampled together."""
-        return sum(span.length for span in self.spans)
+        return sum([span.length for span in self.spans])
 
     @property
     def num_sampled_tokens(self) -> int:
         """The number of tokens that the policy wrote for this trajectory."""
-        return sum(span.length for span in self.spans if span.is_sampled)
+        return sum([span.length for span in self.spans if span.is_sampled])
 
     def num_trained_tokens(self, masked_below: int | None = None) -> int:
         """Return the number of own sampled tokens that are trained on.
@@ -620,12 +620,12 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
     @property
     def oldest_weight_version(self) -> int | None:
         """The smallest version among its own sampled tokens, or None when nothing was sampled."""
-        return min((span.weight_version for span in self.spans if span.is_sampled), default=None)
+        return min([span.weight_version for span in self.spans if span.is_sampled], default=None)
 
     @property
     def newest_weight_version(self) -> int | None:
         """The largest version among its own sampled tokens, or None when nothing was sampled."""
-        return max((span.weight_version for span in self.spans if span.is_sampled), default=None)
+        return max([span.weight_version for span in self.spans if span.is_sampled], default=None)
 
     @property
     def weight_versions(self) -> Int32Array:

@@ -439,7 +439,7 @@ class JournalFolders:
             root_id: The trajectory.
             known: How far it and its branches are; none for an attempt that begins anew.
         """
-        oldest = min((v for each in known if (v := each.oldest_version) is not None), default=None)
+        oldest = min([v for each in known if (v := each.oldest_version) is not None], default=None)
         return JournalClaim(
             owner_epoch=next(self._epochs),
             sources=()

@@ -10,10 +10,9 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, get_args
 
 import msgspec
@@ -54,6 +53,9 @@ log = logging.getLogger(__name__)
 ATTEMPT_ERRORS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
 """Errors that fail an attempt."""
 
+_KEPT_ERRORS: Final = (*ATTEMPT_ERRORS, SpoolFull, InvariantError, AssertionError)
+"""What `attempt_boundary` does not turn into another error."""
+
 MAX_LOST_WORKERS: Final = 3
 """An attempt fails after it has lost this many rollout workers: it may be what ends them."""
 
@@ -70,8 +72,7 @@ _NEW: Final = JournalClaim()
 _NOTHING: Final[Mapping[str, TrajectoryProgress]] = MappingProxyType({})
 
 
-@contextmanager
-def attempt_boundary() -> Iterator[None]:
+class attempt_boundary:
     """Turn every error of an attempt into one of `ATTEMPT_ERRORS`.
 
     What users' code, the policy and the machine cause belongs to the attempt. A full spool does not: the
@@ -85,12 +86,16 @@ def attempt_boundary() -> Iterator[None]:
     Raises:
         RolloutError: The attempt raised something that is not one of `ATTEMPT_ERRORS`.
     """
-    try:
-        yield
-    except (*ATTEMPT_ERRORS, SpoolFull, InvariantError, AssertionError):
-        raise
-    except Exception as error:
-        raise RolloutError(f"the attempt raised {type(error).__name__}: {error}") from error
+
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, _KEPT_ERRORS):
+            raise RolloutError(f"the attempt raised {type(error).__name__}: {error}") from error
 
 
 def user_frames(error: BaseException) -> str:
@@ -131,6 +136,8 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def completions(self) -> tuple[StoredCompletion, ...]:
         """What the call will read: each once, also where several are rewarded for the same."""
+        if not self.unscored:
+            return ()
         return tuple({each.completion.path: each.completion for each in self.unscored}.values())
 
 

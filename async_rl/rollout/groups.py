@@ -237,7 +237,7 @@ class GroupInFlight:
     @property
     def num_finished_siblings(self) -> int:
         """The number of siblings that have finished."""
-        return sum(name in self.finished for name in self.trajectory_ids)
+        return len(self.finished.keys() & self.trajectory_ids)
 
     @property
     def trajectories(self) -> tuple[StoredTrajectory, ...]:

@@ -259,7 +259,7 @@ class RolloutManager:
                 }
                 self._queue.finished.add_tree(*tree, completions=completions)
                 if not completions and self._journals is not None:
-                    self._journals.release_trajectories(names)  # the ledger is written first
+                    self._journals.release_trajectories([trajectory_id])  # the ledger is written first
 
         async with waiting("trajectories"), Nursery() as siblings:
             work.stop = siblings.cancel_tasks
@@ -430,10 +430,11 @@ class RolloutManager:
     def _record_attempt(self, failed: AsyncRLError | None) -> None:
         """Record how an attempt ended, and end the run if most of them fail."""
         self._recent.append(failed is not None)
-        self._last_error = failed or self._last_error
-        failures = sum(self._recent)
-        share = self._config.rollout.max_failed_share
-        if failed is not None and failures >= _MIN_FAILURES and failures > share * len(self._recent):
+        if failed is None:
+            return
+        self._last_error = failed
+        failures, share = sum(self._recent), self._config.rollout.max_failed_share
+        if failures >= _MIN_FAILURES and failures > share * len(self._recent):
             raise AsyncRLError(
                 f"{failures} of the last {len(self._recent)} trajectories failed, more than "
                 f"rollout.max_failed_share = {share} allows; the last one: {failed}"
