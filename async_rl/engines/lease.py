@@ -253,6 +253,9 @@ class LeaseListener(Protocol):
 class Lease:
     """The right to make one call on one engine; returned when the block of `EnginePool.lease` ends."""
 
+    slot: EngineSlot
+    """The pool's record of the engine that the call was assigned to; not there before."""
+
     def __init__(
         self,
         listener: LeaseListener,
@@ -291,6 +294,8 @@ class Lease:
         self.overtaken_s: float | None = None
         self.receives_payload = False
         """Whether its routing payload arrives, or waits to be read: `PayloadGate` bounds the time of both."""
+        self.placed = False
+        """Whether the call has an engine."""
         self.withdrawn = False
         """Whether the call is not wanted any more, and has no engine yet."""
         self.holder: LeaseHolder | None = None
@@ -302,7 +307,6 @@ class Lease:
         self._listener = listener
         self._failures = failures
         self._clock = clock
-        self._slot: EngineSlot | None = None
         self._waiter: asyncio.Task[Any] | None = None
         self._cancelled = False
         self._cancellations = 0
@@ -310,7 +314,8 @@ class Lease:
 
     def place(self, slot: EngineSlot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
         """Assign the call to an engine."""
-        self._slot, self.number, self.prefill_tokens, self.cause = slot, number, prefill_tokens, cause
+        self.slot, self.number, self.prefill_tokens, self.cause = slot, number, prefill_tokens, cause
+        self.placed = True
         self.restart_count, self.epoch = slot.restart_count, slot.epoch
         self.num_flushes = slot.num_flushes
         now = self.heard_s = self._clock()
@@ -318,17 +323,6 @@ class Lease:
             slot.progress_s = now  # an idle engine has nothing to send
         slot.prefilling[self] = None
         slot.empty.clear()
-
-    @property
-    def slot(self) -> EngineSlot:
-        """The pool's record of the engine that the call was assigned to."""
-        assert self._slot is not None, "the lease has no engine yet"
-        return self._slot
-
-    @property
-    def placed(self) -> bool:
-        """Whether the call has an engine."""
-        return self._slot is not None
 
     @property
     def engine(self) -> Engine:

@@ -75,6 +75,7 @@ class LeaseDispatcher:
         self._first_token_seconds = {
             kind: metrics.first_token_seconds.labels(kind) for kind in ("new", "again", "next")
         }
+        self._waited_seconds = metrics.stage_wait_seconds.labels("engine")
         self._clock = clock
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._num_asked = self._num_placed = 0
@@ -150,7 +151,7 @@ class LeaseDispatcher:
                 return
             heapq.heappop(self._waiting_line)
             if not lease.withdrawn:
-                self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - lease.asked_s)
+                self._waited_seconds.observe(self._clock() - lease.asked_s)
                 on_placed(lease)
         if self._more is None:
             self._more = asyncio.get_running_loop().call_soon(self._admit_more)

@@ -281,7 +281,9 @@ class RolloutManager:
                 scoring.start_task(f"reward of group {work.group_id}", self._score_group(work))
 
     def _limit_stragglers(self, work: GroupInFlight) -> None:
-        """Start the time limit of the running siblings once enough others have finished."""
+        """Start the time limit of the running siblings, if there is one, once enough others have finished."""
+        if self._config.rollout.straggler_wait_s is None:
+            return
         if can_drop_stragglers(work.num_finished_siblings, len(work.trajectory_ids), self._policy):
             work.enough_finished.set()
 
