@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,12 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.config import LoraConfig, ModelConfig, SGLangEngines, WeightsConfig
+from async_rl.config import LoraConfig, WeightsConfig
 from async_rl.engine_protocol import AdapterUpdate, GenerateRequest
-from async_rl.engines.model_facts import load_facts
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import RequestRefused, WeightSyncError
 from async_rl.observability.metrics import Metrics
 from async_rl.trainer_protocol import Trainer
@@ -30,9 +27,8 @@ from tests.support.engine_calls import Call, request
 from tests.support.engine_through_worker import through_worker
 from tests.support.scripted import RecordingTrainer
 from tests.support.sessions import Bench, row_versions
-from tests.support.sglang_world import CONTEXT_LENGTH, MAX_RUNNING, VOCAB_SIZE, never_stop
+from tests.support.sglang_world import SGLangWorld
 from tests.support.tiny_adapter import merged_weights, write_adapter
-from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -42,56 +38,16 @@ LONG = 200
 """Tokens of an answer that still runs when it is interrupted, also on a loaded machine."""
 
 
-class AdapterWorld:
+class AdapterWorld(SGLangWorld):
     """One server, and two adapters for its model: `adapters[v % 2]` is the folder of version v."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = folder / "model"
-        build_tiny_qwen3_moe(
-            self.model,
-            vocab_size=VOCAB_SIZE,
-            hidden_size=64,
-            max_position_embeddings=CONTEXT_LENGTH,
-            std=0.15,
-        )
-        write_byte_tokenizer(self.model, vocab_size=VOCAB_SIZE)
-        never_stop(self.model)
+        super().__init__(folder, adapters=LORA)
+        self.model = self.weights[0]
         self.adapters = [
             write_adapter(folder / f"version_{version}", self.model, LORA, seed=version)
             for version in range(2)
         ]
-        self.facts = load_facts(self.model)
-        self.server = SGLangServer(
-            SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
-            ModelConfig(path=str(self.model), dtype="float32"),
-            routing=True,
-            index=0,
-            log_dir=folder,
-            seed=0,
-            adapters=LORA,
-        )
-
-    def engine(self) -> SGLangEngine:
-        """A client of the server."""
-        return SGLangEngine(
-            "engine-0",
-            self.server.url,
-            self.facts,
-            api_key=self.server.api_key,
-            admin_key=self.server.admin_key,
-            routing=True,
-            adapters=LORA,
-            start_timeout_s=240,
-            died=self.server.died,
-        )
-
-    async def start(self) -> None:
-        await self.server.start()
-        engine = self.engine()
-        try:
-            await engine.wait_ready()
-        finally:
-            await engine.close()
 
     def expected(self, version: int | None, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs `[T - 1]` of tokens from the second on, and sorted experts `[T, L, K]`.
@@ -122,10 +78,9 @@ class AdapterWorld:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterWorld]:
     made = AdapterWorld(tmp_path_factory.mktemp("adapters"))
-    with ThreadPoolExecutor(1) as thread:  # with a loop of its own, beside the tests'
-        thread.submit(asyncio.run, made.start()).result()
-        yield made
-        thread.submit(asyncio.run, made.server.stop()).result()
+    made.start()
+    yield made
+    made.stop()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.config import LoraConfig, ModelConfig, SGLangEngines
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
@@ -34,7 +34,9 @@ class SGLangWorld:
         build: Callable[..., Path] = build_tiny_qwen3_moe,
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        adapters: LoraConfig | None = None,
     ) -> None:
+        self._adapters = adapters
         self.weights = [folder / f"weights_{version}" for version in range(2)]
         for seed, path in enumerate(self.weights):
             build(
@@ -55,6 +57,7 @@ class SGLangWorld:
             index=0,
             log_dir=folder,
             seed=0,
+            adapters=adapters,
         )
 
     def engine(self) -> SGLangEngine:
@@ -66,6 +69,7 @@ class SGLangWorld:
             api_key=self.server.api_key,
             admin_key=self.server.admin_key,
             routing=True,
+            adapters=self._adapters,
             start_timeout_s=400,
             died=self.server.died,
         )
