@@ -49,8 +49,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One engine call: token ids in, token ids out; text is never sent."""
 
     request_id: str
-    """Begins with a UUIDv7 in hex, as SGLang's scheduler compares ids by prefix when it aborts. The rest says
-    how often the engine had been restarted and interrupted when the lease was given."""
+    """Begins with an id of `runtime.ids`, all of one length, as SGLang's scheduler compares ids by prefix
+    when it aborts. The rest says how often the engine had been restarted and interrupted when the lease was
+    given."""
     input_ids: Int32Array  # [P]
     max_new_tokens: int
     sampling: SamplingParams
