@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -43,8 +43,6 @@ from async_rl.queue.frame_reader import REUSABLE, FrameReader, LocalFrameReader,
 from async_rl.queue.frames import encode_completion, encode_trajectory, find_flaws
 from async_rl.runtime.shortages import is_shortage
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
-
-T = TypeVar("T")
 
 SMALLEST_GROUP = 64 << 10
 """The space for a group while nothing larger is known."""
@@ -466,8 +464,8 @@ class Spool(FrameStore):
 
     def ping_nodes(self, limit_s: float) -> None:
         """Ask the other nodes for an answer within a time, and update `absent` and `lost`."""
-        for node, answer in self._ask(self.other_nodes(), lambda reader, _: reader.begin_ping(limit_s)):
-            if node in self.absent and not isinstance(answer, NodeUnreachable):
+        for node, failure in self._ping(self.other_nodes(), limit_s):
+            if node in self.absent and failure is None:
                 self._keep_only_known(self._open(node), node)  # processes there may have ended meanwhile
                 self.absent.discard(node)
                 self.lost.discard(node)
@@ -496,29 +494,28 @@ class Spool(FrameStore):
         self.lost.add(node)
         self._stored_bytes.pop(node, None)  # nothing more is stored there
 
-    def _ask(
-        self, nodes: Iterable[str], begin: Callable[[FrameReader, str], Callable[[], T]]
-    ) -> list[tuple[str, T | NodeUnreachable]]:
+    def _ping(self, nodes: Iterable[str], limit_s: float) -> list[tuple[str, NodeUnreachable | None]]:
         """Ask nodes at the same time; one that does not answer is absent from now on."""
-        waits: list[tuple[str, Callable[[], T]]] = []
-        answers: list[tuple[str, T | NodeUnreachable]] = []
+        waits: list[tuple[str, Callable[[], None]]] = []
+        failures: list[tuple[str, NodeUnreachable | None]] = []
         for node in sorted(nodes):
             try:
-                waits.append((node, begin(self._open(node), node)))
+                waits.append((node, self._open(node).begin_ping(limit_s)))
             except NodeUnreachable as error:
-                answers.append((node, error))
+                failures.append((node, error))
         for node, wait in waits:
             try:
-                answers.append((node, wait()))
+                wait()
+                failures.append((node, None))
             except NodeUnreachable as error:
-                answers.append((node, error))
-        for node, answer in answers:
-            if isinstance(answer, NodeUnreachable):
+                failures.append((node, error))
+        for node, failure in failures:
+            if failure is not None:
                 self.absent.add(node)
-                if answer.reader_has_ended:
+                if failure.reader_has_ended:
                     with self._opening:
                         self._readers.pop(node, None)
-        return answers
+        return failures
 
     def _open(self, node: str) -> FrameReader:
         """Return the reader of a node. Its first one deletes there what is not known any more.
