@@ -30,6 +30,7 @@ def load_certificate(certificate: Path, key: Path) -> ssl.SSLContext:
         ConfigError: A file cannot be read, or is not what it should be.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # Debian's Python leaves it to the system's OpenSSL
     for path in (certificate, key):
         try:
             path.read_bytes()
