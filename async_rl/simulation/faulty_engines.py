@@ -272,7 +272,9 @@ class FaultyEngine(SimulatedEngine):
         self, request: GenerateRequest
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`."""
-        self._checker.call_begins(self._engine_id, request, self._version, self._verified)
+        # A call that was held during an update reaches the engine when that has died: nothing is served then.
+        verified = self._version if self._dead else self._verified
+        self._checker.call_begins(self._engine_id, request, self._version, verified)
         if self._stopped:
             self._checker.fail(f"{self._engine_id} gets a call after it was interrupted")
         self._streams += 1
