@@ -12,11 +12,12 @@ or lent, only that a lease has ended early.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest
+from async_rl.engines.revocation import Revocation
 from async_rl.errors import EngineError
 
 
@@ -93,13 +94,10 @@ class LeaseHolder(Protocol):
         """Whether it has not reported for longer than usual: its calls say nothing about their engines."""
         ...
 
-    def holds_lease_of(self, engine_id: str) -> bool:
-        """Whether it may make, or is making, a call on an engine."""
-        ...
+    def begin_revocation(self, engine_id: str) -> Sequence[Revocation]:
+        """Forbid calls under the leases of an engine that it has now; those that have begun go on.
 
-    async def revoke_leases(self, engine_id: str) -> None:
-        """Wait until it begins no more calls under the leases of an engine that it has now.
-
-        It has acknowledged that, or its leases have expired. Calls that have begun go on.
+        Returns:
+            What to wait for; nothing when it holds no lease of the engine.
         """
         ...

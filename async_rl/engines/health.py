@@ -127,9 +127,8 @@ class HealthWatch:
 
     def _check_engines(self) -> None:
         self._metrics.engine_load_imbalance.set(self._pool.statistics.imbalance)
-        for engine in self._pool.engines(EngineState.SERVING):
-            engine_id = engine.engine_id
-            load = self._pool.statistics.load_of(engine_id)
+        serving = [engine.engine_id for engine in self._pool.engines(EngineState.SERVING)]
+        for engine_id, load in self._pool.statistics.loads(serving).items():
             finding = find_stall(load, self._clock(), self._config)
             if finding is None:
                 continue
@@ -156,7 +155,7 @@ class HealthWatch:
         now = self._clock()
         for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING):
             engine_id = engine.engine_id
-            progress_s = self._pool.statistics.load_of(engine_id).progress_s
+            progress_s = self._pool.statistics.progress_s_of(engine_id)
             quiet_s = now - max(progress_s, self._probed_s.get(engine_id, float("-inf")))
             if quiet_s >= self._config.probe_s and engine_id not in self._probing:
                 self._probing.add(engine_id)
@@ -196,7 +195,7 @@ class HealthWatch:
             self._probed_s[engine_id] = probed_s
 
     def _record_miss(self, engine_id: str, probed_s: float, error: Exception) -> None:
-        if engine_id not in self._pool or self._pool.statistics.load_of(engine_id).progress_s > probed_s:
+        if engine_id not in self._pool or self._pool.statistics.progress_s_of(engine_id) > probed_s:
             self._misses.pop(engine_id, None)  # it was busy with its calls
             return
         misses = self._misses[engine_id] = self._misses.get(engine_id, 0) + 1

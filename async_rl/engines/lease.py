@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Set
 from contextlib import aclosing
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -168,8 +168,13 @@ class EngineSlot:
             self.idle_s += now - self.idle_since
             self.idle_since = None
 
-    def load(self, prefill_tokens: int) -> EngineLoad:
-        """Returns its load, with `prefill_tokens` that wait there for their call's first token."""
+    def load(self, prefill_tokens: int, silent_holders: Set[LeaseHolder]) -> EngineLoad:
+        """Returns its load.
+
+        Args:
+            prefill_tokens: Tokens that wait there for their call's first token.
+            silent_holders: The processes of which `LeaseHolder.is_silent` holds.
+        """
         silent, queued = self.silent_call, self.queued_call
         return EngineLoad(
             calls=self.num_calls,
@@ -178,7 +183,7 @@ class EngineSlot:
             prefill_tokens=prefill_tokens + self.recompute_tokens,
             silent_since_s=silent.heard_s if silent is not None else None,
             overtaken_s=queued.overtaken_s if queued is not None else None,
-            unobserved=any(call.is_unobserved for call in self.calls()),
+            unobserved=bool(silent_holders) and any(call.holder in silent_holders for call in self.calls()),
             has_answered=self.has_answered,
         )
 

@@ -34,10 +34,10 @@ from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, Engin
 from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
 from async_rl.engines.request_refusals import RequestRefusals
+from async_rl.engines.revocation import Revocation, wait_for_confirmations
 from async_rl.errors import EngineBusy, EngineError, InvariantError, LocalShortage, RequestRefused
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
-from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import progressed, waiting
 
 __all__ = ["EngineLoad", "EnginePool", "EngineState", "Lease"]
@@ -84,14 +84,14 @@ class EnginePool(EngineCalls, LeaseHolder):
         self._balancer = Balancer(max_prefill_tokens=max_prefill_tokens)
         self.dispatcher = LeaseDispatcher(self._slots, self._balancer, self, metrics, clock)
         """Gives calls to engines."""
-        self.statistics = PoolStatistics(self._slots, self._balancer, clock)
-        """Loads and idle time."""
         self._need_repair: dict[str, None] = {}
         """Engines that need repair: finding them among thousands at every change would cost seconds."""
         self._changed = asyncio.Event()
         self._serving: set[str] = set()
         self.lease_holders: dict[LeaseHolder, None] = {}
         """Other processes that make calls under leases of this pool, and pools its engines are lent to."""
+        self.statistics = PoolStatistics(self._slots, self._balancer, self.lease_holders, clock)
+        """Loads and idle time."""
         self.serving_clock = ServingClock(clock)
         """Runs while some engine serves."""
         self._oldest_version: int | None = None
@@ -368,31 +368,22 @@ class EnginePool(EngineCalls, LeaseHolder):
         """Implements `LeaseHolder.is_silent`."""
         return False
 
-    def holds_lease_of(self, engine_id: str) -> bool:
-        """Implements `LeaseHolder.holds_lease_of`, for a pool to which another pool has lent the engine."""
-        slot = self._slots.get(engine_id)
-        return (slot is not None and slot.state is EngineState.SERVING) or any(
-            holder.holds_lease_of(engine_id) for holder in self.lease_holders
-        )
-
-    async def revoke_leases(self, engine_id: str) -> None:
-        """Implements `LeaseHolder.revoke_leases`: the pool that has lent the engine takes it away."""
+    def begin_revocation(self, engine_id: str) -> Sequence[Revocation]:
+        """Implements `LeaseHolder.begin_revocation`: the pool that has lent the engine takes it away."""
         slot = self._slots.get(engine_id)
         if slot is not None and slot.state is EngineState.SERVING:
             self.quarantine_engine(engine_id, EngineError(f"engine {engine_id} is not lent any longer"))
-        await self._revoke_leases(engine_id)
+        return self._begin_revocations(engine_id)
+
+    def _begin_revocations(self, engine_id: str) -> Sequence[Revocation]:
+        return [each for holder in self.lease_holders for each in holder.begin_revocation(engine_id)]
 
     async def _revoke_leases(self, engine_id: str) -> None:
         """Wait until no other process sends requests to an engine under the leases it has now."""
         slot = self._slots.get(engine_id)
         if slot is not None and slot.state is EngineState.SERVING:
             raise InvariantError(f"engine {engine_id} is interrupted, and it still gets calls: hold it first")
-        holders = [holder for holder in self.lease_holders if holder.holds_lease_of(engine_id)]
-        if holders:
-            with waiting("leases", engine_id):
-                async with Nursery() as nursery:
-                    for index, holder in enumerate(holders):
-                        nursery.start_task(f"revoke {engine_id} {index}", holder.revoke_leases(engine_id))
+        await wait_for_confirmations(self._begin_revocations(engine_id), engine_id)
 
     # -- queries ------------------------------------------------------------------------------------------
 

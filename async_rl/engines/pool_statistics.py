@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from async_rl.engines.balancing import Balancer
+from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.lease import EngineLoad, EngineSlot
 
 
@@ -12,23 +13,41 @@ class PoolStatistics:
     """Reads what the calls of a pool's engines say about their load. Changes nothing but the idle clock."""
 
     def __init__(
-        self, slots: Mapping[str, EngineSlot], balancer: Balancer, clock: Callable[[], float]
+        self,
+        slots: Mapping[str, EngineSlot],
+        balancer: Balancer,
+        holders: Collection[LeaseHolder],
+        clock: Callable[[], float],
     ) -> None:
         """Count idle time from now on.
 
         Args:
             slots: The engines of the pool by id; the pool adds and removes them.
             balancer: The loads of the same engines.
+            holders: The processes that make calls under leases of the pool.
             clock: Monotonic seconds.
         """
         self._slots = slots
         self._balancer = balancer
+        self._holders = holders
         self._clock = clock
         self._started_s = clock()
 
     def load_of(self, engine_id: str) -> EngineLoad:
         """Returns what the calls of an engine say about its load and health."""
-        return self._slots[engine_id].load(self._balancer.prefill_tokens_of(engine_id))
+        return self.loads([engine_id])[engine_id]
+
+    def loads(self, engine_ids: Iterable[str]) -> dict[str, EngineLoad]:
+        """Returns the same of several engines by id."""
+        silent = {holder for holder in self._holders if holder.is_silent}
+        return {
+            engine_id: self._slots[engine_id].load(self._balancer.prefill_tokens_of(engine_id), silent)
+            for engine_id in engine_ids
+        }
+
+    def progress_s_of(self, engine_id: str) -> float:
+        """Returns when an engine last sent anything: `EngineLoad.progress_s`."""
+        return self._slots[engine_id].progress_s
 
     @property
     def imbalance(self) -> float:

@@ -204,7 +204,7 @@ class Doctor:
     def _engines(self) -> list[EngineView]:
         pool, config = self._pool, self._engine
         states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
-        vitals = {engine_id: pool.statistics.load_of(engine_id) for engine_id in states}
+        vitals = pool.statistics.loads(states)
         return [
             EngineView(
                 engine_id=engine_id,

@@ -151,18 +151,15 @@ class LiveStatus:
 
 
 def _engine_rows(pool: EnginePool) -> list[EngineRow]:
-    rows = []
-    for state in EngineState:
-        for engine in pool.engines(state):
-            vitals = pool.statistics.load_of(engine.engine_id)
-            rows.append(
-                EngineRow(
-                    engine_id=engine.engine_id,
-                    state=state,
-                    weight_version=pool.version_of(engine.engine_id),
-                    calls=vitals.calls,
-                    prefill_tokens=vitals.prefill_tokens,
-                    error=str(pool.error_of(engine.engine_id) or ""),
-                )
-            )
-    return rows
+    states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
+    return [
+        EngineRow(
+            engine_id=engine_id,
+            state=states[engine_id],
+            weight_version=pool.version_of(engine_id),
+            calls=load.calls,
+            prefill_tokens=load.prefill_tokens,
+            error=str(pool.error_of(engine_id) or ""),
+        )
+        for engine_id, load in pool.statistics.loads(states).items()
+    ]

@@ -110,7 +110,7 @@ async def test_streams_do_not_wait_for_their_turn_when_their_leases_are_revoked(
         worker.grant(1)
         await asyncio.sleep(0.5)
         assert not reads
-        worker.calls.revoke(RevokeLeases(engine_id="engine-0", number=7))
+        worker.calls.revoke(RevokeLeases(engine_ids=("engine-0",), number=7))
         assert reads == ["at once"]
         calling.cancel()
 
@@ -124,7 +124,7 @@ async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
         await asyncio.sleep(0)
         worker.grant(1)
         await asyncio.sleep(0.1)
-        worker.calls.revoke(RevokeLeases(engine_id="engine-0", number=7))
+        worker.calls.revoke(RevokeLeases(engine_ids=("engine-0",), number=7))
         assert isinstance(worker.posted[-1], LeasesRevoked)
         # A lease given afterwards does not bring the revoked one back.
         other = tasks.create_task(worker.call(wait_s=100.0))
@@ -158,7 +158,7 @@ async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: boo
         worker.grant(1)
         await asyncio.sleep(0.1)
         if revoked:
-            worker.calls.revoke(RevokeLeases(engine_id="engine-0", number=7))
+            worker.calls.revoke(RevokeLeases(engine_ids=("engine-0",), number=7))
         await calling
     assert any(isinstance(message, EngineReport) for message in worker.posted) == (not revoked)
 
@@ -172,7 +172,7 @@ async def test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated
         await asyncio.sleep(0)
         worker.grant(1)
         await asyncio.sleep(0.1)
-        worker.calls.revoke(RevokeLeases(engine_id="engine-0", number=7))
+        worker.calls.revoke(RevokeLeases(engine_ids=("engine-0",), number=7))
         worker.grant(1)
         lease = await calling
     (end,) = worker.events
@@ -256,7 +256,7 @@ async def test_a_call_of_a_teacher_has_its_engine_and_is_none_of_the_policys() -
         assert isinstance(granted, LeaseGranted)
         assert (granted.engine_id, granted.weight_version) == ("teacher-0", 0)
         assert (driver.teacher.statistics.load_of("teacher-0").calls, driver.num_calls) == (1, 0)
-        assert driver.leases.holds_lease_of("teacher-0")
+        assert driver.leases.begin_revocation("teacher-0")
         driver.leases.handle_message(EngineReport(engine_id="teacher-0", kind="failure", text="gone"))
         assert driver.teacher.needs_repair("teacher-0")
         driver.leases.handle_message(LeaseEnded(lease_id=1))
@@ -360,6 +360,60 @@ async def test_an_engine_is_interrupted_when_workers_have_confirmed_that_they_se
         await asyncio.sleep(0.1)
         assert interrupting.done()
         driver.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+@in_virtual_time
+async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None:
+    """An update of a thousand engines would otherwise send each worker hundreds of messages."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
+        driver.pool.serve_engine("engine-1", 3)
+        posted: list[Message] = []
+        other = RelayedLeases(
+            "rollout-worker-1",
+            {"": driver.pool},
+            posted.append,
+            lease_s=LEASE_S,
+            clock=driver.clock,
+            on_lease=lambda *of: None,
+        )
+        other.renew(1, ())
+        for number in (1, 2):  # one call on each engine
+            driver.leases.handle_message(LeaseWanted(lease_id=number, key=str(number), tokens=9, prompt=4))
+        other.handle_message(LeaseWanted(lease_id=1, key="3", tokens=1, prompt=1))
+        (shared,) = (message.engine_id for message in posted if isinstance(message, LeaseGranted))
+        interrupting = {}
+        for engine in driver.pool.engines():
+            driver.pool.hold_engine(engine.engine_id)
+            interrupt = driver.pool.interrupt_engine(engine, "abort")
+            interrupting[engine.engine_id] = nursery.start_task("interrupt", interrupt)
+        await asyncio.sleep(0.1)
+        (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
+        assert set(revoke.engine_ids) == set(interrupting)
+        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
+        await asyncio.sleep(0.1)  # the other worker delays only the engine that it may call
+        assert [name for name, task in interrupting.items() if not task.done()] == [shared]
+        (revoke,) = (message for message in posted if isinstance(message, RevokeLeases))
+        assert revoke.engine_ids == (shared,)
+        other.handle_message(LeasesRevoked(number=revoke.number))
+        await asyncio.sleep(0.1)
+        assert interrupting[shared].done()
+        driver.leases.close()
+        other.close()
+
+
+@in_virtual_time
+async def test_a_worker_that_ends_before_its_leases_are_revoked_delays_no_engine() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        interrupting = nursery.start_task("interrupt", driver.pool.interrupt_engine(driver.engine, "abort"))
+        await asyncio.sleep(0)
+        driver.leases.close()
+        await asyncio.sleep(0.1)
+        assert interrupting.done()
 
 
 @in_virtual_time

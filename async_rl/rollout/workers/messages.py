@@ -18,7 +18,7 @@ Messages of a link arrive whole, once and in order, or the link is lost: see `Me
  DropCall ───────────────────────────────► the call must end, with the tokens received
          ◄──── LeaseEnded ──────────────── the call has ended, or is not wanted any more
          ◄──── EngineReport ────────────── an engine failed, or gave an implausible answer
- RevokeLeases ───────────────────────────► nothing more is sent to an engine under the leases given so far
+ RevokeLeases ───────────────────────────► nothing more is sent to engines under the leases given so far
          ◄──── LeasesRevoked
 
          ◄──── Heartbeat ───────────────── every tick: changes of trajectories, progress of calls, waits
@@ -126,9 +126,9 @@ class DropCall(Message, frozen=True, kw_only=True, eq=False):
 
 
 class RevokeLeases(Message, frozen=True, kw_only=True, eq=False):
-    """Forbids new requests to an engine under the leases that were granted before. Calls under way go on."""
+    """Forbids new requests to engines under the leases that were granted before. Calls under way go on."""
 
-    engine_id: str
+    engine_ids: tuple[str, ...]
     number: int
     """Repeated in the answer."""
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -25,6 +26,7 @@ from async_rl.engine_protocol import Finish
 from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.lease import Lease
 from async_rl.engines.pool import EnginePool
+from async_rl.engines.revocation import Revocation
 from async_rl.errors import EngineBusy, EngineError, RequestRefused
 from async_rl.rollout.workers.messages import (
     CallProgress,
@@ -112,7 +114,13 @@ class RelayedLeases(LeaseHolder):
         self._on_lease = on_lease
         self._leases: dict[int, _RelayedLease] = {}
         self._newest_id = 0
-        self._revocations: dict[int, asyncio.Future[None]] = {}
+        self._num_placed = Counter[str]()
+        """The number of its leases that have an engine, by engine."""
+        self._to_revoke: dict[str, None] = {}
+        """Engines whose leases the next message revokes."""
+        self._next_revocation: Revocation
+        self._revocations: dict[int, Revocation] = {}
+        """Those that are not confirmed, by number."""
         self._numbers = count(1)
         self._renewed_s = -math.inf
         """When leases were renewed last: the worker's own time of it is earlier."""
@@ -159,25 +167,31 @@ class RelayedLeases(LeaseHolder):
         """Implements `LeaseHolder.is_silent`."""
         return self._clock() - self._renewed_s > _SILENT_S
 
-    def holds_lease_of(self, engine_id: str) -> bool:
-        """Implements `LeaseHolder.holds_lease_of`."""
-        held = (relayed.placed for relayed in self._leases.values())
-        return any(lease is not None and lease.engine.engine_id == engine_id for lease in held)
+    def begin_revocation(self, engine_id: str) -> Sequence[Revocation]:
+        """Implements `LeaseHolder.begin_revocation`, by one message for all engines of a turn."""
+        if not self._num_placed[engine_id]:
+            return ()
+        if not self._to_revoke:
+            number, self._next_revocation = next(self._numbers), Revocation(self._name)
+            self._revocations[number] = self._next_revocation
+            asyncio.get_running_loop().call_soon(self._post_revocation, number)
+        self._to_revoke[engine_id] = None
+        return (self._next_revocation,)
 
-    async def revoke_leases(self, engine_id: str) -> None:
-        """Implements `LeaseHolder.revoke_leases`."""
-        number, answered = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._revocations[number] = answered
-        self._post(RevokeLeases(engine_id=engine_id, number=number))
-        try:
-            with waiting("leases", engine_id, why=lambda: self._name):
-                while not answered.done():
-                    await asyncio.wait([answered], timeout=self._valid_s)
-                    if not self._valid_s:
-                        self._return_leases()
-                        break
-        finally:
-            self._revocations.pop(number, None)
+    def _post_revocation(self, number: int) -> None:
+        engine_ids, self._to_revoke = tuple(self._to_revoke), {}
+        self._post(RevokeLeases(engine_ids=engine_ids, number=number))
+        self._end_expired_revocation(number)
+
+    def _end_expired_revocation(self, number: int) -> None:
+        """End the wait for a worker that can no longer use its leases; look again when that may be so."""
+        if number not in self._revocations:
+            return
+        if valid_s := self._valid_s:
+            asyncio.get_running_loop().call_later(valid_s, self._end_expired_revocation, number)
+            return
+        self._return_leases()
+        self._confirm_revocation(number)
 
     # -- the end of the worker -----------------------------------------------------------------------------
 
@@ -198,9 +212,8 @@ class RelayedLeases(LeaseHolder):
         for pool in self._pools.values():
             pool.lease_holders.pop(self, None)
         self._return_leases()
-        for answered in self._revocations.values():
-            answered.set_result(None)
-        self._revocations.clear()
+        for number in list(self._revocations):
+            self._confirm_revocation(number)
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -237,6 +250,7 @@ class RelayedLeases(LeaseHolder):
         relayed.wait = lease.wait = waiting("first chunk", engine.engine_id).begin(relayed.actor)
         relayed.call = engine.remote_call()
         relayed.call.__enter__()
+        self._num_placed[engine.engine_id] += 1
         lease.holder = self
         lease.on_drop = lambda why: self._post(DropCall(lease_id=lease_id, why=why))
         if not relayed.model:
@@ -263,6 +277,7 @@ class RelayedLeases(LeaseHolder):
             self._on_lease(relayed.lease.key, None)
         if relayed.call is not None:
             relayed.call.__exit__(None, None, None)
+            self._num_placed[relayed.lease.engine.engine_id] -= 1
         self._pools[relayed.model].return_lease(relayed.lease)  # others may be granted at once
 
     def _record_progress(self, lease_id: int, received: int) -> None:
@@ -296,8 +311,11 @@ class RelayedLeases(LeaseHolder):
             pool.forget_trajectory(message.key)
 
     def _end_revocation(self, message: LeasesRevoked) -> None:
-        if (answered := self._revocations.pop(message.number, None)) is not None:
-            answered.set_result(None)
+        self._confirm_revocation(message.number)
+
+    def _confirm_revocation(self, number: int) -> None:
+        if (revocation := self._revocations.pop(number, None)) is not None:
+            revocation.confirm()
 
     def _record_report(self, report: EngineReport) -> None:
         engine_id, text = report.engine_id, report.text

@@ -186,10 +186,11 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             lease.drop(why)
 
     def revoke(self, message: RevokeLeases) -> None:
-        """Send nothing more to an engine under the leases granted so far, and confirm that."""
-        if (slot := self._slots.pop(message.engine_id, None)) is not None:  # later leases get another one
-            slot.state = EngineState.UPDATING
-            slot.engine.read_at_once()
+        """Send nothing more to engines under the leases granted so far, and confirm that."""
+        for engine_id in message.engine_ids:
+            if (slot := self._slots.pop(engine_id, None)) is not None:  # later leases get another one
+                slot.state = EngineState.UPDATING
+                slot.engine.read_at_once()
         self._post(LeasesRevoked(number=message.number))
 
     def renew(self, sent_s: float) -> None:

@@ -1,0 +1,71 @@
+"""Revocations of leases: what a rollout worker was told, and the wait until all workers have confirmed.
+
+An update revokes the leases of thousands of engines in one turn, each held by a hundred workers. A worker
+gets one message for all of them, and a confirmation costs each engine that waits for it a subtraction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from functools import partial
+
+from async_rl.runtime.waits import waiting
+
+
+class Revocation:
+    """What a process was told about the leases of some engines, until it has confirmed.
+
+    Example:
+        >>> revocation = Revocation("rollout-worker-0")
+        >>> waits = [wait_for_confirmations([revocation], engine_id) for engine_id in engine_ids]
+        >>> revocation.confirm()
+    """
+
+    def __init__(self, holder: str) -> None:
+        """Expect that a process confirms."""
+        self.holder = holder
+        """The process."""
+        self.is_confirmed = False
+        """Whether it has acknowledged that it begins no more calls, or its leases have expired."""
+        self._latches: list[_Latch] = []
+
+    def confirm(self) -> None:
+        """Let all waits go on that have no other reason."""
+        self.is_confirmed = True
+        for latch in self._latches:
+            latch.count_down()
+        self._latches.clear()
+
+    def add_latch(self, latch: _Latch) -> None:
+        """Count the latch down once confirmed."""
+        self._latches.append(latch)
+
+
+class _Latch:
+    """Is open once it was counted down so many times."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def count_down(self) -> None:
+        self._count -= 1
+        if not self._count and not self.opened.done():  # cancelled at this moment
+            self.opened.set_result(None)
+
+
+async def wait_for_confirmations(revocations: Collection[Revocation], engine_id: str) -> None:
+    """Wait until all of an engine's revocations are confirmed."""
+    pending = [each for each in revocations if not each.is_confirmed]
+    if not pending:
+        return
+    latch = _Latch(len(pending))
+    for each in pending:
+        each.add_latch(latch)
+    with waiting("leases", engine_id, why=partial(_list_silent, pending)):
+        await latch.opened
+
+
+def _list_silent(revocations: Collection[Revocation]) -> str:
+    return ", ".join(each.holder for each in revocations if not each.is_confirmed)
