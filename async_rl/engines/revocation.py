@@ -1,4 +1,4 @@
-"""Revocations of leases: what a rollout worker was told, and the wait until all workers have confirmed.
+"""Revocations of leases, and the wait until all workers have confirmed theirs.
 
 An update revokes the leases of thousands of engines in one turn, each held by a hundred workers. A worker
 gets one message for all of them, and a confirmation costs each engine that waits for it a subtraction.
@@ -14,7 +14,7 @@ from async_rl.runtime.waits import waiting
 
 
 class Revocation:
-    """What a process was told about the leases of some engines, until it has confirmed.
+    """The revocation of a process's leases of some engines, until it has confirmed.
 
     Example:
         >>> revocation = Revocation("rollout-worker-0")

@@ -156,7 +156,7 @@ class Doctor:
             if on != "idle":
                 self._metrics.oldest_wait_seconds.labels(on).set(oldest_s.get(on, 0.0))
         overdue = any(age_s > self.limits_s.get(on, age_s) for on, age_s in oldest_s.items())
-        if quiet_s < self._config.stall_s and not overdue:
+        if not self.is_quiet and not overdue:
             self._reset()
             return
         diagnosis = self.diagnosis()
@@ -194,9 +194,14 @@ class Doctor:
             )
         )
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the run has made no progress for `doctor.stall_s`."""
+        return self._waits.quiet_s >= self._config.stall_s
+
     def waiting_for(self) -> str:
         """Return what the train loop waits for, for the panel; the whole chain without progress."""
-        if self._waits.quiet_s >= self._config.stall_s:
+        if self.is_quiet:
             return self.diagnosis().text
         ours = (wait for wait in self._waits.open if wait.actor.who == TRAIN_LOOP)
         return "; ".join(phrase(wait.on, wait.target, wait.why() if wait.why else None) for wait in ours)

@@ -24,7 +24,9 @@ from async_rl.runtime.user_processes import read_reports
 from async_rl.runtime.waits import Waits, waiting
 
 _DIAGNOSIS_MAX_AGE_S: Final = 5.0
-"""How long the live page shows a diagnosis; one over 4096 trajectories takes 40 ms."""
+_DIAGNOSIS_MAX_SHARE: Final = 0.01
+"""While the run makes progress, a diagnosis for the page and `/health` is reused for so long, or longer where
+diagnoses would take more than this share of the time: with 4,096 trajectories one takes 40 ms."""
 
 
 class LiveStatus:
@@ -97,18 +99,20 @@ class LiveStatus:
         )
 
     def _recent_diagnosis(self) -> Diagnosis:
-        """Return a diagnosis for the live page; while the run makes progress, a few seconds old at most."""
-        now = self._clock()
-        if self._diagnosis is None or self._diagnosis.state != "moving" or now >= self._diagnose_again_s:
-            self._diagnosis, self._diagnose_again_s = self._doctor.diagnosis(), now + _DIAGNOSIS_MAX_AGE_S
-        return self._diagnosis
+        """Return a diagnosis for the live page and `/health`."""
+        now, known = self._clock(), self._diagnosis
+        if known is None or known.state != "moving" or self._doctor.is_quiet or now >= self._diagnose_again_s:
+            self._diagnosis = known = self._doctor.diagnosis()
+            taken_s = self._clock() - now
+            self._diagnose_again_s = now + max(_DIAGNOSIS_MAX_AGE_S, taken_s / _DIAGNOSIS_MAX_SHARE)
+        return known
 
     def health(self) -> dict[str, Any]:
         """Return the answer to `/health`: the state of the run and what it waits for.
 
         Its `status` is `ok` exactly if no cause of the diagnosis has a problem.
         """
-        diagnosis, records = self._doctor.diagnosis(), self._run_log.records
+        diagnosis, records = self._recent_diagnosis(), self._run_log.records
         return {
             "status": diagnosis.state if diagnosis.state in ("stalled", "overdue") else "ok",
             "phase": self._run_log.phase,

@@ -549,6 +549,7 @@ class WorkerBackend(RolloutBackend):
             return cause
         finally:
             del self.workers[worker.name]
+            self._metrics.journal_bytes.dec(worker.journal_bytes)
             self._spool.writers[worker.frame_node] -= 1
             self._starting.add(worker.name)
             worker.fail_requests(cause)
@@ -589,9 +590,8 @@ class WorkerBackend(RolloutBackend):
         if worker.folder is None or self._folders is None:
             return
         self._folders.record_written(worker.folder, heartbeat.written_claims)
-        if heartbeat.journal_bytes != worker.journal_bytes:
-            worker.journal_bytes = heartbeat.journal_bytes
-            self._metrics.journal_bytes.set(sum(each.journal_bytes for each in self.workers.values()))
+        self._metrics.journal_bytes.inc(heartbeat.journal_bytes - worker.journal_bytes)
+        worker.journal_bytes = heartbeat.journal_bytes
 
     def _post_serving_change(self, paused: bool) -> None:
         for worker in self.workers.values():
