@@ -39,6 +39,7 @@ from async_rl.queue.journal_folders import JournalFolders, read_trees
 from async_rl.queue.spool import no_other_nodes
 from async_rl.rollout.session.tokens import GrowingArray
 from async_rl.run.orchestrator import Cluster, Orchestrator, RunInputs
+from async_rl.runtime.short_pauses import short_pauses
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import (
@@ -378,7 +379,8 @@ def block(folder: Path, calls: int, tokens: int, repetitions: int) -> list[Row]:
             ),
         ]
 
-    return asyncio.run(measure())
+    with short_pauses():  # as every process of a run
+        return asyncio.run(measure())
 
 
 def resident_bytes() -> int:

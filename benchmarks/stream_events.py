@@ -41,7 +41,7 @@ from async_rl.queue.journal import Journal
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
-from async_rl.runtime.short_collections import short_collections
+from async_rl.runtime.short_pauses import short_pauses
 from async_rl.types import Task
 from benchmarks.support.loop_pauses import PauseRecorder, Pauses
 
@@ -240,7 +240,7 @@ def _measure(streams: int, events: int, per_event: int, step_s: float) -> dict[s
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             url = f"http://127.0.0.1:{receiver.recv()}"
-            with short_collections():  # as every process of a run
+            with short_pauses():  # as every process of a run
                 wall, cpu, pauses = asyncio.run(_turns(url, streams, tokens, Path(folder)))
     finally:
         server.terminate()

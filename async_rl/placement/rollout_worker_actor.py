@@ -39,7 +39,7 @@ from async_rl.runtime.descriptors import raise_descriptor_limit
 from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import PrintableFormatter
 from async_rl.runtime.processes import Process, die_with_parent
-from async_rl.runtime.short_collections import short_collections
+from async_rl.runtime.short_pauses import short_pauses
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.user_processes import end_leftovers, mark_all_children, write_reports
 
@@ -81,7 +81,7 @@ class RolloutWorkerActor(NodeActor):
         end_leftovers(run_dir)
         write_reports(run_dir)
         mark_all_children()
-        with short_collections():
+        with short_pauses():
             asyncio.run(
                 _run_worker(
                     parsed,

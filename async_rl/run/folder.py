@@ -30,7 +30,7 @@ from async_rl.runtime.files import replace_file
 from async_rl.runtime.package_warnings import hide_package_warnings
 from async_rl.runtime.printable import PrintableFormatter, print_text
 from async_rl.runtime.processes import private_files
-from async_rl.runtime.short_collections import short_collections
+from async_rl.runtime.short_pauses import short_pauses
 from async_rl.runtime.supervision import first_error, service_of, was_stopped_at_start
 from async_rl.runtime.threads import exit_despite_threads
 
@@ -75,7 +75,7 @@ def run_in_folder(
         signals: list[signal.Signals] = []
         with logging_to(log_file, config.run.log_level):
             try:
-                with short_collections():
+                with short_pauses():
                     result = asyncio.run(_until_signal(job, path, on_stop, signals))
             except asyncio.CancelledError:
                 print_text(f"async-rl: aborted by {signals[0].name}{where}", file=sys.stderr)

@@ -1283,18 +1283,18 @@ MUTANTS: Final = (
     Mutant(
         "cycles-are-never-collected",
         "Memory grows with each reference cycle that was exempt from collections.",
-        "async_rl/runtime/short_collections.py",
+        "async_rl/runtime/short_pauses.py",
         "            gc.unfreeze()\n            self._awaits_full = True",
         "            self._awaits_full = False",
-        ("tests/unit/test_short_collections.py",),
+        ("tests/unit/test_short_pauses.py",),
     ),
     Mutant(
         "full-collections-pause-the-driver",
         "A full garbage collection pauses the event loop for 0.2 s with thousands of trajectories.",
         "async_rl/run/folder.py",
-        "                with short_collections():\n",
+        "                with short_pauses():\n",
         "                if True:\n",
-        ("tests/unit/test_short_collections.py",),
+        ("tests/unit/test_short_pauses.py",),
     ),
     Mutant(
         "failed-session-in-a-cycle",

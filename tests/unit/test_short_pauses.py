@@ -1,9 +1,10 @@
-"""Pauses of the garbage collector."""
+"""Pauses of the event loop by the garbage collector and by other threads."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from async_rl.run.folder import run_in_folder
-from async_rl.runtime.short_collections import SurvivorFreezer, short_collections
+from async_rl.runtime.short_pauses import SurvivorFreezer, short_pauses
 
 
 class Node:
@@ -35,7 +36,7 @@ def _thaw() -> Iterator[None]:
 
 
 def test_a_full_collection_looks_at_no_object_that_has_survived_before() -> None:
-    with short_collections():
+    with short_pauses():
         kept = [Node() for _ in range(1000)]
         gc.collect(1)
         assert gc.get_freeze_count() > 1000
@@ -45,7 +46,7 @@ def test_a_full_collection_looks_at_no_object_that_has_survived_before() -> None
 
 
 def test_young_cycles_are_collected() -> None:
-    with short_collections():
+    with short_pauses():
         cycle = make_cycle()
         gc.collect(1)
         assert cycle() is None
@@ -59,7 +60,7 @@ def test_young_objects_are_collected_seldom() -> None:
         if phase == "start":
             collections.append(info["generation"])
 
-    with short_collections():
+    with short_pauses():
         gc.collect()
         gc.callbacks.append(count)
         kept = [Node() for _ in range(25_000)]
@@ -68,6 +69,13 @@ def test_young_objects_are_collected_seldom() -> None:
     assert 1 in collections
     assert len(collections) < 10  # by CPython's thresholds more than 30
     assert gc.get_threshold() == before
+
+
+def test_threads_that_compute_give_way_soon() -> None:
+    before = sys.getswitchinterval()
+    with short_pauses():
+        assert sys.getswitchinterval() <= 0.001
+    assert sys.getswitchinterval() == before
 
 
 def test_old_cycles_are_collected_once_memory_has_doubled() -> None:
@@ -91,7 +99,7 @@ def test_old_cycles_are_collected_once_memory_has_doubled() -> None:
         gc.callbacks.remove(freezer.end_collection)
 
 
-def test_a_job_runs_with_short_collections(tmp_path: Path) -> None:
+def test_a_job_runs_with_short_pauses(tmp_path: Path) -> None:
     async def job(folder: Path, stop: asyncio.Event) -> int:
         gc.collect(1)
         return gc.get_freeze_count()
