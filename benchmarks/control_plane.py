@@ -116,7 +116,7 @@ class AnsweringWorker:
 
     def renew(self) -> None:
         """Send a heartbeat."""
-        self.leases.renew(0, Heartbeat().calls)
+        self.leases.renew(Heartbeat())
 
     def _receive(self, message: Message) -> None:
         self.num_messages += 1

@@ -320,7 +320,7 @@ async def measure_heartbeat(rounds: int = 2000) -> float:
             heartbeat = await link.receive()
             assert isinstance(heartbeat, Heartbeat)
             add_increments(heartbeat.increments, metrics)
-            leases.renew(heartbeat.number, heartbeat.calls)
+            leases.renew(heartbeat)
         await asyncio.sleep(0)  # the last answer is sent
         spent_s = time.thread_time() - begin_s
         link.close()

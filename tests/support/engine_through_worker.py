@@ -139,7 +139,7 @@ async def _receive_in_driver(link: Link, leases: RelayedLeases, subject: EngineT
         message = await link.receive()
         if isinstance(message, Heartbeat):
             if subject.driver_answers:
-                leases.renew(message.number, message.calls)
+                leases.renew(message)
         else:
             leases.handle_message(message)
 
@@ -147,7 +147,7 @@ async def _receive_in_driver(link: Link, leases: RelayedLeases, subject: EngineT
 async def _send_heartbeats(link: Link, calls: RemoteCalls, sent: dict[int, float]) -> None:
     while True:
         sent[len(sent) + 1] = asyncio.get_running_loop().time()
-        link.post(Heartbeat(number=len(sent), calls=calls.progress()))
+        link.post(Heartbeat(number=len(sent), calls=calls.progress(), forgotten=calls.pop_forgotten()))
         await asyncio.sleep(TICK_S)
 
 

@@ -21,6 +21,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
     DropCall,
     EngineReport,
+    Heartbeat,
     LeaseEnded,
     LeaseGranted,
     LeasesRevoked,
@@ -233,7 +234,7 @@ class Driver:
             clock=self.clock,
             on_lease=lambda *of: self.leased.append(of),
         )
-        self.leases.renew(1, ())
+        self.leases.renew(Heartbeat(number=1))
 
     async def lease(self) -> LeaseGranted:
         self.leases.handle_message(LeaseWanted(lease_id=1, key="a", tokens=9, prompt=4))
@@ -378,7 +379,7 @@ async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None
             clock=driver.clock,
             on_lease=lambda *of: None,
         )
-        other.renew(1, ())
+        other.renew(Heartbeat(number=1))
         for number in (1, 2):  # one call on each engine
             driver.leases.handle_message(LeaseWanted(lease_id=number, key=str(number), tokens=9, prompt=4))
         other.handle_message(LeaseWanted(lease_id=1, key="3", tokens=1, prompt=1))
@@ -414,6 +415,31 @@ async def test_a_worker_that_ends_before_its_leases_are_revoked_delays_no_engine
         driver.leases.close()
         await asyncio.sleep(0.1)
         assert interrupting.done()
+
+
+@in_virtual_time
+async def test_a_heartbeat_reports_trajectories_that_make_no_more_calls() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        sent: list[Message] = []
+        calls = RemoteCalls(
+            sent.append,
+            lambda *of: driver.engine,
+            lease_s=LEASE_S,
+            metrics=Metrics(),
+            clock=driver.clock,
+        )
+        leases = [driver.pool.request_lease(key, 9, prompt=4, on_placed=lambda of: None) for key in "ab"]
+        for lease in leases:
+            driver.pool.return_lease(lease)
+        calls.forget_trajectory("a")
+        driver.leases.renew(Heartbeat(number=2, forgotten=calls.pop_forgotten()))
+        assert calls.pop_forgotten() == ()
+        assert sent == []
+        again = [driver.pool.request_lease(key, 9, prompt=4, on_placed=lambda of: None) for key in "ab"]
+        assert [lease.cached_prefix is None for lease in again] == [True, False]
+        for lease in again:
+            driver.pool.return_lease(lease)
 
 
 @in_virtual_time
@@ -547,7 +573,7 @@ async def test_an_engine_leaves_when_the_leases_of_a_silent_worker_have_expired(
         await driver.lease()
         path.write_text("")
         await asyncio.sleep(5.0)
-        driver.leases.renew(2, ())
+        driver.leases.renew(Heartbeat(number=2))
         renewed_s = driver.clock()  # as the time to drain is up
         await asyncio.sleep(9.9)
         assert not departed
@@ -618,7 +644,7 @@ async def test_an_engine_is_not_blamed_for_the_silence_of_a_worker() -> None:
         assert not load("engine-0").unobserved
         await asyncio.sleep(5.0)
         assert load("engine-0").unobserved
-        driver.leases.renew(2, ())
+        driver.leases.renew(Heartbeat(number=2))
         assert not load("engine-0").unobserved
         assert load("engine-0").progress_s == driver.clock()  # the silence begins now
         driver.leases.handle_message(LeaseEnded(lease_id=1))

@@ -213,14 +213,6 @@ class PrefixShared(Message, frozen=True, kw_only=True, eq=False):
     other: str
 
 
-class TrajectoryForgotten(Message, frozen=True, kw_only=True, eq=False):
-    """Reports that a trajectory makes no more calls: see `EngineCalls.forget_trajectory`."""
-
-    may_wait_s: ClassVar[float] = 0.1
-
-    key: str
-
-
 class LeasesRevoked(Message, frozen=True, kw_only=True, eq=False):
     """Answers a `RevokeLeases`."""
 
@@ -282,6 +274,8 @@ class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
     """The calls that have received something."""
     progress: tuple[AttemptProgress, ...] = ()
     """How far trajectories are of which that has changed enough."""
+    forgotten: tuple[str, ...] = ()
+    """Trajectories that make no more calls: see `EngineCalls.forget_trajectory`."""
     written_claims: tuple[str, ...] = ()
     """Trajectories taken over of which the worker's journal has everything now."""
     journal_bytes: int = 0

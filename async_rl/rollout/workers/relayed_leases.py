@@ -29,10 +29,10 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.revocation import Revocation
 from async_rl.errors import EngineBusy, EngineError, RequestRefused
 from async_rl.rollout.workers.messages import (
-    CallProgress,
     CallStarted,
     DropCall,
     EngineReport,
+    Heartbeat,
     LeaseEnded,
     LeaseGranted,
     LeasesRenewed,
@@ -41,7 +41,6 @@ from async_rl.rollout.workers.messages import (
     Message,
     PrefixShared,
     RevokeLeases,
-    TrajectoryForgotten,
 )
 from async_rl.runtime.waits import acting, waiting
 
@@ -130,7 +129,6 @@ class RelayedLeases(LeaseHolder):
             LeaseEnded: self._end_lease,
             EngineReport: self._record_report,
             PrefixShared: self._share_cached_prefix,
-            TrajectoryForgotten: self._forget_trajectory,
             LeasesRevoked: self._end_revocation,
         }
         for pool in pools.values():
@@ -146,19 +144,22 @@ class RelayedLeases(LeaseHolder):
         handler(message)
         return True
 
-    def renew(self, number: int, calls: tuple[CallProgress, ...]) -> None:
-        """Take over the progress that a heartbeat reports, and renew the leases."""
+    def renew(self, heartbeat: Heartbeat) -> None:
+        """Take over what a heartbeat reports of calls, and renew the leases."""
         if self.is_silent:
             for relayed in self._leases.values():
                 if relayed.placed is not None:
                     relayed.placed.excuse_silence()
-        for call in calls:
+        for call in heartbeat.calls:
             self._record_progress(call.lease_id, call.received)
             reported = self._leases.get(call.lease_id)
             if call.payload_arrives and reported is not None and reported.placed is not None:
                 reported.placed.record_payload()
+        for key in heartbeat.forgotten:
+            for pool in self._pools.values():
+                pool.forget_trajectory(key)
         self._renewed_s = self._clock()
-        self._post(LeasesRenewed(number=number))
+        self._post(LeasesRenewed(number=heartbeat.number))
 
     # -- the pool ------------------------------------------------------------------------------------------
 
@@ -305,10 +306,6 @@ class RelayedLeases(LeaseHolder):
     def _share_cached_prefix(self, message: PrefixShared) -> None:
         for pool in self._pools.values():
             pool.share_cached_prefix(message.key, message.other)
-
-    def _forget_trajectory(self, message: TrajectoryForgotten) -> None:
-        for pool in self._pools.values():
-            pool.forget_trajectory(message.key)
 
     def _end_revocation(self, message: LeasesRevoked) -> None:
         self._confirm_revocation(message.number)

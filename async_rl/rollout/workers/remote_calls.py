@@ -46,7 +46,6 @@ from async_rl.rollout.workers.messages import (
     Message,
     PrefixShared,
     RevokeLeases,
-    TrajectoryForgotten,
 )
 from async_rl.runtime.waits import waiting
 
@@ -123,6 +122,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         self._numbers = count(1)
         self._slots: dict[str, EngineSlot] = {}
         self._clients: dict[str, tuple[EngineAddress | None, Engine]] = {}
+        self._forgotten: list[str] = []
         self._valid_until_s = -math.inf
         self._expiry: asyncio.TimerHandle | None = None
         self._resumes_s = -math.inf
@@ -156,8 +156,13 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         self._post(PrefixShared(key=key, other=other))
 
     def forget_trajectory(self, key: str) -> None:
-        """Implements `EngineCalls.forget_trajectory`."""
-        self._post(TrajectoryForgotten(key=key))
+        """Implements `EngineCalls.forget_trajectory`, with the next heartbeat."""
+        self._forgotten.append(key)
+
+    def pop_forgotten(self) -> tuple[str, ...]:
+        """Return the trajectories that make no more calls, each once."""
+        forgotten, self._forgotten = self._forgotten, []
+        return tuple(forgotten)
 
     # -- from the driver -----------------------------------------------------------------------------------
 

@@ -294,6 +294,7 @@ class RolloutWorker:
                     waits=self._long_waits(),
                     increments=self._increments.collect_increments(),
                     calls=self._calls.progress(),
+                    forgotten=self._calls.pop_forgotten(),
                     progress=tuple(self._new_progress()),
                     written_claims=() if journal is None else tuple(journal.pop_written_claims()),
                     journal_bytes=0 if journal is None else journal.nbytes,

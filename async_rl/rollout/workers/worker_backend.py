@@ -564,7 +564,7 @@ class WorkerBackend(RolloutBackend):
                 worker.waits = message.waits
                 add_increments(message.increments, self._metrics)
                 self._apply_progress(worker, message)
-                worker.leases.renew(message.number, message.calls)
+                worker.leases.renew(message)
             case AttemptEnded(request_id=request_id, end=end):
                 if not worker.has_written(end):
                     raise WorkerLost("it sent references to files that are not in its folder")
