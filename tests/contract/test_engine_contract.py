@@ -270,7 +270,8 @@ async def test_nothing_comes_twice_when_a_call_goes_on_after_its_connection_was_
 @pytest.mark.case(16)
 async def test_only_the_call_that_is_left_ends_when_another_id_ends_like_its_own(subject: Subject) -> None:
     # Of one width, as all are: SGLang aborts every running call whose id begins with the given one.
-    short, long = f"{'1':0>32}", f"{'10':0>32}"
+    # They are not those of earlier calls, whose aborts may be repeated until now.
+    short, long = f"{'e000001':0>32}", f"{'e0000010':0>32}"
     whole = await call(subject.engine, PROMPT, 60)
     other = Call(subject.engine, msgspec.structs.replace(request(PROMPT, 60), request_id=long))
     async with asyncio.TaskGroup() as group:
