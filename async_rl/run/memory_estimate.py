@@ -235,6 +235,8 @@ def _engine_use(
     if gpu is not None and _on_gpu(engine.device, gpu):
         reserve = gpu - int(_static_fraction(engine, gpu, prefill) * gpu)
     tokens = engine.max_total_tokens or (max(0, gpu - reserve - static) // token if gpu else longest)
+    if config.placement.shared and config.adapters is not None:
+        host["weights"] = parts["weights"]
     if "routing" in parts:
         host["routing"] = tokens * row
     name = "engine" if engine.num_engines == 1 else f"engines 0-{engine.num_engines - 1}"

@@ -16,6 +16,7 @@ import pytest
 
 from async_rl.config import LoraConfig, WeightsConfig
 from async_rl.engine_protocol import AdapterUpdate, GenerateRequest
+from async_rl.engines.device_memory import stop_engine
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import RequestRefused, WeightSyncError
@@ -42,7 +43,7 @@ class AdapterWorld(SGLangWorld):
     """One server, and two adapters for its model: `adapters[v % 2]` is the folder of version v."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, adapters=LORA)
+        super().__init__(folder, adapters=LORA, shared=True)
         self.model = self.weights[0]
         self.adapters = [
             write_adapter(folder / f"version_{version}", self.model, LORA, seed=version)
@@ -171,6 +172,27 @@ async def test_one_adapter_is_loaded_after_many_updates(world: AdapterWorld, eng
     assert (await engine.health()).weight_version == 20
     await load(engine, world, 20)  # of a trainer that has restarted
     assert await loaded(engine) == ["policy-v20"]
+
+
+async def test_the_next_adapter_is_served_when_the_engine_was_without_its_memory(
+    world: AdapterWorld, engine: SGLangEngine
+) -> None:
+    prompt = PROMPT * 6
+    before = await Call(engine, asking(0, prompt)).run()
+    sums = await engine.checksums()
+    for version in (1, 2):
+        stopped = await stop_engine(engine, engine.interrupt)
+        loadable = await (await stopped.release_all(keeps_weights=True)).resume_weights()
+        await load(engine, world, version)  # before there is memory for a cache
+        assert await loaded(engine) == [f"policy-v{version}"]
+        await loadable.resume_rest()
+        called = await Call(engine, asking(version, prompt)).run()
+        log_probs, experts = world.expected(version, called.sequence)
+        assert called.log_probs == pytest.approx(log_probs[-12:], abs=2e-5)
+        assert np.array_equal(called.expert_sets, experts[:-1])
+        assert called.finish.cached_tokens == 0
+    assert called.token_ids == before.token_ids  # versions 0 and 2 have the same adapter
+    assert await engine.checksums() == sums  # of the model's weights alone
 
 
 async def test_a_call_is_refused_when_its_version_was_never_loaded(

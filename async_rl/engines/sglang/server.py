@@ -168,6 +168,13 @@ class SGLangServer:
         """Whether memory is really released. Without it SGLang accepts the requests, which suits a CPU."""
         return self._shared and self._device == "cuda"
 
+    @property
+    def _keeps_weights(self) -> bool:
+        """Whether it keeps the model's weights in host memory while the trainer works: adapters are loaded
+        onto them, and nothing else brings them back.
+        """
+        return self._shared and self._adapters is not None
+
     def _spawn(self) -> subprocess.Popen[bytes]:
         scratch = Path(tempfile.mkdtemp(prefix="async-rl-"))
         keys = scratch / "keys.yaml"
@@ -221,6 +228,8 @@ class SGLangServer:
             switches.append("enable-return-routed-experts")
         if self._saves_memory:
             switches.append("enable-memory-saver")
+        if self._keeps_weights:
+            switches.append("enable-weights-cpu-backup")
         if cpu:
             arguments["attention-backend"] = "torch_native"
             arguments["max-total-tokens"] = config.max_total_tokens or _CPU_KV_TOKENS
@@ -248,6 +257,9 @@ class SGLangServer:
         environment = {"PYTHONWARNINGS": "ignore"} | environment
         if self._saves_memory:
             environment |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+        if self._saves_memory and self._keeps_weights:
+            # Pinning host memory takes longer than copying, so it is pinned once and not in each phase.
+            environment |= {"TMS_RETAIN_CPU_BACKUP": "1"}
         # As the trainer's ranks have it, which broadcast weights to this server.
         environment.setdefault("NCCL_CUMEM_ENABLE", "0")
         if self._device == "cpu":
