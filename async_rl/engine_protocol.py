@@ -332,7 +332,7 @@ class Engine(Protocol):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The dimensions of a model, from its config.json, that are needed to decode routing."""
+    """The dimensions of a model, from its config.json, that engines and their clients need."""
 
     num_layers: int
     moe_layers: tuple[int, ...]
@@ -341,6 +341,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     vocab_size: int
     context_length: int
+    latent_attention: bool = False
 
     @property
     def is_moe(self) -> bool:

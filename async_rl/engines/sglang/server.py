@@ -241,7 +241,8 @@ class SGLangServer:
             switches += ["sleep-on-idle", "skip-server-warmup"]
         options = [f"--{key}={value}" for key, value in arguments.items() if value is not None]
         if self._adapters is not None:
-            options = [*adapter_flags(self._adapters, self._device), *options]
+            flags = adapter_flags(self._adapters, load_facts(self._model.path), self._device)
+            options = [*flags, *options]
         return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *config.extra_args]
 
     def _environment(self, scratch: Path) -> dict[str, str]:
