@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from async_rl.cli.main import main
+from async_rl.config import parse_config
 from async_rl.errors import CheckpointError
 from tests.support.emulated_layers import spawn_with_transformer_engine
 from tests.support.layer_specs import layers_of
@@ -31,6 +32,7 @@ from tests.support.trainers import (
     trial,
 )
 from trainer.megatron.lora import adapted_weights
+from trainer.memory import estimate_memory
 from trainer.weights.adapter_export import PREFIX, export_adapter
 
 pytestmark = [
@@ -470,6 +472,9 @@ def test_a_version_is_a_folder_of_peft_or_merged_weights_and_an_export_is_the_sa
         "inference_mode": True,
     }
     published = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    config = parse_config(config_of(model, lora={"sync": "adapter"}))
+    size = sum(tensor.nbytes for tensor in published.values())
+    assert estimate_memory(config, cuda=False).adapter_bytes == size
     base, whole = load_file(model / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
     for name in (name for name in published if ".lora_A" in name):
         a, b = published[name], published[name.replace("lora_A", "lora_B")]

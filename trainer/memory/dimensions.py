@@ -152,18 +152,25 @@ def parameters_of(
     return Parameters(dense, experts)
 
 
-def adapters_of(model: Dimensions, layout: LayoutConfig, stage: int, lora: LoraConfig) -> Parameters:
-    """Returns the sizes of the adapters of a rank of a pipeline stage (`trainer.megatron.lora`)."""
+def adapters_of(
+    model: Dimensions, layout: LayoutConfig, stage: int, lora: LoraConfig, *, fused: bool = True
+) -> Parameters:
+    """Returns the sizes of the adapters of a rank of a pipeline stage (`trainer.megatron.lora`).
+
+    Without `fused` they are those of PEFT and of engines, in which projections that share an A have a copy
+    each.
+    """
     dense, experts = list[int](), list[int]()
     r, hidden = lora.rank, model.hidden
 
     def of_mlp(width: int) -> list[int]:
-        return [r * hidden, r * 2 * width, r * width, r * hidden]
+        return [r * hidden * (1 if fused else 2), r * 2 * width, r * width, r * hidden]
 
     for chunk in chunks_of(layout, stage, len(model.has_experts)):
         for layer in chunk:
             if "attention" in lora.targets:
                 dense += [r * size for each in _projections(model, layout.tp) for size in each]
+                dense += [] if fused or model.latent else [r * 2 * hidden]
             width = model.shared if model.has_experts[layer] else model.dense
             if "mlp" in lora.targets and width:
                 dense += of_mlp(width // layout.tp)
