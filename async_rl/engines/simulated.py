@@ -327,7 +327,7 @@ class SimulatedEngine:
         self._random = random.Random()
         self._version = 0
         self._model_version = 0
-        """Of the model's weights, which adapters do not change; -1: their content is undefined."""
+        """The last version of whole weights, onto which adapters are loaded; -1: they are undefined."""
         self.keeps_weights = keeps_weights
         """Whether they survive the release of their memory."""
         self._prefix_cache = _PrefixCache()

@@ -70,7 +70,7 @@ def test_a_server_keeps_its_weights_where_it_shares_its_device_and_loads_adapter
     server = SGLangServer(config.engine, config.model, shared=shared, adapters=adapters, **options)
     keeps = shared and adapters is not None
     assert ("--enable-weights-cpu-backup" in server.command()) == keeps
-    assert ("TMS_RETAIN_CPU_BACKUP" in server._environment(tmp_path)) == keeps
+    assert ("TMS_RETAIN_CPU_BACKUP" in server.environment(tmp_path)) == keeps
 
 
 def test_a_server_loads_the_model_of_the_config(tmp_path: Path) -> None:

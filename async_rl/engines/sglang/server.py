@@ -190,7 +190,7 @@ class SGLangServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment(scratch),
+                env=self.environment(scratch),
                 start_new_session=True,
             )
 
@@ -245,7 +245,8 @@ class SGLangServer:
             options = [*flags, *options]
         return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *config.extra_args]
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """Returns the environment of the server's processes, which have `scratch` for temporary files."""
         # SGLang creates its sockets in the temporary folder, and does not remove them.
         environment = {**os.environ, "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false"}
         # Our connections are idle between turns for as long as tools take.
