@@ -291,7 +291,8 @@ class Engine(Protocol):
         ...
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Releases device memory; its content is lost. Only `engines.device_memory` calls this.
+        """Releases device memory. Its content is lost, except weights of an engine that keeps them in host
+        memory. Only `engines.device_memory` calls this.
 
         Calls are ended first, and refused until all memory has been resumed. An engine dies when it does not
         hold the memory.
@@ -302,7 +303,8 @@ class Engine(Protocol):
         ...
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Takes device memory, with undefined content. Only `engines.device_memory` calls this.
+        """Takes device memory, with undefined content but for weights that the engine keeps. Only
+        `engines.device_memory` calls this.
 
         An engine dies when it holds the memory already.
         """
@@ -330,7 +332,7 @@ class Engine(Protocol):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The dimensions of a model, from its config.json, that are needed to decode routing."""
+    """The dimensions of a model, from its config.json, that engines and their clients need."""
 
     num_layers: int
     moe_layers: tuple[int, ...]
@@ -339,6 +341,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     vocab_size: int
     context_length: int
+    latent_attention: bool = False
 
     @property
     def is_moe(self) -> bool:

@@ -74,6 +74,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankMemory]
     model_bytes: int
     """The whole model in its type, as engines load it."""
+    adapter_bytes: int = 0
+    """An adapter on one rank of an engine; 0 if engines are given whole weights."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,6 +106,7 @@ CASES |= {
             ["attention", "mlp", "experts"],
         ),
         ("pipeline", "qwen3_moe", 2, {"pp": 2}, "float32", "none", ["experts"]),
+        ("latent attention", "deepseek_v3", 2, {"tp": 2, "ep": 2}, "float32", "none", ["attention"]),
     )
 }
 

@@ -135,10 +135,12 @@ def check_adapters(config: Config, model_config: dict[str, Any]) -> None:
         return
     model = dimensions_of(model_config)
     path, targets = config.model.path, f"trainer.lora.targets is {', '.join(lora.targets)}"
-    if "attention" in lora.targets and model.latent is not None:
+    whole_queries = model.latent is not None and not model.latent.query_rank
+    if "attention" in lora.targets and whole_queries and lora.sync == "adapter":
         raise ConfigError(
-            f"{targets}, but {path} has latent attention, whose low-rank projections get no adapters: set "
-            "trainer.lora.targets=[experts], or [experts, mlp]"
+            f"{targets} and trainer.lora.sync is adapter, but {path} has latent attention without "
+            "q_lora_rank, and SGLang loads no adapters onto q_proj and kv_a_proj_with_mqa there: set "
+            "trainer.lora.sync=merged"
         )
     if "experts" in lora.targets and not any(model.has_experts):
         raise ConfigError(f"{targets}, but {path} has no experts: leave experts out, or set mlp")

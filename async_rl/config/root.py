@@ -209,12 +209,6 @@ def check_adapters(config: Config) -> None:
             f"trainer.lora.sync is adapter and weights.verify is {weights.verify}: engines sum the model's "
             f"weights, which do not change, and not the adapter; set weights.verify=version, {merged}"
         )
-    if config.placement.shared:
-        raise ValueError(
-            "trainer.lora.sync is adapter and placement.shared is set: engines lose the model's weights "
-            "while the trainer works, and an adapter does not bring them back; set trainer.lora.sync=merged, "
-            "or placement.shared=false"
-        )
 
 
 def check_data(config: Config) -> None:

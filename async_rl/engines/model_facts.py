@@ -150,6 +150,7 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
         top_k=int(text["num_experts_per_tok"]) if moe_layers else 0,
         vocab_size=int(text["vocab_size"]),
         context_length=context_length or int(text["max_position_embeddings"]),
+        latent_attention=bool(text.get("kv_lora_rank")),
     )
 
 

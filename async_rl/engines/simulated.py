@@ -24,6 +24,7 @@ import numpy as np
 from async_rl import routing
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import (
+    AdapterUpdate,
     Chunk,
     EngineAddress,
     EngineFacts,
@@ -296,6 +297,7 @@ class SimulatedEngine:
         facts: EngineFacts | None = None,
         chunk_tokens: int = 1,
         score_seed: int = 0,
+        keeps_weights: bool = False,
     ) -> None:
         """Start idle, at weight version 0.
 
@@ -310,6 +312,7 @@ class SimulatedEngine:
                 of a tiny model.
             chunk_tokens: Tokens of a chunk, like the `stream_interval` of SGLang.
             score_seed: Determines the log-probs of prompts, `scored_tokens`: equal for engines of one model.
+            keeps_weights: Whether it keeps its weights while it lacks the memory for them.
         """
         self._score_seed = score_seed
         self._engine_id = engine_id
@@ -323,6 +326,10 @@ class SimulatedEngine:
         """Faults that have not happened yet, in order."""
         self._random = random.Random()
         self._version = 0
+        self._model_version = 0
+        """The last version of whole weights, onto which adapters are loaded; -1: they are undefined."""
+        self.keeps_weights = keeps_weights
+        """Whether they survive the release of their memory."""
         self._prefix_cache = _PrefixCache()
         self._queue: deque[SimulatedCall] = deque()
         self._running: list[SimulatedCall] = []
@@ -354,6 +361,11 @@ class SimulatedEngine:
 
     def read_at_once(self) -> None:
         """Implements `Engine.read_at_once`. There is no connection."""
+
+    @property
+    def _computed_version(self) -> int:
+        """The version that it computes with: of an adapter on undefined weights nothing is left."""
+        return self._version if self._model_version >= 0 else -1
 
     @property
     def num_cached_pages(self) -> int:
@@ -501,7 +513,7 @@ class SimulatedEngine:
             call.cached_tokens = len(found)
             missing = len(call.tokens) - len(found)
             if await call.sleep(missing / self._config.prefill_tokens_per_s):
-                call.row_versions = [*found, *([self._version] * missing)]
+                call.row_versions = [*found, *([self._computed_version] * missing)]
                 return True
         return False
 
@@ -519,7 +531,7 @@ class SimulatedEngine:
 
     def _sample(self, call: SimulatedCall) -> tuple[int, float]:
         """Draw the next token and its log-prob; the token before it is fed, which gives it a row."""
-        call.row_versions += [self._version] * (len(call.tokens) - len(call.row_versions))
+        call.row_versions += [self._computed_version] * (len(call.tokens) - len(call.row_versions))
         request = call.request
         # Without the engine's epoch: the same calls draw the same tokens, whatever happened to the engine.
         nonce = request.request_id.partition("-")[0] if request.sampling.temperature > 0 else ""
@@ -634,8 +646,8 @@ class SimulatedEngine:
         if not self.missing.issuperset(parts):
             self._die_with(f"taking {parts}, without {self.missing}")
         self.missing.difference_update(parts)  # also when it fails: the worse case for the other side
-        if "weights" in parts:
-            self._version = -1  # the content is undefined
+        if "weights" in parts and not self.keeps_weights:
+            self._version = self._model_version = -1  # the content is undefined
         await self._change_memory()
 
     def _die_with(self, what: str) -> NoReturn:
@@ -667,6 +679,8 @@ class SimulatedEngine:
         if fault is not None and fault.kind == "partial_update":
             raise WeightSyncError(f"{self._engine_id} failed halfway to version {update.weight_version}")
         self._version = update.weight_version
+        if not isinstance(update, AdapterUpdate):
+            self._model_version = update.weight_version
         if fault is not None and flush:
             await asyncio.sleep(self._config.decode_step_s)  # refused once; the second time it goes through
         if flush and self._running:
@@ -678,9 +692,9 @@ class SimulatedEngine:
             self._prefix_cache.clear()
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
-        """Implements `Engine.checksums`."""
+        """Implements `Engine.checksums`. They leave out adapters, as those of a server do."""
         self._check_alive()
-        return ({"weights": str(self._version)},)
+        return ({"weights": str(self._model_version)},)
 
     # -- health -------------------------------------------------------------------------------------------
 
@@ -712,7 +726,7 @@ class SimulatedEngine:
         """Behave as if the process were restarted: version 0, an empty cache."""
         self.die()
         self._dead = self._paused = False
-        self._version = 0
+        self._version = self._model_version = 0
         self._prefix_cache.clear()
         self.missing.clear()
 

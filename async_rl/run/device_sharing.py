@@ -3,10 +3,12 @@
 ```
  engines' phase    groups are sampled until a batch is ready
    to the trainer  each engine: no more calls ─► calls end, their tokens are kept ─► all its memory released
+                              (with adapters, the server keeps the model's weights in host memory)
                    the trainer takes its memory, with what it held
  trainer's phase   every batch that is ready is trained, settled, and written to a checkpoint where one is due
    to the engines  the weights are published; the trainer moves its memory to the host
-                   each engine: memory for weights ─► loads them ─► the rest ─► verified ─► serves
+                   each engine: memory for weights ─► loads them, or the adapter ─► the rest ─► verified
+                              ─► serves
 ```
 
 An engine that fails anywhere in this is quarantined and its process ended, because it may hold memory that
@@ -107,6 +109,7 @@ class SharedDevices:
         clock: Callable[[], float],
         *,
         timeout_s: float,
+        keep_weights: bool = False,
     ) -> None:
         """Start in the engines' phase.
 
@@ -116,6 +119,7 @@ class SharedDevices:
             metrics: Durations of hand-overs.
             clock: Monotonic seconds.
             timeout_s: Longest part of a hand-over of one engine, seconds.
+            keep_weights: Whether engines keep the model's weights in host memory, and load adapters only.
         """
         self.phases = DevicePhases()
         self._pool = pool
@@ -123,6 +127,7 @@ class SharedDevices:
         self._metrics = metrics
         self._clock = clock
         self._timeout_s = timeout_s
+        self._keep_weights = keep_weights
         self._memory: dict[str, EmptyEngine | LoadableEngine] = {}
         self._stopped_s: float | None = None
         """When the engines' phase ended, and its last lease holder with it."""
@@ -166,7 +171,7 @@ class SharedDevices:
                     return
                 self._pool.hold_engine(engine_id)  # a joining engine gets no calls anyway
                 stopped = await stop_engine(engine, partial(self._pool.interrupt_engine, engine))
-                self._memory[engine_id] = await stopped.release_all()
+                self._memory[engine_id] = await stopped.release_all(keeps_weights=self._keep_weights)
                 return
         self._memory.pop(engine_id, None)
         with waiting("engine update", engine_id):
@@ -217,7 +222,7 @@ class SharedDevices:
             await sync.load_current_version(engine)
             del self._memory[engine.engine_id]
             await loadable.resume_rest()
-            sync.serve_current_version(engine)
+            await sync.serve_current_version(engine)
 
     @asynccontextmanager
     async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:

@@ -72,11 +72,12 @@ def estimate_devices(config: Config, gpu: int | None) -> list[DeviceUse]:
     trainer = _trainer_memory(config, gpu)
     ranks = [_rank_use(each, cuda=_on_gpu(config.trainer.device, gpu)) for each in trainer.ranks]
     longest = config.rollout.max_context_tokens
-    uses = [*ranks, *_engine_uses("", config, longest, trainer.model_bytes, gpu)]
+    uses = [*ranks, *_engine_uses("", config, longest, trainer, gpu)]
     for name in config.models:
         its = config.of_model(name)
         size = weights_bytes(its.model.path) or _trainer_memory(its, gpu).model_bytes
-        uses += _engine_uses(f"models.{name} ", its, longest, size, gpu)
+        memory = TrainerMemory(ranks=[], model_bytes=size)
+        uses += _engine_uses(f"models.{name} ", its, longest, memory, gpu)
     return uses
 
 
@@ -202,17 +203,17 @@ def _rank_use(rank: RankMemory, *, cuda: bool) -> DeviceUse:
 
 
 def _engine_uses(
-    prefix: str, config: Config, longest: int, model_bytes: int, gpu: int | None
+    prefix: str, config: Config, longest: int, memory: TrainerMemory, gpu: int | None
 ) -> Iterator[DeviceUse]:
     """Yield what a GPU of a model's engines holds, if this program starts them."""
     engine = config.engine
     if isinstance(engine, SGLangEngines) and not engine.urls and engine.urls_file is None:
-        use = _engine_use(config, engine, longest, model_bytes, gpu)
+        use = _engine_use(config, engine, longest, memory, gpu)
         yield msgspec.structs.replace(use, name=prefix + use.name)
 
 
 def _engine_use(
-    config: Config, engine: SGLangEngines, longest: int, model_bytes: int, gpu: int | None
+    config: Config, engine: SGLangEngines, longest: int, memory: TrainerMemory, gpu: int | None
 ) -> DeviceUse:
     """Return what a GPU of an engine holds.
 
@@ -222,7 +223,9 @@ def _engine_use(
     facts, width = load_facts(config.model.path), 4 if config.model.dtype == "float32" else 2
     token = kv_bytes_per_token(read_config(config.model.path), engine.tp_size) * width
     longest = min(longest, engine.context_length or facts.context_length)
-    parts, host = {"weights": -(-model_bytes // engine.tp_size)}, {}
+    parts, host = {"weights": -(-memory.model_bytes // engine.tp_size)}, {}
+    if memory.adapter_bytes:
+        parts["adapter"] = memory.adapter_bytes
     prefill = _prefill_tokens(gpu)
     if config.routing.from_engine and facts.is_moe:
         # SGLang's `state_capturer/base.py`: int32 of all layers, of a batch on the device and of the cache.
@@ -235,6 +238,8 @@ def _engine_use(
     if gpu is not None and _on_gpu(engine.device, gpu):
         reserve = gpu - int(_static_fraction(engine, gpu, prefill) * gpu)
     tokens = engine.max_total_tokens or (max(0, gpu - reserve - static) // token if gpu else longest)
+    if config.placement.shared and config.adapters is not None:
+        host["weights"] = parts["weights"]
     if "routing" in parts:
         host["routing"] = tokens * row
     name = "engine" if engine.num_engines == 1 else f"engines 0-{engine.num_engines - 1}"

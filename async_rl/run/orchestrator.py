@@ -228,7 +228,12 @@ class Orchestrator:
         self.devices: Devices = OwnDevices()
         if config.placement.shared:
             self.devices = SharedDevices(
-                pool, cluster.stop_engine, metrics, clock, timeout_s=config.weights.timeout_s
+                pool,
+                cluster.stop_engine,
+                metrics,
+                clock,
+                timeout_s=config.weights.timeout_s,
+                keep_weights=config.adapters is not None,
             )
         self._repair = EngineRepair(
             pool,

@@ -212,7 +212,8 @@ def _sharing_findings(config: Config) -> list[str]:
                 "placement.shared: SGLang releases device memory by torch-memory-saver, which is not "
                 "installed: `pip install torch-memory-saver`, or set placement.shared=false"
             )
-        return ["devices: shared; engines hold no memory while the trainer works, and the reverse"]
+        kept = " but the model's weights, on their hosts," if config.adapters is not None else ""
+        return [f"devices: shared; engines hold no memory{kept} while the trainer works, and the reverse"]
     return ["devices: engines and trainer alternate, but this machine has no GPU memory to share"]
 
 

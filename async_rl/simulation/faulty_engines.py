@@ -125,6 +125,7 @@ class FaultyEngine(SimulatedEngine):
             facts=FACTS,
             update_s=scenario.speeds.update_s,
             chunk_tokens=scenario.speeds.chunk_tokens,
+            keeps_weights=scenario.config.adapters is not None,
         )
         self._speed = config
         self._model_path = str(Path(scenario.config.model.path).absolute())

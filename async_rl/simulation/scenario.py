@@ -20,6 +20,7 @@ from async_rl.config import (
     FunctionReward,
     HttpReward,
     JudgeReward,
+    LoraConfig,
     SourceConfig,
     TeacherConfig,
     parse_config,
@@ -51,6 +52,9 @@ _EVALUATED: Final = 0.15
 
 _MASKED: Final = 0.3
 """Share of the seeds whose sampling is truncated."""
+
+_ADAPTERS: Final = 0.25
+"""Share of the seeds on shared devices whose engines load adapters."""
 
 _GROUP_REWARDS: Final = 0.25
 """Share of the seeds in which one call rewards a group."""
@@ -219,12 +223,20 @@ def sharing(scenario: Scenario) -> Scenario:
         placement=replace(scenario.config.placement, shared=True),
         evaluation=replace(scenario.config.evaluation, engines="shared"),
     )
+    if random.Random(f"adapters {scenario.seed}").random() < _ADAPTERS:
+        config = with_adapters(config)
     kinds = kinds_of("memory", "offload")
     injections = tuple(
         replace(injection, kind=rng.choice(kinds)) if rng.random() < 0.4 else injection
         for injection in scenario.injections
     )
     return _with_own_streams(replace(scenario, config=config, injections=injections), "shared")
+
+
+def with_adapters(config: Config) -> Config:
+    """The same with engines that keep the model's weights and load an adapter for each version."""
+    weights = replace(config.weights, verify="version")
+    return replace(config, weights=weights, trainer=replace(config.trainer, lora=LoraConfig()))
 
 
 def with_models(scenario: Scenario) -> Scenario:

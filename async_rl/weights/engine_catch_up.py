@@ -135,7 +135,7 @@ class EngineCatchUp:
         return True
 
     async def load_current_version(self, engine: Engine) -> None:
-        """Load the current version into an engine whose weights were lost, and verify it.
+        """Load the current version into an engine that was without the memory of its weights.
 
         Raises:
             EngineError: When the engine does not take it. The caller bounds the time.
@@ -143,7 +143,6 @@ class EngineCatchUp:
         version = self._publisher.current_version
         with self._publisher.reading_files(version) as path:
             await engine.update_weights(self._publisher.update_from(path, version), flush=True)
-        await self._verifier.verify_version(engine, version, from_files=True)
 
     async def _ensure_current_files(self) -> int:
         """Publish the current version and return it. The caller keeps the trainer from training meanwhile."""

@@ -199,16 +199,22 @@ class WeightSync:
             await self._publisher.remove_old_files()
 
     async def load_current_version(self, engine: Engine) -> None:
-        """Load the current version into an engine whose weights were lost, and verify it.
+        """Load the current version into an engine that was without the memory of its weights.
 
         Raises:
             EngineError: When the engine does not take it. The caller bounds the time.
         """
         await self._catch_up.load_current_version(engine)
 
-    def serve_current_version(self, engine: Engine) -> None:
-        """Let an engine serve after `load_current_version`."""
-        self._pool.serve_engine(engine.engine_id, self._publisher.current_version)
+    async def serve_current_version(self, engine: Engine) -> None:
+        """Verify what an engine that can take calls again has loaded, and let it serve.
+
+        Raises:
+            EngineError: When it has another version. The caller bounds the time.
+        """
+        version = self._publisher.current_version
+        await self._verifier.verify_version(engine, version, from_files=True)
+        self._pool.serve_engine(engine.engine_id, version)
 
     # -- engines with devices of their own ----------------------------------------------------------------
 

@@ -6,7 +6,7 @@ The reference is Hugging Face's model with the adapter merged into its weights, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import pytest
 
 from async_rl.config import LoraConfig, WeightsConfig
 from async_rl.engine_protocol import AdapterUpdate, GenerateRequest
+from async_rl.engines.device_memory import stop_engine
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import RequestRefused, WeightSyncError
@@ -29,6 +30,7 @@ from tests.support.scripted import RecordingTrainer
 from tests.support.sessions import Bench, row_versions
 from tests.support.sglang_world import SGLangWorld
 from tests.support.tiny_adapter import merged_weights, write_adapter
+from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -41,8 +43,8 @@ LONG = 200
 class AdapterWorld(SGLangWorld):
     """One server, and two adapters for its model: `adapters[v % 2]` is the folder of version v."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, adapters=LORA)
+    def __init__(self, folder: Path, build: Callable[..., Path] = build_tiny_qwen3_moe) -> None:
+        super().__init__(folder, build, adapters=LORA, shared=True)
         self.model = self.weights[0]
         self.adapters = [
             write_adapter(folder / f"version_{version}", self.model, LORA, seed=version)
@@ -55,29 +57,43 @@ class AdapterWorld(SGLangWorld):
         Without a version, those of the model without an adapter.
         """
         import torch
+
+        adapter = None if version is None else self.adapters[version % 2]
+        log_probs, found = self.run_merged(adapter, tokens, output_router_logits=True)
+        chosen = torch.stack([each.topk(self.facts.top_k).indices for each in found.router_logits], 1)
+        return log_probs, np.sort(chosen.numpy(), axis=-1)
+
+    def run_merged(
+        self, adapter: Path | None, tokens: Sequence[int], **options: bool
+    ) -> tuple[np.ndarray, Any]:
+        """Log-probs of tokens from the second on by Hugging Face's model, with an adapter merged into its
+        weights, and all that the model returns.
+        """
+        import torch
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
-        names = {}
-        for index, layer in enumerate(model.model.layers):
-            for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                names[f"model.layers.{index}.self_attn.{part}.weight"] = getattr(layer.self_attn, part).weight
-        if version is not None:
-            merged = merged_weights(self.model, self.adapters[version % 2])
-            with torch.no_grad():
-                for name, weight in names.items():
-                    weight.copy_(merged[name])
+        merged = {} if adapter is None else merged_weights(self.model, adapter)
         with torch.no_grad():
-            found = model(torch.tensor([list(tokens)]), output_router_logits=True)
+            for name, weight in model.named_parameters():
+                if merged and ".self_attn." in name:
+                    weight.copy_(merged[name])
+            found = model(torch.tensor([list(tokens)]), **options)
         log_probs = torch.log_softmax(found.logits[0].double(), -1)
-        chosen = torch.stack([each.topk(self.facts.top_k).indices for each in found.router_logits], 1)
-        picked = log_probs[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
-        return picked.numpy(), np.sort(chosen.numpy(), axis=-1)
+        return log_probs[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).numpy(), found
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterWorld]:
     made = AdapterWorld(tmp_path_factory.mktemp("adapters"))
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def latent_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterWorld]:
+    made = AdapterWorld(tmp_path_factory.mktemp("latent"), build_tiny_deepseek_v3)
     made.start()
     yield made
     made.stop()
@@ -122,6 +138,33 @@ async def test_log_probs_and_experts_are_those_of_merged_weights_when_an_adapter
         for other_log_probs, other_experts in others:  # the control: the adapter matters
             assert np.abs(other_log_probs - log_probs).max() > 0.1
             assert not np.array_equal(other_experts, experts)
+
+
+@pytest.mark.megatron
+@pytest.mark.filterwarnings("ignore:::megatron", "ignore::DeprecationWarning")
+async def test_log_probs_are_those_of_merged_weights_when_attention_is_latent(
+    latent_world: AdapterWorld, tmp_path: Path
+) -> None:
+    """Also of an adapter that the trainer publishes."""
+    from tests.support.trainers import started, trainer_config
+    from trainer.megatron.lora import adapted_weights
+
+    world, engine, published = latent_world, latent_world.engine(), tmp_path / "published"
+    lora = {"rank": LORA.rank, "alpha": LORA.alpha, "targets": LORA.targets}
+    with started(trainer_config(world.model, lora=lora)) as worker:
+        for each in adapted_weights(worker.model.chunks):
+            each.b.data.normal_(std=0.2)
+        worker.publish(str(published), 2)
+    await engine.wait_ready()
+    for version, adapter in enumerate((*world.adapters, published)):
+        await engine.update_weights(AdapterUpdate(weight_version=version, path=str(adapter)), flush=True)
+        for prompt in (PROMPT, PROMPT * 6):
+            called = await Call(engine, asking(version, prompt)).run()
+            log_probs, _ = world.run_merged(adapter, called.sequence)
+            assert called.log_probs == pytest.approx(log_probs[-12:], abs=2e-5)
+            plain, _ = world.run_merged(None, called.sequence)
+            assert np.abs(plain[-12:] - log_probs[-12:]).max() > 0.1  # the control: the adapter matters
+    await engine.close()
 
 
 async def test_a_resumed_session_has_tokens_and_rows_of_both_adapters(
@@ -171,6 +214,27 @@ async def test_one_adapter_is_loaded_after_many_updates(world: AdapterWorld, eng
     assert (await engine.health()).weight_version == 20
     await load(engine, world, 20)  # of a trainer that has restarted
     assert await loaded(engine) == ["policy-v20"]
+
+
+async def test_the_next_adapter_is_served_when_the_engine_was_without_its_memory(
+    world: AdapterWorld, engine: SGLangEngine
+) -> None:
+    prompt = PROMPT * 6
+    before = await Call(engine, asking(0, prompt)).run()
+    sums = await engine.checksums()
+    for version in (1, 2):
+        stopped = await stop_engine(engine, engine.interrupt)
+        loadable = await (await stopped.release_all(keeps_weights=True)).resume_weights()
+        await load(engine, world, version)  # before there is memory for a cache
+        assert await loaded(engine) == [f"policy-v{version}"]
+        await loadable.resume_rest()
+        called = await Call(engine, asking(version, prompt)).run()
+        log_probs, experts = world.expected(version, called.sequence)
+        assert called.log_probs == pytest.approx(log_probs[-12:], abs=2e-5)
+        assert np.array_equal(called.expert_sets, experts[:-1])
+        assert called.finish.cached_tokens == 0
+    assert called.token_ids == before.token_ids  # versions 0 and 2 have the same adapter
+    assert await engine.checksums() == sums  # of the model's weights alone
 
 
 async def test_a_call_is_refused_when_its_version_was_never_loaded(

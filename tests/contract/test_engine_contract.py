@@ -56,6 +56,7 @@ async def subject(request: pytest.FixtureRequest):
             seed=1,
             context_length=2048,
             policy=lambda prefix, rng: 3 + int(rng.random() * 290),
+            keeps_weights=True,
         )
         yield Subject(engine, 4, 2048, ["", ""])
         await engine.close()
@@ -418,6 +419,19 @@ async def test_an_engine_answers_as_before_when_it_gave_its_memory_back_and_was_
     await loadable.resume_rest()
     after = await call(subject.engine, PROMPT, 5)
     assert after.token_ids == before.token_ids
+    assert after.finish.cached_tokens == 0
+
+
+async def test_an_engine_has_its_weights_when_it_kept_them_while_it_was_without_memory(
+    subject: Subject,
+) -> None:
+    before = await call(subject.engine, PROMPT, 5)
+    stopped = await stop_engine(subject.engine, subject.engine.interrupt)
+    empty = await stopped.release_all(keeps_weights=True)
+    await (await empty.resume_weights()).resume_rest()
+    after = await call(subject.engine, PROMPT, 5)
+    assert after.token_ids == before.token_ids
+    assert (await subject.engine.health()).weight_version == 0
     assert after.finish.cached_tokens == 0
 
 

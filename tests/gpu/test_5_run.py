@@ -16,11 +16,17 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray]
 
 
-def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure) -> None:
-    """A run in which an engine and a trainer time-share one GPU trains within its staleness bound."""
+@pytest.mark.parametrize("lora", ["null", "{rank: 16, alpha: 32}"], ids=["weights", "adapters"])
+def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure, lora: str) -> None:
+    """A run in which an engine and a trainer time-share one GPU trains within its staleness bound.
+
+    With adapters the engine keeps the model's weights on its host.
+    """
+    name = "weights" if lora == "null" else "adapters"
     # The example's own model is float32 and has head sizes that fused kernels do not support.
     model = build(calculator / "model-of-gpus", speaks_as=calculator / "model")
     overrides = {
+        "run.name": name,
         "run.max_steps": 4,
         "run.dir": str(calculator / "runs"),
         "model.path": str(model),
@@ -32,13 +38,14 @@ def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure) -> None:
         "trainer.device": "cuda",
         "trainer.num_ranks": 1,
         "trainer.layout": "{}",
+        "trainer.lora": lora,
         "placement.shared": "true",
     }
     command = [sys.executable, "-m", "async_rl.cli.main", "train", "examples/calculator/config.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    folder = calculator / "runs" / "calculator"
+    folder = calculator / "runs" / name
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measure("steps", len(records), "")
     measure("pause of the engine, mean", sum(r["pause_s"] for r in records) / len(records), "s")

@@ -219,6 +219,34 @@ async def test_engines_serve_the_adapter_that_the_trainer_trains(calculator, tmp
 
 
 @pytest.mark.long
+async def test_engines_on_shared_devices_serve_the_adapter_that_the_trainer_trains(
+    calculator, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO", logger="async_rl")
+    config = make_config(
+        calculator,
+        tmp_path,
+        "placement.shared=true",
+        "trainer.groups_per_batch=1",
+        "trainer.lora={rank: 8, alpha: 16, targets: [attention]}",
+        "trainer.optimizer.lr=1e-2",
+        "rollout.max_staleness=1",
+        "weights.watch_every=1",
+        "run.max_steps=5",
+    )
+    summary, run_dir, batches = await run(config, monkeypatch)
+    assert_sound(summary, batches, config)
+    records = step_record_log(run_dir / "metrics.jsonl").read()
+    at_once = {r.weight_version - 1: r.lag0_log_prob_abs_diff for r in records if r.tokens_lag0}
+    assert len(at_once.keys() - {0}) > 0  # versions after the first, whose adapter changes nothing
+    assert 0 < max(at_once.values()) < 5e-6
+    assert summary.interrupted_share > 0
+    assert "is quarantined" not in caplog.text  # the model's weights were back after each phase
+    assert "cannot watch" not in caplog.text
+    assert "serves the weights of version" not in caplog.text
+
+
+@pytest.mark.long
 async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
     calculator, tmp_path, monkeypatch, caplog
 ):

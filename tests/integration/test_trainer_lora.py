@@ -2,6 +2,7 @@
 
 import gc
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from async_rl.cli.main import main
+from async_rl.config import parse_config
 from async_rl.errors import CheckpointError
 from tests.support.emulated_layers import spawn_with_transformer_engine
 from tests.support.layer_specs import layers_of
 from tests.support.tiny_model import (
+    build_tiny_deepseek_v3,
     build_tiny_mixtral,
     build_tiny_qwen2_moe,
 )
@@ -29,6 +32,7 @@ from tests.support.trainers import (
     trial,
 )
 from trainer.megatron.lora import adapted_weights
+from trainer.memory import estimate_memory
 from trainer.weights.adapter_export import PREFIX, export_adapter
 
 pytestmark = [
@@ -41,9 +45,17 @@ pytestmark = [
 LORA = {"rank": 4, "alpha": 10, "targets": ["attention", "mlp", "experts"]}
 SCALE = 2.5
 
+
+def build_latent(path: Path, **config) -> Path:
+    """A DeepSeek-V3 with as many experts as other models here; the first layer is dense."""
+    return build_tiny_deepseek_v3(path, num_experts=8, top_k=2, num_groups=1, top_groups=1, **config)
+
+
 MODELS = {
     "dense and shared experts": lambda path: build_tiny_qwen2_moe(path, dense_layers=(0,)),
     "mixtral": build_tiny_mixtral,
+    "latent attention": build_latent,
+    "latent attention, whole queries": lambda path: build_latent(path, q_lora_rank=None),
 }
 
 LAYOUTS = {
@@ -55,23 +67,34 @@ LAYOUTS = {
     "context": (2, {"cp": 2}, "none"),
     "four: tensor, expert and expert tensor": (4, {"tp": 2, "ep": 2, "etp": 2}, "none"),
     "four: tensor, pipeline and expert": (4, {"tp": 2, "pp": 2, "ep": 2}, "full"),
+    "latent: tensor, sequence and expert": (2, {"tp": 2, "ep": 2}, "full"),
+    "latent: tensor and sequence": (2, {"tp": 2, "etp": 2}, "selective"),
+    "latent: interleaved pipeline": (2, {"pp": 2, "vpp": 2}, "none"),
+    "latent: data": (2, {}, "none"),
+    "latent: expert": (2, {"ep": 2}, "full"),
+    "latent: context": (2, {"cp": 2}, "none"),
+    "latent: four: tensor, expert and expert tensor": (4, {"tp": 2, "ep": 2, "etp": 2}, "none"),
+    "latent: four: tensor, pipeline and expert": (4, {"tp": 2, "pp": 2, "ep": 2}, "full"),
 }
-"""Ranks, what they share out, and what they recompute."""
+"""Ranks, what they share out, and what they recompute; `latent`: of a model with latent attention."""
 
 ROUNDED = 3e-4
 """Of weights after steps: Adam divides gradients by their size, also where they are rounding errors."""
 
-DEFAULT = ("tensor, sequence and expert", "interleaved pipeline")
+DEFAULT = ("tensor, sequence and expert", "interleaved pipeline", "latent: tensor, sequence and expert")
 """The layouts of `make test`; `make test-long` has the rest."""
 
 
-def model_of(path: Path) -> Path:
+def model_of(path: Path, *, latent: bool = False) -> Path:
     """Of four layers the first is dense: interleaved, one chunk has no experts."""
+    if latent:
+        return build_latent(path, num_layers=4)
     return build_tiny_qwen2_moe(path, num_layers=4, dense_layers=(0,))
 
 
 def config_of(model: Path, **trainer):
-    lora = {**LORA, **trainer.pop("lora", {})}
+    """Engines cannot serve adapters of each model here."""
+    lora = {**LORA, "sync": "merged", **trainer.pop("lora", {})}
     return plain_config(model, **trainer, lora=lora)
 
 
@@ -88,10 +111,10 @@ def randomise(worker) -> None:
     """Gives each B values, the same in every layout: A has a gradient then."""
     for each in adapted_weights(worker.model.chunks):
         ranks, rank = each.tensor_group.size(), each.tensor_group.rank()
-        rows = len(each.b) * (ranks if each.by_columns else 1)
+        rows = len(each.b) * (ranks if each.split == "columns" else 1)
         seed = int.from_bytes(each.name.encode()[-24:], "big") % (1 << 60)
         whole = torch.randn(rows, each.b.shape[1], generator=torch.Generator().manual_seed(seed)) / 20
-        if each.by_columns:
+        if each.split == "columns":
             gated = 2 if each.name.endswith("linear_fc1") else 1
             whole = torch.cat([part.chunk(ranks)[rank] for part in whole.chunk(gated)])
         each.b.data.copy_(whole)
@@ -278,16 +301,32 @@ def run_rank(rank: int, model: str, out: str, names: list[str]) -> None:
             torch.save(of_layout(name, rank, model, out), f"{out}/{name} {rank}")
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    model = model_of(folder / "model")
-    return model, look(0, 1, "", str(folder / "checkpoints"), config_of(model, micro_batch_tokens=36))
+def is_latent(name: str) -> bool:
+    return name.startswith("latent: ")
 
 
 @pytest.fixture(scope="module")
-def seen(one, request, tmp_path_factory):
-    model, _ = one
+def models(tmp_path_factory):
+    """By whether their attention is latent."""
+    folder = tmp_path_factory.mktemp("models")
+    return {latent: model_of(folder / f"latent {latent}", latent=latent) for latent in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def one(models, tmp_path_factory):
+    """What one rank finds, by model."""
+    out = tmp_path_factory.mktemp("one")
+
+    @cache
+    def of_model(latent: bool) -> dict:
+        config = config_of(models[latent], micro_batch_tokens=36)
+        return look(0, 1, "", f"{out}/checkpoints {latent}", config)
+
+    return of_model
+
+
+@pytest.fixture(scope="module")
+def seen(models, request, tmp_path_factory):
     names = {
         item.callspec.params["name"]
         for item in request.session.items
@@ -296,8 +335,9 @@ def seen(one, request, tmp_path_factory):
     out = tmp_path_factory.mktemp("layouts")
     of_ranks = [[n for n in LAYOUTS if n in names and LAYOUTS[n][0] == ranks] for ranks in (2, 4)]
     for ranks, chosen in zip((2, 4), of_ranks, strict=True):
-        if chosen:
-            mp.spawn(run_rank, (str(model), str(out), chosen), nprocs=ranks)
+        for latent, model in models.items():
+            if its := [name for name in chosen if is_latent(name) == latent]:
+                mp.spawn(run_rank, (str(model), str(out), its), nprocs=ranks)
     return out, {n: [torch.load(f"{out}/{n} {r}") for r in range(LAYOUTS[n][0])] for n in names}
 
 
@@ -308,7 +348,7 @@ EACH_LAYOUT = pytest.mark.parametrize(
 
 @EACH_LAYOUT
 def test_adapters_of_a_layout_are_those_of_one_rank(one, seen, name: str) -> None:
-    wanted, found = one[1], seen[1][name][0]
+    wanted, found = one(is_latent(name)), seen[1][name][0]
     for key in ("drawn", "merged"):
         assert found[key].keys() == wanted[key].keys()
         assert all(torch.equal(found[key][n], value) for n, value in wanted[key].items()), key
@@ -324,9 +364,9 @@ def test_adapters_of_a_layout_are_those_of_one_rank(one, seen, name: str) -> Non
 
 @EACH_LAYOUT
 def test_a_checkpoint_of_adapters_is_resumed_bit_for_bit_and_under_another_layout(
-    one, seen, name: str
+    models, one, seen, name: str
 ) -> None:
-    model, wanted = one
+    model, wanted = models[is_latent(name)], one(is_latent(name))
     out, by_name = seen
     assert all(each["resumed"] for each in by_name[name])
     checkpoints = Path(f"{out}/checkpoints {name}")
@@ -343,7 +383,7 @@ def test_a_checkpoint_of_adapters_is_resumed_bit_for_bit_and_under_another_layou
 def compare_specs(rank: int, model: str, out: str) -> None:
     """The same steps with both layer specs; experts are grouped in that of TransformerEngine."""
     torch.set_num_threads(1)
-    config = config_of(Path(model), dtype="bfloat16", replay=False)
+    config = config_of(Path(model), dtype="bfloat16")
     found = {}
     for spec in ("local", "transformer_engine"):
         with layers_of(spec), started(config) as worker:
@@ -351,7 +391,7 @@ def compare_specs(rank: int, model: str, out: str) -> None:
                 "linear_fc1.lora.a.weight0" in n for n, _ in worker.model.chunks[0].named_parameters()
             )
             randomise(worker)
-            batch = random_batch(layers=3, routing=False)
+            batch = random_batch(layers=(1, 2, 3))  # replayed: rounding chooses no other expert
             log_probs = log_probs_of(worker, batch)
             result = worker.train_on(batch, 1)
             seen = {
@@ -371,8 +411,9 @@ def compare_specs(rank: int, model: str, out: str) -> None:
     torch.save(found, f"{out}/found")
 
 
-def test_adapters_are_the_same_with_the_layers_of_transformer_engine(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model")
+@pytest.mark.parametrize("latent", [False, True])
+def test_adapters_are_the_same_with_the_layers_of_transformer_engine(latent: bool, tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", latent=latent)
     spawn_with_transformer_engine(compare_specs, str(model), str(tmp_path))
     found = torch.load(tmp_path / "found", weights_only=False)
     local, fused = found["local"], found["transformer_engine"]
@@ -431,6 +472,9 @@ def test_a_version_is_a_folder_of_peft_or_merged_weights_and_an_export_is_the_sa
         "inference_mode": True,
     }
     published = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    config = parse_config(config_of(model, lora={"sync": "adapter"}))
+    size = sum(tensor.nbytes for tensor in published.values())
+    assert estimate_memory(config, cuda=False).adapter_bytes == size
     base, whole = load_file(model / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
     for name in (name for name in published if ".lora_A" in name):
         a, b = published[name], published[name.replace("lora_A", "lora_B")]

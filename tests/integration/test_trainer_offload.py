@@ -129,6 +129,17 @@ def test_the_worker_trains_again_when_its_devices_were_lent_out(moe):
 # -- torch-memory-saver itself -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lora", [None, {"sync": "adapter"}, {"sync": "merged"}])
+def test_versions_are_published_and_summed_before_the_state_is_away(moe, lora, tmp_path):
+    with started({**trainer_config(moe, lora=lora), "placement": {"shared": True}}) as worker:
+        for step in (1, 2):
+            worker.publish(str(tmp_path / f"version_{step}"), step)
+            assert worker.checksums()
+            worker.offload()
+            worker.reload()
+            worker.train_on(random_batch(layers=2, seed=step), step)
+
+
 def test_what_is_called_of_the_real_memory_saver_is_there():
     real = pytest.importorskip("torch_memory_saver").TorchMemorySaver
     inspect.signature(real.region).bind(None, "a tag", enable_cpu_backup=True)

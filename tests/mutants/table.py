@@ -19,6 +19,7 @@ SLOW_PAYLOAD: Final = "tests/simulation/test_found.py::test_no_engine_is_blamed_
 PAYLOAD_GATE: Final = "tests/unit/test_payload_gate.py"
 ROUTING: Final = "tests/unit/test_routing.py"
 ADAPTERS: Final = "tests/unit/test_adapters.py"
+ENGINE_MEMORY: Final = "tests/unit/test_engine_memory.py"
 REFUSALS: Final = "tests/unit/test_back_pressure.py"
 SIGNALS: Final = "tests/unit/test_signals.py"
 AGENT_LOOPS: Final = "tests/unit/test_agent_loops.py"
@@ -1180,6 +1181,22 @@ MUTANTS: Final = (
         (ADAPTERS,),
     ),
     Mutant(
+        "adapters-are-loaded-onto-lost-weights",
+        "An engine that lost the model's weights with its memory serves an adapter on undefined ones.",
+        "async_rl/engines/device_memory.py",
+        "if self._kept is not None and await engine.checksums() != self._kept:",
+        "if self._kept is None and await engine.checksums() == self._kept:",
+        (ENGINE_MEMORY,),
+    ),
+    Mutant(
+        "closed-gate-refuses-adapters",
+        "Engines on shared devices cannot load an adapter before they have memory for a cache.",
+        "async_rl/engines/sglang/memory_gate.py",
+        '        "/load_lora_adapter",\n',
+        "",
+        ("tests/unit/test_memory_gate.py",),
+    ),
+    Mutant(
         "calls-name-no-version",
         "A call does not say under which version it was leased, so no adapter can be chosen for it.",
         "async_rl/engines/lease.py",
@@ -1664,9 +1681,17 @@ MUTANTS: Final = (
         "whole-factors-of-adapters-keep-the-gradient-of-a-part",
         "Tensor ranks do not add up the gradients of what each of them applies to its part of the sequence.",
         "trainer/megatron/lora.py",
-        "self.whole.sequence_parallel = group.size() > 1",
-        "self.whole.sequence_parallel = False",
+        "factor.sequence_parallel = group.size() > 1",
+        "factor.sequence_parallel = False",
         (f"{LORA}::test_adapters_of_a_layout_are_those_of_one_rank[tensor, sequence and expert]",),
+    ),
+    Mutant(
+        "adapters-of-whole-projections-are-summed-over-tensor-ranks",
+        "Tensor ranks mix their parts of the sequence where latent attention projects down.",
+        "trainer/megatron/lora.py",
+        'elif self._group is not None and self._split == "rows":',
+        "elif self._group is not None:",
+        (f"{LORA}::test_adapters_of_a_layout_are_those_of_one_rank[latent: tensor, sequence and expert]",),
     ),
     Mutant(
         "merged-adapters-are-not-scaled",

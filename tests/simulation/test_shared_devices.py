@@ -9,13 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.engines import device_memory
+from async_rl.engines.device_memory import StoppedEngine
 from async_rl.engines.device_phases import DevicePhases
+from async_rl.engines.pool import EnginePool
 from async_rl.observability.records import step_record_log
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.simulation.__main__ import run_shared_seed
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import Ending, Scenario, sharing
+from async_rl.simulation.faulty_engines import FaultyEngine
+from async_rl.simulation.scenario import Ending, Scenario, sharing, with_adapters
 from async_rl.simulation.simulate import SeedOutcome, simulate
 from async_rl.simulation.simulated_trainer import SimulatedTrainer
 from tests.support.small_run import small_run
@@ -69,6 +72,62 @@ def test_a_run_ends_well_when_one_side_fails_in_a_hand_over(
     assert found.violations == ()
     assert found.incarnations == ("finished",)
     assert found.faults.keys() >= set(faults[:2])
+
+
+def adapted(scenario: Scenario) -> Scenario:
+    return replace(scenario, config=with_adapters(scenario.config))
+
+
+@pytest.mark.parametrize("faults", [(), ("die", "refuse_memory"), ("step_fails", "reload_fails")])
+def test_engines_that_keep_the_models_weights_serve_each_versions_adapter(
+    faults: tuple[FaultKind, ...], tmp_path: Path
+) -> None:
+    found = outcome_of(adapted(shared_run(0, faults)), tmp_path / "0")
+    assert found.violations == ()
+    assert found.incarnations == ("finished",)
+    records = step_record_log(tmp_path / "0" / "incarnation-0" / "metrics.jsonl").read()
+    assert max(record.weight_version for record in records) > 2
+    assert sum(record.interrupted for record in records) > 0
+
+
+def lose_the_models_weights(patch: pytest.MonkeyPatch) -> None:
+    """Servers have no backup: adapters load all the same, onto whatever the device holds."""
+    lost = property(lambda self: False, lambda self, keeps: None)
+    patch.setattr(FaultyEngine, "keeps_weights", lost, raising=False)
+
+
+def test_an_engine_that_has_lost_the_models_weights_never_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = []
+
+    def quarantine_engine(self: EnginePool, engine_id: str, error: BaseException) -> None:
+        errors.append(str(error))
+        original(self, engine_id, error)
+
+    original = EnginePool.quarantine_engine
+    monkeypatch.setattr(EnginePool, "quarantine_engine", quarantine_engine)
+    lose_the_models_weights(monkeypatch)
+    found = outcome_of(adapted(shared_run(0)), tmp_path / "0")
+    assert found.violations == ()
+    assert any("does not have the model's weights that it had before" in error for error in errors), errors
+
+
+def trust_the_backup(patch: pytest.MonkeyPatch) -> None:
+    async def release_all(self: StoppedEngine, *, keeps_weights: bool = False) -> device_memory.EmptyEngine:
+        return await original(self)
+
+    original = StoppedEngine.release_all
+    patch.setattr(StoppedEngine, "release_all", release_all)
+
+
+def test_a_run_fails_when_the_models_weights_are_not_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_models_weights(monkeypatch)
+    trust_the_backup(monkeypatch)
+    violations = outcome_of(adapted(shared_run(0)), tmp_path / "0").violations
+    assert any("rows are missing" in each for each in violations), violations
 
 
 @pytest.mark.parametrize("function", ["hand_to_engines", "_clear_engine"])

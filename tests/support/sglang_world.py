@@ -35,6 +35,7 @@ class SGLangWorld:
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
         adapters: LoraConfig | None = None,
+        shared: bool = False,
     ) -> None:
         self._adapters = adapters
         self.weights = [folder / f"weights_{version}" for version in range(2)]
@@ -58,6 +59,7 @@ class SGLangWorld:
             log_dir=folder,
             seed=0,
             adapters=adapters,
+            shared=shared,
         )
 
     def engine(self) -> SGLangEngine:

@@ -11,14 +11,16 @@ from safetensors.torch import load_file, save_file
 from async_rl.config import LoraConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
 def write_adapter(path: Path, model: Path, lora: LoraConfig, *, std: float = 0.1, seed: int = 0) -> Path:
     """Writes a random adapter of a model's attention, both of its matrices far from zero."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
+    generator, tensors, modules = torch.Generator().manual_seed(seed), {}, set()
     for name, weight in load_file(model / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in ATTENTION:
+        if (kind := module.rpartition(".")[2]) in (*ATTENTION, *LATENT):
+            modules.add(kind)
             for part, shape in (("A", (lora.rank, weight.shape[1])), ("B", (weight.shape[0], lora.rank))):
                 tensor = torch.randn(shape, generator=generator) * std
                 tensors[f"base_model.model.{module}.lora_{part}.weight"] = tensor
@@ -30,7 +32,7 @@ def write_adapter(path: Path, model: Path, lora: LoraConfig, *, std: float = 0.1
         "base_model_name_or_path": str(model),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": list(ATTENTION),
+        "target_modules": sorted(modules),
     }
     (path / "adapter_config.json").write_text(json.dumps(config))
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from async_rl.errors import ConfigError, VersionMismatch, WeightSyncError
 from async_rl.placement.actors import EngineActor
 from tests.support.engine_calls import Call, request
 from tests.support.fake_sglang import GOOD_SERVER, FakeSGLang, event, facts, finish
-from tests.support.run_config import write_run
+from tests.support.run_config import MOE, write_run
 from tests.unit.test_weight_sync import Bench, update_to
 
 LORA = LoraConfig(rank=8, targets=("attention",))
@@ -59,7 +60,8 @@ class AdapterServer(FakeSGLang):
 
 
 def test_a_server_is_started_for_one_adapter_of_the_configs_rank_and_modules() -> None:
-    flags = adapter_flags(LoraConfig(rank=8, targets=("attention", "mlp", "experts")), "cuda")
+    lora = LoraConfig(rank=8, targets=("attention", "mlp", "experts"))
+    flags = adapter_flags(lora, facts(), "cuda")
     assert "--enable-lora" in flags
     assert "--max-lora-rank=8" in flags
     assert "--max-loras-per-batch=1" in flags
@@ -67,7 +69,16 @@ def test_a_server_is_started_for_one_adapter_of_the_configs_rank_and_modules() -
     attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
     assert flags[modules : modules + 8] == [*attention, *mlp, "--lora-strict-loading"]
     assert "--lora-backend=torch_native" not in flags
-    assert "--lora-backend=torch_native" in adapter_flags(LORA, "cpu")
+    assert "--lora-backend=torch_native" in adapter_flags(LORA, facts(), "cpu")
+    latent = adapter_flags(LORA, msgspec.structs.replace(facts(), latent_attention=True), "cuda")
+    modules = latent.index("--lora-target-modules") + 1
+    assert latent[modules : modules + 5] == [
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "o_proj",
+    ]
 
 
 @pytest.mark.parametrize(("sync", "enabled"), [("adapter", True), ("merged", False), (None, False)])
@@ -75,6 +86,7 @@ def test_servers_and_clients_of_a_run_have_adapters_only_where_these_are_sent(
     tmp_path: Path, sync: str | None, enabled: bool
 ) -> None:
     made: list[SGLangServer] = []
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
 
     class Kept(SGLangServer):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -82,7 +94,7 @@ def test_servers_and_clients_of_a_run_have_adapters_only_where_these_are_sent(
             made.append(self)
 
     lora = None if sync is None else {"rank": 8, "targets": ["mlp"], "sync": sync}
-    tree = {"model": {"path": "m"}, "engine": {"device": "cpu"}, "trainer": {"lora": lora}}
+    tree = {"model": {"path": str(tmp_path)}, "engine": {"device": "cpu"}, "trainer": {"lora": lora}}
     EngineActor(Kept, tree, 0, str(tmp_path))
     command = made[0].command()
     assert [option in command for option in ("--enable-lora", "--max-lora-rank=8", "down_proj")] == (

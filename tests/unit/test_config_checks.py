@@ -133,7 +133,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
             "{trainer: {lora: {}}, weights: {verify: checksum}}",
             "weights, which do not change, and not the adapter; set weights.verify=version",
         ),
-        ("{trainer: {lora: {}}, placement: {shared: true}}", "set trainer.lora.sync=merged, or placement"),
     ],
     "check_sharing": [
         ("{placement: {shared: true}, weights: {interrupt: retract}}", "set weights.interrupt=abort"),

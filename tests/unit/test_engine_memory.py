@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import SimulatedEngines
-from async_rl.engine_protocol import DiskUpdate, MemoryPart
+from async_rl.engine_protocol import AdapterUpdate, DiskUpdate, MemoryPart
 from async_rl.engines.device_memory import EmptyEngine, LoadableEngine, StoppedEngine, stop_engine
 from async_rl.engines.simulated import Fault, SimulatedEngine
-from async_rl.errors import EngineBusy, EngineError, InvariantError
+from async_rl.errors import EngineBusy, EngineError, InvariantError, WeightSyncError
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.types import VersionSpan
 from tests.support.engine_calls import Call, call, request
 
 ROOT = Path(__file__).parents[2]
 ALL: tuple[MemoryPart, ...] = ("kv_cache", "cuda_graph", "weights")
 
 
-def engine(**settings: float) -> SimulatedEngine:
-    return SimulatedEngine("engine-0", SimulatedEngines(**settings), seed=1, update_s=1.0)
+def engine(*, keeps_weights: bool = False, **settings: float) -> SimulatedEngine:
+    config = SimulatedEngines(**settings)
+    return SimulatedEngine("engine-0", config, seed=1, update_s=1.0, keeps_weights=keeps_weights)
 
 
 def update(version: int) -> DiskUpdate:
@@ -63,6 +65,35 @@ async def test_weights_can_be_given_back_when_nothing_was_loaded_into_them() -> 
     await loadable.release_weights()
     assert subject.missing == set(ALL)
     assert (await subject.health()).weight_version is not None  # it is alive
+
+
+@in_virtual_time
+async def test_an_engine_answers_under_its_new_adapter_when_it_kept_the_models_weights() -> None:
+    subject = engine(keeps_weights=True)
+    empty = await (await stop_engine(subject, subject.interrupt)).release_all(keeps_weights=True)
+    again = await (await empty.resume_weights()).release_weights()
+    loadable = await again.resume_weights()
+    await subject.update_weights(AdapterUpdate(weight_version=3, path=""), flush=True)
+    await loadable.resume_rest()
+    ended = await call(subject, [5, 6, 7], 4)
+    assert {span.weight_version for span in ended.finish.version_spans} == {3}
+    assert ended.finish.routing is not None
+    assert set(subject.decode_routing(ended.finish.routing).spans) == {
+        VersionSpan(start=0, end=6, weight_version=3)
+    }
+
+
+@in_virtual_time
+@pytest.mark.parametrize("twice", [False, True])
+async def test_an_engine_is_refused_an_adapter_when_it_has_lost_the_models_weights(twice: bool) -> None:
+    """It would load the adapter, report its version, and compute with what the device happens to hold."""
+    subject = engine(keeps_weights=twice)
+    empty = await (await stop_engine(subject, subject.interrupt)).release_all(keeps_weights=True)
+    if twice:
+        empty = await (await empty.resume_weights()).release_weights()
+        subject.keeps_weights = False
+    with pytest.raises(WeightSyncError, match="engine-0 does not have the model's weights that it had"):
+        await empty.resume_weights()
 
 
 @in_virtual_time

@@ -104,7 +104,7 @@ def row_of(name: str, config: Config) -> str:
     return (
         f"| `{name}` | {_gb(sum(fullest.parts.values()))} | {_gb(fullest.parts['weights'])} "
         f"| {_gb(fullest.parts['gradients'])} | {_gb(fullest.parts.get('optimizer', 0))} | {_gb(host)} "
-        f"| {_gb(engine.parts['weights'])} | {slots[1]} | {spare:.3g} GB |"
+        f"| {_gb(engine.parts['weights'])} | {_gb(sum(engine.host.values()))} | {slots[1]} | {spare:.3g} GB |"
     )
 
 

@@ -67,6 +67,24 @@ def test_the_parameters_of_a_published_model_are_counted(config: Path) -> None:
     assert engines.parts["weights"] == PARAMETERS  # of two bytes, over two GPUs
 
 
+def test_an_engine_keeps_the_models_weights_on_its_host_when_it_shares_devices_and_loads_adapters(
+    config: Path,
+) -> None:
+    def engine(*overrides: str) -> tuple[int, int]:
+        """The adapter on its device, and the weights on its host."""
+        uses = estimate_devices(load_config(config, overrides), 80 * 10**9)
+        (found,) = [use for use in uses if "engine" in use.name]
+        return found.parts.get("adapter", 0), found.host.get("weights", 0)
+
+    # Queries, keys and values have a copy of A each; those of B, and all of the output's A, are split in two.
+    a, b = 3 * 2048 + 4096 // 2, (4096 + 2 * 512) // 2 + 2048
+    adapter = 48 * 16 * (a + b) * 2
+    shared, merged = "placement.shared=true", "trainer.lora={sync: merged}"
+    assert engine("trainer.lora={rank: 16}") == (adapter, 0)
+    assert engine("trainer.lora={rank: 16}", shared) == (adapter, PARAMETERS)
+    assert engine(merged, shared) == engine(shared) == (0, 0)
+
+
 def test_a_30b_model_on_eight_gpus_of_80_gb_is_refused_with_a_change_that_fits(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,8 @@ class ModelOfSGLang:
         self.app.add_api_route("/generate", self.generate, methods=["POST"])
         self.app.add_api_route("/health", self.health, methods=["GET"])
         self.app.add_api_route("/model_info", self.model_info, methods=["GET"])
+        self.app.add_api_route("/load_lora_adapter", self.model_info, methods=["POST"])
+        self.app.add_api_route("/unload_lora_adapter", self.model_info, methods=["POST"])
         self.app.add_api_route("/flush_cache", self.flush_cache, methods=["POST"])
         self.app.add_api_route("/abort_request", self.abort_request, methods=["POST"])
         self.app.add_api_route("/release_memory_occupation", self.release, methods=["POST"])
@@ -265,6 +267,8 @@ async def test_health_and_control_requests_pass_a_closed_gate() -> None:
     await release(gate, *ALL)
     assert (await ask(gate, "/model_info")).status == 200
     assert (await ask(gate, "/flush_cache")).status == 200
+    assert (await ask(gate, "/unload_lora_adapter")).status == 200
+    assert (await ask(gate, "/load_lora_adapter")).status == 200
     health = await ask(gate, "/health")
     assert health.status == 200
     assert b"samples" not in health.body  # SGLang's own health check would sample

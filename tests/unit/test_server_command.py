@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import pytest
 
-from async_rl.config import SGLangEngines, apply_override, parse_config
+from async_rl.config import LoraConfig, SGLangEngines, apply_override, parse_config
 from async_rl.engines.sglang.server import SGLangServer
 from tests.support.run_config import MOE
 
@@ -56,6 +56,21 @@ def test_a_server_has_a_gate_where_it_shares_its_device(tmp_path: Path, device: 
     gate = "async_rl.engines.sglang.memory_gate"
     assert (gate in command) == (shared and device == "cuda")  # the launcher for a CPU always installs it
     assert ("sglang.launch_server" in command) == (not shared and device == "cuda")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("adapters", [None, LoraConfig()])
+def test_a_server_keeps_its_weights_where_it_shares_its_device_and_loads_adapters(
+    tmp_path: Path, shared: bool, adapters: LoraConfig | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    config = parse_config({"model": {"path": str(tmp_path)}, "engine": {"device": "cuda"}})
+    assert isinstance(config.engine, SGLangEngines)
+    options = {"routing": False, "index": 0, "log_dir": tmp_path, "seed": 0}
+    server = SGLangServer(config.engine, config.model, shared=shared, adapters=adapters, **options)
+    keeps = shared and adapters is not None
+    assert ("--enable-weights-cpu-backup" in server.command()) == keeps
+    assert ("TMS_RETAIN_CPU_BACKUP" in server.environment(tmp_path)) == keeps
 
 
 def test_a_server_loads_the_model_of_the_config(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def model_config(*, experts: int, dense_layers: int = 0, shared: int = 0, latent
     [
         (["attention", "experts"], model_config(experts=0), "has no experts: leave experts out"),
         (["mlp"], model_config(experts=4), "neither dense layers nor shared experts: leave mlp out"),
-        (["attention"], model_config(experts=4, latent=True), "latent attention.*targets=.experts."),
+        (["attention"], model_config(experts=4, latent=True), "without q_lora_rank.*set .*sync=merged"),
     ],
 )
 def test_adapters_are_refused_when_the_model_lacks_their_targets(targets, model, words):
@@ -148,6 +148,12 @@ def test_adapters_are_taken_when_the_model_has_their_targets(targets, model):
     check_adapters(with_adapters(targets), model)
 
 
-def with_adapters(targets):
-    plain = {"model": {"path": "m"}, "data": {"path": "d"}, "trainer": {"lora": {"targets": targets}}}
-    return parse_config(plain)
+def test_adapters_of_latent_attention_are_taken_where_engines_can_serve_them():
+    whole_queries = model_config(experts=4, latent=True)
+    check_adapters(with_adapters(["attention"], sync="merged"), whole_queries)
+    check_adapters(with_adapters(["attention"]), whole_queries | {"q_lora_rank": 8})
+
+
+def with_adapters(targets, **lora):
+    lora = {"targets": targets, **lora}
+    return parse_config({"model": {"path": "m"}, "data": {"path": "d"}, "trainer": {"lora": lora}})

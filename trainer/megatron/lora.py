@@ -6,12 +6,14 @@ y = W x + (alpha / rank) B A x        A [rank, in] random, B [out, rank] 0: it s
 projection            A                        B                        over tensor ranks
 split by columns      whole, on each rank      rows, as those of W      A's sum over parts of the sequence
 split by rows         columns, as those of W   whole, on each rank      B's sum over parts of the sequence
-of experts            either                   either                   the whole one's sum over ranks
+not split             whole, on each rank      whole, on each rank      both sums over parts of the sequence
+of experts            one of the first two     one of the first two     the whole one's sum over ranks
 ```
 
 Ranks that share a sequence exchange only `A x`, of `rank` numbers a token. A fused projection (queries, keys
-and values; gate and up) has one A. What is whole on several ranks is the same on each: it is drawn from its
-name, and its gradient is summed over them (`sequence_parallel`, `sum_over_expert_tensor_ranks`).
+and values; gate and up) has one A. The low-rank projections of latent attention are not fused, and those down
+to the latents are not split. What is whole on several ranks is the same on each: it is drawn from its name,
+and its gradient is summed over them (`sequence_parallel`, `sum_over_expert_tensor_ranks`).
 
 Source: arXiv 2106.09685, section 4.1 for the product and its scale, 4.2 for what memory it saves; the
 distribution of A is that of Microsoft's loralib and of PEFT (Kaiming-uniform with a = sqrt 5).
@@ -24,7 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,20 @@ from async_rl.config import LoraConfig
 _IN_MODULES = ".lora."
 """Names of parameters that contain this are of adapters."""
 
+Split = Literal["columns", "rows", "none"]
+"""How tensor ranks split a projection: as Megatron's column-parallel or row-parallel ones, or not at all."""
+
+_ATTENTION: Final[dict[str, Split]] = {
+    "linear_qkv": "columns",
+    "linear_q_proj": "columns",
+    "linear_q_down_proj": "none",
+    "linear_q_up_proj": "columns",
+    "linear_kv_down_proj": "none",
+    "linear_kv_up_proj": "columns",
+    "linear_proj": "rows",
+}
+"""The projections of attention; those with a direction are of latent attention."""
+
 
 @dataclass(frozen=True)
 class AdaptedWeight:
@@ -51,15 +67,14 @@ class AdaptedWeight:
     name: str
     """Of its projection in the whole model: `decoder.layers.3.mlp.experts.experts.7.linear_fc1`."""
     weight: torch.nn.Parameter
-    """`[out, in]`, split by rows or by columns."""
+    """`[out, in]`, this rank's part."""
     a: torch.nn.Parameter
     """`[rank, in]`."""
     b: torch.nn.Parameter
     """`[out, rank]`."""
     scale: float
     """alpha over rank."""
-    by_columns: bool
-    """Whether the projection is Megatron's column-parallel, whose ranks have rows of the weight."""
+    split: Split
     expert: bool
 
     @property
@@ -69,10 +84,11 @@ class AdaptedWeight:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
 
-    @property
-    def whole(self) -> torch.nn.Parameter:
-        """The factor that these ranks do not split."""
-        return self.a if self.by_columns else self.b
+    def split_dim(self, factor: torch.nn.Parameter) -> int | None:
+        """Returns the dimension by which these ranks split a factor; None if each has the whole."""
+        if self.split == "columns":
+            return 0 if factor is self.b else None
+        return 1 if self.split == "rows" and factor is self.a else None
 
     def merged(self) -> torch.Tensor:
         """Returns the weight with its adapter: computed in float64 and rounded once, so that it does not
@@ -85,14 +101,14 @@ class AdaptedWeight:
 
     def draw(self, seed: int) -> None:
         """Draws A, as every rank and layout draws it, and sets B to 0."""
-        ranks, rank = self.tensor_group.size(), self.tensor_group.rank()
-        inputs = self.a.shape[1] * (1 if self.by_columns else ranks)
+        ranks = self.tensor_group.size() if self.split == "rows" else 1
+        inputs = self.a.shape[1] * ranks
         digest = hashlib.sha256(f"{seed} {self.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         bound = 1 / math.sqrt(inputs)
         drawn = torch.empty(len(self.a), inputs).uniform_(-bound, bound, generator=generator)
-        if not self.by_columns:
-            drawn = drawn.chunk(ranks, 1)[rank]
+        if ranks > 1:
+            drawn = drawn.chunk(ranks, 1)[self.tensor_group.rank()]
         with torch.no_grad():
             self.a.copy_(drawn)
             self.b.zero_()
@@ -100,24 +116,19 @@ class AdaptedWeight:
     def mark(self) -> None:
         """Marks both factors for Megatron's sums of gradients and for its gradient norm."""
         group = self.tensor_group
-        parted = self.b if self.by_columns else self.a
         for factor in (self.a, self.b):
             factor.allreduce = getattr(self.weight, "allreduce", True)
-        parted.tensor_model_parallel = True
-        parted.partition_dim, parted.partition_stride = (0 if self.by_columns else 1), 1
-        if not self.expert:
-            self.whole.sequence_parallel = group.size() > 1
-        else:
-            # A norm counts what is not parallel on the first tensor rank only, which may not be the first of
-            # those that share an expert.
-            self.whole.tensor_model_parallel, self.whole.partition_dim, self.whole.partition_stride = (
-                True,
-                0,
-                1,
-            )
-            self.whole.shared = group.rank() > 0
-            self.whole.sum_over_expert_tensor_ranks = group.size() > 1
-        for factor in (self.a, self.b):
+            dim = self.split_dim(factor)
+            if dim is None and not self.expert:
+                factor.sequence_parallel = group.size() > 1
+            else:
+                factor.tensor_model_parallel = True
+                factor.partition_dim, factor.partition_stride = dim or 0, 1
+            if dim is None and self.expert:
+                # A norm counts what is not parallel on the first tensor rank only, which may not be the first
+                # of those that share an expert: above, the factor is marked as parallel.
+                factor.shared = group.rank() > 0
+                factor.sum_over_expert_tensor_ranks = group.size() > 1
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(factor)
 
     def sharded(self) -> list[ShardedTensor | ShardedTensorFactory]:
@@ -130,8 +141,9 @@ class AdaptedWeight:
         ranks, rank = group.size(), group.rank()
         found: list[ShardedTensor | ShardedTensorFactory] = []
         for letter, factor in (("A", self.a), ("B", self.b)):
-            split = () if factor is self.whole else (((0 if self.by_columns else 1), rank, ranks),)
-            place = (0, rank if factor is self.whole else 0, replica)
+            dim = self.split_dim(factor)
+            split = () if dim is None else ((dim, rank, ranks),)
+            place = (0, rank if dim is None else 0, replica)
             part = ShardedTensor.from_rank_offsets(
                 f"{self.name}.lora_{letter}", factor, *split, replica_id=place
             )
@@ -144,7 +156,7 @@ class Adapter(torch.nn.Module):
     """The adapter of one projection: what is added to its output."""
 
     def __init__(
-        self, linear: torch.nn.Module, name: str, lora: LoraConfig, *, by_columns: bool, expert: bool
+        self, linear: torch.nn.Module, name: str, lora: LoraConfig, *, split: Split, expert: bool
     ) -> None:
         """Adds the adapter; `attach_adapters` lets the projection use it.
 
@@ -152,7 +164,7 @@ class Adapter(torch.nn.Module):
             linear: The projection, whose weight is on its device.
             name: The projection's name in the whole model.
             lora: Rank and scale.
-            by_columns: Whether the projection is split by columns over tensor ranks, or by rows.
+            split: How tensor ranks split the projection.
             expert: Whether it is of an expert: dispatchers, not projections, exchange tokens then.
         """
         super().__init__()
@@ -160,18 +172,18 @@ class Adapter(torch.nn.Module):
         self.a = torch.nn.Parameter(linear.weight.new_empty(lora.rank, columns))
         self.b = torch.nn.Parameter(linear.weight.new_empty(rows, lora.rank))
         self.scale = lora.alpha / lora.rank
-        weight = AdaptedWeight(name, linear.weight, self.a, self.b, self.scale, by_columns, expert)
+        weight = AdaptedWeight(name, linear.weight, self.a, self.b, self.scale, split, expert)
         self.weights = [weight]
         self._group = None if expert or weight.tensor_group.size() == 1 else weight.tensor_group
-        self._by_columns = by_columns
+        self._split = split
         self.enabled = True
 
     def add_to(self, output: torch.Tensor, input_: torch.Tensor, *_: Any) -> torch.Tensor:
         """Returns the projection's output plus the adapter's, `[..., out]` for inputs `[..., in]`."""
         low = torch.nn.functional.linear(input_, self.a) * self.scale
-        if self._group is not None and self._by_columns:
+        if self._group is not None and self._split == "columns":
             low = gather_from_sequence_parallel_region(low, group=self._group)
-        elif self._group is not None:
+        elif self._group is not None and self._split == "rows":
             low = reduce_scatter_to_sequence_parallel_region(low, group=self._group)
         flat = output.reshape(-1, output.shape[-1])
         return torch.addmm(flat, low.reshape(-1, low.shape[-1]), self.b.t()).view_as(output)
@@ -180,7 +192,7 @@ class Adapter(torch.nn.Module):
 class GroupedAdapter(torch.nn.Module):
     """The adapters of one projection of all experts of a rank, which TransformerEngine computes at once."""
 
-    def __init__(self, linear: Any, names: Sequence[str], lora: LoraConfig, *, by_columns: bool) -> None:
+    def __init__(self, linear: Any, names: Sequence[str], lora: LoraConfig, *, split: Split) -> None:
         """Adds the adapters; `names` are those of the projections in the whole model, one for each expert."""
         from megatron.core.extensions.transformer_engine import TEGroupedLinear
 
@@ -203,7 +215,7 @@ class GroupedAdapter(torch.nn.Module):
                 name,
                 *(getattr(each, f"weight{number}") for each in (linear, self.a, self.b)),
                 self.scale,
-                by_columns,
+                split,
                 True,
             )
             for number, name in enumerate(names)
@@ -230,9 +242,10 @@ def attach_adapters(chunk: torch.nn.Module, lora: LoraConfig, seed: int) -> None
     for layer in model.decoder.layers:
         prefix, mlp = f"decoder.layers.{layer.layer_number - 1}", layer.mlp
         if "attention" in lora.targets:
-            attention = layer.self_attention
-            _attach(attention.linear_qkv, f"{prefix}.self_attention.linear_qkv", lora, by_columns=True)
-            _attach(attention.linear_proj, f"{prefix}.self_attention.linear_proj", lora, by_columns=False)
+            for name, split in _ATTENTION.items():
+                if hasattr(layer.self_attention, name):
+                    linear = getattr(layer.self_attention, name)
+                    _attach(linear, f"{prefix}.self_attention.{name}", lora, split=split)
         if not isinstance(mlp, MoELayer):
             if "mlp" in lora.targets:
                 _attach_mlp(mlp, f"{prefix}.mlp", lora)
@@ -253,8 +266,8 @@ def _require_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torc
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _attach(linear: Any, name: str, lora: LoraConfig, *, by_columns: bool, expert: bool = False) -> None:
-    linear.lora = Adapter(linear, name, lora, by_columns=by_columns, expert=expert)
+def _attach(linear: Any, name: str, lora: LoraConfig, *, split: Split, expert: bool = False) -> None:
+    linear.lora = Adapter(linear, name, lora, split=split, expert=expert)
     if hasattr(linear, "return_layernorm_output"):  # TransformerEngine's, with the norm before it
         linear.return_layernorm_output = True
         linear.forward = partial(_forward_after_norm, linear.lora, linear.forward)
@@ -263,8 +276,8 @@ def _attach(linear: Any, name: str, lora: LoraConfig, *, by_columns: bool, exper
 
 
 def _attach_mlp(mlp: Any, name: str, lora: LoraConfig, *, expert: bool = False) -> None:
-    _attach(mlp.linear_fc1, f"{name}.linear_fc1", lora, by_columns=True, expert=expert)
-    _attach(mlp.linear_fc2, f"{name}.linear_fc2", lora, by_columns=False, expert=expert)
+    _attach(mlp.linear_fc1, f"{name}.linear_fc1", lora, split="columns", expert=expert)
+    _attach(mlp.linear_fc2, f"{name}.linear_fc2", lora, split="rows", expert=expert)
 
 
 def _attach_experts(experts: Any, name: str, lora: LoraConfig) -> None:
@@ -274,10 +287,11 @@ def _attach_experts(experts: Any, name: str, lora: LoraConfig) -> None:
         for expert, each in zip(experts.local_experts, names, strict=True):
             _attach_mlp(expert, each, lora, expert=True)
         return
-    for kind, by_columns in (("linear_fc1", True), ("linear_fc2", False)):
+    splits: tuple[tuple[str, Split], ...] = (("linear_fc1", "columns"), ("linear_fc2", "rows"))
+    for kind, split in splits:
         linear = getattr(experts, kind)
         of_experts = [f"{each}.{kind}" for each in names]
-        linear.lora = GroupedAdapter(linear, of_experts, lora, by_columns=by_columns)
+        linear.lora = GroupedAdapter(linear, of_experts, lora, split=split)
         linear.forward = partial(_forward, linear.lora, linear.forward)
 
 

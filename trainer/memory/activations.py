@@ -41,8 +41,8 @@ class Slice(NamedTuple):
         return self.lora is None or target in self.lora.targets
 
     def low(self, target: str, rows: int) -> int:
-        """Returns what two adapters keep of so many rows between their factors."""
-        return 2 * rows * self.lora.rank * self.element if self.lora and target in self.lora.targets else 0
+        """Returns what adapters keep of so many rows between their factors."""
+        return rows * self.lora.rank * self.element if self.lora and target in self.lora.targets else 0
 
     @property
     def sequence(self) -> int:
@@ -137,7 +137,7 @@ def attention_bytes(model: Dimensions, part: Slice) -> int:
         output = tokens * (model.heads + 2 * model.groups) * model.head
     several = groups > 1 and model.heads > model.groups  # heads of one group are in order already
     attended = tokens * heads * FLOAT32  # the normaliser of each query
-    adapters = (part.low("attention", tokens) + part.low("attention", part.sequence)) // 2
+    adapters = part.low("attention", tokens + part.sequence)
     if part.fused:
         # The projection's output holds values and the norm's input; rotation makes queries and keys anew.
         kept = output + query + key + query * (several and model.query_norm)
@@ -167,7 +167,11 @@ def _mask_bytes(part: Slice) -> int:
 def _latent_attention_bytes(model: Dimensions, part: Slice) -> int:
     assert model.latent is not None
     sizes, tokens, e, heads = model.latent, part.tokens, part.element, model.heads // part.tp
-    down = norm_bytes(part.sequence * (sizes.query_rank + sizes.rank), part)
+    kept_output = part.keeps_input_of("attention")
+    down = norm_bytes(part.sequence * (sizes.query_rank + sizes.rank), part, output=kept_output)
+    # Projections down and the output's have a part of the sequence, projections up all of it.
+    several = 2 if sizes.query_rank else 1
+    down += part.low("attention", 2 * tokens + (1 + several) * part.sequence)
     if keeps_inputs(part):
         down += part.sequence * (sizes.query_rank + sizes.rank + sizes.rotated) * e
     query = tokens * heads * (sizes.plain + sizes.rotated)
@@ -194,7 +198,7 @@ def mlp_bytes(width: int, rows: int, part: Slice, *, target: str, scaled: bool =
 
 def _dense_bytes(width: int, part: Slice) -> int:
     """Returns what an MLP keeps that tensor ranks split, with its adapters."""
-    low = (part.low("mlp", part.tokens) + part.low("mlp", part.sequence)) // 2 if width else 0
+    low = part.low("mlp", part.tokens + part.sequence) if width else 0
     return mlp_bytes(width // part.tp, part.tokens, part, target="mlp") + low
 
 
@@ -204,7 +208,7 @@ def experts_bytes(model: Dimensions, part: Slice) -> int:
     rows = part.routed * model.top_k
     kept = rows * model.hidden * e * part.keeps_input_of("experts")  # their inputs, sorted by expert
     kept += mlp_bytes(model.expert // part.etp, rows, part, target="experts", scaled=True)
-    kept += part.low("experts", rows)
+    kept += part.low("experts", 2 * rows)
     # Scores, gates and gates by expert; two maps; the chosen experts, twice, as int64.
     kept += tokens * model.experts * (3 * (FLOAT32 if model.precise_router else e) + 2)
     kept += tokens * model.top_k * 16

@@ -152,19 +152,25 @@ def parameters_of(
     return Parameters(dense, experts)
 
 
-def adapters_of(model: Dimensions, layout: LayoutConfig, stage: int, lora: LoraConfig) -> Parameters:
-    """Returns the sizes of the adapters of a rank of a pipeline stage (`trainer.megatron.lora`)."""
+def adapters_of(
+    model: Dimensions, layout: LayoutConfig, stage: int, lora: LoraConfig, *, fused: bool = True
+) -> Parameters:
+    """Returns the sizes of the adapters of a rank of a pipeline stage (`trainer.megatron.lora`).
+
+    Without `fused` they are those of PEFT and of engines, in which projections that share an A have a copy
+    each.
+    """
     dense, experts = list[int](), list[int]()
-    r, hidden, heads = lora.rank, model.hidden, model.heads * model.head // layout.tp
+    r, hidden = lora.rank, model.hidden
 
     def of_mlp(width: int) -> list[int]:
-        return [r * hidden, r * 2 * width, r * width, r * hidden]
+        return [r * hidden * (1 if fused else 2), r * 2 * width, r * width, r * hidden]
 
     for chunk in chunks_of(layout, stage, len(model.has_experts)):
         for layer in chunk:
             if "attention" in lora.targets:
-                fused = (model.heads + 2 * model.groups) * model.head // layout.tp
-                dense += [r * hidden, r * fused, r * heads, r * hidden]
+                dense += [r * size for each in _projections(model, layout.tp) for size in each]
+                dense += [] if fused or model.latent else [r * 2 * hidden]
             width = model.shared if model.has_experts[layer] else model.dense
             if "mlp" in lora.targets and width:
                 dense += of_mlp(width // layout.tp)
@@ -174,35 +180,37 @@ def adapters_of(model: Dimensions, layout: LayoutConfig, stage: int, lora: LoraC
     return Parameters(dense, experts)
 
 
+def _projections(model: Dimensions, tp: int) -> list[tuple[int, int]]:
+    """Returns inputs and outputs of the projections of a layer's attention on one of `tp` ranks."""
+    hidden, heads, sizes = model.hidden, model.heads // tp, model.latent
+    if sizes is None:
+        queries_keys_values = (model.heads + 2 * model.groups) * model.head // tp
+        return [(hidden, queries_keys_values), (heads * model.head, hidden)]
+    query = heads * (sizes.plain + sizes.rotated)
+    queries = [(hidden, query)]
+    if sizes.query_rank:
+        queries = [(hidden, sizes.query_rank), (sizes.query_rank, query)]
+    return [
+        *queries,
+        (hidden, sizes.rank + sizes.rotated),
+        (sizes.rank, heads * (sizes.plain + sizes.value)),
+        (heads * sizes.value, hidden),
+    ]
+
+
 def _mlp(hidden: int, width: int) -> list[int]:
     return [2 * width * hidden, hidden * width]
 
 
 def _attention(model: Dimensions, tp: int) -> list[int]:
-    hidden, norms = model.hidden, [model.hidden, model.hidden]
-    heads = model.heads // tp
-    if model.latent is None:
-        queries_keys_values = (model.heads + 2 * model.groups) * model.head // tp
-        return [
-            *norms,
-            queries_keys_values * hidden,
-            hidden * heads * model.head,
-            *([queries_keys_values] if model.query_bias else ()),
-            *([model.head, model.head] if model.query_norm else ()),
-        ]
-    sizes = model.latent
-    query = heads * (sizes.plain + sizes.rotated)
-    queries = [query * hidden]
-    if sizes.query_rank:
-        queries = [sizes.query_rank * hidden, sizes.query_rank, query * sizes.query_rank]
-    return [
-        *norms,
-        *queries,
-        (sizes.rank + sizes.rotated) * hidden,
-        sizes.rank,
-        heads * (sizes.plain + sizes.value) * sizes.rank,
-        hidden * heads * sizes.value,
-    ]
+    norms = [model.hidden, model.hidden]
+    if model.latent is not None:
+        norms += [size for size in (model.latent.query_rank, model.latent.rank) if size]
+    elif model.query_norm:
+        norms += [model.head, model.head]
+    projections = _projections(model, tp)
+    biases = [projections[0][1]] if model.query_bias else []
+    return [*norms, *biases, *(inputs * outputs for inputs, outputs in projections)]
 
 
 def padded(sizes: list[int], to: int = 64) -> int:

@@ -6,7 +6,7 @@ import itertools
 from math import ceil
 from typing import NamedTuple
 
-from async_rl.config import Config, LayoutConfig
+from async_rl.config import Config, LayoutConfig, SGLangEngines
 from async_rl.engines.model_facts import read_config
 from async_rl.routing import id_dtype
 from async_rl.trainer_protocol import RankMemory, TrainerMemory
@@ -47,19 +47,21 @@ def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
         moments = _moments(config, model, stage, cuda=cuda)
         host = _on_host(config, model, stage, moments["a layer"])
         if stage == 0:
-            ranks.append(_first_rank(config, model, _sent(config, model, whole), moments, host))
+            sent = whole if config.adapters is None else _served_adapter(config, model, tp=1)
+            ranks.append(_first_rank(config, model, sent, moments, host))
             first += 1
         if first <= last:
             ranks.append(RankMemory(first=first, last=last, moments=moments, host=host))
-    return TrainerMemory(ranks=ranks, model_bytes=whole)
+    tp = config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1
+    return TrainerMemory(ranks=ranks, model_bytes=whole, adapter_bytes=_served_adapter(config, model, tp=tp))
 
 
-def _sent(config: Config, model: Dimensions, whole: int) -> int:
-    """Returns the bytes that engines receive of each version: all weights, or the adapter."""
-    lora = config.trainer.lora
-    if lora is None or lora.sync == "merged":
-        return whole
-    return sum(map(sum, adapters_of(model, LayoutConfig(), 0, lora))) * element_bytes(config)
+def _served_adapter(config: Config, model: Dimensions, *, tp: int) -> int:
+    """Returns the bytes of an adapter on one of an engine's `tp` ranks; 0 if it is given whole weights."""
+    if config.adapters is None:
+        return 0
+    sizes = adapters_of(model, LayoutConfig(tp=tp, etp=tp), 0, config.adapters, fused=False)
+    return sum(map(sum, sizes)) * element_bytes(config)
 
 
 def largest_micro_batch(config: Config) -> tuple[int, int]:

@@ -96,7 +96,9 @@ def write_adapter(
 
 
 def _packed(part: shards.TensorPart) -> _FactorPart:
-    data = part.data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A copy, because torch cannot resize storages that NumPy has seen, as `offload` does on a CPU.
+    copied = part.data.detach().to("cpu", copy=True).contiguous()
+    data = copied.reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype = str(part.dtype).removeprefix("torch.")
     return _FactorPart(
         part.key, tuple(part.global_shape), tuple(part.global_offset), tuple(part.local_shape), dtype, data

@@ -38,7 +38,9 @@ def checksum_parameters(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str
     """
     hashes = {}
     for name, tensor in tensors:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        # A copy, because torch cannot resize storages that NumPy has seen, as `offload` does on a CPU.
+        copied = tensor.detach().to("cpu", copy=True).contiguous()
+        data = copied.reshape(-1).view(torch.uint8).numpy()
         found = hashes.setdefault(_parameter(name), hashlib.sha256())
         found.update(memoryview(data))
         if name.endswith(_OF_VOCABULARY):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from async_rl.config import LoraConfig
+from async_rl.engine_protocol import EngineFacts
 
 _MODULES: Final = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -13,13 +14,17 @@ _MODULES: Final = {
 }
 """By target: the names of Hugging Face's modules. SGLang fuses them as it fuses the weights."""
 
+_LATENT: Final = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+"""The modules of `attention` where it is latent."""
 
-def target_modules(lora: LoraConfig) -> list[str]:
+
+def target_modules(lora: LoraConfig, model: EngineFacts) -> list[str]:
     """Returns the modules that adapters change, for `--lora-target-modules`."""
-    return list(dict.fromkeys(name for target in lora.targets for name in _MODULES[target]))
+    modules = _MODULES | ({"attention": _LATENT} if model.latent_attention else {})
+    return list(dict.fromkeys(name for target in lora.targets for name in modules[target]))
 
 
-def adapter_flags(lora: LoraConfig, device: str) -> list[str]:
+def adapter_flags(lora: LoraConfig, model: EngineFacts, device: str) -> list[str]:
     """Returns the options of a server that loads adapters.
 
     One adapter is loaded at a time, and all calls are made with it, so the server reserves memory on its
@@ -31,7 +36,7 @@ def adapter_flags(lora: LoraConfig, device: str) -> list[str]:
         "--max-loras-per-batch=1",
         # The value takes all that follow, so another option must.
         "--lora-target-modules",
-        *target_modules(lora),
+        *target_modules(lora, model),
         # Otherwise it would serve an adapter without the tensors whose names it does not know.
         "--lora-strict-loading",
     ]

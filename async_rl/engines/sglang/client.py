@@ -769,7 +769,7 @@ class SGLangEngine:
 
     def _check_adapters(self, server: str, info: _ServerInfo, adapters: LoraConfig) -> None:
         """Refuse a server that cannot load the adapters of a run."""
-        modules, served = target_modules(adapters), set(info.lora_target_modules or ())
+        modules, served = target_modules(adapters, self._facts), set(info.lora_target_modules or ())
         missing = [] if "all" in served else [name for name in modules if name not in served]
         if info.enable_lora and (info.max_lora_rank or 0) >= adapters.rank and not missing:
             return

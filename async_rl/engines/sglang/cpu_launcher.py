@@ -25,6 +25,7 @@ import os
 import socket
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 SUPPORTED = "0.5.23"
@@ -77,6 +78,7 @@ if not is_torchvision_available():
         _StandIn(_name, "is not installed; this model needs torchvision")
 
 from sglang.kernels.ops.elementwise import elementwise  # noqa: E402
+from sglang.srt.lora import deepseek_mla_correction as absorbed_adapter  # noqa: E402
 from sglang.srt.lora import layers as lora_layers  # noqa: E402
 from sglang.srt.lora.backend import torch_backend as lora_backend  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402
@@ -128,6 +130,42 @@ class _TorchWithoutPinning(types.ModuleType):
 lora_layers.torch = _TorchWithoutPinning("torch")
 lora_backend.torch = _TorchWithoutPinning("torch")
 torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
+def _adapted_parts(attention: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Yield for each adapter of a batch: its tokens, A `[rank, latent]`, and scaled B `[heads, out, rank]` of
+    `kv_b_proj`.
+    """
+    projection, start = attention.kv_b_proj, 0
+    batch = projection.lora_backend.batch_info
+    for slot, length in zip(batch.weight_indices_cpu.tolist(), batch.seg_lens_cpu.tolist(), strict=True):
+        tokens = slice(start, start + length)
+        start += length
+        if rank := int(batch.lora_ranks_cpu[slot]):
+            b = projection.B_buffer[slot, :, :rank] * batch.scalings_cpu[slot]
+            yield tokens, projection.A_buffer[slot, :rank], b.view(attention.num_local_heads, -1, rank)
+
+
+def _add_to_queries(attention: Any, queries: torch.Tensor, absorbed: torch.Tensor) -> torch.Tensor:
+    """Add `queries B_k A`, `[tokens, heads, latent]`; `queries` are those that are not rotated."""
+    for tokens, a, b in _adapted_parts(attention):
+        b_k = b[:, : attention.qk_nope_head_dim]
+        absorbed[tokens] += torch.einsum("thd,hdr,rl->thl", queries[tokens], b_k, a)
+    return absorbed
+
+
+def _add_to_values(attention: Any, attended: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Add `attended A^T B_v^T`, `[tokens, heads * value]`; `attended` is `[tokens, heads, latent]`."""
+    for tokens, a, b in _adapted_parts(attention):
+        b_v = b[:, attention.qk_nope_head_dim :]
+        output[tokens] += torch.einsum("thl,rl,hvr->thv", attended[tokens], a, b_v).flatten(1)
+    return output
+
+
+# Adapters of latent attention: SGLang has Triton kernels for `kv_b_proj`, which is absorbed into the products
+# before and after attention, and no CPU branch.
+absorbed_adapter.apply_q_correction = _add_to_queries
+absorbed_adapter.apply_v_correction = _add_to_values
 
 
 # `torch.distributed.rendezvous` is a function of that name.

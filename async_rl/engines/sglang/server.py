@@ -168,6 +168,13 @@ class SGLangServer:
         """Whether memory is really released. Without it SGLang accepts the requests, which suits a CPU."""
         return self._shared and self._device == "cuda"
 
+    @property
+    def _keeps_weights(self) -> bool:
+        """Whether it keeps the model's weights in host memory while the trainer works: adapters are loaded
+        onto them, and nothing else brings them back.
+        """
+        return self._shared and self._adapters is not None
+
     def _spawn(self) -> subprocess.Popen[bytes]:
         scratch = Path(tempfile.mkdtemp(prefix="async-rl-"))
         keys = scratch / "keys.yaml"
@@ -183,7 +190,7 @@ class SGLangServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment(scratch),
+                env=self.environment(scratch),
                 start_new_session=True,
             )
 
@@ -221,6 +228,8 @@ class SGLangServer:
             switches.append("enable-return-routed-experts")
         if self._saves_memory:
             switches.append("enable-memory-saver")
+        if self._keeps_weights:
+            switches.append("enable-weights-cpu-backup")
         if cpu:
             arguments["attention-backend"] = "torch_native"
             arguments["max-total-tokens"] = config.max_total_tokens or _CPU_KV_TOKENS
@@ -232,10 +241,12 @@ class SGLangServer:
             switches += ["sleep-on-idle", "skip-server-warmup"]
         options = [f"--{key}={value}" for key, value in arguments.items() if value is not None]
         if self._adapters is not None:
-            options = [*adapter_flags(self._adapters, self._device), *options]
+            flags = adapter_flags(self._adapters, load_facts(self._model.path), self._device)
+            options = [*flags, *options]
         return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *config.extra_args]
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """Returns the environment of the server's processes, which have `scratch` for temporary files."""
         # SGLang creates its sockets in the temporary folder, and does not remove them.
         environment = {**os.environ, "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false"}
         # Our connections are idle between turns for as long as tools take.
@@ -248,6 +259,9 @@ class SGLangServer:
         environment = {"PYTHONWARNINGS": "ignore"} | environment
         if self._saves_memory:
             environment |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+        if self._saves_memory and self._keeps_weights:
+            # Pinning host memory takes longer than copying, so it is pinned once and not in each phase.
+            environment |= {"TMS_RETAIN_CPU_BACKUP": "1"}
         # As the trainer's ranks have it, which broadcast weights to this server.
         environment.setdefault("NCCL_CUMEM_ENABLE", "0")
         if self._device == "cpu":
