@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Final
 
 from async_rl.config import WeightsConfig
@@ -62,6 +62,8 @@ class EngineCatchUp:
         self._sync_lock = sync_lock
         self._trainer_busy = trainer_busy
         self._trainer_restarted = trainer_restarted
+        self._locks: dict[str, asyncio.Lock] = {}
+        """By engine: held while it catches up, so that none is interrupted by a second one once it serves."""
         self._publishes_on_demand = config.transport != "disk"
         """Whether there are no files of every version."""
 
@@ -94,9 +96,19 @@ class EngineCatchUp:
         engine = next((e for e in self._pool.engines() if e.engine_id == engine_id), None)
         if engine is None:
             return  # it has left
-        snapshot = self._pool.snapshot_of(engine_id)
-        if snapshot is not None and snapshot.state is EngineState.SERVING:
-            return  # it joined early enough for `catch_up_joining_engines`
+        lock = self._locks.setdefault(engine_id, asyncio.Lock())
+        with waiting("engine update", engine_id) if lock.locked() else nullcontext():
+            await lock.acquire()
+        try:
+            # It may have joined early enough for `catch_up_joining_engines`, or come back from an evaluation
+            # and been restarted meanwhile: then both let it catch up.
+            snapshot = self._pool.snapshot_of(engine_id)
+            if snapshot is not None and snapshot.state is EngineState.JOINING:
+                await self._catch_up(engine)
+        finally:
+            lock.release()
+
+    async def _catch_up(self, engine: Engine) -> None:
         publisher = self._publisher
         for _ in range(_MAX_RETRIES):
             if self._publishes_on_demand:

@@ -1378,6 +1378,14 @@ MUTANTS: Final = (
         ("tests/unit/test_weight_sync.py",),
     ),
     Mutant(
+        "engine-that-serves-catches-up-again",
+        "An engine that is restarted on its way back from an evaluation is interrupted once it serves.",
+        "async_rl/weights/engine_catch_up.py",
+        "            if snapshot is not None and snapshot.state is EngineState.JOINING:",
+        "            if snapshot is not None:",
+        ("tests/unit/test_weight_sync.py",),
+    ),
+    Mutant(
         "events-may-be-endless",
         "A line without end fills the driver's memory.",
         "async_rl/engines/sglang/sse.py",

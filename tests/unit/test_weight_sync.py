@@ -358,6 +358,34 @@ async def test_updates_go_on_while_a_joining_engine_loads(tmp_path, transport):
     assert bench.engines[0].log.count("update flush") >= 2
 
 
+async def test_an_engine_that_comes_back_from_an_evaluation_and_is_restarted_catches_up_once(tmp_path):
+    """Otherwise the first of the two loads would interrupt the engine when the second has let it serve."""
+    bench = Bench(tmp_path)
+    await bench.start()
+    assert bench.pool.lend_engine("engine-0")
+    await bench.sync.update_engines(1)
+    reached, go, load = asyncio.Event(), asyncio.Event(), bench.engines[0].update_weights
+
+    async def load_slowly(*arguments: Any, **named: Any) -> None:
+        if not reached.is_set():
+            reached.set()
+            await go.wait()
+        await load(*arguments, **named)
+
+    bench.engines[0].update_weights = load_slowly  # type: ignore[method-assign]
+    async with Nursery() as nursery:
+        nursery.start_task("take back", bench.sync.take_back_engine("engine-0"))
+        await reached.wait()
+        bench.pool.quarantine_engine("engine-0", EngineError("killed"))
+        bench.pool.rejoin_engine("engine-0")
+        nursery.start_task("repair", bench.sync.catch_up_engine("engine-0"))
+        await bench.sync.update_engines(2)
+        await asyncio.sleep(1.0)
+        go.set()
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+    assert bench.engines[0].weight_version == 2
+
+
 async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
     bench = Bench(tmp_path, keep_versions=1)
     await bench.start()
