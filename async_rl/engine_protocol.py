@@ -100,9 +100,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def of(
-        cls, token_ids: Sequence[int], log_probs: Sequence[float], mask: SamplingMask | None = None
+        cls, token_ids: Sequence[int], log_probs: Sequence[float | None], mask: SamplingMask | None = None
     ) -> Chunk:
-        """Return a chunk of these tokens."""
+        """Return a chunk of these tokens; a log-prob that is None becomes NaN."""
         return cls(
             token_ids=np.array(token_ids, np.int32), log_probs=np.array(log_probs, np.float32), mask=mask
         )

@@ -6,7 +6,7 @@ The types here declare only the fields that are read or written. A routing paylo
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, cast
+from typing import Annotated, Final, Literal, cast
 
 import msgspec
 import numpy as np
@@ -78,9 +78,19 @@ class _WeightSpan(msgspec.Struct, gc=False):
     end: int
 
 
+_LOG_PROB_ROUNDING: Final = 1e-3
+"""How far above 0 rounding may leave a log-prob: a sum of bfloat16 probabilities can exceed 1 by this."""
+
+# The decoder checks what it can: in Python the checks of an event took twice as long as its decoding.
+_TokenId = Annotated[int, msgspec.Meta(ge=0)]
+_LogProb = Annotated[float, msgspec.Meta(le=_LOG_PROB_ROUNDING)] | None
+_Scored = tuple[_LogProb, int, str | None]
+"""A token in a list of log-probs: its log-prob, its id, its text."""
+
+
 class _Meta(msgspec.Struct, gc=False):
     completion_tokens: int = 0
-    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    output_token_logprobs: list[_Scored] = []
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
     finish_reason: _FinishReason | None = None
     weight_version: str | None = None
@@ -88,7 +98,7 @@ class _Meta(msgspec.Struct, gc=False):
     cached_tokens: int = 0
     num_retractions: int = 0
     output_token_sampling_mask: list[list[int]] = []
-    output_token_sampling_logprobs: list[float | None] = []
+    output_token_sampling_logprobs: list[_LogProb] = []
     routed_experts: msgspec.Raw = msgspec.Raw()
 
 
@@ -98,13 +108,10 @@ class _Refusal(msgspec.Struct, gc=False):
 
 
 class _Event(msgspec.Struct, gc=False):
-    output_ids: list[int] = []
+    output_ids: list[_TokenId] = []
     meta_info: _Meta | None = None
     error: _Refusal | None = None
 
-
-_LOG_PROB_ROUNDING: Final = 1e-3
-"""How far above 0 rounding may leave a log-prob: a sum of bfloat16 probabilities can exceed 1 by this."""
 
 _LARGEST_EVENT_BYTES: Final = 1 << 20
 """An event without tokens; a server's message of an error is the longest."""
@@ -221,7 +228,7 @@ class CallAccount:
         self._request = request
         self._vocab_size = vocab_size
         self._token_ids: list[int] = []  # those of `take_chunk`
-        self._log_probs: list[float] = []
+        self._scored: list[_Scored] = []  # the same tokens
         self._num_retractions = 0
         self._retractions: list[Retraction] = []
         self._masks: list[SamplingMask] = []
@@ -252,8 +259,10 @@ class CallAccount:
         if not self._token_ids:
             return None
         mask = SamplingMask.joined(self._masks) if self._request.return_mask else None
-        chunk = Chunk.of(self._token_ids, self._log_probs, mask)
-        self._token_ids, self._log_probs, self._masks = [], [], []
+        # JSON has no NaN: it arrives as null. The chunk has NaN, so that the caller sees that it is missing.
+        log_probs = [log_prob for log_prob, _, _ in self._scored]
+        chunk = Chunk.of(self._token_ids, log_probs, mask)
+        self._token_ids, self._scored, self._masks = [], [], []
         return chunk
 
     def read_event(self, document: bytes, payload: RoutingText | None) -> Finish | None:
@@ -270,7 +279,9 @@ class CallAccount:
         try:
             event = _decode_event(document)
         except UNREADABLE as e:
-            raise EngineError(f"{self._engine_id} sent an event of an unknown format: {e}") from e
+            raise EngineError(
+                f"{self._engine_id} sent an event that is wrong or of an unknown format: {e}"
+            ) from e
         meta = event.meta_info
         if event.error is not None or meta is None:
             raise self._refusal(event.error or _Refusal(message="an event without meta_info"))
@@ -325,17 +336,6 @@ class CallAccount:
         the end of both lists, which may differ in length.
         """
         new = meta.completion_tokens - self.delivered
-        entries = meta.output_token_logprobs
-        capacity = 0 if self.cut_short else self._request.max_new_tokens - self.delivered
-        if new == len(token_ids) == len(entries) == 1 <= capacity and not self._request.return_mask:
-            log_prob, token_id = entries[0][0], token_ids[0]
-            if log_prob is not None and log_prob <= _LOG_PROB_ROUNDING and 0 <= token_id < self._vocab_size:
-                self.delivered += (
-                    1  # what the general case below does, for most events in a third of its time
-                )
-                self._token_ids.append(token_id)
-                self._log_probs.append(log_prob)
-                return
         if new == 0:
             return
         if self.cut_short or new < 0 or new > len(token_ids):
@@ -343,30 +343,28 @@ class CallAccount:
                 f"{self._engine_id} counts {meta.completion_tokens} tokens of the call "
                 f"{self._request.request_id}, but {self.delivered} were delivered and {len(token_ids)} came"
             )
-        if new < len(token_ids) and meta.finish_reason is None:
-            raise EngineError(
-                f"{self._engine_id} repeats tokens in its stream: start it with "
-                f"--incremental-streaming-output"
-            )
         if new < len(token_ids):
+            if meta.finish_reason is None:
+                raise EngineError(
+                    f"{self._engine_id} repeats tokens in its stream: start it with "
+                    f"--incremental-streaming-output"
+                )
             token_ids = token_ids[len(token_ids) - new :]
-        masks: list[SamplingMask] = []
+        scored, masks = meta.output_token_logprobs, list[SamplingMask]()
         if self._request.return_mask:
             masks = [self._read_masks(meta, new)]
-            entries = [(value, 0, None) for value in meta.output_token_sampling_logprobs]
-        if len(entries) > new:
-            entries = entries[len(entries) - new :]
-        elif len(entries) < new:
+            scored = [(log_prob, 0, None) for log_prob in meta.output_token_sampling_logprobs]
+        if len(scored) > new:
+            scored = scored[len(scored) - new :]
+        elif len(scored) < new:
             self.cut_short = True
-            token_ids = token_ids[: len(entries)]
+            token_ids = token_ids[: len(scored)]
             if not token_ids:
                 return
-        # JSON has no NaN: it arrives as null, and the caller must see that the value is missing.
-        log_probs = [math.nan if e[0] is None else e[0] for e in entries]
-        self._check_tokens(token_ids, log_probs)
+        self._check_tokens(token_ids)
         self.delivered += len(token_ids)
         self._token_ids += token_ids
-        self._log_probs += log_probs
+        self._scored += scored
         self._masks += masks
 
     def _read_masks(self, meta: _Meta, new: int) -> SamplingMask:
@@ -385,21 +383,18 @@ class CallAccount:
         except ValueError as error:
             raise EngineError(f"{self._engine_id} sent a wrong sampling mask: {error}") from error
 
-    def _check_tokens(self, token_ids: list[int], log_probs: list[float]) -> None:
+    def _check_tokens(self, token_ids: list[int]) -> None:
         request = self._request
         if self.delivered + len(token_ids) > request.max_new_tokens:
             raise EngineError(
                 f"{self._engine_id} sent {self.delivered + len(token_ids)} tokens of the call "
                 f"{request.request_id}, which asked for at most {request.max_new_tokens}"
             )
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        if (largest := max(token_ids)) >= self._vocab_size:
             raise EngineError(
-                f"{self._engine_id} sent token ids from {min(token_ids)} to {max(token_ids)}, outside the "
-                f"vocabulary of {self._vocab_size}: does it serve this model?"
+                f"{self._engine_id} sent the token id {largest}, outside the vocabulary of "
+                f"{self._vocab_size}: does it serve this model?"
             )
-        largest = max(log_probs)
-        if largest > _LOG_PROB_ROUNDING:
-            raise EngineError(f"{self._engine_id} sent a log-prob of {largest}, expected at most 0")
 
     def _finish(
         self, meta: _Meta, finish: _FinishReason, payload: RoutingText | None, *, omits_rows: bool

@@ -97,15 +97,15 @@ class EventReader(Generic[S]):
             data = bytes(self._rest)
             self._rest.clear()
             self._searched, self._mark = 0, None
-        events: list[tuple[bytes, S | None]] = []
-        begin = 0
-        while (end := data.find(_END, begin)) >= 0:
-            if data.startswith(_FIELD, begin):
-                events.append((data[begin + len(_FIELD) : end], self._taken))
-                self._taken = None
-            begin = end + len(_END)
-        if begin < len(data):
-            self._rest += data[begin:]
+        *complete, rest = data.split(_END)
+        events: list[tuple[bytes, S | None]] = [
+            (event[len(_FIELD) :], None) for event in complete if event.startswith(_FIELD)
+        ]
+        if events and self._taken is not None:
+            events[0] = events[0][0], self._taken
+            self._taken = None
+        if rest:
+            self._rest += rest
             self._look_for_payload()
         return events
 
