@@ -76,7 +76,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(
-        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+        self,
+        token_ids: list[int] | Int32Array,
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
     ) -> Any:
         """Convert token ids to text."""
         ...
@@ -180,9 +184,12 @@ class ChatFormat:
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
         """Return the text of tokens, without special tokens except the tags of thoughts and tool calls."""
+        ids = np.asarray(token_ids, np.int32)
+        if self._tags.keys().isdisjoint(ids.tolist()):
+            return self._decode(ids)
         pieces: list[str] = []
         run: list[int] = []
-        for token_id in map(int, token_ids):
+        for token_id in ids.tolist():
             if (tag := self._tags.get(token_id)) is None:
                 run.append(token_id)
             else:
@@ -192,13 +199,15 @@ class ChatFormat:
 
     def raw_text(self, token_ids: Sequence[int] | Int32Array) -> str:
         """Return the text of tokens with all special tokens, in which engines look for stop strings."""
-        text = self.tokenizer.decode(
-            list(map(int, token_ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        return self._decode(token_ids, skip_special_tokens=False)
 
-    def _decode(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, token_ids: Sequence[int] | Int32Array, *, skip_special_tokens: bool = True) -> str:
+        # As an array: of a list, transformers checks the type of each token.
+        text = self.tokenizer.decode(
+            np.asarray(token_ids, np.int32),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
         return str(text)
 
     def encode_conversation(
