@@ -83,6 +83,9 @@ _MIN_REPORTED_WAIT_S: Final = 5.0
 """A heartbeat reports waits that have lasted at least this long."""
 
 
+_HEARTBEATS_PER_LOOK: Final = 4
+"""A heartbeat looks at a quarter of the trajectories: looking at hundreds would be most of its cost."""
+
 _MIN_REPORTED_TOKENS: Final = 64
 """A trajectory that has sampled fewer tokens more is not reported again for that."""
 
@@ -306,6 +309,8 @@ class RolloutWorker:
     def _new_progress(self) -> Iterator[AttemptProgress]:
         """Yield how far trajectories are of which the driver knows too little."""
         for request_id, attempt in self._attempts.items():
+            if request_id in self._reported and (request_id + self._num_heartbeats) % _HEARTBEATS_PER_LOOK:
+                continue
             reported = self._reported.setdefault(request_id, {})
             for name, entry in attempt.progress.items():
                 assert isinstance(entry, JournalEntry), "the attempt runs here"
