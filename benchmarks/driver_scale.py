@@ -8,12 +8,13 @@ rollout workers as Ray actors, queue, ledger and spool. Its engines are servers 
 weight updates are `in_place`. In one run answers get longer from row to row, at a pace that leaves the
 machine idle time.
 
-Costs are process CPU time with all threads. The driver's includes every process of the run that exists once,
-such as Ray's own; it is reduced by what the run takes while no engine decodes (`driver_idle`, CPU seconds a
-second). Over the lengths of one run a line is fitted to the driver's CPU time: a slope per token and an
-intercept per trajectory. `worker_tokens_per_s` counts tokens per CPU second of a worker, and of the driver
-where there is none (`workers: 0`). The longest pause is that of the event loop which reads the events: of a
-worker, in its own process, or of the driver.
+Costs are process CPU time with all threads. The driver's includes every process of the run that exists
+once, such as Ray's own. Both are reduced by what the processes take while no engine decodes (`driver_idle`,
+CPU seconds a second of the driver). A worker takes less time for a token the more tokens arrive, because a
+read finds more of them: `--events-per-s` sets the pace. Over the lengths of one run a line is fitted to the
+driver's CPU time: a slope per token and an intercept per trajectory. `worker_tokens_per_s` counts tokens per
+CPU second of a worker, and of the driver where there is none (`workers: 0`). The longest pause is that of the
+event loop which reads the events: of a worker, in its own process, or of the driver.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ INTERCEPT_LIMIT_MS: Final = 0.3
 """The limits of the driver's cost, per token and per trajectory."""
 
 GROUP_SIZE: Final = 8
+GROUPS_PER_BATCH: Final = 32
 SLOTS: Final = 128
 """Slots of an engine."""
 
@@ -190,8 +192,7 @@ def write_inputs(folder: Path) -> None:
 
 def run_config(folder: Path, workers: int, streams: int, longest: int, urls: Sequence[str]) -> dict[str, Any]:
     """Return the config of a run."""
-    # As many as run at a time, as in `examples/heavy_tail`: what a step costs is spread over them.
-    batch = max(GROUP_SIZE, streams)
+    batch = GROUPS_PER_BATCH * GROUP_SIZE
     return {
         "run": {"name": "run", "dir": str(folder), "max_steps": 10**6, "drain_s": 0, "keep_trajectories": 0},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
@@ -213,7 +214,7 @@ def run_config(folder: Path, workers: int, streams: int, longest: int, urls: Seq
         "trainer": {
             "worker": "tests.support.mortal_rank:MortalRank",
             "device": "cpu",
-            "groups_per_batch": batch // GROUP_SIZE,
+            "groups_per_batch": GROUPS_PER_BATCH,
             "checkpoint_every": 0,
         },
     }
@@ -291,39 +292,30 @@ async def measure_run(plan: Plan, folder: Path, workers: int, interval: int | No
 
 
 async def measure_heartbeat(rounds: int = 2000) -> float:
-    """Return the CPU time that a heartbeat and its answer over a link take the driver, in microseconds.
-
-    The worker's end is in a thread of its own.
-    """
+    """Return the CPU time of a heartbeat with its answer over a link, of both ends, in microseconds."""
     clock, metrics = asyncio.get_running_loop().time, Metrics()
     collector, pool = IncrementCollector(metrics), EnginePool(metrics, clock)
-    metrics.event_loop_lag_seconds.observe(0.001)
-    metrics.sampled_tokens_total.inc()
-    increments = collector.collect_increments()
-
-    async def send_heartbeats(port: int, key: bytes) -> None:
-        link = await connect_link("127.0.0.1", port, key)
-        for number in range(rounds):
-            link.post(Heartbeat(number=number, increments=increments))
-            await link.receive()
-        link.close()
-
     async with listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
-        sending = send_heartbeats(listener.port, listener.key)
-        tasks.create_task(asyncio.to_thread(asyncio.run, sending))
-        link = await listener.accept_link()
+        connecting = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
+        ours = await listener.accept_link()
+        theirs = await connecting
         leases = RelayedLeases(
-            "worker", {"": pool}, link.post, lease_s=LEASE_S, clock=clock, on_lease=lambda *of: None
+            "worker", {"": pool}, ours.post, lease_s=LEASE_S, clock=clock, on_lease=lambda *of: None
         )
+        metrics.event_loop_lag_seconds.observe(0.001)
+        metrics.sampled_tokens_total.inc()
+        increments = collector.collect_increments()
         begin_s = time.thread_time()
-        for _ in range(rounds):
-            heartbeat = await link.receive()
+        for number in range(rounds):
+            theirs.post(Heartbeat(number=number, increments=increments))
+            heartbeat = await ours.receive()
             assert isinstance(heartbeat, Heartbeat)
             add_increments(heartbeat.increments, metrics)
             leases.renew(heartbeat)
-        await asyncio.sleep(0)  # the last answer is sent
+            await theirs.receive()
         spent_s = time.thread_time() - begin_s
-        link.close()
+        ours.close()
+        theirs.close()
     return 1e6 * spent_s / rounds
 
 
