@@ -179,7 +179,7 @@ async def measure(num_engines: int, calls: int, folder: Path) -> Row:
         worker.renew()
     watch = HealthWatch(pool, SimulatedEngines(), metrics, clock)
     begin_s = time.process_time()
-    watch._check_engines()
+    watch.check_engines()
     health_s = time.process_time() - begin_s
     gc.unfreeze()
     return Row(

@@ -122,10 +122,11 @@ class HealthWatch:
                 if late_s > self._interval_s:
                     log.warning("the event loop stalled for %.1f s: this health check is skipped", late_s)
                     continue
-                self._check_engines()
+                self.check_engines()
                 self._start_probes(probes)
 
-    def _check_engines(self) -> None:
+    def check_engines(self) -> None:
+        """Check once what the calls of all serving engines say about them."""
         self._metrics.engine_load_imbalance.set(self._pool.statistics.imbalance)
         serving = [engine.engine_id for engine in self._pool.engines(EngineState.SERVING)]
         for engine_id, load in self._pool.statistics.loads(serving).items():
