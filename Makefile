@@ -24,11 +24,12 @@ quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on thi
 test: setup tools  ## Set up and run the tests (under 12 minutes on 2 cores after set-up).
 	@$(BIN)/python -m pytest -n 2 -m "not long" $(TESTS)
 
-test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts, mutants.
+test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts.
 	@$(BIN)/python -m pytest -n 2 -m long $(TESTS)
 
-mutants: setup tools  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME").
-	@$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only $(ONLY))
+mutants: setup tools  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME" MINUTES=N ORDER=TEXT).
+	@$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(ORDER),--order $(ORDER))
 
 chaos: setup  ## Inject faults into the real loop (SEED=0 MINUTES=30 ONLY="engine:stuck_payload disk:disk_full").
 	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),30) $(if $(ONLY),--only $(ONLY))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import queue
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,10 +17,16 @@ from tests.mutants.table import MUTANTS, Mutant
 
 
 def main() -> int:
-    """Runs the command. Returns 0 when every mutant was killed."""
+    """Runs the command. Returns 0 when every mutant that was tried was killed, and at least one was."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="begin no mutant later (default: no limit)"
+    )
+    parser.add_argument(
+        "--order", metavar="TEXT", help="shuffle them by this text (default: as in the table)"
+    )
     parser.add_argument("--list", action="store_true", help="print what there is, and run nothing")
     parser.add_argument(
         "--verbose", action="store_true", help="print what pytest said where it is not killed"
@@ -28,46 +36,59 @@ def main() -> int:
     if strange := sorted(set(options.only or ()) - known):
         parser.error(f"no such mutant: {', '.join(strange)}")
     chosen = [mutant for mutant in MUTANTS if not options.only or mutant.name in options.only]
+    if options.order is not None:
+        random.Random(options.order).shuffle(chosen)
     if options.list:
         for mutant in chosen:
             print(f"{mutant.name:<42} {mutant.file:<40} {mutant.breaks}")
         return 0
     begin_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="async-rl-mutants-") as folder:
+    end_s = begin_s + 60 * (float("inf") if options.minutes is None else options.minutes)
+    counts = dict.fromkeys(("killed", "survived", "error"), 0)
+    with (
+        tempfile.TemporaryDirectory(prefix="async-rl-mutants-") as folder,
+        ThreadPoolExecutor(options.jobs) as threads,
+    ):
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for number in range(options.jobs):
             trees.put(Tree(Path(folder) / str(number)))
-        unchanged = _run_unchanged(trees, chosen)
-        print(f"{'without a mutant':<42} {unchanged.seconds:5.1f} s  {unchanged.detail or 'all tests pass'}")
-        if unchanged.verdict == "error":
-            print(unchanged.output)
-            return 1
-        with ThreadPoolExecutor(options.jobs) as threads:
-            results = threads.map(lambda mutant: _try(trees, mutant), chosen)
-            counts = dict.fromkeys(("killed", "survived", "error"), 0)
-            for mutant, result in zip(chosen, results, strict=True):
-                counts[result.verdict] += 1
-                print(
-                    f"{mutant.name:<42} {result.seconds:5.1f} s  {result.verdict:<8}  {result.detail}",
-                    flush=True,
-                )
-                if options.verbose and result.verdict != "killed":
-                    print(result.output)
-    took_s = time.monotonic() - begin_s
-    print(
-        f"{len(chosen)} mutants in {took_s:.0f} s: " + ", ".join(f"{n} {what}" for what, n in counts.items())
-    )
-    return int(counts["killed"] < len(chosen))
+        tests = sorted({test for mutant in chosen for test in mutant.tests})
+        parts = [part for number in range(options.jobs) if (part := tests[number :: options.jobs])]
+        for unchanged in threads.map(lambda part: _run_unchanged(trees, part), parts):
+            detail = unchanged.detail or "all tests pass"
+            print(f"{'without a mutant':<42} {unchanged.seconds:5.1f} s  {detail}", flush=True)
+            if unchanged.verdict == "error":
+                print(unchanged.output)
+                return 1
+        results = threads.map(lambda mutant: _try_mutant(trees, mutant, end_s), chosen)
+        for mutant, result in zip(chosen, results, strict=True):
+            if result is None:
+                continue
+            counts[result.verdict] += 1
+            print(
+                f"{mutant.name:<42} {result.seconds:5.1f} s  {result.verdict:<8}  {result.detail}",
+                flush=True,
+            )
+            if options.verbose and result.verdict != "killed":
+                print(result.output)
+    tried, took_s = sum(counts.values()), time.monotonic() - begin_s
+    verdicts = ", ".join(f"{number} {what}" for what, number in counts.items())
+    print(f"{tried} of {len(chosen)} mutants in {took_s:.0f} s: {verdicts}")
+    return int(counts["killed"] < max(tried, 1))
 
 
-def _run_unchanged(trees: queue.SimpleQueue[Tree], chosen: list[Mutant]) -> Result:
+def _run_unchanged(trees: queue.SimpleQueue[Tree], tests: Sequence[str]) -> Result:
     tree = trees.get()
-    result = tree.run_unchanged(sorted({test for mutant in chosen for test in mutant.tests}))
-    trees.put(tree)
-    return result
+    try:
+        return tree.run_unchanged(tests)
+    finally:
+        trees.put(tree)
 
 
-def _try(trees: queue.SimpleQueue[Tree], mutant: Mutant) -> Result:
+def _try_mutant(trees: queue.SimpleQueue[Tree], mutant: Mutant, end_s: float) -> Result | None:
+    """Tries a mutant in a free tree, or returns None when the time is up."""
+    if time.monotonic() >= end_s:
+        return None
     tree = trees.get()
     try:
         return tree.try_mutant(mutant)

@@ -53,10 +53,10 @@ class Tree:
         'killed'
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Copies the repository to a folder that does not exist yet."""
+    def __init__(self, folder: Path, original: Path = ROOT) -> None:
+        """Copies the repository, or another folder, to a folder that does not exist yet."""
         self._folder = folder
-        shutil.copytree(ROOT, folder, ignore=_left_out)
+        shutil.copytree(original, folder, ignore=_left_out)
         (folder / ".tools").symlink_to(ROOT / ".tools")  # promtool, for mutants of the alerts
 
     def try_mutant(self, mutant: Mutant) -> Result:

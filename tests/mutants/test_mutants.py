@@ -1,38 +1,18 @@
-"""Tests that the tests named beside each mutant kill it. `make mutants` prints the results as a table."""
+"""Tests of the table of mutants and of what runs them. `make mutants` tries them and prints a table."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
-import zlib
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from tests.mutants.harness import ROOT, Tree, bounded_run
 from tests.mutants.table import MUTANTS, Mutant
-
-
-def part_of(mutants: Sequence[Mutant], part: str) -> list[Mutant]:
-    """Returns the mutants of a part, such as `2/3`. Parts share none, and a mutant stays in its part."""
-    number, parts = map(int, part.split("/"))
-    assert 1 <= number <= parts
-    return [mutant for mutant in mutants if zlib.crc32(mutant.name.encode()) % parts == number - 1]
-
-
-CHOSEN = part_of(MUTANTS, os.environ.get("ASYNC_RL_MUTANTS", "1/1"))
-"""All, but for CI, which has no time for them: it takes half of them, by turns from commit to commit."""
-
-
-def test_each_mutant_is_in_one_part() -> None:
-    parts = [part_of(MUTANTS, f"{number}/2") for number in (1, 2)]
-    assert sorted(mutant.name for part in parts for mutant in part) == sorted(m.name for m in MUTANTS)
-    assert all(len(part) > 0.4 * len(MUTANTS) for part in parts)
-    assert part_of(MUTANTS, "1/1") == list(MUTANTS)
 
 
 def test_every_mutant_still_applies() -> None:
@@ -51,22 +31,37 @@ def test_tests_that_never_end_are_killed(tmp_path: Path) -> None:
     assert re.fullmatch(r"began\n\nTimeout.*\n", output)
 
 
-@pytest.fixture(scope="session")
-def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """Returns a copy of the repository in which all tests of the table pass; one worker runs them."""
-    copy, folder = Tree(tmp_path_factory.mktemp("mutants") / "tree"), tmp_path_factory.getbasetemp()
-    passed = (folder.parent if hasattr(request.config, "workerinput") else folder) / "unchanged"
-    with FileLock(f"{passed}.lock"):
-        if not passed.exists():
-            result = copy.run_unchanged(sorted({test for mutant in CHOSEN for test in mutant.tests}))
-            assert result.verdict != "error", result.output
-            passed.touch()
-    return copy
+def test_a_run_that_had_no_time_for_a_mutant_proves_nothing_and_fails() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.mutants",
+        "--only",
+        "bound-admits-a-batch-too-many",
+        "--minutes",
+        "0",
+    ]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "all tests pass" in ended.stdout
+    assert re.search(r"^0 of 1 mutants in \d+ s: 0 killed, 0 survived, 0 error$", ended.stdout, re.M)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)  # the first one also runs all tests of the table on the unchanged program
-@pytest.mark.parametrize("mutant", CHOSEN, ids=lambda mutant: mutant.name)
-def test_the_tests_notice_when_the_program_is_broken(tree: Tree, mutant: Mutant) -> None:
-    result = tree.try_mutant(mutant)
-    assert result.verdict == "killed", f"{mutant.breaks} {result.detail}\n{result.output}"
+@pytest.mark.parametrize(
+    ("new", "verdict"),
+    [("return not value", "killed"), ("return bool(value)", "survived"), ("return (", "error")],
+)
+def test_a_mutant_is_killed_by_a_test_that_fails_only(tmp_path: Path, new: str, verdict: str) -> None:
+    folder = tmp_path / "original"
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "__init__.py").touch()
+    (folder / "package" / "code.py").write_text(
+        "def truth(value: object) -> bool:\n    return value is True\n"
+    )
+    (folder / "test_code.py").write_text(
+        "from package.code import truth\n\ndef test_truth() -> None:\n    assert truth(True)\n"
+    )
+    mutant = Mutant("one", "It lies.", "package/code.py", "return value is True", new, ("test_code.py",))
+    result = Tree(tmp_path / "tree", folder).try_mutant(mutant)
+    assert result.verdict == verdict, result.output
+    assert "value is True" in (tmp_path / "tree" / "package" / "code.py").read_text()
