@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Set
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Set
+from contextlib import aclosing, contextmanager
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
@@ -189,7 +189,7 @@ class EngineSlot:
 
 
 class BoundedRequest:
-    """A request to an engine that is not a call. Its limit begins again with each piece of a payload."""
+    """A request to an engine that is not a call, and its time limit."""
 
     def __init__(self, limit: asyncio.Timeout, limit_s: float, wait: waiting) -> None:
         """Begin with a limit that begins now, around a wait."""
@@ -208,6 +208,20 @@ class BoundedRequest:
         if due_s is not None and due_s > now and not self._limit.expired():
             self._limit.reschedule(now + self._limit_s)
             self._wait.renew()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Suspend the limit, unless it is due, while the request waits for others than the engine."""
+        now, due_s = asyncio.get_running_loop().time(), self._limit.when()
+        if due_s is None or due_s <= now or self._limit.expired():
+            yield
+            return
+        self._limit.reschedule(None)
+        try:
+            yield
+        finally:
+            if self._limit.when() is None:  # else it has been let expire
+                self._limit.reschedule(asyncio.get_running_loop().time() + self._limit_s)
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from typing import Final
 
 from async_rl.engine_protocol import Engine, InterruptMode
@@ -318,12 +318,16 @@ class EnginePool(EngineCalls, LeaseHolder):
         """Bound a request to an engine that is not a call: by a time limit, and by the engine's quarantine.
 
         The block is a wait for an update of the engine. The limit begins again whenever a piece of a routing
-        payload arrives, for which the request may wait.
+        payload arrives, for which the request may wait, and when workers have confirmed that they send the
+        engine nothing more: a silent worker is waited for as long as its leases are valid.
 
         Raises:
             TimeoutError: When either comes first.
+            EngineError: When the engine has left.
         """
-        slot = self._slots[engine_id]
+        slot = self._slots.get(engine_id)
+        if slot is None:
+            raise EngineError(f"engine {engine_id} has left")
         async with (
             asyncio.timeout(limit_s) as limit,
             waiting("engine update", engine_id, scope=limit) as wait,
@@ -383,7 +387,11 @@ class EnginePool(EngineCalls, LeaseHolder):
         slot = self._slots.get(engine_id)
         if slot is not None and slot.state is EngineState.SERVING:
             raise InvariantError(f"engine {engine_id} is interrupted, and it still gets calls: hold it first")
-        await wait_for_confirmations(self._begin_revocations(engine_id), engine_id)
+        revocations = self._begin_revocations(engine_id)
+        with ExitStack() as suspended:
+            for request in slot.bounded_requests if slot is not None else ():
+                suspended.enter_context(request.suspended())
+            await wait_for_confirmations(revocations, engine_id)
 
     # -- queries ------------------------------------------------------------------------------------------
 

@@ -349,6 +349,7 @@ def _config(rng: random.Random, seed: int) -> Config:
             "straggler_wait_s": rng.choice((None, None, 0.5, 5.0)),
             "dynamic_filtering": group_size > 1 and rng.random() < 0.2,
             "max_failed_share": rng.choice((1.0, 1.0, 1.0, 0.5)),
+            "max_filtered_groups": 24,  # failures of long tasks reach it before the run seems stuck
         },
         "routing": {
             "replay": rng.choice(("r3", "r3", "r3", "off")),

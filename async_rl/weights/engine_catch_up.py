@@ -202,11 +202,10 @@ class EngineCatchUp:
     async def _bounded(self, engine: Engine) -> AsyncIterator[None]:
         limit_s = self._config.timeout_s
         try:
-            async with (
-                asyncio.timeout(limit_s) as scope,
-                waiting("engine update", engine.engine_id, scope=scope),
-            ):
+            async with self._pool.bounded_request(engine.engine_id, limit_s):
                 yield
         except TimeoutError as error:
+            if self._pool.needs_repair(engine.engine_id) and (cause := self._pool.error_of(engine.engine_id)):
+                raise WeightSyncError(f"engine {engine.engine_id} failed meanwhile: {cause}") from error
             message = f"engine {engine.engine_id} did not take weights within weights.timeout_s = {limit_s}"
             raise WeightSyncError(message) from error

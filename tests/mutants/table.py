@@ -1386,6 +1386,14 @@ MUTANTS: Final = (
         ("tests/unit/test_weight_sync.py",),
     ),
     Mutant(
+        "silent-worker-condemns-its-engines",
+        "An engine is quarantined because a silent worker's leases last longer than its own time limit.",
+        "async_rl/engines/pool.py",
+        "            for request in slot.bounded_requests if slot is not None else ():\n",
+        "            for request in ():\n",
+        ("tests/unit/test_remote_leases.py",),
+    ),
+    Mutant(
         "events-may-be-endless",
         "A line without end fills the driver's memory.",
         "async_rl/engines/sglang/sse.py",
@@ -2374,8 +2382,8 @@ MUTANTS: Final = (
         "interruption-does-not-wait-for-workers",
         "An engine is interrupted while workers may still send requests to it.",
         "async_rl/engines/pool.py",
-        "        await wait_for_confirmations(self._begin_revocations(engine_id), engine_id)\n",
-        "        self._begin_revocations(engine_id)\n",
+        "            await wait_for_confirmations(revocations, engine_id)\n",
+        "            await wait_for_confirmations((), engine_id)\n",
         (f"{LEASES}::test_an_engine_is_interrupted_when_workers_have_confirmed_that_they_send_nothing_more",),
     ),
     Mutant(

@@ -457,6 +457,43 @@ async def test_leases_of_a_silent_worker_expire_before_an_engine_is_interrupted(
 
 
 @in_virtual_time
+async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more() -> None:
+    """A silent worker's leases last longer than `weights.timeout_s` here: no engine is to blame for it."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        began_s = driver.clock()
+
+        async def update(load_s: float) -> None:
+            async with driver.pool.bounded_request("engine-0", 4.0):
+                await driver.pool.interrupt_engine(driver.engine, "abort")
+                await asyncio.sleep(load_s)
+
+        await update(3.9)
+        assert driver.clock() - began_s > LEASE_S + 3.9
+        with pytest.raises(TimeoutError):
+            await update(4.1)
+
+
+@in_virtual_time
+async def test_an_engine_that_fails_while_workers_are_silent_is_waited_for_no_longer() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        began_s = driver.clock()
+        asyncio.get_running_loop().call_later(
+            1.0, driver.pool.quarantine_engine, "engine-0", EngineError("three probes missed")
+        )
+        with pytest.raises(TimeoutError):
+            async with driver.pool.bounded_request("engine-0", 4.0):
+                await driver.pool.interrupt_engine(driver.engine, "abort")
+        assert driver.clock() - began_s == pytest.approx(1.0)
+        driver.leases.close()
+
+
+@in_virtual_time
 async def test_an_engine_that_still_gets_calls_is_not_interrupted() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)

@@ -358,8 +358,11 @@ async def test_updates_go_on_while_a_joining_engine_loads(tmp_path, transport):
     assert bench.engines[0].log.count("update flush") >= 2
 
 
-async def test_an_engine_that_comes_back_from_an_evaluation_and_is_restarted_catches_up_once(tmp_path):
-    """Otherwise the first of the two loads would interrupt the engine when the second has let it serve."""
+async def test_an_engine_catches_up_once_at_a_time(tmp_path):
+    """It may come back from an evaluation and be restarted before it has caught up.
+
+    The load begun first would otherwise interrupt it when the second one has let it serve.
+    """
     bench = Bench(tmp_path)
     await bench.start()
     assert bench.pool.lend_engine("engine-0")
@@ -376,14 +379,31 @@ async def test_an_engine_that_comes_back_from_an_evaluation_and_is_restarted_cat
     async with Nursery() as nursery:
         nursery.start_task("take back", bench.sync.take_back_engine("engine-0"))
         await reached.wait()
-        bench.pool.quarantine_engine("engine-0", EngineError("killed"))
-        bench.pool.rejoin_engine("engine-0")
         nursery.start_task("repair", bench.sync.catch_up_engine("engine-0"))
         await bench.sync.update_engines(2)
         await asyncio.sleep(1.0)
         go.set()
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
     assert bench.engines[0].weight_version == 2
+
+
+@in_virtual_time
+async def test_an_engine_that_is_found_dead_while_it_catches_up_is_waited_for_no_longer(tmp_path):
+    """Its restart brings it to the version; `weights.timeout_s` is long."""
+    bench = Bench(tmp_path, timeout_s=300.0)
+    await bench.start()
+    assert bench.pool.lend_engine("engine-0")
+    await bench.sync.update_engines(1)
+    stopper = Stopper(bench.engines[0], "update_weights")
+    dead = EngineError("three probes missed")
+    asyncio.get_running_loop().call_later(20.0, bench.pool.quarantine_engine, "engine-0", dead)
+    with pytest.raises(EngineError, match="three probes missed"):
+        await bench.sync.take_back_engine("engine-0")
+    assert asyncio.get_running_loop().time() == 20.0
+    stopper.go.set()
+    bench.pool.rejoin_engine("engine-0")
+    await bench.sync.catch_up_engine("engine-0")
+    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
 
 
 async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
