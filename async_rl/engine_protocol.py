@@ -255,7 +255,7 @@ class Engine(Protocol):
         ...
 
     def read_at_once(self) -> None:
-        """Read open streams as their events arrive: their calls are about to be interrupted."""
+        """Read open streams as their events arrive: their calls are about to be aborted."""
         ...
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:

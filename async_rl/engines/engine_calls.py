@@ -94,8 +94,12 @@ class LeaseHolder(Protocol):
         """Whether it has not reported for longer than usual: its calls say nothing about their engines."""
         ...
 
-    def begin_revocation(self, engine_id: str) -> Sequence[Revocation]:
+    def begin_revocation(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
         """Forbid calls under the leases of an engine that it has now; those that have begun go on.
+
+        Args:
+            engine_id: The engine.
+            aborts: Whether the engine then aborts those that have begun, and waits for their ends.
 
         Returns:
             What to wait for; nothing when it holds no lease of the engine.

@@ -355,7 +355,7 @@ class EnginePool(EngineCalls, LeaseHolder):
             InvariantError: The engine still serves.
             EngineError: It does not end its calls.
         """
-        await self._revoke_leases(engine.engine_id)
+        await self._revoke_leases(engine.engine_id, aborts=mode == "abort")
         await engine.interrupt(mode)
 
     async def end_engine(self, engine_id: str, end: Callable[[str], Awaitable[None]]) -> None:
@@ -364,7 +364,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         Raises:
             InvariantError: The engine still serves.
         """
-        await self._revoke_leases(engine_id)
+        await self._revoke_leases(engine_id, aborts=True)
         await end(engine_id)
 
     @property
@@ -372,22 +372,23 @@ class EnginePool(EngineCalls, LeaseHolder):
         """Implements `LeaseHolder.is_silent`."""
         return False
 
-    def begin_revocation(self, engine_id: str) -> Sequence[Revocation]:
+    def begin_revocation(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
         """Implements `LeaseHolder.begin_revocation`: the pool that has lent the engine takes it away."""
         slot = self._slots.get(engine_id)
         if slot is not None and slot.state is EngineState.SERVING:
             self.quarantine_engine(engine_id, EngineError(f"engine {engine_id} is not lent any longer"))
-        return self._begin_revocations(engine_id)
+        return self._begin_revocations(engine_id, aborts=aborts)
 
-    def _begin_revocations(self, engine_id: str) -> Sequence[Revocation]:
-        return [each for holder in self.lease_holders for each in holder.begin_revocation(engine_id)]
+    def _begin_revocations(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
+        holders = self.lease_holders
+        return [each for holder in holders for each in holder.begin_revocation(engine_id, aborts=aborts)]
 
-    async def _revoke_leases(self, engine_id: str) -> None:
+    async def _revoke_leases(self, engine_id: str, *, aborts: bool) -> None:
         """Wait until no other process sends requests to an engine under the leases it has now."""
         slot = self._slots.get(engine_id)
         if slot is not None and slot.state is EngineState.SERVING:
             raise InvariantError(f"engine {engine_id} is interrupted, and it still gets calls: hold it first")
-        revocations = self._begin_revocations(engine_id)
+        revocations = self._begin_revocations(engine_id, aborts=aborts)
         with ExitStack() as suspended:
             for request in slot.bounded_requests if slot is not None else ():
                 suspended.enter_context(request.suspended())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import SimulatedEngines
-from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, InterruptMode, SamplingParams
 from async_rl.engines.lease import EngineState, Lease
 from async_rl.engines.membership import EngineMembership
 from async_rl.engines.pool import EnginePool
@@ -100,7 +100,7 @@ def request() -> GenerateRequest:
 
 
 @in_virtual_time
-async def test_streams_do_not_wait_for_their_turn_when_their_leases_are_revoked() -> None:
+async def test_streams_do_not_wait_for_their_turn_when_their_engine_aborts_them() -> None:
     worker = Worker()
     reads: list[str] = []
     worker.engine.read_at_once = lambda: reads.append("at once")
@@ -111,9 +111,40 @@ async def test_streams_do_not_wait_for_their_turn_when_their_leases_are_revoked(
         worker.grant(1)
         await asyncio.sleep(0.5)
         assert not reads
-        worker.calls.revoke(RevokeLeases(engine_ids=("engine-0",), number=7))
+        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=7))
         assert reads == ["at once"]
         calling.cancel()
+
+
+@in_virtual_time
+async def test_streams_are_read_in_turn_when_an_update_only_pauses_them() -> None:
+    """After each update in place a worker would otherwise wake up for every event of every stream."""
+    worker = Worker()
+    reads: list[str] = []
+    worker.engine.read_at_once = lambda: reads.append("at once")
+    worker.calls.renew(worker.clock())
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(worker.call())
+        await asyncio.sleep(0)
+        worker.grant(1)
+        await asyncio.sleep(0.5)
+        worker.calls.revoke(RevokeLeases(engines={"engine-0": False}, number=7))
+        assert not reads
+        calling.cancel()
+
+
+@in_virtual_time
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_workers_know_whether_an_interrupted_engine_aborts_its_calls(mode: InterruptMode) -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        nursery.start_task("interrupt", driver.pool.interrupt_engine(driver.engine, mode))
+        await asyncio.sleep(0.1)
+        (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
+        assert revoke.engines == {"engine-0": mode == "abort"}
+        driver.leases.close()
 
 
 @in_virtual_time
@@ -125,7 +156,7 @@ async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
         await asyncio.sleep(0)
         worker.grant(1)
         await asyncio.sleep(0.1)
-        worker.calls.revoke(RevokeLeases(engine_ids=("engine-0",), number=7))
+        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=7))
         assert isinstance(worker.posted[-1], LeasesRevoked)
         # A lease given afterwards does not bring the revoked one back.
         other = tasks.create_task(worker.call(wait_s=100.0))
@@ -159,7 +190,7 @@ async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: boo
         worker.grant(1)
         await asyncio.sleep(0.1)
         if revoked:
-            worker.calls.revoke(RevokeLeases(engine_ids=("engine-0",), number=7))
+            worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=7))
         await calling
     assert any(isinstance(message, EngineReport) for message in worker.posted) == (not revoked)
 
@@ -173,7 +204,7 @@ async def test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated
         await asyncio.sleep(0)
         worker.grant(1)
         await asyncio.sleep(0.1)
-        worker.calls.revoke(RevokeLeases(engine_ids=("engine-0",), number=7))
+        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=7))
         worker.grant(1)
         lease = await calling
     (end,) = worker.events
@@ -257,7 +288,7 @@ async def test_a_call_of_a_teacher_has_its_engine_and_is_none_of_the_policys() -
         assert isinstance(granted, LeaseGranted)
         assert (granted.engine_id, granted.weight_version) == ("teacher-0", 0)
         assert (driver.teacher.statistics.load_of("teacher-0").calls, driver.num_calls) == (1, 0)
-        assert driver.leases.begin_revocation("teacher-0")
+        assert driver.leases.begin_revocation("teacher-0", aborts=True)
         driver.leases.handle_message(EngineReport(engine_id="teacher-0", kind="failure", text="gone"))
         assert driver.teacher.needs_repair("teacher-0")
         driver.leases.handle_message(LeaseEnded(lease_id=1))
@@ -391,12 +422,12 @@ async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None
             interrupting[engine.engine_id] = nursery.start_task("interrupt", interrupt)
         await asyncio.sleep(0.1)
         (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
-        assert set(revoke.engine_ids) == set(interrupting)
+        assert revoke.engines == dict.fromkeys(interrupting, True)
         driver.leases.handle_message(LeasesRevoked(number=revoke.number))
         await asyncio.sleep(0.1)  # the other worker delays only the engine that it may call
         assert [name for name, task in interrupting.items() if not task.done()] == [shared]
         (revoke,) = (message for message in posted if isinstance(message, RevokeLeases))
-        assert revoke.engine_ids == (shared,)
+        assert revoke.engines == {shared: True}
         other.handle_message(LeasesRevoked(number=revoke.number))
         await asyncio.sleep(0.1)
         assert interrupting[shared].done()

@@ -128,7 +128,8 @@ class DropCall(Message, frozen=True, kw_only=True, eq=False):
 class RevokeLeases(Message, frozen=True, kw_only=True, eq=False):
     """Forbids new requests to engines under the leases that were granted before. Calls under way go on."""
 
-    engine_ids: tuple[str, ...]
+    engines: dict[str, bool]
+    """By id: whether the engine aborts the calls under way, whose ends are then read at once."""
     number: int
     """Repeated in the answer."""
 

@@ -115,8 +115,8 @@ class RelayedLeases(LeaseHolder):
         self._newest_id = 0
         self._num_placed = Counter[str]()
         """The number of its leases that have an engine, by engine."""
-        self._to_revoke: dict[str, None] = {}
-        """Engines whose leases the next message revokes."""
+        self._to_revoke: dict[str, bool] = {}
+        """Engines whose leases the next message revokes, and whether they abort their calls."""
         self._next_revocation: Revocation
         self._revocations: dict[int, Revocation] = {}
         """Those that are not confirmed, by number."""
@@ -168,7 +168,7 @@ class RelayedLeases(LeaseHolder):
         """Implements `LeaseHolder.is_silent`."""
         return self._clock() - self._renewed_s > _SILENT_S
 
-    def begin_revocation(self, engine_id: str) -> Sequence[Revocation]:
+    def begin_revocation(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
         """Implements `LeaseHolder.begin_revocation`, by one message for all engines of a turn."""
         if not self._num_placed[engine_id]:
             return ()
@@ -176,12 +176,12 @@ class RelayedLeases(LeaseHolder):
             number, self._next_revocation = next(self._numbers), Revocation(self._name)
             self._revocations[number] = self._next_revocation
             asyncio.get_running_loop().call_soon(self._post_revocation, number)
-        self._to_revoke[engine_id] = None
+        self._to_revoke[engine_id] = aborts or self._to_revoke.get(engine_id, False)
         return (self._next_revocation,)
 
     def _post_revocation(self, number: int) -> None:
-        engine_ids, self._to_revoke = tuple(self._to_revoke), {}
-        self._post(RevokeLeases(engine_ids=engine_ids, number=number))
+        engines, self._to_revoke = self._to_revoke, {}
+        self._post(RevokeLeases(engines=engines, number=number))
         self._end_expired_revocation(number)
 
     def _end_expired_revocation(self, number: int) -> None:

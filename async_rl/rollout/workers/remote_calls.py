@@ -192,10 +192,11 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
 
     def revoke(self, message: RevokeLeases) -> None:
         """Send nothing more to engines under the leases granted so far, and confirm that."""
-        for engine_id in message.engine_ids:
+        for engine_id, aborts in message.engines.items():
             if (slot := self._slots.pop(engine_id, None)) is not None:  # later leases get another one
                 slot.state = EngineState.UPDATING
-                slot.engine.read_at_once()
+                if aborts:
+                    slot.engine.read_at_once()
         self._post(LeasesRevoked(number=message.number))
 
     def renew(self, sent_s: float) -> None:
