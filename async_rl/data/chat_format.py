@@ -22,10 +22,12 @@ those. A message without the text of a control token has exactly the template's 
 from __future__ import annotations
 
 import json
+import marshal
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -44,6 +46,10 @@ _MENTIONING_ROLES = ("system", "developer", "user")
 """Roles of messages that explain tags to the policy."""
 _READ_ROLES = frozenset({*_MENTIONING_ROLES, "tool"})
 """Roles of messages that a policy reads, as all templates know them."""
+_NUM_PROMPTS: Final = 32
+"""Conversations whose tokens are remembered: siblings, which begin one after the other, have the same one."""
+_MAX_PROMPT_BYTES: Final = 1 << 20
+"""Longer conversations are not remembered."""
 
 
 class Tokenizer(Protocol):
@@ -120,6 +126,9 @@ class ChatFormat:
         }
         ids = {text: token_id for text, (token_id, token) in added.items() if self._is_control(token)}
         self._control = ControlTokens(ids)
+        self._known_prompts = lru_cache(_NUM_PROMPTS)(
+            lambda conversation: self._encode_prompt(*marshal.loads(conversation))
+        )
         self._keeping: dict[str, re.Pattern[str]] = {}
         """What the text of messages may contain, by role."""
         self._keeping_none = self._control.keeping([])
@@ -151,8 +160,22 @@ class ChatFormat:
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32Array:
-        """Return the tokens of a conversation up to the policy's turn, `[P] int32`."""
-        return self.encode(self._render(messages, tools, add_generation_prompt=True))
+        """Return the tokens of a conversation up to the policy's turn, `[P] int32`, read-only."""
+        try:
+            # Unlike JSON it tells all types apart, and it refuses other types than Python's own.
+            conversation = marshal.dumps((list(messages), list(tools)), 2)
+        except ValueError:
+            return self._encode_prompt(messages, tools)
+        if len(conversation) > _MAX_PROMPT_BYTES:
+            return self._encode_prompt(messages, tools)
+        return self._known_prompts(conversation)
+
+    def _encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> Int32Array:
+        token_ids = self.encode(self._render(messages, tools, add_generation_prompt=True))
+        token_ids.setflags(write=False)
+        return token_ids
 
     def prompt_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()

@@ -59,6 +59,47 @@ def test_prompt_names_the_tools_when_there_are_some(chat: ChatFormat):
     assert '<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools>' in text
 
 
+def test_a_prompt_is_tokenised_once_for_all_siblings(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch):
+    chat = with_template(chat, chat.template)
+    first = chat.prompt_ids(QUESTION)
+    monkeypatch.setattr(chat, "encode", lambda text: pytest.fail(f"{text!r} is tokenised again"))
+    assert chat.prompt_ids([dict(message) for message in QUESTION]) is first
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 0
+
+
+class Unusual:
+    """Something that a template prints, and whose text changes."""
+
+    def __init__(self) -> None:
+        self.text = "one"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def test_prompts_that_only_look_alike_are_tokenised_each(chat: ChatFormat):
+    chat = with_template(
+        chat,
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content | string }}"
+        "{% if m.role == 'user' %}{{ ' text' if m.content is string else ' no text' }}{% endif %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}" + PROMPT,
+    )
+
+    def rendered(content: Any) -> str:
+        return text_of(chat, chat.prompt_ids([{"role": "user", "content": content}])).split("\n")[1]
+
+    for _ in range(2):
+        assert rendered("1") == "1 text<|im_end|>"
+        assert rendered(1) == "1 no text<|im_end|>"
+        assert rendered(True) == "True no text<|im_end|>"
+        assert rendered("True") == "True text<|im_end|>"
+    unusual = Unusual()
+    assert rendered(unusual).startswith("one")
+    unusual.text = "two"
+    assert rendered(unusual).startswith("two")
+
+
 def test_appended_tokens_begin_after_the_end_of_turn_that_the_policy_wrote(chat: ChatFormat):
     ids = chat.append_ids([{"role": "tool", "content": "5535"}])
     assert text_of(chat, ids) == (

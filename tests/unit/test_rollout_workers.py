@@ -273,9 +273,9 @@ class WorkerBench:
         return replace(self.bench.context, rollout=self.config.rollout, routing=self.config.routing)
 
 
-def attempt(name: str = "0" * 32) -> Attempt:
+def attempt(name: str = "0" * 32, group: str = "g") -> Attempt:
     """An attempt that a backend can run."""
-    return Attempt(TASK, name, "g", 1, started_s=0.0)
+    return Attempt(TASK, name, group, 1, started_s=0.0)
 
 
 def timeless(trajectory: Trajectory) -> tuple[Any, ...]:
@@ -830,6 +830,27 @@ async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> 
             assert [len(worker.attempts) for worker in workers.backend.workers.values()] == [3, 3, 3]
             workers.bench.pool.serve_engine("engine-0", 0)
         assert len(frames_in(workers.spool)) == 12
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("slots", "siblings"), [(96, [4, 0, 4, 0, 4]), (24, [2, 2, 2, 2, 2])])
+async def test_siblings_share_a_worker_unless_that_overloads_it(slots: int, siblings: list[int]) -> None:
+    """With 96 slots a worker may have 6 trajectories more than another one, with 24 slots 1."""
+    async with WorkerBench(num_workers=2, max_concurrent_trajectories=slots, group_size=4) as workers:
+        await asyncio.sleep(0.1)
+        workers.bench.pool.hold_engine("engine-0")
+        async with asyncio.TaskGroup() as tasks:
+            first = workers.backend.workers["rollout-worker-0"]
+            counts, total = [], 0
+            for group in range(len(siblings)):
+                for number in range(4):
+                    name = f"{group:016x}{number:016x}"
+                    tasks.create_task(workers.backend.run_attempt(attempt(name, group=str(group))))
+                    await asyncio.sleep(0.01)
+                counts.append(len(first.attempts) - total)
+                total += counts[-1]
+            workers.bench.pool.serve_engine("engine-0", 0)
+        assert counts == siblings
 
 
 def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:

@@ -97,6 +97,9 @@ _RESTART_DELAY_S: Final = 0.5
 
 _MAX_DOUBLINGS: Final = 6
 
+_SHARE_OF_SLACK: Final = 8
+"""A worker is given siblings until it has an eighth of its share more requests than the least loaded one."""
+
 _MAX_SCORE_TRIES: Final = 3
 """How often a group's reward is requested if its workers end."""
 
@@ -302,6 +305,10 @@ class WorkerBackend(RolloutBackend):
         self._leases: list[RelayedLeases] = []
         """Those of all workers that may still run."""
         self._load = _WorkerLoad(self.workers)
+        self._last_chosen: tuple[str, WorkerHandle] | None = None
+        """The group of the last attempt, and its worker."""
+        share = config.rollout.max_concurrent_trajectories // max(1, config.num_workers)
+        self._slack = max(1, min(config.rollout.group_size, share // _SHARE_OF_SLACK))
         self._worker_free = asyncio.Event()
         self._request_ids = count(1)
         self._keepers = Nursery()
@@ -336,7 +343,8 @@ class WorkerBackend(RolloutBackend):
     async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
         node = None if self._folders is None else self._folders.node_of(attempt.claim)
-        worker = await self._choose_worker(self._max_attempts, node)
+        worker = await self._choose_worker(self._max_attempts, node, attempt.group_id)
+        self._last_chosen = attempt.group_id, worker
         request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
         worker.inboxes[request_id] = inbox
         self._load.offer(worker)
@@ -417,8 +425,13 @@ class WorkerBackend(RolloutBackend):
             return [cast(RewardError, s.failure.error) if s.failure else s.parts for s in answer.scores]
         raise AssertionError("the last try raises or returns")
 
-    async def _choose_worker(self, max_attempts: int | None = None, node: str | None = None) -> WorkerHandle:
+    async def _choose_worker(
+        self, max_attempts: int | None = None, node: str | None = None, group_id: str | None = None
+    ) -> WorkerHandle:
         """Wait until a worker is alive and has fewer attempts; return the one with the fewest requests.
+
+        Siblings that begin one after the other have the same worker, which tokenizes their prompt once and
+        gets them by one message, unless it then has too many more requests than others.
 
         While a worker is missing, the others take over its attempts up to this limit, which bounds their
         memory. Where only one node has the journal of an attempt, it waits for a worker there while one is
@@ -431,6 +444,14 @@ class WorkerBackend(RolloutBackend):
         while True:
             worker = None if node is not None or self._spool.absent else self._load.least_loaded()
             if worker is not None and has_capacity(worker):
+                last_group, last = self._last_chosen or (None, worker)
+                if (
+                    last_group == group_id
+                    and self.workers.get(last.name) is last
+                    and has_capacity(last)
+                    and len(last.inboxes) < len(worker.inboxes) + self._slack
+                ):
+                    return last
                 return worker
             free = [w for w in self.workers.values() if has_capacity(w)]
             if near := [w for w in free if w.link.peer_node == node]:
