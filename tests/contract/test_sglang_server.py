@@ -34,7 +34,7 @@ from async_rl.engines.sglang.server import SGLangServer, free_port
 from async_rl.errors import ConfigError, EngineBusy, EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.weights.weight_folder import WeightFolder
 from tests.support.engine_calls import Call, call, request
-from tests.support.sglang_world import SGLangWorld, in_trainer_order
+from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld, in_trainer_order
 from trainer.weights.weight_export import WeightExport
 
 pytestmark = pytest.mark.sglang
@@ -298,6 +298,20 @@ async def test_a_prompt_is_scored_as_it_was_sampled_and_in_any_pieces(engine: SG
             np.testing.assert_allclose(
                 await scores(score_from, end), whole[score_from - 1 : end - 1], atol=1e-4
             )
+
+
+async def test_a_prompt_with_the_last_token_of_the_vocabulary_is_scored(engine: SGLangEngine) -> None:
+    """SGLang reports id 0 in its place; its log-prob is that of the token."""
+
+    async def score(last: int) -> float:
+        asked = msgspec.structs.replace(request([*PROMPT, last], 0), score_from=len(PROMPT))
+        ended = await Call(engine, msgspec.structs.replace(asked, return_routing=False)).run()
+        assert ended.finish is not None
+        assert ended.finish.scores is not None
+        return float(ended.finish.scores[0])
+
+    log_probs = [await score(token_id) for token_id in range(VOCAB_SIZE)]
+    assert np.exp(log_probs).sum() == pytest.approx(1.0, abs=1e-4)  # it is not that of id 0 a second time
 
 
 async def test_the_admin_key_is_not_told_to_who_has_the_other_one(sglang_world: SGLangWorld) -> None:

@@ -115,9 +115,21 @@ async def test_a_prompt_is_scored_from_the_token_that_is_asked_for(server: FakeS
     assert asked["sampling_params"]["max_new_tokens"] == 0
 
 
+async def test_the_last_token_of_the_vocabulary_is_scored_as_others_are(server: FakeSGLang) -> None:
+    """SGLang reports id 0 in its place, beside its log-prob."""
+    scores = [(None, 6, None), (-1.5, 0, None), (-0.25, 8, None)]
+    server.streams = [[event([], 0, finish_reason=finish("length"), input_token_logprobs=scores)]]
+    async with server.client() as engine:
+        ended = await Call(engine, scoring([5, 6, 299, 8], 2)).run()
+    assert ended.finish is not None
+    assert ended.finish.scores is not None
+    assert ended.finish.scores.tolist() == [-1.5, -0.25]
+
+
 @pytest.mark.parametrize(
     ("scores", "words"),
     [
+        ([(None, 6, None), (-1.5, 0, None), (-0.25, 8, None)], "not those of its last 2 tokens"),
         ([(None, 6, None), (-1.5, 7, None), (-0.25, 9, None)], "not those of its last 2 tokens"),
         ([(-0.25, 8, None)], "not those of its last 2 tokens"),
         ([(None, 6, None), (None, 7, None), (-0.25, 8, None)], "missing or above 0"),

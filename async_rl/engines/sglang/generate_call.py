@@ -422,7 +422,10 @@ class CallAccount:
             return None
         wanted = self._request.input_ids[begin:].tolist()
         entries = meta.input_token_logprobs[-len(wanted) :]
-        if [token_id for _, token_id, _ in entries] != wanted:
+        # SGLang reports 0 for the last id of the vocabulary (`_process_input_token_logprobs` in
+        # managers/scheduler_components/logprob_result_processor.py), with its own log-prob.
+        reported = [token_id if token_id < self._vocab_size - 1 else 0 for token_id in wanted]
+        if [token_id for _, token_id, _ in entries] != reported:
             raise EngineError(
                 f"{self._engine_id} sent log-probs of {len(meta.input_token_logprobs)} tokens of a prompt, "
                 f"not those of its last {len(wanted)} tokens"
