@@ -3486,7 +3486,7 @@ MUTANTS: Final = (
         "scores-of-other-tokens-are-kept",
         "A teacher's log-probs are taken without looking at the tokens that they are of.",
         "async_rl/engines/sglang/generate_call.py",
-        "        if [token_id for _, token_id, _ in entries] != wanted:\n",
+        "        if [token_id for _, token_id, _ in entries] != reported:\n",
         "        if False:\n",
         (SGLANG,),
     ),
