@@ -1285,8 +1285,8 @@ MUTANTS: Final = (
         "revoked-streams-wait-for-their-turn",
         "An interrupted engine waits until a worker's schedule has read each of its streams.",
         "async_rl/rollout/workers/remote_calls.py",
-        "                    slot.engine.read_at_once()\n",
-        "                    pass\n",
+        "                self._clients[engine_id][1].read_at_once()\n",
+        "                pass\n",
         ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(
@@ -1317,8 +1317,8 @@ MUTANTS: Final = (
         "paused-streams-are-read-at-once",
         "From the first update in place on a worker wakes up for each event of each stream.",
         "async_rl/rollout/workers/remote_calls.py",
-        "                if aborts:\n",
-        "                if True:\n",
+        "            if aborts and engine_id in self._clients:\n",
+        "            if engine_id in self._clients:\n",
         ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(

@@ -130,6 +130,8 @@ async def test_streams_are_read_in_turn_when_an_update_only_pauses_them() -> Non
         await asyncio.sleep(0.5)
         worker.calls.revoke(RevokeLeases(engines={"engine-0": False}, number=7))
         assert not reads
+        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=8))  # no call has begun since
+        assert reads == ["at once"]
         calling.cancel()
 
 

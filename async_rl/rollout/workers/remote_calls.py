@@ -195,8 +195,8 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         for engine_id, aborts in message.engines.items():
             if (slot := self._slots.pop(engine_id, None)) is not None:  # later leases get another one
                 slot.state = EngineState.UPDATING
-                if aborts:
-                    slot.engine.read_at_once()
+            if aborts and engine_id in self._clients:
+                self._clients[engine_id][1].read_at_once()
         self._post(LeasesRevoked(number=message.number))
 
     def renew(self, sent_s: float) -> None:

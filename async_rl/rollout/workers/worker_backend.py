@@ -430,8 +430,8 @@ class WorkerBackend(RolloutBackend):
     ) -> WorkerHandle:
         """Wait until a worker is alive and has fewer attempts; return the one with the fewest requests.
 
-        Siblings that begin one after the other have the same worker, which tokenizes their prompt once and
-        gets them by one message, unless it then has too many more requests than others.
+        Siblings that begin one after the other have the same worker, which tokenises their prompt once,
+        unless it then has too many more requests than others.
 
         While a worker is missing, the others take over its attempts up to this limit, which bounds their
         memory. Where only one node has the journal of an attempt, it waits for a worker there while one is
