@@ -164,7 +164,7 @@ class FaultyEngine(SimulatedEngine):
         self._refused_status: int | None = None
         """What it answers to all calls, until it is restarted."""
         self._refused = 0
-        self._refuses_requests = False
+        self.refuses_requests = False
         """Whether it answers as if every request were wrong."""
         self._max_streams: int | None = None
         """Above so many calls it answers that it is busy."""
@@ -210,7 +210,7 @@ class FaultyEngine(SimulatedEngine):
         elif kind == "refuse_calls":
             self._refused_status = (401, 404, 500)[int(3 * injection.amount)]
         elif kind == "refuse_requests":
-            self._refuses_requests = True
+            self.refuses_requests = True
             asyncio.get_running_loop().call_later(10 * injection.amount, self._accept_requests)
         elif kind == "too_busy":
             self._max_streams, self._retry_after = int(4 * injection.amount), ("1", None)[injection.step % 2]
@@ -259,7 +259,7 @@ class FaultyEngine(SimulatedEngine):
         self._max_streams = None
 
     def _accept_requests(self) -> None:
-        self._refuses_requests = False
+        self.refuses_requests = False
 
     def _become_reachable(self) -> None:
         self._reachable = True
@@ -334,7 +334,7 @@ class FaultyEngine(SimulatedEngine):
                 self._checker.fail(f"{self._engine_id} has refused {self._refused} calls, and is given more")
             body = b'{"object":"error","message":"Unauthorized"}'
             raise explain_refusal(self._engine_id, self._refused_status, None, body, now)
-        if self._refuses_requests:
+        if self.refuses_requests:
             self._meet("refuse_requests")
             await asyncio.sleep(_REFUSAL_S)
             body = b'{"object":"error","message":"wrong request"}'

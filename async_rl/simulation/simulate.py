@@ -309,8 +309,11 @@ class Simulation:
             allowed = "queue.max_bytes" in str(cause)
         else:
             before = self._config.rollout
-            # A single engine that refuses all requests as wrong is believed.
-            believed = "wrong request" in str(cause) and self._config.engine.num_engines == 1
+            # Engines that refuse all requests as wrong are believed, unless another one accepts them.
+            serving = self._orchestrator.pool.engines(EngineState.SERVING)
+            accepting = [e for e in serving if isinstance(e, FaultyEngine) and not e.refuses_requests]
+            alone = self._config.engine.num_engines == 1 or not accepting
+            believed = "wrong request" in str(cause) and alone
             # The tasks are as hard the next time: the user does what the error message says.
             if "max_filtered_groups" in str(cause):
                 after = replace(
