@@ -309,9 +309,15 @@ class Simulation:
             allowed = "queue.max_bytes" in str(cause)
         else:
             before = self._config.rollout
-            # Engines that refuse all requests as wrong are believed, unless another one accepts them.
-            serving = self._orchestrator.pool.engines(EngineState.SERVING)
-            accepting = [e for e in serving if isinstance(e, FaultyEngine) and not e.refuses_requests]
+            # Engines that refuse all requests as wrong are believed, unless another one has accepted some.
+            pool = self._orchestrator.pool
+            accepting = [
+                engine
+                for engine in pool.engines(EngineState.SERVING)
+                if isinstance(engine, FaultyEngine)
+                and not engine.refuses_requests
+                and pool.statistics.load_of(engine.engine_id).has_answered
+            ]
             alone = self._config.engine.num_engines == 1 or not accepting
             believed = "wrong request" in str(cause) and alone
             # The tasks are as hard the next time: the user does what the error message says.
