@@ -81,6 +81,10 @@ caller_is_given_up: ContextVar[Callable[[], bool]] = ContextVar("given up", defa
 """Whether the driver may have given up the worker that makes a call: another one continues the trajectory."""
 
 
+_attempt: ContextVar[int] = ContextVar("attempt", default=0)
+"""Which attempt of its trajectory a task belongs to: one that has ended may still leave its calls."""
+
+
 def group_score(sampled: np.ndarray) -> float:
     """Return the reward of a trajectory by the tokens that it sampled, where one call rewards a group."""
     return zlib.crc32(sampled.astype("<i4").tobytes()) % 1000 / 1000
@@ -131,6 +135,8 @@ class InvariantChecker:
         lists."""
         self._heads: dict[str, dict[str, list[int]]] = defaultdict(dict)
         """The tokens that the next call of a trajectory must continue, by root and name."""
+        self._attempts: Counter[str] = Counter()
+        """The number of attempts of a trajectory that have begun, by root."""
         self._unaccounted: Counter[str] = Counter()
         """Calls of a trajectory that have begun and not ended with their engine's account of versions."""
         self._unaware_until_s = -math.inf
@@ -341,8 +347,9 @@ class InvariantChecker:
         self.decided("call ends", *self._numbered("trajectory", name), *ended)
         self._unaccounted[name] -= finish is not None
         self.note(f"{name}: the call {how} after {len(sampled)} tokens, {len(kept)} kept")
-        if not caller_is_given_up.get()():
-            self._heads[root_of(name)][name] = [*request.input_ids.tolist(), *kept]
+        root = root_of(name)
+        if not caller_is_given_up.get()() and _attempt.get() == self._attempts[root]:
+            self._heads[root][name] = [*request.input_ids.tolist(), *kept]
 
     @property
     def served_s(self) -> float:
@@ -366,6 +373,8 @@ class InvariantChecker:
         root = _task_name()
         self.note(f"{root} starts")
         self.decided("admit", *self._numbered("trajectory", root))
+        self._attempts[root] += 1
+        _attempt.set(self._attempts[root])
         # What an earlier incarnation journalled of a call that ran is as old as the call, however it ended
         # later.
         for name in self._heads.pop(root, ()):
@@ -695,6 +704,7 @@ class InvariantChecker:
         self._seen.update(names - self._names)
         for name in self._names - names:
             self._heads.pop(f"trajectory {name}", None)
+            self._attempts.pop(f"trajectory {name}", None)
             self._unaccounted.pop(f"trajectory {name}", None)
             self._recoveries.pop(name, None)
         self._names = names
