@@ -21,7 +21,7 @@ tools:  ## Get Prometheus and Chromium for the tests, from the PATH or Debian's 
 quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on this CPU.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/calculator/quickstart.sh
 
-test: setup tools  ## Set up and run the tests (under 12 minutes on 2 cores after set-up).
+test: setup tools  ## Set up and run the tests (under 25 minutes on 2 cores after set-up).
 	@$(BIN)/python -m pytest -n 2 -m "not long" $(TESTS)
 
 test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts.
