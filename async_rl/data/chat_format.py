@@ -48,8 +48,8 @@ _READ_ROLES = frozenset({*_MENTIONING_ROLES, "tool"})
 """Roles of messages that a policy reads, as all templates know them."""
 _NUM_PROMPTS: Final = 32
 """Conversations whose tokens are remembered: siblings, which begin one after the other, have the same one."""
-_MAX_PROMPT_BYTES: Final = 1 << 20
-"""Longer conversations are not remembered."""
+_MAX_PROMPT_BYTES: Final = 1 << 18
+"""Longer conversations are not remembered, so that all of them take at most some 16 MB."""
 
 
 class Tokenizer(Protocol):

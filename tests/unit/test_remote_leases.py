@@ -100,24 +100,7 @@ def request() -> GenerateRequest:
 
 
 @in_virtual_time
-async def test_streams_do_not_wait_for_their_turn_when_their_engine_aborts_them() -> None:
-    worker = Worker()
-    reads: list[str] = []
-    worker.engine.read_at_once = lambda: reads.append("at once")
-    worker.calls.renew(worker.clock())
-    async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(worker.call())
-        await asyncio.sleep(0)
-        worker.grant(1)
-        await asyncio.sleep(0.5)
-        assert not reads
-        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=7))
-        assert reads == ["at once"]
-        calling.cancel()
-
-
-@in_virtual_time
-async def test_streams_are_read_in_turn_when_an_update_only_pauses_them() -> None:
+async def test_streams_are_read_at_once_when_their_engine_aborts_them_and_not_when_it_pauses_them() -> None:
     """After each update in place a worker would otherwise wake up for every event of every stream."""
     worker = Worker()
     reads: list[str] = []

@@ -102,28 +102,23 @@ def scoring(prompt: list[int], score_from: int) -> GenerateRequest:
     return msgspec.structs.replace(request(prompt, 0), score_from=score_from, return_routing=False)
 
 
-async def test_a_prompt_is_scored_from_the_token_that_is_asked_for(server: FakeSGLang) -> None:
-    scores = [(None, 6, None), (-1.5, 7, None), (-0.25, 8, None)]
+@pytest.mark.parametrize(
+    ("token_id", "reported"),
+    [(7, 7), (299, 0)],  # in place of the last id of the vocabulary SGLang reports 0
+)
+async def test_a_prompt_is_scored_from_the_token_that_is_asked_for(
+    server: FakeSGLang, token_id: int, reported: int
+) -> None:
+    scores = [(None, 6, None), (-1.5, reported, None), (-0.25, 8, None)]
     server.streams = [[event([], 0, finish_reason=finish("length"), input_token_logprobs=scores)]]
     async with server.client() as engine:
-        ended = await Call(engine, scoring([5, 6, 7, 8], 2)).run()
+        ended = await Call(engine, scoring([5, 6, token_id, 8], 2)).run()
     assert ended.finish is not None
     assert ended.finish.scores is not None
     assert ended.finish.scores.tolist() == [-1.5, -0.25]
     (asked,) = server.requests("generate")
     assert (asked["logprob_start_len"], asked["return_logprob"]) == (1, True)
     assert asked["sampling_params"]["max_new_tokens"] == 0
-
-
-async def test_the_last_token_of_the_vocabulary_is_scored_as_others_are(server: FakeSGLang) -> None:
-    """SGLang reports id 0 in its place, beside its log-prob."""
-    scores = [(None, 6, None), (-1.5, 0, None), (-0.25, 8, None)]
-    server.streams = [[event([], 0, finish_reason=finish("length"), input_token_logprobs=scores)]]
-    async with server.client() as engine:
-        ended = await Call(engine, scoring([5, 6, 299, 8], 2)).run()
-    assert ended.finish is not None
-    assert ended.finish.scores is not None
-    assert ended.finish.scores.tolist() == [-1.5, -0.25]
 
 
 @pytest.mark.parametrize(
