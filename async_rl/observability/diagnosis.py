@@ -281,8 +281,10 @@ class _Walk:
             case "batch":
                 self._batch(wait, path, chain)
             case "trajectories":
-                self._visit_all(self._children[wait.who], wait, path, chain)
-                if not self._children[wait.who]:
+                # Services of rollouts, such as those that watch workers, make no trajectories.
+                made_by = [child for child in self._children[wait.who] if child.kind != "service"]
+                self._visit_all(made_by, wait, path, chain)
+                if not made_by:
                     link = "no task runs any of them"
                     self._add("lost", wait.who.kind, wait.who.id, wait.age_s, (*chain, link))
             case "admission":

@@ -102,6 +102,20 @@ def test_a_group_is_not_lost_when_an_earlier_process_left_it_and_it_waits_for_a_
     assert [(cause.problem, cause.on, cause.target) for cause in lost.causes] == [("lost", "group", "left")]
 
 
+def test_the_watch_over_a_worker_that_answers_holds_up_no_trajectory() -> None:
+    watch = WaitNode("service", "watch")
+    diagnosis = look(
+        wait(LOOP, "batch"),
+        wait(ROLLOUTS, "trajectories"),
+        wait(WaitNode("group", "g"), "trajectories"),
+        wait(WaitNode("trajectory", "g-0"), "agent loop", "loops:Mine", limit_s=900.0),
+        wait(watch, "idle", age_s=1.0),
+        actors=[*group("g"), actor(watch, ROLLOUTS)],
+        queue=queue("g", num_ready=0),
+    )
+    assert (diagnosis.state, [cause.on for cause in diagnosis.causes]) == ("quiet", ["agent loop"])
+
+
 def test_an_engine_in_an_update_is_not_the_culprit_but_the_update_is() -> None:
     diagnosis = look(
         wait(LOOP, "weight update", "4"),
