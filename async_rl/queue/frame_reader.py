@@ -77,6 +77,8 @@ class LocalFrameReader(FrameReader):
         """
         self._directory = directory
         self._ended_folders: set[str] = set()
+        self._unread: dict[str, Collection[str]] = {}
+        """Folders of ended processes that could not be read, for want of descriptors, and their known frames."""
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`: this process runs."""
@@ -84,6 +86,7 @@ class LocalFrameReader(FrameReader):
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_delete`."""
+        self._end_unread_folders()
         by_folder: defaultdict[str, list[str]] = defaultdict(list)
         for path in paths:
             by_folder[os.path.dirname(path)].append(path)
@@ -97,17 +100,27 @@ class LocalFrameReader(FrameReader):
 
     def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_end_folder`."""
+        self._end_unread_folders()
+        self._end_folder(folder, known)
+        return _nothing_left
+
+    def _end_unread_folders(self) -> None:
+        unread, self._unread = self._unread, {}
+        for folder, known in unread.items():
+            self._end_folder(folder, known)
+
+    def _end_folder(self, folder: str, known: Collection[str]) -> None:
         try:
             found = [*files_in(folder), *files_in(f"{folder}/{REUSABLE}")]
         except OSError as error:
-            log.warning("%s is left to the next start: %s", folder, error)
-            return _nothing_left
+            log.warning("%s is deleted later: %s", folder, error)
+            self._unread[folder] = known
+            return
         self._ended_folders.add(folder)
         delete_files(file.path for file in found if file.path not in known)
         with contextlib.suppress(OSError):
             os.rmdir(f"{folder}/{REUSABLE}")
         self._remove_folder(folder)
-        return _nothing_left
 
     def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_keep_only`."""

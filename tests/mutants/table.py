@@ -697,6 +697,14 @@ MUTANTS: Final = (
         (SPOOL,),
     ),
     Mutant(
+        "unreadable-folder-kept",
+        "Files of a process that ended during a shortage of descriptors stay until the run starts again.",
+        "async_rl/queue/frame_reader.py",
+        "            self._unread[folder] = known\n",
+        "",
+        (SPOOL,),
+    ),
+    Mutant(
         "spool-folder-given-twice",
         "A worker gets the folder of one that an earlier driver started and that may still run.",
         "async_rl/queue/frame_reader.py",
@@ -2701,6 +2709,14 @@ MUTANTS: Final = (
         "async_rl/observability/diagnosis.py",
         "if self._moves or (limit_s is not None and age_s <= limit_s):",
         "if limit_s is not None and age_s <= limit_s:",
+        (DIAGNOSIS,),
+    ),
+    Mutant(
+        "watch-over-a-worker-holds-up-the-run",
+        "A run whose agent loops take long is ended because the watch over a rollout worker idles.",
+        "async_rl/observability/diagnosis.py",
+        ' if child.kind != "service"]',
+        "]",
         (DIAGNOSIS,),
     ),
     Mutant(

@@ -155,6 +155,24 @@ def test_frames_that_were_never_reported_are_deleted_when_their_process_has_ende
     assert not worker.directory.exists()
 
 
+def test_a_folder_that_cannot_be_read_now_is_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = Spool(tmp_path, None)
+    worker = SpoolFolder(spool.new_folder("rollout-worker-0"))
+    held, _ = worker.store_tree([make_trajectory("held"), make_trajectory("unreported")])
+    spool.hold([held])
+    with monkeypatch.context() as shortage:
+        error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        shortage.setattr(frame_reader.os, "scandir", Mock(side_effect=error))
+        spool.end_folder(worker.directory)
+    assert f"{worker.directory} is deleted later" in caplog.text
+    assert names(spool) == ["held", "unreported"]
+    spool.discard([held])
+    spool.delete_discarded()
+    assert not worker.directory.exists()
+
+
 def reusable(folder: Path) -> list[int]:
     """The sizes of the files that can be overwritten."""
     return sorted(path.stat().st_size for path in folder.glob("*/reusable/*"))
