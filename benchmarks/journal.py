@@ -379,8 +379,11 @@ def block(folder: Path, calls: int, tokens: int, repetitions: int) -> list[Row]:
             ),
         ]
 
-    with short_pauses():  # as every process of a run
-        return asyncio.run(measure())
+    async def measure_in_a_run() -> list[Row]:
+        with short_pauses():  # as every process of a run
+            return await measure()
+
+    return asyncio.run(measure_in_a_run())
 
 
 def resident_bytes() -> int:

@@ -229,6 +229,11 @@ async def _turns(url: str, streams: int, tokens: int, folder: Path) -> tuple[flo
     return wall, cpu, recorder.pauses
 
 
+async def _turns_in_a_run(url: str, streams: int, tokens: int, folder: Path) -> tuple[float, float, Pauses]:
+    with short_pauses():  # as every process of a run
+        return await _turns(url, streams, tokens, folder)
+
+
 def _measure(streams: int, events: int, per_event: int, step_s: float) -> dict[str, float]:
     tokens = events * per_event
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -240,8 +245,7 @@ def _measure(streams: int, events: int, per_event: int, step_s: float) -> dict[s
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             url = f"http://127.0.0.1:{receiver.recv()}"
-            with short_pauses():  # as every process of a run
-                wall, cpu, pauses = asyncio.run(_turns(url, streams, tokens, Path(folder)))
+            wall, cpu, pauses = asyncio.run(_turns_in_a_run(url, streams, tokens, Path(folder)))
     finally:
         server.terminate()
         server.join()

@@ -81,15 +81,14 @@ class RolloutWorkerActor(NodeActor):
         end_leftovers(run_dir)
         write_reports(run_dir)
         mark_all_children()
-        with short_pauses():
-            asyncio.run(
-                _run_worker(
-                    parsed,
-                    _frame_store(Path(folder), None if frames is None else Path(frames), parsed),
-                    None if inspected is None else InspectedTrajectories(Path(inspected)),
-                    await_link=lambda: connect_link(host, port, key),
-                )
+        asyncio.run(
+            _run_worker(
+                parsed,
+                _frame_store(Path(folder), None if frames is None else Path(frames), parsed),
+                None if inspected is None else InspectedTrajectories(Path(inspected)),
+                await_link=lambda: connect_link(host, port, key),
             )
+        )
 
 
 @asynccontextmanager
@@ -211,7 +210,7 @@ async def _run_worker(
         frames=frames,
         inspected=inspected,
     )
-    with LoopWatchdog(metrics, config.doctor.blocked_s):
+    with short_pauses(), LoopWatchdog(metrics, config.doctor.blocked_s):
         try:
             await worker.run(await await_link())
         finally:

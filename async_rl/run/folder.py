@@ -75,8 +75,7 @@ def run_in_folder(
         signals: list[signal.Signals] = []
         with logging_to(log_file, config.run.log_level):
             try:
-                with short_pauses():
-                    result = asyncio.run(_until_signal(job, path, on_stop, signals))
+                result = asyncio.run(_until_signal(job, path, on_stop, signals))
             except asyncio.CancelledError:
                 print_text(f"async-rl: aborted by {signals[0].name}{where}", file=sys.stderr)
                 return _exit_code(128 + signals[0])
@@ -111,7 +110,7 @@ async def _until_signal(
             on_stop(name)
             stop.set()
 
-    with on_signals(stopping, received, cancel_at=1 if on_stop is None else 2):
+    with short_pauses(), on_signals(stopping, received, cancel_at=1 if on_stop is None else 2):
         return await job(path, stop)
 
 
