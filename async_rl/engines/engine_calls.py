@@ -89,6 +89,9 @@ class EngineCalls(Protocol):
 class LeaseHolder(Protocol):
     """A process that makes calls of its own under leases of the pool: a rollout worker."""
 
+    num_reports: int = 0
+    """The number of its reports on its calls so far."""
+
     @property
     def is_silent(self) -> bool:
         """Whether it has not reported for longer than usual: its calls say nothing about their engines."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Set
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Set
 from contextlib import aclosing, contextmanager
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -27,6 +27,9 @@ from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.request_refusals import RequestRefusals
 from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused
 from async_rl.runtime.waits import waiting
+
+_LOOK_AGAIN_S: Final = 0.25
+"""Between two looks at whether other processes have reported: as often as they do."""
 
 Recomputed = Literal["update", "failover", "moved", "evicted"]
 """Why tokens are prefilled again; the label of `prefilled_again_tokens_total`.
@@ -189,39 +192,87 @@ class EngineSlot:
 
 
 class BoundedRequest:
-    """A request to an engine that is not a call, and its time limit."""
+    """A request to an engine that is not a call, and its time limit.
 
-    def __init__(self, limit: asyncio.Timeout, limit_s: float, wait: waiting) -> None:
-        """Begin with a limit that begins now, around a wait."""
+    The engine may have to send a routing payload first. What it has sent to another process is known once
+    that has reported, so the limit waits for these reports.
+    """
+
+    def __init__(self, slot: EngineSlot, limit: asyncio.Timeout, limit_s: float, wait: waiting) -> None:
+        """Begin with a limit that begins now.
+
+        Args:
+            slot: The engine.
+            limit: Ends the request.
+            limit_s: How long it may take.
+            wait: The wait for it.
+        """
+        self._slot = slot
         self._limit = limit
         self._limit_s = limit_s
         self._wait = wait
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self._begin_limit()
+
+    @property
+    def due_s(self) -> float | None:
+        """When the limit is over, by the event loop's clock; None while it is suspended."""
+        return None if self._timer is None else self._timer.when()
 
     def expire(self) -> None:
         """End the request now, as if it were over its limit."""
-        if not self._limit.expired():
+        if not self._is_over:
+            self.close()
             self._limit.reschedule(asyncio.get_running_loop().time())
 
+    def close(self) -> None:
+        """End the limit: the request has ended."""
+        self._is_over = True
+        self._stop_timer()
+
     def extend(self) -> None:
-        """Let the limit begin again, unless it is due."""
-        now, due_s = asyncio.get_running_loop().time(), self._limit.when()
-        if due_s is not None and due_s > now and not self._limit.expired():
-            self._limit.reschedule(now + self._limit_s)
+        """Let the limit begin again, unless it is suspended or over."""
+        if self._timer is not None:
+            self._begin_limit()
             self._wait.renew()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the limit, unless it is due, while the request waits for others than the engine."""
-        now, due_s = asyncio.get_running_loop().time(), self._limit.when()
-        if due_s is None or due_s <= now or self._limit.expired():
+        """Suspend the limit, unless it is over, while the request waits for others than the engine."""
+        if self._timer is None:
             yield
             return
-        self._limit.reschedule(None)
+        self._stop_timer()
         try:
             yield
         finally:
-            if self._limit.when() is None:  # else it has been let expire
-                self._limit.reschedule(asyncio.get_running_loop().time() + self._limit_s)
+            if not self._is_over:
+                self._begin_limit()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _begin_limit(self) -> None:
+        self._stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._end_limit, {})
+
+    def _end_limit(self, reported: Mapping[LeaseHolder, int]) -> None:
+        """Expire, once all processes that receive payloads of the engine have reported since the limit.
+
+        Args:
+            reported: The number of their reports when it was over; empty at that moment.
+        """
+        receiving = [call for call in self._slot.calls() if call.receives_payload]
+        holders = {call.holder for call in receiving if call.holder is not None}
+        reported = reported or {holder: holder.num_reports for holder in holders}
+        if any(reported.get(holder) == holder.num_reports for holder in holders):
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._end_limit, reported)
+            self._wait.renew()
+        else:
+            self.expire()
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):

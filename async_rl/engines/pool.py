@@ -314,12 +314,13 @@ class EnginePool(EngineCalls, LeaseHolder):
         self._notify()
 
     @asynccontextmanager
-    async def bounded_request(self, engine_id: str, limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+    async def bounded_request(self, engine_id: str, limit_s: float) -> AsyncIterator[BoundedRequest]:
         """Bound a request to an engine that is not a call: by a time limit, and by the engine's quarantine.
 
         The block is a wait for an update of the engine. The limit begins again whenever a piece of a routing
         payload arrives, for which the request may wait, and when workers have confirmed that they send the
-        engine nothing more: a silent worker is waited for as long as its leases are valid.
+        engine nothing more: a silent worker is waited for as long as its leases are valid. It is not over
+        before workers that receive payloads have reported.
 
         Raises:
             TimeoutError: When either comes first.
@@ -329,14 +330,15 @@ class EnginePool(EngineCalls, LeaseHolder):
         if slot is None:
             raise EngineError(f"engine {engine_id} has left")
         async with (
-            asyncio.timeout(limit_s) as limit,
+            asyncio.timeout(None) as limit,
             waiting("engine update", engine_id, scope=limit) as wait,
         ):
-            request = BoundedRequest(limit, limit_s, wait)
+            request = BoundedRequest(slot, limit, limit_s, wait)
             slot.bounded_requests.add(request)
             try:
-                yield limit
+                yield request
             finally:
+                request.close()
                 slot.bounded_requests.discard(request)
 
     async def interrupt_engine(self, engine: Engine, mode: InterruptMode) -> None:

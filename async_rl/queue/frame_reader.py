@@ -78,7 +78,7 @@ class LocalFrameReader(FrameReader):
         self._directory = directory
         self._ended_folders: set[str] = set()
         self._unread: dict[str, Collection[str]] = {}
-        """Folders of ended processes that could not be read, for want of descriptors, and their known frames."""
+        """Folders of ended processes that could not be read for want of descriptors; their known frames."""
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`: this process runs."""

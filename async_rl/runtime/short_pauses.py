@@ -5,8 +5,8 @@ objects are freed by their reference count, so it finds nearly nothing. An objec
 while it is young, and is exempt if it survives.
 
 CPython counts how many more objects are made than freed, not how many are young. Where trajectories end as
-fast as others begin, that difference stays small: a threshold of 5,000 collected 20,000 to 90,000 objects at a
-time, which took 15 to 100 ms. So a timer collects the young ones, as often as keeps each collection short.
+fast as others begin, that difference stays small: at a threshold of 5,000, collections looked at 20,000 to
+90,000 objects for 15 to 100 ms. So a timer collects the young ones, as often as keeps each collection short.
 
 A thread that computes keeps the interpreter's lock until another asks for it and the switch interval is over.
 The event loop gives up the lock several times in a turn, at each system call: with CPython's 5 ms, a thread

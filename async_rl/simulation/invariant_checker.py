@@ -773,12 +773,14 @@ class InvariantChecker:
         finally:
             database.close()
         # The driver never learns that a worker that was cut off has ended: the next start deletes its frames,
-        # and those on a node that does not answer at the end, or that this one has asked for nothing.
+        # and those on a node that does not answer at the end, or that this one has asked for nothing. It asks
+        # an absent node several times in `node_lost_s` whether it is back.
+        asked_after_s = self._config.queue.node_lost_s
         files = (
             path
             for path in spooled_files(self._config, run_dir)
             if path.parent.name not in self.cut_off_folders
-            and self.absent_until_s.get(path.parent.parent.name, 0.0) < self.now()
+            and self.absent_until_s.get(path.parent.parent.name, -asked_after_s) + asked_after_s < self.now()
             and path.parent.parent.name not in self.unasked_nodes
         )
         frames = {f"{path.parent.name}/{path.name}" for path in files}

@@ -146,13 +146,13 @@ async def test_an_engine_is_not_given_up_while_it_moves_a_payload_slowly_but_ste
         async with pool.bounded_request("engine-0", LIMIT_S) as update:
             for sent in moved.sent[:-1]:
                 moved.now_s += 50.0
-                before_s = update.when()
+                before_s = update.due_s
                 sent.set()
                 await moved.heard()
                 assert moved.finding is None
-                assert update.when() > before_s
-            stood_still_s = update.when()
+                assert update.due_s > before_s
+            stood_still_s = update.due_s
             moved.now_s += 61.0
             assert moved.finding == "silent"
-            assert update.when() == stood_still_s
+            assert update.due_s == stood_still_s
         call.cancel()

@@ -19,6 +19,7 @@ from async_rl.engines.repair import EngineRepair
 from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError, RequestRefused
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
+    CallProgress,
     DropCall,
     EngineReport,
     Heartbeat,
@@ -42,15 +43,21 @@ LEASE_S = 10.0
 class Worker:
     """A worker's calls to one engine that decodes a token in 100 ms, without a driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, report_s: float = 0.0) -> None:
         self.engine = simulated(Watched(), decode_step_s=0.1, prefill_tokens_per_s=1e9)
         self.posted: list[Message] = []
         self.requests = 0
         clock = asyncio.get_running_loop().time
         self.calls = RemoteCalls(
-            self.posted.append, lambda *of: self.engine, lease_s=LEASE_S, metrics=Metrics(), clock=clock
+            self.posted.append,
+            lambda *of: self.engine,
+            lease_s=LEASE_S,
+            report_s=report_s,
+            metrics=Metrics(),
+            clock=clock,
         )
         self.clock = clock
+        self.leases: list[Lease] = []
         self.events: list[Chunk | Finish] = []
 
     def grant(self, lease_id: int) -> None:
@@ -68,6 +75,7 @@ class Worker:
     async def call(self, *, wait_s: float = 0.0) -> Lease:
         """Make a call of up to 1000 tokens, so long after its lease was granted."""
         async with self.calls.lease("a", 1001, prompt=1) as lease:
+            self.leases.append(lease)
             await asyncio.sleep(wait_s)
             await self.generate(lease)
         return lease
@@ -490,6 +498,50 @@ async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more()
         assert driver.clock() - began_s > LEASE_S + 3.9
         with pytest.raises(TimeoutError):
             await update(4.1)
+
+
+@in_virtual_time
+async def test_pieces_of_payloads_are_reported_at_once_and_tokens_seldom() -> None:
+    worker = Worker(report_s=8.0)
+    worker.calls.renew(worker.clock())
+    calling = asyncio.create_task(worker.call())
+    await asyncio.sleep(0)
+    worker.grant(1)
+    await asyncio.sleep(1.0)
+    assert worker.calls.progress() == ()
+    worker.leases[0].record_payload()
+    (progress,) = worker.calls.progress()
+    assert progress.payload_arrives
+    assert worker.calls.progress() == ()
+    calling.cancel()
+
+
+@in_virtual_time
+async def test_an_update_waits_for_the_report_of_a_worker_that_receives_a_payload() -> None:
+    """A piece may have come that a silent worker has not reported; one that reports none ends the wait."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        piece = CallProgress(lease_id=1, received=1, payload_arrives=True)
+        driver.leases.renew(Heartbeat(number=2, calls=(piece,)))
+        driver.pool.hold_engine("engine-0")
+        began_s = driver.clock()
+
+        async def update() -> None:
+            async with driver.pool.bounded_request("engine-0", 4.0):
+                await asyncio.Future()
+
+        updating = asyncio.ensure_future(update())
+        await asyncio.sleep(6.0)
+        assert not updating.done()
+        driver.leases.renew(Heartbeat(number=3, calls=(piece,)))
+        await asyncio.sleep(5.0)
+        assert not updating.done()
+        driver.leases.renew(Heartbeat(number=4))
+        with pytest.raises(TimeoutError):
+            await updating
+        assert began_s + 11.0 < driver.clock() < began_s + 11.5
+        driver.leases.close()
 
 
 @in_virtual_time

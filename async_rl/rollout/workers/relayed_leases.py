@@ -155,6 +155,7 @@ class RelayedLeases(LeaseHolder):
             reported = self._leases.get(call.lease_id)
             if call.payload_arrives and reported is not None and reported.placed is not None:
                 reported.placed.record_payload()
+        self.num_reports += 1
         for key in heartbeat.forgotten:
             for pool in self._pools.values():
                 pool.forget_trajectory(key)

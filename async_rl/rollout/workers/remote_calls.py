@@ -223,13 +223,16 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
     # -- reports -------------------------------------------------------------------------------------------
 
     def progress(self) -> tuple[CallProgress, ...]:
-        """Return how far calls are that have received something since their last report."""
+        """Return how far calls are that have received something since their last report.
+
+        Pieces of routing payloads are reported at once: updates wait for as long as they arrive.
+        """
         changed = []
         now = self._clock()
         for lease in self._leases.values():
-            if now < lease.reported_s + self._report_s:
-                continue
             pieces = lease.num_pieces - lease.reported_pieces
+            if not pieces and now < lease.reported_s + self._report_s:
+                continue
             if lease.received > lease.reported or pieces:
                 lease.reported, lease.reported_pieces = lease.received, lease.num_pieces
                 lease.reported_s = now
