@@ -222,8 +222,9 @@ class BoundedRequest:
 
     def expire(self) -> None:
         """End the request now, as if it were over its limit."""
-        if not self._is_over:
-            self.close()
+        is_over = self._is_over or self._limit.expired()  # the stall doctor may have ended it
+        self.close()
+        if not is_over:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:

@@ -276,6 +276,26 @@ async def test_a_request_that_was_ended_ends_though_a_piece_arrives() -> None:
 
 
 @in_virtual_time
+async def test_a_request_that_the_doctor_has_ended_is_not_ended_again() -> None:
+    waits = Waits(asyncio.get_running_loop().time)
+
+    async def wait_for_engine() -> None:
+        async with bench.pool.bounded_request("a", 300.0) as request:
+            try:
+                await asyncio.Future()
+            finally:
+                request.expire()  # while it ends
+
+    async with watched("a") as bench:
+        with acting("run", waits=waits):
+            updating = asyncio.ensure_future(wait_for_engine())
+            await asyncio.sleep(1.0)
+            assert [wait.expire() for wait in list(waits.open)] == [True]
+            with pytest.raises(TimeoutError):
+                await updating
+
+
+@in_virtual_time
 async def test_the_limit_of_a_request_that_ended_meanwhile_does_not_begin_again() -> None:
     async with watched("a") as bench:
         async with bench.pool.bounded_request("a", 300.0) as request:
