@@ -263,26 +263,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--streams", type=int, default=512)
-    parser.add_argument("--events", type=int, default=512, help="events of each stream")
+    parser.add_argument("--quick", action="store_true", help="fewer streams and events, one round")
+    parser.add_argument("--streams", type=int, help="default: 512")
+    parser.add_argument("--events", type=int, help="events of each stream (default: 512)")
     parser.add_argument("--tokens-per-event", type=int, nargs="+", default=[1, 8, 50])
     parser.add_argument("--step-ms", type=float, default=25.0, help="time of a decode step when paced")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="default: 3")
     parser.add_argument("--json", metavar="FILE", help="write the same rows there")
     arguments = parser.parse_args()
+    streams, events, rounds_of = (64, 64, 1) if arguments.quick else (512, 512, 3)
+    streams, events = arguments.streams or streams, arguments.events or events
     rows: list[dict[str, object]] = []
     columns = f"{'us/event':>9} {'us/token':>9} {'tokens/CPU s':>13} {'CPU':>5} {'pause ms (CPU)':>15}"
     print(f"{'':<10} {'tokens/event':>12} {columns}")
     for mode, step_s in (("paced", arguments.step_ms / 1e3), ("flat out", 0.0)):
         for per_event in arguments.tokens_per_event:
             rounds = [
-                _measure(arguments.streams, arguments.events, per_event, step_s)
-                for _ in range(arguments.rounds)
+                _measure(streams, events, per_event, step_s) for _ in range(arguments.rounds or rounds_of)
             ]
             pick: Callable[[str], float] = lambda key: statistics.median(r[key] for r in rounds)  # noqa: B023, E731
             row: dict[str, object] = {
                 "mode": mode,
-                "streams": arguments.streams,
+                "streams": streams,
                 "tokens_per_event": per_event,
             }
             row |= {key: round(pick(key), 3) for key in rounds[0]}

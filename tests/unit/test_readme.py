@@ -65,3 +65,9 @@ def test_all_pages_say_how_long_the_tests_take() -> None:
     minutes = {page: set(re.findall(r"under (\d+) minutes", (ROOT / page).read_text())) for page in pages}
     assert len(set.union(*minutes.values())) == 1
     assert all(minutes.values()), minutes
+
+
+def test_make_bench_runs_all_benchmarks_but_the_one_that_needs_the_quickstarts_model() -> None:
+    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    programs = {name for name, text in texts.items() if "__main__" in text}
+    assert {name for name in programs if '"--quick"' not in texts[name]} == {"wrong_routing.py"}
