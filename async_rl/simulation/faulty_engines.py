@@ -134,6 +134,7 @@ class FaultyEngine(SimulatedEngine):
         self._latency_s = scenario.speeds.latency_s
         rollout = scenario.config.rollout
         self._max_open_calls = rollout.max_concurrent_trajectories * (1 + rollout.max_branches)
+        self._max_open_calls += len(scenario.validation) * scenario.config.evaluation.samples
         self._delays = random.Random(f"network {scenario.seed} {incarnation} {index}")
         self._call_faults: list[FaultKind] = []
         self._update_faults_to_come: list[FaultKind] = []

@@ -325,8 +325,12 @@ class Simulation:
                 after = replace(
                     before, failed_siblings="train_rest", min_group_size=1, dynamic_filtering=False
                 )
-                if after == before:  # tasks that always fail follow each other
-                    after = replace(before, max_filtered_groups=4 * before.max_filtered_groups)
+                if after == before:  # tasks that fail follow each other, some for want of time
+                    after = replace(
+                        before,
+                        max_filtered_groups=4 * before.max_filtered_groups,
+                        trajectory_timeout_s=4 * before.trajectory_timeout_s,
+                    )
             elif "max_failed_share" in str(cause):
                 after = replace(before, max_failed_share=1.0)
             else:
