@@ -188,6 +188,9 @@ ENGINE_FAULTS: Final = frozenset(kinds_of("call", "refusal", "update", "engine",
 
 TRAINER_FAULTS: Final = frozenset(kinds_of("trainer", "offload"))
 
+WORKER_FAULTS: Final = frozenset(kinds_of("worker")) - {"repeat_message", "worker_disk_full"}
+"""Faults that end a rollout worker or its link, and what it had reported last."""
+
 SHARED_STREAM: Final = tuple(
     kind
     for kind in kinds_of("call", "update", "engine", "trainer", "disk", "clock")

@@ -59,7 +59,7 @@ from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.recovery import node_folder
-from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
+from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, WORKER_FAULTS, FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import FACTS, Injection, Scenario
 from async_rl.simulation.simulated_models import SimulatedModel
@@ -331,7 +331,9 @@ class FaultyEngine(SimulatedEngine):
         if self._refused_status is not None:
             self._meet("refuse_calls")
             self._refused += 1
-            if self._refused > _MAX_REFUSED + self._max_open_calls:
+            # What a worker has reported may be lost with its link.
+            num_losses = sum(self._checker.met_faults[kind] for kind in WORKER_FAULTS)
+            if self._refused > _MAX_REFUSED + (1 + num_losses) * self._max_open_calls:
                 self._checker.fail(f"{self._engine_id} has refused {self._refused} calls, and is given more")
             body = b'{"object":"error","message":"Unauthorized"}'
             raise explain_refusal(self._engine_id, self._refused_status, None, body, now)
@@ -398,7 +400,8 @@ class FaultyEngine(SimulatedEngine):
     @property
     def moves_payload(self) -> bool:
         """Whether the last piece of a slow payload has just arrived, so that the next is not late."""
-        return asyncio.get_running_loop().time() - self._last_piece_s <= self._piece_s
+        next_s = self._last_piece_s + self._piece_s
+        return self._thawed.is_set() and asyncio.get_running_loop().time() <= next_s
 
     async def _read_piece(self) -> bytes:
         await asyncio.sleep(self._piece_s)

@@ -117,7 +117,7 @@ class InvariantChecker:
         self.absent_until_s: dict[str, float] = {}
         """Until when nodes do not answer."""
         self.unasked_nodes: set[str] = set()
-        """The nodes that this incarnation of the driver has asked for nothing."""
+        """The nodes that this incarnation of the driver has asked for nothing since they answered nothing."""
         self.cut_off_folders: set[str] = set()
         """The names of the folders of workers that were cut off from the driver."""
         self.deaf = False
@@ -773,14 +773,12 @@ class InvariantChecker:
         finally:
             database.close()
         # The driver never learns that a worker that was cut off has ended: the next start deletes its frames,
-        # and those on a node that does not answer at the end, or that this one has asked for nothing. It asks
-        # an absent node several times in `node_lost_s` whether it is back.
-        asked_after_s = self._config.queue.node_lost_s
+        # and those on a node that does not answer at the end, or that this one has asked for nothing since.
         files = (
             path
             for path in spooled_files(self._config, run_dir)
             if path.parent.name not in self.cut_off_folders
-            and self.absent_until_s.get(path.parent.parent.name, -asked_after_s) + asked_after_s < self.now()
+            and self.absent_until_s.get(path.parent.parent.name, 0.0) < self.now()
             and path.parent.parent.name not in self.unasked_nodes
         )
         frames = {f"{path.parent.name}/{path.name}" for path in files}

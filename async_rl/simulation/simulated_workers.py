@@ -269,7 +269,7 @@ class SimulatedNodes:
         self.lost: set[str] = set()
         self.absent_until_s: dict[str, float] = {}
         self.unasked: set[str] = set()
-        """Nodes that this incarnation of the driver has asked for nothing."""
+        """Nodes that this incarnation of the driver has asked for nothing since they answered nothing."""
 
     def node_of(self, name: str) -> str:
         """Return the node that a worker starts on; another one takes the place of a lost one."""
@@ -314,6 +314,7 @@ class SimulatedNodes:
             NodeUnreachable: It does not.
         """
         if node in self.lost or now < self.absent_until_s.get(node, 0.0):
+            self.unasked.add(node)
             error = NodeUnreachable(f"{node} does not answer")
             error.node = node
             raise error

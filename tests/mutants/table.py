@@ -1458,6 +1458,14 @@ MUTANTS: Final = (
         ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(
+        "engine-of-a-lost-worker-is-silent",
+        "An engine that moved a payload to a worker that was cut off is quarantined when its leases expire.",
+        "async_rl/rollout/workers/relayed_leases.py",
+        "                relayed.placed.excuse_silence()\n            self._return_lease(lease_id)",
+        "                pass\n            self._return_lease(lease_id)",
+        ("tests/unit/test_remote_leases.py",),
+    ),
+    Mutant(
         "payloads-reported-late",
         "A worker reports pieces of a payload so late that an update gives up the engine.",
         "async_rl/rollout/workers/remote_calls.py",

@@ -501,6 +501,18 @@ async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more()
 
 
 @in_virtual_time
+async def test_the_silence_of_an_engine_is_judged_from_the_end_of_a_lost_workers_leases_on() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        other = driver.pool.request_lease("b", 9, prompt=4, on_placed=lambda lease: None)
+        await asyncio.sleep(5.0)
+        driver.leases.close()
+        assert driver.pool.statistics.load_of("engine-0").progress_s == driver.clock()
+        driver.pool.return_lease(other)
+
+
+@in_virtual_time
 async def test_pieces_of_payloads_are_reported_at_once_and_tokens_seldom() -> None:
     worker = Worker(report_s=8.0)
     worker.calls.renew(worker.clock())

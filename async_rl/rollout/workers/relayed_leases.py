@@ -225,8 +225,10 @@ class RelayedLeases(LeaseHolder):
         return max(0.0, self._renewed_s + self._lease_s + _CLOCK_MARGIN_S - self._clock())
 
     def _return_leases(self) -> None:
-        """Return leases that the worker can no longer use."""
-        for lease_id in list(self._leases):
+        """Return leases that the worker can no longer use. Their engines may have served it until now."""
+        for lease_id, relayed in list(self._leases.items()):
+            if relayed.placed is not None:
+                relayed.placed.excuse_silence()
             self._return_lease(lease_id)
 
     def _request_lease(self, message: LeaseWanted) -> None:
