@@ -1466,6 +1466,14 @@ MUTANTS: Final = (
         ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(
+        "lost-workers-are-no-progress",
+        "The stall doctor ends a run whose rollout workers fall silent one after the other.",
+        "async_rl/rollout/manager.py",
+        "                progressed()  # the number of these is bounded\n",
+        "",
+        ("tests/simulation/test_found.py::test_a_trajectory_that_goes_on_in_another_worker_is_progress",),
+    ),
+    Mutant(
         "payloads-reported-late",
         "A worker reports pieces of a payload so late that an update gives up the engine.",
         "async_rl/rollout/workers/remote_calls.py",

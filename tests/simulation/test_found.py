@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, WorkerLost
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.rollout.attempt import AttemptEnd
+from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.manager import RolloutManager
 from async_rl.runtime.waits import Waits, acting
 from async_rl.simulation.faults import FaultKind
@@ -142,6 +144,28 @@ async def test_a_group_goes_on_when_all_its_siblings_had_ended_before_a_restart(
     with acting("group", "g", waits=Waits(asyncio.get_running_loop().time)):
         await manager._run_siblings(work)  # type: ignore[arg-type]
     assert asyncio.get_running_loop().time() == 0.0
+
+
+@in_virtual_time
+async def test_a_trajectory_that_goes_on_in_another_worker_is_progress() -> None:
+    """Else the stall doctor ends a run whose workers fall silent one after the other."""
+    waits, quiet_s = Waits(asyncio.get_running_loop().time), list[float]()
+
+    async def run_attempt(attempt: Any) -> AttemptEnd:
+        quiet_s.append(waits.quiet_s)
+        if len(quiet_s) == 1:
+            await asyncio.sleep(5.0)
+            raise WorkerLost("it has not answered")
+        return AttemptEnd(trajectories=())
+
+    manager = object.__new__(RolloutManager)
+    manager._journalled, manager.running, manager._journals = {}, {}, None
+    manager._context = SimpleNamespace(clock=asyncio.get_running_loop().time)  # type: ignore[assignment]
+    manager._backend = SimpleNamespace(run_attempt=run_attempt)  # type: ignore[assignment]
+    work = GroupInFlight("g", small_run(0).tasks[0], 0, ["a"], "wait")
+    with acting("trajectory", "a", waits=waits):
+        assert await manager._run_attempt("a", 1, work) == ()
+    assert quiet_s == [0.0, 0.0]
 
 
 def test_a_user_who_does_what_the_message_about_filtered_groups_says_ends_the_run(tmp_path: Path) -> None:
