@@ -1461,8 +1461,8 @@ MUTANTS: Final = (
         "engine-of-a-lost-worker-is-silent",
         "An engine that moved a payload to a worker that was cut off is quarantined when its leases expire.",
         "async_rl/rollout/workers/relayed_leases.py",
-        "                relayed.placed.excuse_silence()\n            self._return_lease(lease_id)",
-        "                pass\n            self._return_lease(lease_id)",
+        "                lease.excuse_silence()\n",
+        "",
         ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(
@@ -1472,6 +1472,14 @@ MUTANTS: Final = (
         "                progressed()  # the number of these is bounded\n",
         "",
         ("tests/simulation/test_found.py::test_a_trajectory_that_goes_on_in_another_worker_is_progress",),
+    ),
+    Mutant(
+        "lost-worker-takes-its-engines-time",
+        "An update is given up at once when a lost worker receives a payload of the engine no longer.",
+        "async_rl/rollout/workers/relayed_leases.py",
+        "                if lease.receives_payload:\n",
+        "                if False:\n",
+        ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(
         "payloads-reported-late",

@@ -513,6 +513,28 @@ async def test_the_silence_of_an_engine_is_judged_from_the_end_of_a_lost_workers
 
 
 @in_virtual_time
+async def test_an_update_has_its_whole_limit_when_a_lost_worker_receives_a_payload_no_longer() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        piece = CallProgress(lease_id=1, received=1, payload_arrives=True)
+        driver.leases.renew(Heartbeat(number=2, calls=(piece,)))
+        driver.pool.hold_engine("engine-0")
+
+        async def update() -> None:
+            async with driver.pool.bounded_request("engine-0", 4.0):
+                await asyncio.Future()
+
+        updating = asyncio.ensure_future(update())
+        await asyncio.sleep(10.0)
+        driver.leases.close()
+        await asyncio.sleep(3.9)
+        assert not updating.done()
+        with pytest.raises(TimeoutError):
+            await updating
+
+
+@in_virtual_time
 async def test_pieces_of_payloads_are_reported_at_once_and_tokens_seldom() -> None:
     worker = Worker(report_s=8.0)
     worker.calls.renew(worker.clock())

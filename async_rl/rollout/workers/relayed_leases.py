@@ -227,8 +227,10 @@ class RelayedLeases(LeaseHolder):
     def _return_leases(self) -> None:
         """Return leases that the worker can no longer use. Their engines may have served it until now."""
         for lease_id, relayed in list(self._leases.items()):
-            if relayed.placed is not None:
-                relayed.placed.excuse_silence()
+            if (lease := relayed.placed) is not None:
+                lease.excuse_silence()
+                if lease.receives_payload:
+                    lease.record_payload()
             self._return_lease(lease_id)
 
     def _request_lease(self, message: LeaseWanted) -> None:
