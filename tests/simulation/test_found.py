@@ -158,10 +158,14 @@ async def test_a_trajectory_that_goes_on_in_another_worker_is_progress() -> None
             raise WorkerLost("it has not answered")
         return AttemptEnd(trajectories=())
 
-    manager = object.__new__(RolloutManager)
-    manager._journalled, manager.running, manager._journals = {}, {}, None
-    manager._context = SimpleNamespace(clock=asyncio.get_running_loop().time)  # type: ignore[assignment]
-    manager._backend = SimpleNamespace(run_attempt=run_attempt)  # type: ignore[assignment]
+    parts: Any = {
+        "context": SimpleNamespace(clock=asyncio.get_running_loop().time),
+        "feeder": None,
+        "pool": None,
+        "queue": SimpleNamespace(restored_groups=()),
+        "backend": SimpleNamespace(run_attempt=run_attempt),
+    }
+    manager = RolloutManager(small_run(0).config, **parts)
     work = GroupInFlight("g", small_run(0).tasks[0], 0, ["a"], "wait")
     with acting("trajectory", "a", waits=waits):
         assert await manager._run_attempt("a", 1, work) == ()

@@ -85,6 +85,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "tests/simulation/test_found.py": {
         "_config": "changes one setting of a running manager",
+        "_run_attempt": "runs one attempt without its group",
         "_run_siblings": "runs one group without the manager's loop",
     },
     "tests/simulation/test_recovery.py": {
