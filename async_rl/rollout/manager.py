@@ -365,7 +365,7 @@ class RolloutManager:
                     self._observer.failed(attempt.failed(error), number, error)
                     raise
                 log.warning("trajectory %s goes on in another worker: %s", trajectory_id, error)
-                progressed()  # the number of these is bounded
+                progressed()  # at most MAX_LOST_WORKERS times
                 losses_left -= 1
                 known = {name: ProgressReport.of(each) for name, each in attempt.progress.items()}
                 continue

@@ -117,7 +117,7 @@ class InvariantChecker:
         self.absent_until_s: dict[str, float] = {}
         """Until when nodes do not answer."""
         self.unasked_nodes: set[str] = set()
-        """The nodes that this incarnation of the driver has asked for nothing since they answered nothing."""
+        """The nodes that this driver has asked for nothing yet, or not since they failed to answer."""
         self.cut_off_folders: set[str] = set()
         """The names of the folders of workers that were cut off from the driver."""
         self.deaf = False
@@ -773,7 +773,7 @@ class InvariantChecker:
         finally:
             database.close()
         # The driver never learns that a worker that was cut off has ended: the next start deletes its frames,
-        # and those on a node that does not answer at the end, or that this one has asked for nothing since.
+        # and those on a node that does not answer at the end, or has not been asked since it failed to.
         files = (
             path
             for path in spooled_files(self._config, run_dir)

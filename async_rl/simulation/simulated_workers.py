@@ -269,7 +269,7 @@ class SimulatedNodes:
         self.lost: set[str] = set()
         self.absent_until_s: dict[str, float] = {}
         self.unasked: set[str] = set()
-        """Nodes that this incarnation of the driver has asked for nothing since they answered nothing."""
+        """Nodes that this driver has asked for nothing yet, or not since they failed to answer."""
 
     def node_of(self, name: str) -> str:
         """Return the node that a worker starts on; another one takes the place of a lost one."""

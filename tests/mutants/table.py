@@ -1469,7 +1469,7 @@ MUTANTS: Final = (
         "lost-workers-are-no-progress",
         "The stall doctor ends a run whose rollout workers fall silent one after the other.",
         "async_rl/rollout/manager.py",
-        "                progressed()  # the number of these is bounded\n",
+        "                progressed()  # at most MAX_LOST_WORKERS times\n",
         "",
         ("tests/simulation/test_found.py::test_a_trajectory_that_goes_on_in_another_worker_is_progress",),
     ),

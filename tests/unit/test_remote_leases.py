@@ -267,6 +267,11 @@ class Driver:
         assert isinstance(granted, LeaseGranted)
         return granted
 
+    async def wait_for_engine(self) -> None:
+        """Wait for an update that the engine never ends."""
+        async with self.pool.bounded_request("engine-0", 4.0):
+            await asyncio.Future()
+
     @property
     def num_calls(self) -> int:
         return self.pool.statistics.load_of("engine-0").calls
@@ -520,12 +525,7 @@ async def test_an_update_has_its_whole_limit_when_a_lost_worker_receives_a_paylo
         piece = CallProgress(lease_id=1, received=1, payload_arrives=True)
         driver.leases.renew(Heartbeat(number=2, calls=(piece,)))
         driver.pool.hold_engine("engine-0")
-
-        async def update() -> None:
-            async with driver.pool.bounded_request("engine-0", 4.0):
-                await asyncio.Future()
-
-        updating = asyncio.ensure_future(update())
+        updating = asyncio.ensure_future(driver.wait_for_engine())
         await asyncio.sleep(10.0)
         driver.leases.close()
         await asyncio.sleep(3.9)
@@ -560,12 +560,7 @@ async def test_an_update_waits_for_the_report_of_a_worker_that_receives_a_payloa
         driver.leases.renew(Heartbeat(number=2, calls=(piece,)))
         driver.pool.hold_engine("engine-0")
         began_s = driver.clock()
-
-        async def update() -> None:
-            async with driver.pool.bounded_request("engine-0", 4.0):
-                await asyncio.Future()
-
-        updating = asyncio.ensure_future(update())
+        updating = asyncio.ensure_future(driver.wait_for_engine())
         await asyncio.sleep(6.0)
         assert not updating.done()
         driver.leases.renew(Heartbeat(number=3, calls=(piece,)))
