@@ -8,7 +8,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,14 +51,6 @@ def main() -> int:
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for number in range(options.jobs):
             trees.put(Tree(Path(folder) / str(number)))
-        tests = sorted({test for mutant in chosen for test in mutant.tests})
-        parts = [part for number in range(options.jobs) if (part := tests[number :: options.jobs])]
-        for unchanged in threads.map(lambda part: _run_unchanged(trees, part), parts):
-            detail = unchanged.detail or "all tests pass"
-            print(f"{'without a mutant':<42} {unchanged.seconds:5.1f} s  {detail}", flush=True)
-            if unchanged.verdict == "error":
-                print(unchanged.output)
-                return 1
         results = threads.map(lambda mutant: _try_mutant(trees, mutant, end_s), chosen)
         for mutant, result in zip(chosen, results, strict=True):
             if result is None:
@@ -75,14 +66,6 @@ def main() -> int:
     verdicts = ", ".join(f"{number} {what}" for what, number in counts.items())
     print(f"{tried} of {len(chosen)} mutants in {took_s:.0f} s: {verdicts}")
     return int(counts["killed"] < max(tried, 1))
-
-
-def _run_unchanged(trees: queue.SimpleQueue[Tree], tests: Sequence[str]) -> Result:
-    tree = trees.get()
-    try:
-        return tree.run_unchanged(tests)
-    finally:
-        trees.put(tree)
 
 
 def _try_mutant(trees: queue.SimpleQueue[Tree], mutant: Mutant, end_s: float) -> Result | None:

@@ -35,7 +35,7 @@ Verdict = Literal["killed", "survived", "error"]
 
 
 class Result(NamedTuple):
-    """The result of one mutant, or of the unchanged program."""
+    """The result of one mutant."""
 
     verdict: Verdict
     seconds: float
@@ -60,7 +60,7 @@ class Tree:
         (folder / ".tools").symlink_to(ROOT / ".tools")  # promtool, for mutants of the alerts
 
     def try_mutant(self, mutant: Mutant) -> Result:
-        """Applies a mutant, runs its tests, and undoes it."""
+        """Applies a mutant, runs its tests, undoes it, and runs the test that failed without it."""
         path = self._folder / mutant.file
         text = path.read_text()
         if (count := text.count(mutant.old)) != 1:
@@ -78,15 +78,15 @@ class Tree:
             )
         if mutant.says and not re.search(mutant.says, output):
             return Result("error", seconds, f"it failed, but did not say {mutant.says!r}", output)
-        failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
-        return Result("killed", seconds, failed[1] if failed else "", output)
-
-    def run_unchanged(self, tests: Sequence[str]) -> Result:
-        """Runs tests on the unchanged program. They must pass, or a killed mutant proves nothing."""
-        code, seconds, output = self._test(tests, _UNCHANGED_TIMEOUT_S)
-        if code == 0:
-            return Result("survived", seconds, "", output)
-        return Result("error", seconds, f"without a mutant pytest exits with {code}", output)
+        found = re.search(r"^FAILED (.+?)(?: - |$)", output, re.MULTILINE)
+        failed = found[1] if found else ""
+        # A test that fails on the unchanged program as well proves nothing.
+        code, more_s, unchanged = self._test([failed] if failed else mutant.tests, _UNCHANGED_TIMEOUT_S)
+        seconds += more_s
+        if code != 0:
+            detail = f"{failed or 'a test'} fails without the mutant, too (pytest exited with {code})"
+            return Result("error", seconds, detail, unchanged)
+        return Result("killed", seconds, failed, output)
 
     @staticmethod
     def _write(path: Path, text: str) -> None:

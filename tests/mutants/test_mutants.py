@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.harness import ROOT, Tree, bounded_run
+from tests.mutants.harness import ROOT, Result, Tree, bounded_run
 from tests.mutants.table import MUTANTS, Mutant
 
 
@@ -43,7 +43,6 @@ def test_a_run_that_had_no_time_for_a_mutant_proves_nothing_and_fails() -> None:
     ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1, ended.stderr
-    assert "all tests pass" in ended.stdout
     assert re.search(r"^0 of 1 mutants in \d+ s: 0 killed, 0 survived, 0 error$", ended.stdout, re.M)
 
 
@@ -52,6 +51,18 @@ def test_a_run_that_had_no_time_for_a_mutant_proves_nothing_and_fails() -> None:
     [("return not value", "killed"), ("return bool(value)", "survived"), ("return (", "error")],
 )
 def test_a_mutant_is_killed_by_a_test_that_fails_only(tmp_path: Path, new: str, verdict: str) -> None:
+    result = _try_on_a_small_program(tmp_path, new, "assert truth(True)")
+    assert result.verdict == verdict, result.output
+    assert "value is True" in (tmp_path / "tree" / "package" / "code.py").read_text()
+
+
+def test_a_test_that_fails_without_the_mutant_does_not_kill_it(tmp_path: Path) -> None:
+    result = _try_on_a_small_program(tmp_path, "return not value", "assert truth(True) and False")
+    assert result.verdict == "error"
+    assert result.detail == "test_code.py::test_truth fails without the mutant, too (pytest exited with 1)"
+
+
+def _try_on_a_small_program(tmp_path: Path, new: str, line: str) -> Result:
     folder = tmp_path / "original"
     (folder / "package").mkdir(parents=True)
     (folder / "package" / "__init__.py").touch()
@@ -59,9 +70,7 @@ def test_a_mutant_is_killed_by_a_test_that_fails_only(tmp_path: Path, new: str, 
         "def truth(value: object) -> bool:\n    return value is True\n"
     )
     (folder / "test_code.py").write_text(
-        "from package.code import truth\n\ndef test_truth() -> None:\n    assert truth(True)\n"
+        f"from package.code import truth\n\ndef test_truth() -> None:\n    {line}\n"
     )
     mutant = Mutant("one", "It lies.", "package/code.py", "return value is True", new, ("test_code.py",))
-    result = Tree(tmp_path / "tree", folder).try_mutant(mutant)
-    assert result.verdict == verdict, result.output
-    assert "value is True" in (tmp_path / "tree" / "package" / "code.py").read_text()
+    return Tree(tmp_path / "tree", folder).try_mutant(mutant)
