@@ -222,8 +222,13 @@ class OpenAIAgentLoop(AgentLoop):
                     await _run_program(self._command, task, access)
                 else:
                     await self._call(self._function, task, access)
-            except Exception:
+            except Exception as error:
                 if (exceeded := access.handler.exceeded) is None:
+                    # It is logged, and some clients quote the URL of a request.
+                    error.args = tuple(
+                        arg.replace(access.api_key, "<key>") if isinstance(arg, str) else arg
+                        for arg in error.args
+                    )
                     raise
                 # An agent that is out of budget can only give up; what was sampled counts.
                 if not access.handler.has_answered:
@@ -357,7 +362,7 @@ def _openai() -> Any:
         import openai
     except ModuleNotFoundError as error:
         raise EnvironmentNotReady(
-            "api.client needs the package openai: pip install 'async-rl[openai]', or call api.base_url with "
-            "another client"
+            "api.client needs the package openai: run `pip install -e '.[openai]'` in async_rl's checkout, "
+            "or call api.base_url with another client"
         ) from error
     return openai

@@ -17,7 +17,13 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from async_rl.cli.inspection.try_out import OpenEngines, engines_from, models_asked, open_models
+from async_rl.cli.inspection.try_out import (
+    ON_THIS_MACHINE,
+    OpenEngines,
+    engines_from,
+    models_asked,
+    open_models,
+)
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_validation, prompt_rule
@@ -70,9 +76,7 @@ def evaluate(
     given = [] if model is None else [f"model.path={model}"]
     # All engines that there are answer; none is lent by a run, and none is reserved. Like the engine that is
     # started here, rollout workers are on this machine.
-    config = load_config(
-        path, [*overrides, *given, "evaluation.engines=shared", "placement.ray_address=null"]
-    )
+    config = load_config(path, [*overrides, *given, "evaluation.engines=shared", *ON_THIS_MACHINE])
     if not config.data.validation:
         raise ConfigError("data.validation names no dataset: add `data.validation: [{path: ...}]`")
     check_config(config)

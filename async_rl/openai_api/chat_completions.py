@@ -12,7 +12,6 @@ Source: OpenAI's API reference, "Chat completions"; their clients define `x-shou
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final
@@ -200,6 +199,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     unsupported: dict[str, Any]
     """Parameters without effect: sampling parameters, forced tool calls."""
+    parameters_digest: bytes
+    """Tells whether two requests have the same limits and parameters, those without effect included."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,18 +286,26 @@ def read_request(body: bytes, model: str) -> ChatRequest:
     ]
     free = _FreeJson()
     tools = _read_tools(raw.tools or (), free)
+    may_call = raw.tool_choice != "none"
+    max_new_tokens, stop = min(max_new, default=None), _read_stop(raw.stop)
+    unsupported = _unsupported(raw, free)
     return ChatRequest(
         messages=_read_messages(raw.messages, free),
         tools=tools,
-        tools_digest=hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).digest(),
-        may_call=raw.tool_choice != "none",
-        max_new_tokens=min(max_new, default=None),
-        stop=_read_stop(raw.stop),
+        tools_digest=_digest(tools),
+        may_call=may_call,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
         stream=bool(raw.stream),
         include_usage=raw.stream_options is not None and bool(raw.stream_options.include_usage),
         logprobs=bool(raw.logprobs),
-        unsupported=_unsupported(raw, free),
+        unsupported=unsupported,
+        parameters_digest=_digest((max_new_tokens, stop, may_call, unsupported)),
     )
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(value, order="deterministic"), digest_size=16).digest()
 
 
 class _FreeJson:

@@ -23,7 +23,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -31,6 +31,9 @@ from async_rl.openai_api.chat_completions import ApiError, ChatAnswer, ChatReque
 from async_rl.rollout.session.api import Session
 
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+
+_MAX_FAILED: Final = 32
+"""How many failed exchanges a conversation keeps for clients that ask for their errors again."""
 
 _NOTHING = b""
 """The digest of no messages."""
@@ -40,14 +43,15 @@ class Exchange:
     """One request of a conversation, and its answer."""
 
     def __init__(self, request: ChatRequest, digests: Sequence[bytes], number: int) -> None:
-        self.request = msgspec.structs.replace(request, messages=[])
-        """The request without its messages, and without its tools once it has ended."""
+        self.request = msgspec.structs.replace(request, messages=[], unsupported={})
+        """The request without its messages, and without its tools and stop strings once it has ended."""
         self.number = number
         """The number of this exchange in its trajectory, from 1."""
         self.num_messages = len(digests)
         self.digest = digests[-1]
         """The digest of its messages."""
         self.tools = request.tools_digest
+        self.parameters = request.parameters_digest
         self.pieces: list[str] = []
         """The text of the turn so far, as it arrived."""
         self.answer: ChatAnswer | None = None
@@ -66,14 +70,13 @@ class Exchange:
 
     def end(self) -> None:
         """Release what is needed only while the answer is being made."""
-        self.request = msgspec.structs.replace(self.request, tools=[])
+        self.request = msgspec.structs.replace(self.request, tools=[], stop=())
         self.pieces = []
 
     def is_repeated_by(self, request: ChatRequest, digests: Sequence[bytes]) -> bool:
         """Return whether a request is the same as this one."""
-        if self.digest != digests[-1] or self.tools != request.tools_digest:
-            return False
-        return _parameters(self.request) == _parameters(request)
+        own = self.digest, self.tools, self.parameters
+        return own == (digests[-1], request.tools_digest, request.parameters_digest)
 
 
 class RequestConversation:
@@ -103,6 +106,9 @@ class RequestConversation:
 
     def begin_exchange(self, exchange: Exchange, request: ChatRequest) -> list[dict[str, Any]]:
         """Add an exchange that continues this conversation, and return its new messages."""
+        failed = [e for e in self.exchanges if e.error is not None and not e.listeners]
+        if len(failed) >= _MAX_FAILED:  # only answers are bounded by the budgets of the trajectory
+            self.exchanges.remove(failed[0])
         self.exchanges.append(exchange)
         return request.messages[self.num_known :]
 
@@ -178,8 +184,3 @@ def _call_key(function: dict[str, Any]) -> list[str]:
     except (ValueError, RecursionError):
         arguments = arguments.strip()
     return [function["name"], arguments]
-
-
-def _parameters(request: ChatRequest) -> tuple[Any, ...]:
-    limits = (request.max_new_tokens, request.stop, request.may_call)
-    return (*limits, msgspec.json.encode(request.unsupported, order="deterministic"))

@@ -51,6 +51,10 @@ _PINGS: Final = "pings"
 """The concurrency group of a reader that answers while it reads."""
 
 
+_ENDED: Final = RayActorError, ActorUnschedulableError
+"""The errors of calls to an actor that has ended, or whose node has."""
+
+
 class FrameReaderActor(NodeActor):
     """Reads the frames on its node for the driver."""
 
@@ -102,6 +106,10 @@ class FrameReaderActor(NodeActor):
         # One after the other, so that only one of them is in the store and in the file.
         return held.path, [held.append(ray.get(reference)) for reference in objects]
 
+    def holds(self, path: str) -> bool:
+        """Return whether frames are held in this file: not those of a reader that has ended."""
+        return self._held is not None and self._held.path == path
+
 
 class SharedFrames:
     """Frames in memory under a path that other processes of this host and user can open.
@@ -138,7 +146,7 @@ class FrameReaders:
 
     Example:
         >>> readers = FrameReaders(setup, run_dir / "logs", directory)
-        >>> objects = await readers.actor_on("10.0.0.2").send_frames.remote(stored)
+        >>> objects = await readers.call("10.0.0.2", "send_frames", stored)
     """
 
     def __init__(self, setup: ActorSetup, log_dir: Path, directory: Path | None) -> None:
@@ -175,16 +183,32 @@ class FrameReaders:
                 self._actors[node] = actor, actor.join_run.remote(self._setup, path)
             return self._actors[node][0]
 
+    async def call(self, node: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the reader on a node. If the reader has ended, start another one and call that.
+
+        Raises:
+            NodeUnreachable: There is no such node now.
+            RayError: The call failed, or the other reader has ended as well.
+        """
+        actor = await asyncio.to_thread(self.actor_on, node)
+        try:
+            return await getattr(actor, method).remote(*arguments)
+        except _ENDED as error:
+            log.warning("the reader of frames on node %s has ended: %s", node, last_line(error))
+            await asyncio.to_thread(self.forget, node, actor)
+        actor = await asyncio.to_thread(self.actor_on, node)
+        return await getattr(actor, method).remote(*arguments)
+
     def open_reader(self, node: str) -> FrameReader:
         """Implements `Cluster.open_frame_reader`."""
         return RayFrameReader(self, node)
 
-    def forget(self, node: str) -> None:
-        """Let the next `actor_on` start another reader: the last one does not answer."""
+    def forget(self, node: str, actor: Any) -> None:
+        """Let the next `actor_on` start another reader instead of this one, which does not answer."""
         with self._lock:
-            actor = self._actors.pop(node, None)
-        if actor is not None:
-            ray.kill(actor[0])
+            if node in self._actors and self._actors[node][0] is actor:
+                del self._actors[node]
+                ray.kill(actor)
 
     async def close(self, *, at_once: bool = False) -> None:
         """End all readers."""
@@ -238,7 +262,7 @@ class RayFrameReader(FrameReader):
 
     def end(self) -> None:
         """Implements `FrameReader.end`."""
-        self._readers.forget(self._node)
+        self._readers.forget(self._node, self._actor)
 
     def _answer(self, reference: Any, limit_s: float) -> Callable[[], Any]:
         def wait() -> Any:
@@ -248,11 +272,9 @@ class RayFrameReader(FrameReader):
                 unreachable = NodeUnreachable(
                     f"node {self._node}, which has data of the run, does not answer: {last_line(error)}"
                 )
-                if isinstance(
-                    error, RayActorError | ActorUnschedulableError
-                ):  # not one that is slow to start
+                if isinstance(error, _ENDED):  # not one that is slow to start
                     unreachable.reader_has_ended = True
-                    self._readers.forget(self._node)
+                    self._readers.forget(self._node, self._actor)
                 raise unreachable from error
 
         return wait

@@ -238,6 +238,18 @@ def node_addresses() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
 
 
+def addresses_of(node_ids: Iterable[str]) -> list[str]:
+    """Return the addresses of nodes with these ids; blocks.
+
+    Raises:
+        EnvironmentNotReady: One of them has left Ray's cluster.
+    """
+    alive, wanted = node_addresses(), list(node_ids)
+    if left := sorted(set(wanted) - alive.keys()):
+        raise EnvironmentNotReady(f"these nodes have left Ray's cluster: {', '.join(left)}")
+    return [alive[node_id] for node_id in wanted]
+
+
 def alive_nodes() -> list[ClusterNode]:
     """Return the nodes that are alive, in the order of their addresses; blocks."""
     free = available_resources_per_node()  # type: ignore[no-untyped-call]

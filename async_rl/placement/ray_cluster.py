@@ -27,7 +27,7 @@ from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError, Weig
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, EngineActor, RankActor, node_address
 from async_rl.placement.frame_readers import FrameReaders
-from async_rl.placement.placements import LOG_AFTER_S, Placements, node_addresses
+from async_rl.placement.placements import LOG_AFTER_S, Placements, addresses_of, node_addresses
 from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, make_worker
 from async_rl.placement.rollout_worker_actor import rollout_worker
 from async_rl.placement.shared_devices import Device, assign_devices, options_beside
@@ -228,9 +228,8 @@ class RayCluster(Cluster):
             for rank, (actor, log_path) in enumerate(zip(actors, log_paths, strict=True)):
                 name = f"trainer rank {rank}"
                 nursery.start_task(name, self._join_run(name, actor, self._rank_placements, log_path))
-        addresses = await asyncio.to_thread(node_addresses)
-        nodes = [addresses[self._processes[actor].host] for actor in actors]
-        trainer = RayTrainer(actors, nodes, log_paths, config, self.node, self._frame_readers.actor_on)
+        nodes = await asyncio.to_thread(addresses_of, [self._processes[actor].host for actor in actors])
+        trainer = RayTrainer(actors, nodes, log_paths, config, self.node, self._frame_readers.call)
         plain = to_builtins(config)
         host, port = await self.open_port()
         async with Nursery() as nursery:

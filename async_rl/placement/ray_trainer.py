@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -22,8 +22,28 @@ T = TypeVar("T")
 _SEND_LIMIT_S: Final = 120.0
 """The time for a node to put its frames of a batch into Ray's store."""
 
+_MAX_DELIVERIES: Final = 3
+"""How often the frames of a batch are sent whose readers end before ranks have read them."""
+
 WEIGHTS: Final = "weights"
 """The concurrency group of a rank's actor that sends weights, in a thread of its own."""
+
+
+class CallFrameReader(Protocol):
+    """Implemented by `FrameReaders.call`."""
+
+    async def __call__(self, node: str, method: str, *arguments: Any) -> Any:
+        """Call the reader of frames on a node."""
+        ...
+
+
+class _Delivery(NamedTuple):
+    """Frames that a node's reader holds for its ranks."""
+
+    batch: TakenBatch
+    """The batch, with these frames where they are held."""
+    path: str
+    """The file that has them."""
 
 
 class RayTrainer(Trainer):
@@ -36,7 +56,7 @@ class RayTrainer(Trainer):
         log_paths: list[Path],
         config: Config,
         driver_node: str,
-        reader_on: Callable[[str], Any],
+        call_reader: CallFrameReader,
     ) -> None:
         """Call the ranks of a run.
 
@@ -46,14 +66,14 @@ class RayTrainer(Trainer):
             log_paths: Their logs.
             config: The time limits.
             driver_node: The address of the driver's node.
-            reader_on: Returns the actor that reads frames on the node with an address.
+            call_reader: Calls the reader of frames on the node with an address.
         """
         self._actors = actors
         self._log_paths = log_paths
         self._config = config
         self._nodes = nodes
         self._driver_node = driver_node
-        self._reader_on = reader_on
+        self._call_reader = call_reader
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """Implement `TrainerRank.setup` for all ranks."""
@@ -65,16 +85,20 @@ class RayTrainer(Trainer):
     async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
         """Implement `TrainerRank.read_batch` for all ranks, with frames of other nodes than theirs."""
         limit_s = self._config.trainer.step_timeout_s
-        local = await self._deliver_frames(limit_s, batch)
-        flaws: list[dict[str, str]] = await self._answers(
-            limit_s,
-            "read_batch",
-            {
-                rank: actor.call_worker.remote("read_batch", local.get(node, batch))
-                for rank, (actor, node) in enumerate(zip(self._actors, self._nodes, strict=True))
-            },
-        )
-        return {name: flaw for of_rank in flaws for name, flaw in of_rank.items()}
+        for _ in range(_MAX_DELIVERIES):
+            held = await self._deliver_frames(limit_s, batch)
+            of_ranks: list[dict[str, str]] = await self._answers(
+                limit_s,
+                "read_batch",
+                {
+                    rank: actor.call_worker.remote("read_batch", held[node].batch if node in held else batch)
+                    for rank, (actor, node) in enumerate(zip(self._actors, self._nodes, strict=True))
+                },
+            )
+            flaws = {name: flaw for of_rank in of_ranks for name, flaw in of_rank.items()}
+            if not flaws or all(await self._are_held(limit_s, held)):
+                return flaws
+        raise TrainerError(f"frames were lost with their readers before ranks had read them: {flaws}")
 
     async def train_step(self, batch: Any, step: int) -> StepResult:
         """Implement `TrainerRank.train_step` for all ranks."""
@@ -83,14 +107,19 @@ class RayTrainer(Trainer):
         )
         return result
 
-    async def _deliver_frames(self, limit_s: float, batch: TakenBatch) -> dict[str, TakenBatch]:
+    async def _are_held(self, limit_s: float, held: Mapping[str, _Delivery]) -> Iterable[bool]:
+        """Return for each node whether its reader still holds what it did: else no frame is damaged."""
+        calls = {node: self._call_reader(node, "holds", each.path) for node, each in held.items()}
+        return (await _on_nodes(limit_s, calls)).values()
+
+    async def _deliver_frames(self, limit_s: float, batch: TakenBatch) -> dict[str, _Delivery]:
         """Send to each node the frames that its ranks read and that another node has.
 
         The reader of the node that has a frame puts it into Ray's store, once. The readers of other nodes get
         it from there and hold it in memory that their ranks map. The objects are freed after this call.
 
         Returns:
-            The batch with their paths, by node that was sent any.
+            What is held, by node that was sent any.
 
         Raises:
             NodeUnreachable: A node that has some, other than the driver's, does not send them.
@@ -118,8 +147,7 @@ class RayTrainer(Trainer):
         async def send(node: str, indices: list[int]) -> list[Any]:
             try:
                 async with asyncio.timeout(_SEND_LIMIT_S):
-                    reader = await asyncio.to_thread(self._reader_on, node)
-                    objects: list[Any] = await reader.send_frames.remote(stored(indices))
+                    objects: list[Any] = await self._call_reader(node, "send_frames", stored(indices))
             except (RayError, NodeUnreachable, TimeoutError) as error:
                 if node == self._driver_node:
                     raise
@@ -130,10 +158,10 @@ class RayTrainer(Trainer):
                 raise unreachable from error
             return objects
 
-        async def hold(node: str, indices: list[int]) -> TakenBatch:
-            reader = await asyncio.to_thread(self._reader_on, node)
+        async def hold(node: str, indices: list[int]) -> _Delivery:
             chosen = [objects[index] for index in indices]
-            return _relocated(batch, indices, *await reader.hold_frames.remote(chosen))
+            path, offsets = await self._call_reader(node, "hold_frames", chosen)
+            return _Delivery(_relocated(batch, indices, path, offsets), path)
 
         sent = await _on_nodes(limit_s, {node: send(node, each) for node, each in by_source.items()})
         objects = {

@@ -27,7 +27,7 @@ from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, NodeActor, node_address
-from async_rl.placement.placements import MIN_CPUS, node_addresses
+from async_rl.placement.placements import MIN_CPUS, addresses_of, node_addresses
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.spool import AnswerFolder, FrameStore, SpoolFolder, folder_on_node
@@ -123,7 +123,7 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
                 folders = [None if path is None else str(path) for path in places]
                 running = actor.run_worker.remote(given, *folders, *address)
                 link = await _accept_link(listener, running)
-                link.peer_node = (await asyncio.to_thread(node_addresses))[process.host]
+                (link.peer_node,) = await asyncio.to_thread(addresses_of, [process.host])
         except (RayError, TimeoutError) as error:
             slow = f"it took too long, or no node has enough of {resources | {'CPU': cpus}}"
             why = last_line(error) if isinstance(error, RayError) else slow

@@ -147,6 +147,11 @@ class OutstandingGroups:
             return self._work
         return {group_id: work for group_id, work in self._work.items() if group_id not in self._writing}
 
+    @property
+    def is_any_sampled(self) -> bool:
+        """Whether a group in flight is not being written."""
+        return not self._writing.issuperset(self._backlog.in_flight())
+
     def dispatch_group(
         self,
         group_id: str,

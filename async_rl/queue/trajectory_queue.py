@@ -275,7 +275,7 @@ class TrajectoryQueue:
 
         Raises:
             InvariantError: When the group is not in flight, or its trajectories are not those in flight.
-            SpoolFull: When there is no space, and no step will free any.
+            SpoolFull: When there is no space, and no step will free any: all groups in flight wait for it.
         """
         with self._groups.being_written(group.group_id):
             trajectory_ids = {trajectory.trajectory_id for trajectory in group.trajectories}
@@ -290,7 +290,10 @@ class TrajectoryQueue:
                     self._spool.put_group(group.trajectories)
                     break
                 except SpoolFull as error:
-                    await self.wait_for_space(error)
+                    if self._groups.is_any_sampled:  # it may be stored on another node, and fill a batch
+                        await self._wait_for_step()
+                    else:
+                        await self.wait_for_space(error)
             self.finished.forget_unscored(trajectory_ids)
             # The ledger is written with other changes: a crash before that leaves the group in flight, ended.
             self._groups.queue_group(group.group_id, group.trajectories)
@@ -303,6 +306,9 @@ class TrajectoryQueue:
         """
         if not (self._delivery.in_progress or self._backlog.select_batch(self._admission.next)):
             raise SpoolFull(str(shortage)) from None  # it has been waited out
+        await self._wait_for_step()
+
+    async def _wait_for_step(self) -> None:
         await self._changes.wait_for_change("capacity", self._admission.why_full)
 
     # -- drops --------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ async def run_agent_loop(
                     returned = await contained(
                         _call_loop(name, loop, task, session),
                         limit_s=CLEAN_UP_S,
-                        on_cancel=session.refuse_calls,
+                        on_cancel=session.abandon,
                         on_ignored=lambda: loops.report_swallowed_cancellation(name),
                     )
     except Exception as error:

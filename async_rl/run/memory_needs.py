@@ -1,12 +1,14 @@
 """How much memory trajectories take in the process that runs them, at most.
 
-A running attempt holds its tokens and the routing rows that its engines have sent, narrowed as they arrive.
+A running attempt holds its tokens, with the sampling masks of a truncated distribution, and the routing rows
+that its engines have sent, narrowed as they arrive.
 While an attempt ends whose rows came in several answers, these are merged one after the other; its frame is
 written from the result. Then all are freed. `tests/contract/test_trajectory_memory.py` measures a process.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from async_rl import routing
@@ -17,6 +19,10 @@ from async_rl.engines.sglang.routing_payload import SLABS
 _TOKEN_BYTES: Final = 48
 """Id, log-prob and version of a token, in segments, in the journal's entry and in what is merged of them."""
 
+_MASK_ID_BYTES: Final = 16
+"""A kept id of a sampling mask: 4 in the buffer of the running call, which has at most half of its size to
+spare and is copied when it grows, 4 in the segment, and 4 in the column of the trajectory."""
+
 _ROW_COPIES: Final = 3
 """Copies of the rows that exist while a trajectory ends: as sent, and before and after the last merge."""
 
@@ -26,9 +32,11 @@ def trajectory_bytes(config: Config, facts: EngineFacts) -> int:
     row_bytes = 0
     if config.routing.from_engine and facts.is_moe:
         row = len(facts.moe_layers) * facts.top_k * routing.id_dtype(facts.num_experts).itemsize
-        row_bytes = _ROW_COPIES * row
+        # A trajectory whose flips are measured keeps the last rows that an update replaced.
+        row_bytes = math.ceil((_ROW_COPIES + config.routing.flip_sample) * row)
+    mask_bytes = _MASK_ID_BYTES * config.rollout.top_k if config.rollout.needs_masks else 0
     tokens = min(config.rollout.max_context_tokens, facts.context_length)
-    return (1 + config.rollout.max_branches) * tokens * (_TOKEN_BYTES + row_bytes)
+    return (1 + config.rollout.max_branches) * tokens * (_TOKEN_BYTES + mask_bytes + row_bytes)
 
 
 def describe_memory(config: Config, facts: EngineFacts) -> str:

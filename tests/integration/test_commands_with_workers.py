@@ -52,6 +52,9 @@ def overrides(calculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         f"rollout.agent_loop={__name__}:OwnProcess",
         f"rollout.reward={__name__}:length",
         "rollout.num_workers=1",
+        # Of the nodes of a cluster, which these commands do not use.
+        "placement.resources_per_rollout_worker={rollout: 1}",
+        "placement.cpus_per_rollout_worker=1000",
     ]
 
 

@@ -57,6 +57,63 @@ async def test_the_memory_of_a_conversation_grows_with_its_turns_and_not_with_th
     assert many < 6 * few
 
 
+async def bytes_held_by_failures(num_requests: int) -> int:
+    """Return what a trajectory holds after requests that are too long and have many parameters."""
+    session = ScriptedSession("Hello.")
+    handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
+    body = json.dumps(
+        {
+            "model": "policy",
+            "messages": [{"role": "user", "content": "x" * (1 << 17)}],
+            "logit_bias": {str(token): 1 for token in range(2000)},
+            "stop": ["never"],
+        }
+    ).encode()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        async with Nursery() as nursery:
+            nursery.start_task("requests", handler.serve_requests())
+            for _ in range(num_requests):
+                chat = read_request(body, "policy")
+                exchange = handler.submit_request(chat, message_digests(chat.messages), retry_count=0)
+                exchange.delivered = True
+                while not exchange.ended:
+                    await exchange.changed.wait()
+                assert exchange.error is not None
+                assert exchange.error.code == "context_length_exceeded"
+            del exchange, chat
+            gc.collect()
+            used = tracemalloc.get_traced_memory()[0]
+            handler.close()
+    finally:
+        tracemalloc.stop()
+    return used
+
+
+async def test_failed_requests_do_not_fill_the_memory() -> None:
+    await bytes_held_by_failures(2)  # what is held once
+    few, many = await bytes_held_by_failures(40), await bytes_held_by_failures(400)
+    assert many < few + (256 << 10)
+
+
+async def test_a_failed_request_is_told_its_error_again() -> None:
+    session = ScriptedSession("Hello.")
+    handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
+    messages = [{"role": "user", "content": "x" * (1 << 17)}]
+    chat = read_request(json.dumps({"model": "policy", "messages": messages}).encode(), "policy")
+    other = read_request(
+        json.dumps({"model": "policy", "messages": messages, "top_p": 0.5}).encode(), "policy"
+    )
+    first, again, with_another_parameter = (
+        handler.submit_request(each, message_digests(each.messages), retry_count=None)
+        for each in (chat, chat, other)
+    )
+    assert again is first
+    assert with_another_parameter is not first
+    handler.close()
+
+
 async def test_certificates_are_read_once_for_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     load = ssl.SSLContext.load_verify_locations

@@ -253,6 +253,49 @@ async def test_a_batch_waits_for_a_node_that_is_absent(opened: NodesQueue) -> No
     assert queue.statistics().dropped == {}
 
 
+async def test_a_group_that_its_node_has_no_space_for_waits_for_one_elsewhere(opened: NodesQueue) -> None:
+    queue, nodes = opened.queue, opened.nodes
+    opened.dispatch("g", "h", "i")
+    g, h = nodes.store("g-0", "g-1"), nodes.store("h-0", "h-1")
+    nodes.spool.max_bytes = sum(each.nbytes for each in (*g, *h[:1]))
+    await opened.put("g", g)
+    async with Nursery() as nursery:
+        putting = nursery.start_task("put", opened.put("h", h))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not putting.done()
+        await opened.put("i", here(nodes, "i-0"), here(nodes, "i-1"))
+        batch = await queue.next_batch(0)
+        assert batch is not None
+        assert batch.group_ids == ("g", "i")
+        await queue.settle_batch(batch, 1)
+    assert queue.statistics().groups_ready == 1
+
+
+@pytest.mark.parametrize("end", ["put", "drop"])
+async def test_an_error_says_so_when_all_groups_wait_for_space(opened: NodesQueue, end: str) -> None:
+    queue, nodes = opened.queue, opened.nodes
+    opened.dispatch("g", "h", "i")
+    g, h, i = (nodes.store(f"{name}-0", f"{name}-1") for name in "ghi")
+    nodes.spool.max_bytes = sum(each.nbytes for each in (*g, *h[:1]))
+    await opened.put("g", g)
+
+    async def put_all() -> None:
+        async with Nursery() as nursery:
+            nursery.start_task("put", opened.put("h", h))
+            await asyncio.sleep(0)
+            if end == "put":
+                nursery.start_task("put", opened.put("i", i))
+            else:
+                queue.drop_group("i", "loop")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await put_all()
+    assert {type(error) for error in raised.value.exceptions} == {SpoolFull}
+    assert "queue.max_bytes" in str(raised.value.exceptions[0])
+    assert queue.statistics().groups_in_flight == (2 if end == "put" else 1)
+
+
 async def lose_part_of_a_group(opened: NodesQueue) -> None:
     """Make two groups ready; a node is lost that has one trajectory of one of them."""
     opened.dispatch("g", "h")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from async_rl import routing
 from async_rl.config import Config, parse_config
 from async_rl.engine_protocol import EngineFacts
+from async_rl.rollout.session.tokens import GrowingMask
 from async_rl.run.memory_needs import describe_memory, trajectory_bytes
+from async_rl.types import SamplingMask
 
 QWEN = EngineFacts(
     num_layers=48,
@@ -36,8 +39,8 @@ def config_with(replay: str = "r3", **rollout: Any) -> Config:
     )
 
 
-def test_rows_count_as_sent_and_before_and_after_a_merge() -> None:
-    rows = 3 * 48 * 8
+def test_rows_count_as_sent_and_before_and_after_a_merge_and_for_flips() -> None:
+    rows = math.ceil(3.05 * 48 * 8)
     assert trajectory_bytes(config_with(), QWEN) == 32768 * (rows + 48)
     assert trajectory_bytes(config_with(max_branches=3), QWEN) == 4 * 32768 * (rows + 48)
     assert trajectory_bytes(config_with(replay="off"), QWEN) == 32768 * 48
@@ -45,7 +48,36 @@ def test_rows_count_as_sent_and_before_and_after_a_merge() -> None:
 
 def test_layers_without_experts_have_no_rows() -> None:
     some = msgspec.structs.replace(QWEN, moe_layers=tuple(range(3, 48)))
-    assert trajectory_bytes(config_with(), some) == 32768 * (3 * 45 * 8 + 48)
+    assert trajectory_bytes(config_with(), some) == 32768 * (math.ceil(3.05 * 45 * 8) + 48)
+
+
+@pytest.mark.parametrize("num_calls", [1, 4])
+def test_the_masks_of_a_truncated_distribution_fit_what_is_reported(num_calls: int) -> None:
+    num_tokens, top_k = 4096, 64
+    config = config_with(
+        "off", max_context_tokens=num_tokens, top_k=top_k, top_p=0.99, max_concurrent_trajectories=1
+    )
+    per_chunk = SamplingMask.of([list(range(70_000, 70_000 + top_k))] * 8)
+    tracemalloc.start()
+    try:
+        parts = []
+        for _ in range(num_calls):
+            call, length = GrowingMask(), num_tokens // num_calls
+            for _ in range(0, length, len(per_chunk)):
+                call.extend(per_chunk)
+            parts.append(call.part(0, length))
+        joined = SamplingMask.joined([*parts, SamplingMask.untruncated(1)])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(joined) == num_tokens + 1
+    reported = trajectory_bytes(config, QWEN)
+    assert reported / 2 < peak < reported
+
+
+def test_masks_that_are_not_replayed_take_nothing() -> None:
+    without = trajectory_bytes(config_with("off"), QWEN)
+    assert trajectory_bytes(config_with("off", top_k=64, top_p=0.9, replay_sampling=False), QWEN) == without
 
 
 @pytest.mark.parametrize("num_answers", [1, 2, 32])
@@ -74,10 +106,10 @@ def test_rows_in_several_answers_are_merged_in_what_is_reported(num_answers: int
 @pytest.mark.parametrize(
     ("workers", "found"),
     [
-        (0, "at most 9.4 GiB in the driver: 256 of up to 38 MiB"),
-        (1, "at most 9.4 GiB in each rollout worker: 256 of up to 38 MiB"),
-        (2, "at most 9.4 GiB in each rollout worker: 256 of"),  # the other one may be missing
-        (5, "at most 2.3 GiB in each rollout worker: 64 of"),
+        (0, "at most 9.5 GiB in the driver: 256 of up to 38 MiB"),
+        (1, "at most 9.5 GiB in each rollout worker: 256 of up to 38 MiB"),
+        (2, "at most 9.5 GiB in each rollout worker: 256 of"),  # the other one may be missing
+        (5, "at most 2.4 GiB in each rollout worker: 64 of"),
     ],
 )
 def test_each_worker_has_its_share_while_one_of_the_others_is_missing(workers: int, found: str) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ async def too_much(task: Task, api: AgentAPI) -> None:
 
 async def raising(task: Task, api: AgentAPI) -> None:
     raise KeyError("the agent's own fault")
+
+
+async def quotes_its_url(task: Task, api: AgentAPI) -> None:
+    raise ValueError(f"no answer of {api.session_url}", 404)
 
 
 class Hanging:
@@ -182,6 +187,13 @@ async def test_an_error_hides_the_key_when_a_program_prints_it():
     loop = OpenAIAgentLoop(command=["sh", "-c", "echo $OPENAI_API_KEY; exit 1"])
     with pytest.raises(AgentLoopError, match="ended with 1: <key>"):
         await play(loop)
+
+
+async def test_an_error_hides_the_key_when_a_client_quotes_it():
+    with pytest.raises(ValueError, match=r"no answer of http\S+/<key>") as caught:
+        await play(OpenAIAgentLoop(agent=f"{HERE}:quotes_its_url"), "Hello.")
+    assert caught.value.args[1:] == (404,)
+    assert "sk-" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from async_rl.codec import ALIGNMENT
 from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
-from async_rl.placement import actors
+from async_rl.placement import actors, placements
 from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_folder, interface_of
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
@@ -358,3 +358,10 @@ def test_a_rank_is_bound_to_the_cores_beside_its_gpu(
     with pytest.raises(Started):
         TrainerWorker(config, 0, 1, "127.0.0.1:1").setup(None)
     assert found == (["12-34"] if bound else [])
+
+
+def test_a_node_that_has_left_is_an_error_that_a_restart_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placements, "node_addresses", lambda: {"a0": "10.0.0.1", "b0": "10.0.0.2"})
+    assert placements.addresses_of(["b0", "a0", "b0"]) == ["10.0.0.2", "10.0.0.1", "10.0.0.2"]
+    with pytest.raises(EnvironmentNotReady, match=r"these nodes have left Ray's cluster: c0, d0"):
+        placements.addresses_of(["d0", "a0", "c0"])

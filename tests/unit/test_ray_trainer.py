@@ -14,7 +14,7 @@ from ray.exceptions import RayTaskError
 from async_rl.config import parse_config
 from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightSyncError
 from async_rl.placement.frame_readers import SharedFrames
-from async_rl.placement.ray_trainer import RayTrainer
+from async_rl.placement.ray_trainer import CallFrameReader, RayTrainer
 from async_rl.queue.frames import read_columns
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.stored_batches import taken_batch
@@ -42,8 +42,8 @@ async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles(
         await trainer.send_weights(["weights-engine-0-1-2"], 1 << 20)
 
 
-def no_reader(node: str) -> Any:
-    raise AssertionError(f"node {node} reads frames")
+async def no_reader(node: str, method: str, *_: Any) -> Any:
+    raise AssertionError(f"node {node} reads frames: {method}")
 
 
 class Reader:
@@ -53,16 +53,30 @@ class Reader:
         self.frames = SharedFrames()
         self.sent: list[str] = []
         self.num_held = 0
-        self.send_frames = SimpleNamespace(remote=self.send)
-        self.hold_frames = SimpleNamespace(remote=self.hold)
+        self.ends_after_holding = 0
 
-    async def send(self, stored: list[StoredTrajectory]) -> list[Any]:
+    def send_frames(self, stored: list[StoredTrajectory]) -> list[Any]:
         self.sent += [each.trajectory_id for each in stored]
         return [np.fromfile(each.path, np.uint8) for each in stored]
 
-    async def hold(self, objects: list[Any]) -> tuple[str, list[int]]:
+    def hold_frames(self, objects: list[Any]) -> tuple[str, list[int]]:
         self.num_held += len(objects)
-        return self.frames.path, [self.frames.append(data) for data in objects]
+        answer = self.frames.path, [self.frames.append(data) for data in objects]
+        if self.ends_after_holding:  # and another one starts
+            self.ends_after_holding -= 1
+            ended, self.frames = self.frames, SharedFrames()
+            del ended
+        return answer
+
+    def holds(self, path: str) -> bool:
+        return path == self.frames.path
+
+
+def calls_of(readers: dict[str, Reader]) -> CallFrameReader:
+    async def call(node: str, method: str, *arguments: Any) -> Any:
+        return getattr(readers[node], method)(*arguments)
+
+    return call
 
 
 class ReadingRank:
@@ -98,7 +112,7 @@ async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(tmp_path
     ranks = [ReadingRank(first, 3) for first in (0, 1, 1, 2)]
     readers = {node: Reader() for node in ("here", "a", "b")}
     logs = [tmp_path / f"trainer-{rank}.log" for rank in range(4)]
-    trainer = RayTrainer(ranks, ["here", "a", "a", "b"], logs, CONFIG, "here", readers.__getitem__)
+    trainer = RayTrainer(ranks, ["here", "a", "a", "b"], logs, CONFIG, "here", calls_of(readers))
     assert await trainer.read_batch(batch) == {}
     names = batch.trajectory_ids
     assert readers["here"].sent == [names[index] for index in (1, 2, 5, 7)]
@@ -136,8 +150,36 @@ async def test_damaged_frames_of_all_ranks_are_returned(tmp_path: Path) -> None:
     assert all("does not exist" in flaw for flaw in flaws.values())
 
 
+@pytest.mark.parametrize(("ends", "is_read"), [(1, True), (2, True), (3, False)])
+async def test_frames_are_sent_again_when_their_reader_has_ended_before_ranks_read_them(
+    tmp_path: Path, ends: int, is_read: bool
+) -> None:
+    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    ranks, readers = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}
+    readers["a"].ends_after_holding = ends
+    trainer = RayTrainer(ranks, ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
+    if is_read:
+        assert await trainer.read_batch(batch) == {}
+        assert ranks[0].read.keys() == set(batch.trajectory_ids)
+        assert readers["a"].num_held == 4 * (ends + 1)
+    else:
+        with pytest.raises(TrainerError, match=r"frames were lost with their readers .* does not exist"):
+            await trainer.read_batch(batch)
+
+
+async def test_a_frame_that_arrives_damaged_is_returned(tmp_path: Path) -> None:
+    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    damaged = Path(batch.trajectories[2].path)
+    damaged.write_bytes(damaged.read_bytes()[:-8] + b"\0" * 7 + b"\1")
+    ranks, readers = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}
+    trainer = RayTrainer(ranks, ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
+    flaws = await trainer.read_batch(batch)
+    assert flaws.keys() == {batch.trajectory_ids[2]}
+    assert readers["a"].num_held == 4
+
+
 async def test_a_batch_waits_when_the_node_of_a_frame_is_lost(tmp_path: Path) -> None:
-    def lost(node: str) -> Any:
+    async def lost(node: str, *_: Any) -> Any:
         raise NodeUnreachable(f"node {node} has left")
 
     batch = taken_batch(tmp_path, [make_group("g", size=2)], 0)

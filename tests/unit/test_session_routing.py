@@ -889,11 +889,26 @@ async def test_flips_are_measured_when_a_trajectory_is_of_the_sample(merge: str)
     policy = Watched(stop_at=[60])
     bench = Bench(simulated(policy), merge=merge, flip_sample=1.0, **LONG)
     trajectory = await interrupted(bench, policy, [PROMPT + 10, PROMPT + 30])
-    # One version further on, the marks are 7 experts further on: none of two is the same.
-    assert flips(bench) == (2, 2.0)
+    # One version further on, the marks are 7 experts further on: none of two is the same. Only the last rows
+    # that an update replaced are kept until the end.
+    assert flips(bench) == ((1, 1.0) if merge == "replace" else (2, 2.0))
     versions = row_versions(trajectory.trace)
     assert np.array_equal(trajectory.trace.rows, rows_under(trajectory, versions))
     assert set(versions) == ({2} if merge == "replace" else {0, 1, 2})
+
+
+@in_virtual_time
+async def test_the_rows_of_a_cancelled_attempt_are_freed_before_its_loop_has_ended() -> None:
+    policy = Watched(stop_at=[60])
+    bench = Bench(simulated(policy), **LONG)
+    bench.start()
+    await bench.session.generate()
+    bench.session.abandon()
+    with pytest.raises(RuntimeError, match="closed session"):
+        await bench.session.generate()
+    assert bench.counted("routing_payloads_total", kind="recovery") == 0
+    assert_whole(await bench.finish(), 0)  # they are fetched again
+    assert bench.counted("routing_payloads_total", kind="recovery") == 1
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def test_the_remedy_is_named_when_there_is_no_such_tracker(names: tuple[str, ...
 
 def test_the_package_is_named_when_wandb_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentNotReady, match=r"pip install 'async-rl\[wandb\]'"):
+    with pytest.raises(EnvironmentNotReady, match=r"pip install -e '\.\[wandb\]'"):
         choice.choose(config("wandb"))
 
 

@@ -66,6 +66,13 @@ from async_rl.types import StoredTrajectory, Task
 OpenEngines = Callable[..., AbstractAsyncContextManager[list[Engine]]]
 """Opens engines; gets the config and a folder for their logs."""
 
+ON_THIS_MACHINE: Final = (
+    "placement.ray_address=null",
+    "placement.resources_per_rollout_worker={}",
+    "placement.cpus_per_rollout_worker=0",
+)
+"""Settings under which rollout workers are on this machine, whatever the nodes of a cluster have."""
+
 _OVERRIDES: Final = (
     "rollout.max_attempts=1",
     "rollout.min_group_size=1",
@@ -75,7 +82,7 @@ _OVERRIDES: Final = (
     "trainer.loss.advantages=reinforce++",
     "trainer.loss.advantages_args={}",
     "trainer.critic={}",
-    "placement.ray_address=null",
+    *ON_THIS_MACHINE,
     "queue.spool_dir=null",
 )
 """Settings under which every trajectory is kept, independent of its siblings, and all processes are here."""

@@ -544,6 +544,12 @@ class Conversation(Generic[Writer]):
         self._tree.has_ended = True
         self._tree.open.clear()
 
+    def abandon(self) -> None:
+        """Refuse all further calls and free the routing rows: the loop is cancelled, and may not end soon."""
+        for session in (self, *self._tree.open.values(), *self._tree.ended.values()):
+            session.writer.discard_rows()
+        self.refuse_calls()
+
     async def close(self) -> int:
         """Close the tree after its loop has ended, and cancel turns that are still being written.
 

@@ -109,6 +109,11 @@ class RoutingRows:
         other._held, other._replaced = list(self._held), []
         return other
 
+    def discard(self) -> None:
+        """Free all rows."""
+        self._held.clear()
+        self._replaced.clear()
+
     @property
     def needs_aborted(self) -> bool:
         """Whether rows of aborted calls are used.
@@ -129,8 +134,7 @@ class RoutingRows:
                 last.end,
             )
             self._metrics.replay_rejected_total.labels("wrong_prefix").inc()
-            self._held.clear()
-            self._replaced.clear()
+            self.discard()
             return 0
         return last.end
 
@@ -202,7 +206,7 @@ class RoutingRows:
         elif payload.start == 0:
             if self._measures_flips:
                 stale = [old for old in self._held if old.weight_version != new.weight_version]
-                self._replaced += stale
+                self._replaced = stale or self._replaced  # the last ones: memory for one copy is planned
             self._held = [new]
         elif payload.weight_version == self._held[-1].weight_version:
             self._held.append(new)

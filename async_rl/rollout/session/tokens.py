@@ -180,6 +180,10 @@ class TokenWriter(Protocol):
         """Return a writer for another trajectory of the same attempt, with all tokens so far or with none."""
         ...
 
+    def discard_rows(self) -> None:
+        """Free the routing rows: there will be no trajectory."""
+        ...
+
 
 class GrowingText:
     """Passes on the text of tokens as it grows, in whole characters.

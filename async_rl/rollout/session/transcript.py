@@ -227,6 +227,10 @@ class Transcript(TokenWriter):
             self._context.calls.share_cached_prefix(self.trajectory_id, trajectory_id)
         return other
 
+    def discard_rows(self) -> None:
+        """Implements `TokenWriter.discard_rows`."""
+        self._rows.discard()
+
     def append_context(self, token_ids: Int32Array) -> None:
         """Append tokens that the policy did not write, and compare them with what is being restored."""
         if self._restored is not None:
