@@ -194,8 +194,8 @@ class EngineSlot:
 class BoundedRequest:
     """A request to an engine that is not a call, and its time limit.
 
-    The engine may have to send a routing payload first. What it has sent to another process is known once
-    that has reported, so the limit waits for these reports.
+    The engine may have to send a routing payload first, or to end calls. What it has sent to another process
+    is known once that has reported, so the limit waits for these reports.
     """
 
     def __init__(self, slot: EngineSlot, limit: asyncio.Timeout, limit_s: float, wait: waiting) -> None:
@@ -261,13 +261,13 @@ class BoundedRequest:
         self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._end_limit, {})
 
     def _end_limit(self, reported: Mapping[LeaseHolder, int]) -> None:
-        """Expire, once all processes that receive payloads of the engine have reported since the limit.
+        """Expire, once all processes that receive payloads of the engine, or are silent, have reported since.
 
         Args:
             reported: The number of their reports when it was over; empty at that moment.
         """
-        receiving = [call for call in self._slot.calls() if call.receives_payload]
-        holders = {call.holder for call in receiving if call.holder is not None}
+        waited = [call for call in self._slot.calls() if call.receives_payload or call.is_unobserved]
+        holders = {call.holder for call in waited if call.holder is not None}
         reported = reported or {holder: holder.num_reports for holder in holders}
         if any(reported.get(holder) == holder.num_reports for holder in holders):
             self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._end_limit, reported)
@@ -488,6 +488,12 @@ class Lease:
         slot = self.slot
         self.heard_s = slot.progress_s = self._clock()
         self.overtaken_s = None
+
+    def abandon(self) -> None:
+        """Judge the engine from now on: the process that makes the call can no longer do that."""
+        self.excuse_silence()
+        for request in self.slot.bounded_requests:
+            request.extend()
 
     def record_strike(self, error: EngineError) -> None:
         """Report an implausible answer; an engine that gives several is quarantined."""

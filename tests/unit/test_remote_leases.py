@@ -54,9 +54,11 @@ class Worker:
             lease_s=LEASE_S,
             report_s=report_s,
             metrics=Metrics(),
-            clock=clock,
+            clock=lambda: clock() + self.stopped_s,
         )
         self.clock = clock
+        self.stopped_s = 0.0
+        """How long the process was stopped, which the timers of the event loop do not know yet."""
         self.leases: list[Lease] = []
         self.events: list[Chunk | Finish] = []
 
@@ -486,6 +488,57 @@ async def test_leases_of_a_silent_worker_expire_before_an_engine_is_interrupted(
 
 
 @in_virtual_time
+async def test_a_silent_worker_that_is_back_in_time_still_gets_the_leases_that_it_waits_for() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        driver.leases.handle_message(LeaseWanted(lease_id=2, key="b", tokens=9, prompt=4))
+        await driver.pool.interrupt_engine(driver.engine, "abort")  # its leases expire
+        assert driver.num_calls == 0
+        driver.pool.serve_engine("engine-0", 4)
+        await asyncio.sleep(0.1)
+        granted = driver.posted[-1]
+        assert isinstance(granted, LeaseGranted)
+        assert (granted.lease_id, granted.weight_version) == (2, 4)
+        driver.leases.renew(Heartbeat(number=2))
+        driver.leases.close()
+
+
+@in_virtual_time
+async def test_calls_of_a_worker_that_is_silent_after_its_answer_end_with_its_leases() -> None:
+    """It has confirmed that it sends nothing more, and does not say that its streams are closed."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        renewed_s = driver.clock()
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        interrupting = nursery.start_task("i", driver.pool.interrupt_engine(driver.engine, "abort"))
+        await asyncio.sleep(0.1)
+        (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
+        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
+        await interrupting
+        assert driver.clock() - renewed_s < LEASE_S + 1.0
+        await asyncio.sleep(LEASE_S + 1.0)
+        assert driver.num_calls == 0
+
+
+@in_virtual_time
+async def test_nothing_is_sent_after_expiry_when_the_timer_of_it_is_late() -> None:
+    worker = Worker()
+    worker.calls.renew(worker.clock())
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(worker.call(wait_s=0.5))
+        await asyncio.sleep(0)
+        worker.grant(1)
+        worker.stopped_s = LEASE_S
+        lease = await calling
+    (end,) = worker.events
+    assert isinstance(end, Finish)
+    assert (end.reason, lease.interrupted) == ("abort", True)
+
+
+@in_virtual_time
 async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more() -> None:
     """A silent worker's leases last longer than `weights.timeout_s` here: no engine is to blame for it."""
     async with Nursery() as nursery:
@@ -532,6 +585,26 @@ async def test_an_update_has_its_whole_limit_when_a_lost_worker_receives_a_paylo
         assert not updating.done()
         with pytest.raises(TimeoutError):
             await updating
+
+
+@in_virtual_time
+async def test_an_update_has_its_whole_limit_when_a_worker_was_lost_that_did_not_say_whether_calls_ended() -> (
+    None
+):
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        updating = asyncio.ensure_future(driver.wait_for_engine())
+        nursery.start_task("expire", driver.leases.expire())
+        await asyncio.sleep(LEASE_S + 0.4)
+        assert driver.num_calls == 1
+        await asyncio.sleep(4.0)
+        assert driver.num_calls == 0
+        assert not updating.done()
+        with pytest.raises(TimeoutError):
+            await updating
+        assert driver.clock() < LEASE_S + 5.5
 
 
 @in_virtual_time

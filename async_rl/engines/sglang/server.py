@@ -150,8 +150,7 @@ class SGLangServer:
             installed = importlib.metadata.version("sglang")
         except importlib.metadata.PackageNotFoundError as e:
             raise EnvironmentNotReady(
-                "sglang is not installed here: `make setup` installs it for a CPU, "
-                "`pip install async-rl[sglang]` for a GPU"
+                "sglang is not installed here: `make setup` installs it for a CPU, `make setup-gpu` for a GPU"
             ) from e
         if self._saves_memory and find_spec("torch_memory_saver") is None:
             raise EnvironmentNotReady(

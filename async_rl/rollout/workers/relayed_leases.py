@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -120,6 +120,9 @@ class RelayedLeases(LeaseHolder):
         self._next_revocation: Revocation
         self._revocations: dict[int, Revocation] = {}
         """Those that are not confirmed, by number."""
+        self._revoked: set[int] = set()
+        """Revoked leases whose calls the worker may still hold open, even if it has confirmed that."""
+        self._watches_expiry = False
         self._numbers = count(1)
         self._renewed_s = -math.inf
         """When leases were renewed last: the worker's own time of it is earlier."""
@@ -182,18 +185,30 @@ class RelayedLeases(LeaseHolder):
 
     def _post_revocation(self, number: int) -> None:
         engines, self._to_revoke = self._to_revoke, {}
+        self._revoked.update(
+            lease_id
+            for lease_id, relayed in self._leases.items()
+            if (lease := relayed.placed) is not None and lease.engine.engine_id in engines
+        )
         self._post(RevokeLeases(engines=engines, number=number))
-        self._end_expired_revocation(number)
+        if not self._watches_expiry:
+            self._watch_expiry()
 
-    def _end_expired_revocation(self, number: int) -> None:
-        """End the wait for a worker that can no longer use its leases; look again when that may be so."""
-        if number not in self._revocations:
+    def _watch_expiry(self) -> None:
+        """Wait no longer for a worker that can no longer use its leases; look again when that may be so.
+
+        Requests for leases stay: nothing is sent for them, and the worker may only be late.
+        """
+        self._revoked &= self._leases.keys()
+        self._watches_expiry = bool(self._revoked or self._revocations)
+        if not self._watches_expiry:
             return
         if valid_s := self._valid_s:
-            asyncio.get_running_loop().call_later(valid_s, self._end_expired_revocation, number)
+            asyncio.get_running_loop().call_later(valid_s, self._watch_expiry)
             return
-        self._return_leases()
-        self._confirm_revocation(number)
+        self._watches_expiry = False
+        self._return_leases([lease_id for lease_id, relayed in self._leases.items() if relayed.placed])
+        self._confirm_revocations()
 
     # -- the end of the worker -----------------------------------------------------------------------------
 
@@ -213,9 +228,8 @@ class RelayedLeases(LeaseHolder):
         """Return all leases now: the worker's process has ended."""
         for pool in self._pools.values():
             pool.lease_holders.pop(self, None)
-        self._return_leases()
-        for number in list(self._revocations):
-            self._confirm_revocation(number)
+        self._return_leases(list(self._leases))
+        self._confirm_revocations()
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -224,13 +238,11 @@ class RelayedLeases(LeaseHolder):
         """How long the worker may still use its leases, unless they are renewed."""
         return max(0.0, self._renewed_s + self._lease_s + _CLOCK_MARGIN_S - self._clock())
 
-    def _return_leases(self) -> None:
+    def _return_leases(self, lease_ids: Iterable[int]) -> None:
         """Return leases that the worker can no longer use. Their engines may have served it until now."""
-        for lease_id, relayed in list(self._leases.items()):
-            if (lease := relayed.placed) is not None:
-                lease.excuse_silence()
-                if lease.receives_payload:
-                    lease.record_payload()
+        for lease_id in lease_ids:
+            if (lease := self._leases[lease_id].placed) is not None:
+                lease.abandon()
             self._return_lease(lease_id)
 
     def _request_lease(self, message: LeaseWanted) -> None:
@@ -318,6 +330,10 @@ class RelayedLeases(LeaseHolder):
     def _confirm_revocation(self, number: int) -> None:
         if (revocation := self._revocations.pop(number, None)) is not None:
             revocation.confirm()
+
+    def _confirm_revocations(self) -> None:
+        for number in list(self._revocations):
+            self._confirm_revocation(number)
 
     def _record_report(self, report: EngineReport) -> None:
         engine_id, text = report.engine_id, report.text

@@ -62,6 +62,7 @@ class RemoteLease(Lease):
     """A lease in a worker. The driver has counted and placed the call; here it is only made."""
 
     lease_id: int
+    calls: RemoteCalls
     granted: asyncio.Future[None]
     finish: CallFinish | None = None
     reported = 0
@@ -70,6 +71,11 @@ class RemoteLease(Lease):
     """When they were reported."""
     num_pieces = reported_pieces = 0
     """The number of pieces of its routing payload, and how many of them the driver knows of."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether nothing may be sent any more. The timer of the expiry may be late: the clock counts."""
+        return super().interrupted or not self.calls.is_valid
 
     def record_payload(self) -> None:
         """Count a piece of the payload."""
@@ -136,7 +142,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             with waiting("engine", why=lambda: "this worker had no descriptor for a connection"):
                 await asyncio.sleep(pause_s)
         lease = RemoteLease(self, self, self._clock, key, tokens, prompt, None)
-        lease.lease_id = next(self._numbers)
+        lease.lease_id, lease.calls = next(self._numbers), self
         lease.granted = asyncio.get_running_loop().create_future()
         self._leases[lease.lease_id] = lease
         self._post(LeaseWanted(lease_id=lease.lease_id, key=key, tokens=tokens, prompt=prompt, model=model))
@@ -180,7 +186,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             slot = self._slots[engine_id] = EngineSlot(client, self._clock())
         slot.weight_version = message.weight_version
         slot.restart_count, slot.epoch = message.restart_count, message.epoch
-        slot.state = EngineState.SERVING if self._is_valid else EngineState.QUARANTINED
+        slot.state = EngineState.SERVING if self.is_valid else EngineState.QUARANTINED
         lease.place(slot, message.lease_id, lease.prompt, None)
         if not lease.granted.done():
             lease.granted.set_result(None)
@@ -284,11 +290,12 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
     # -- expiry --------------------------------------------------------------------------------------------
 
     @property
-    def _is_valid(self) -> bool:
+    def is_valid(self) -> bool:
+        """Whether leases may be used now."""
         return self._clock() < self._valid_until_s
 
     def _expire(self) -> None:
-        if self._is_valid:  # renewed since
+        if self.is_valid:  # renewed since
             return
         self._end_calls(f"its lease has expired: the driver has not renewed it for {self._lease_s} s")
 
