@@ -148,10 +148,10 @@ class EngineSlot:
         """Whether it is lent to an evaluation and serves rollouts again afterwards."""
         return self.state is EngineState.EVALUATING and not self.reserved
 
-    def drop_requests(self, why: str) -> None:
-        """End its calls, and the other requests that wait for it."""
+    def drop_requests(self, error: EngineError) -> None:
+        """End its calls with an error, and the other requests that wait for it."""
         for call in self.calls():
-            call.drop(why)
+            call.drop(error)
         for request in self.bounded_requests:
             request.expire()
 
@@ -373,8 +373,8 @@ class Lease:
         """The other process that makes the call."""
         self.wait: waiting | None = None
         """The wait for its call."""
-        self.on_drop: Callable[[str], None] | None = None
-        """Called when its call is dropped, with the reason."""
+        self.on_drop: Callable[[EngineError], None] | None = None
+        """Called when its call is dropped, with the error."""
         self._listener = listener
         self._failures = failures
         self._clock = clock
@@ -430,6 +430,8 @@ class Lease:
         Raises:
             EngineError: When the call or its engine failed, or the call was dropped. The failure has been
                 reported: the caller keeps the chunks it received and asks for another lease.
+            VersionMismatch: An `EngineError` after which the caller discards the chunks: they are of unknown
+                weights.
             RequestRefused: When the engine refuses the request as wrong.
         """
         if self.interrupted:  # nothing is sent under a lease whose engine has stopped serving
@@ -480,7 +482,8 @@ class Lease:
             self._failures.record_local_shortage(error)
             raise
         except EngineError as error:
-            self._failures.quarantine_engine(engine_id, error)
+            if error is not self._dropped:
+                self._failures.quarantine_engine(engine_id, error)
             raise
 
     def excuse_silence(self) -> None:
@@ -499,13 +502,17 @@ class Lease:
         """Report an implausible answer; an engine that gives several is quarantined."""
         self._failures.record_strike(self.engine.engine_id, error)
 
-    def drop(self, why: str) -> None:
-        """End the call now, with the tokens received; the caller has dealt with the engine."""
+    def drop(self, error: EngineError) -> None:
+        """End the call now; the caller has dealt with the engine.
+
+        Args:
+            error: What the call raises. `VersionMismatch` says that its tokens are of unknown weights.
+        """
         if self._dropped is not None:
             return
-        self._dropped = CallLost(why)
+        self._dropped = error
         if self.on_drop is not None:
-            self.on_drop(why)
+            self.on_drop(error)
         if self._waiter is not None:
             self._cancelled = True
             self._waiter.cancel()

@@ -28,6 +28,7 @@ from async_rl.engines.lease import (
     Lease,
     Recomputed,
 )
+from async_rl.errors import CallLost
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import waiting
 
@@ -186,12 +187,12 @@ class LeaseDispatcher:
     def drop_silent_call(self, engine_id: str, why: str) -> None:
         """End the call of an engine that has been silent longest; its session continues with its tokens."""
         if (call := self._slots[engine_id].silent_call) is not None:
-            call.drop(why)
+            call.drop(CallLost(why))
 
     def drop_overtaken_call(self, engine_id: str, why: str) -> None:
         """End the oldest call of an engine that has not received a token."""
         if (call := self._slots[engine_id].queued_call) is not None:
-            call.drop(why)
+            call.drop(CallLost(why))
 
     # -- what leases report -------------------------------------------------------------------------------
 

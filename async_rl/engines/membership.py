@@ -108,6 +108,7 @@ class EngineMembership:
         self._depart = depart
         self._drain_s = drain_s
         self._members: dict[str, str] = {}  # engine id by URL
+        self._leaving: set[str] = set()  # URLs: one server must not be two engines
         self._refused = set[str]()  # logged once, for as long as they are in the file
         self._num_joined = 0
 
@@ -135,7 +136,7 @@ class EngineMembership:
         self._refused &= set(wanted)
         joins, leaves = diff_urls(self._members, wanted)
         for url in joins:
-            if url in self._refused:
+            if url in self._refused or url in self._leaving:
                 continue
             engine_id = f"engine-{self._num_joined}"
             try:
@@ -151,9 +152,10 @@ class EngineMembership:
         for url in leaves:
             engine_id = self._members.pop(url)
             log.info("engine %s at %s leaves", engine_id, url)
-            leaving.start_task(f"{engine_id} leaves", self._drain_and_remove(engine_id))
+            self._leaving.add(url)
+            leaving.start_task(f"{engine_id} leaves", self._drain_and_remove(engine_id, url))
 
-    async def _drain_and_remove(self, engine_id: str) -> None:
+    async def _drain_and_remove(self, engine_id: str, url: str) -> None:
         try:
             async with asyncio.timeout(self._drain_s):
                 await self._pool.drain_engine(engine_id)
@@ -165,3 +167,4 @@ class EngineMembership:
                     await self._pool.interrupt_engine(engine, "abort")
         self._pool.remove_engine(engine_id)
         await self._depart(engine_id)
+        self._leaving.discard(url)

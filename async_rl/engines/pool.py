@@ -35,7 +35,15 @@ from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
 from async_rl.engines.request_refusals import RequestRefusals
 from async_rl.engines.revocation import Revocation, wait_for_confirmations
-from async_rl.errors import EngineBusy, EngineError, InvariantError, LocalShortage, RequestRefused
+from async_rl.errors import (
+    CallLost,
+    EngineBusy,
+    EngineError,
+    InvariantError,
+    LocalShortage,
+    RequestRefused,
+    VersionMismatch,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.waits import progressed, waiting
@@ -203,7 +211,8 @@ class EnginePool(EngineCalls, LeaseHolder):
         slot.error = error
         self._metrics.engine_quarantined_total.labels(engine_id).inc()
         self._enter_state(slot, EngineState.QUARANTINED)
-        slot.drop_requests(f"engine {engine_id} is quarantined: {error}")
+        kind = VersionMismatch if isinstance(error, VersionMismatch) else CallLost
+        slot.drop_requests(kind(f"engine {engine_id} is quarantined: {error}"))
 
     def record_failed_repair(self, engine_id: str, error: Exception) -> None:
         """Record why a quarantined engine could not be repaired."""
@@ -304,7 +313,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         self._serving.discard(engine_id)
         self._balancer.remove_engine(engine_id)
         self._oldest_version = None
-        slot.drop_requests(f"engine {engine_id} has left")
+        slot.drop_requests(CallLost(f"engine {engine_id} has left"))
         for gauge in (
             self._metrics.engine_up,
             self._metrics.engine_weight_version,
@@ -367,7 +376,8 @@ class EnginePool(EngineCalls, LeaseHolder):
             InvariantError: The engine still serves.
         """
         await self._revoke_leases(engine_id, aborts=True)
-        await end(engine_id)
+        if engine_id in self._slots:  # it has not left meanwhile
+            await end(engine_id)
 
     @property
     def is_silent(self) -> bool:

@@ -162,7 +162,7 @@ class EngineRepair:
         try:
             with waiting("engine start", engine_id):
                 await self._pool.end_engine(engine_id, self._restart)
-            if engine_id not in self._pool:
+            if not self._pool.needs_repair(engine_id):  # it has left, or is leaving
                 return
             self._pool.rejoin_engine(engine_id)
             await self._catch_up(engine_id)

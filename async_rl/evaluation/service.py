@@ -218,6 +218,7 @@ class EvaluationService:
             pool.serve_engine(engine.engine_id, version)
         answers = await wait_out_shortage(lambda: asyncio.to_thread(self._open_archive, version))
         # Workers of the evaluation have leases of its pool: they count where the run changes an engine.
+        self._forget_ended_pools()
         self._pool.lease_holders[pool] = None
         try:
             async with services(mirror=lambda: self._mirror_failures(pool)):
@@ -225,9 +226,15 @@ class EvaluationService:
         except ExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            del self._pool.lease_holders[pool]
+            self._forget_ended_pools()
             if answers is not None:
                 await asyncio.to_thread(answers.close)
+
+    def _forget_ended_pools(self) -> None:
+        """Forget pools of evaluations whose workers can no longer use their leases."""
+        for holder in list(self._pool.lease_holders):
+            if isinstance(holder, EnginePool) and not holder.lease_holders:
+                del self._pool.lease_holders[holder]
 
     def _open_archive(self, version: int) -> Archive | None:
         """Return the archive of the answers; remove the oldest evaluations."""

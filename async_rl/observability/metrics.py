@@ -443,8 +443,9 @@ class RoutingMetrics(Instruments):
 
     answers_discarded_total = counter(
         "Answers of engines that were discarded: without a finish (`no_finish`), versions that do not cover "
-        "the tokens (`wrong_versions`), weights older than the lease (`older_weights`), log-probs that are "
-        "not finite (`not_finite`), sampling masks that are missing or exclude their token (`wrong_mask`).",
+        "the tokens or are none of this run's (`wrong_versions`), weights older than the lease "
+        "(`older_weights`), log-probs that are not finite (`not_finite`), sampling masks that are missing or "
+        "exclude their token (`wrong_mask`).",
         "reason",
         source="rollout.session.transcript, when a call has ended; `wrong_mask` when tokens arrive",
         bad="Above 0: the engine gets a strike, and its log says more. `older_weights`: its server was "

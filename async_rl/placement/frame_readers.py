@@ -50,6 +50,11 @@ _JOIN_LIMIT_S: Final = 10.0
 _PINGS: Final = "pings"
 """The concurrency group of a reader that answers while it reads."""
 
+_DELETIONS: Final = "deletions"
+"""The concurrency group of a reader that deletes while it sends: what is known now may be old in a minute."""
+
+
+_GROUPS: Final = {_PINGS: 1, _DELETIONS: 1}
 
 _ENDED: Final = RayActorError, ActorUnschedulableError
 """The errors of calls to an actor that has ended, or whose node has."""
@@ -174,7 +179,7 @@ class FrameReaders:
                 ids = [node_id for node_id, address in node_addresses().items() if address == node]
                 if not ids:
                     raise NodeUnreachable(f"node {node}, which has data of the run, has left Ray's cluster")
-                actor_class: Any = ray.remote(concurrency_groups={_PINGS: 1})(FrameReaderActor)  # type: ignore[call-overload]
+                actor_class: Any = ray.remote(concurrency_groups=_GROUPS)(FrameReaderActor)  # type: ignore[call-overload]
                 there = NodeAffinitySchedulingStrategy(ids[0], soft=False)
                 actor = actor_class.options(num_cpus=0, scheduling_strategy=there).remote(
                     None if self._directory is None else str(self._directory / node)
@@ -236,19 +241,19 @@ class RayFrameReader(FrameReader):
 
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`."""
-        return self._answer(self._actor.ping.options(concurrency_group=_PINGS).remote(), limit_s)
+        return self._ask(self._actor.ping, _PINGS, limit_s)
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_delete`."""
-        return self._answer(self._actor.delete_frames.remote(list(paths)), _ANSWER_LIMIT_S)
+        return self._delete(self._actor.delete_frames, list(paths))
 
     def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_end_folder`."""
-        return self._answer(self._actor.end_folder.remote(folder, set(known)), _ANSWER_LIMIT_S)
+        return self._delete(self._actor.end_folder, folder, set(known))
 
     def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_keep_only`."""
-        return self._answer(self._actor.keep_only.remote(set(known), set(in_use)), _ANSWER_LIMIT_S)
+        return self._delete(self._actor.keep_only, set(known), set(in_use))
 
     def begin_read_journals(
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]
@@ -258,11 +263,17 @@ class RayFrameReader(FrameReader):
 
     def begin_delete_journals(self, folders: Sequence[str]) -> Callable[[], None]:
         """Implements `NodeJournals.begin_delete_journals`."""
-        return self._answer(self._actor.delete_journals.remote(list(folders)), _ANSWER_LIMIT_S)
+        return self._delete(self._actor.delete_journals, list(folders))
 
     def end(self) -> None:
         """Implements `FrameReader.end`."""
         self._readers.forget(self._node, self._actor)
+
+    def _delete(self, method: Any, *arguments: Any) -> Callable[[], None]:
+        return self._ask(method, _DELETIONS, _ANSWER_LIMIT_S, *arguments)
+
+    def _ask(self, method: Any, group: str, limit_s: float, *arguments: Any) -> Callable[[], Any]:
+        return self._answer(method.options(concurrency_group=group).remote(*arguments), limit_s)
 
     def _answer(self, reference: Any, limit_s: float) -> Callable[[], Any]:
         def wait() -> Any:

@@ -471,8 +471,10 @@ class JournalFolders:
     def record_written(self, folder: Path, root_ids: Iterable[str]) -> None:
         """Record that a folder has all that is left of trajectories: no other folder needs to have it."""
         for root_id in root_ids:
-            if folder in self._holders.get(root_id, ()):
+            *before, newest = self._holders.get(root_id, (None,))
+            if newest == folder:  # else it has gone on in another process, which needs both
                 self._holders[root_id] = [folder]
+                self._notify_owners(before, [root_id])
 
     def release_trajectories(self, trajectory_ids: Iterable[str]) -> None:
         """Let no journal keep trajectories any longer, once the ledger has been flushed."""

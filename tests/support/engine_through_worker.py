@@ -160,6 +160,6 @@ async def _receive_in_worker(link: Link, calls: RemoteCalls, sent: dict[int, flo
             case LeasesRenewed() as renewed:
                 calls.renew(sent[renewed.number])
             case DropCall() as drop:
-                calls.drop_call(drop.lease_id, drop.why)
+                calls.drop_call(drop)
             case RevokeLeases() as revoke:
                 calls.revoke(revoke)

@@ -205,6 +205,25 @@ def test_a_folder_is_deleted_when_its_process_has_ended_and_others_have_all_of_i
     assert second.released == [NAME]
 
 
+def test_a_process_that_goes_on_elsewhere_keeps_a_trajectory_until_the_other_has_written_it(
+    tmp_path: Path,
+) -> None:
+    """It had no space for the frame, and runs on."""
+    folders = JournalFolders(tmp_path, 1, {})
+    first, second = Owner(folders, "w0"), Owner(folders, "w1")
+    begun = folders.claim_trajectory(NAME, [])
+    folders.record_owner(NAME, begun, first.folder)
+    left_behind(first.folder, NAME, sampled(5), epoch=begun.owner_epoch)
+    claim = folders.claim_trajectory(NAME, [read_journal(first.folder)[0][NAME].progress])
+    folders.record_owner(NAME, claim, second.folder)
+    folders.record_written(first.folder, [NAME])  # what it had claimed itself, late
+    assert (first.released, second.released) == ([], [])
+    folders.end_owner(second.folder)
+    assert folders.take_unneeded() == []
+    folders.record_written(second.folder, [NAME])
+    assert (first.released, second.released) == ([NAME], [])
+
+
 def test_a_claim_names_the_node_of_its_journal_where_nodes_have_journals_of_their_own(tmp_path: Path) -> None:
     left_behind(tmp_path / "000001-w0-1", NAME, sampled(5), epoch=1)
     for ours in (None, "node-a"):

@@ -168,6 +168,23 @@ async def test_a_server_that_comes_back_is_another_engine(tmp_path: Path) -> Non
 
 
 @in_virtual_time
+async def test_a_server_that_comes_back_joins_when_it_has_left(tmp_path: Path) -> None:
+    """Two engines on one server would interrupt and abort each other's calls."""
+    async with job(tmp_path, A, B) as made:
+        made.bench.pool.serve_engine("engine-0", 3)
+        running = made.bench.start("t1")
+        await settle()
+        made.bench.engines["engine-0"].say(0, tokens(2))
+        await made.write(B)
+        await made.write(B, A)
+        assert made.urls == {"engine-0": A, "engine-1": B}
+        await asyncio.sleep(40.0)
+        assert running.done()
+        assert made.departed == ["engine-0"]
+        assert made.urls == {"engine-0": A, "engine-1": B, "engine-2": A}
+
+
+@in_virtual_time
 async def test_no_engine_leaves_when_the_file_is_half_written_broken_or_gone(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
         made.path.write_text("")  # an editor truncates, then writes

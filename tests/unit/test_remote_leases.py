@@ -16,7 +16,7 @@ from async_rl.engines.lease import EngineState, Lease
 from async_rl.engines.membership import EngineMembership
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
-from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError, RequestRefused
+from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError, RequestRefused, VersionMismatch
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
     CallProgress,
@@ -233,7 +233,7 @@ async def test_an_expired_lease_closes_its_stream_and_sends_nothing() -> None:
         worker.grant(3)
         await asyncio.sleep(1.0)
         assert isinstance(worker.events[-1], Chunk)
-        worker.calls.drop_call(3, "enough")
+        worker.calls.drop_call(DropCall(lease_id=3, why="enough"))
         assert await again == "enough"
 
 
@@ -588,9 +588,7 @@ async def test_an_update_has_its_whole_limit_when_a_lost_worker_receives_a_paylo
 
 
 @in_virtual_time
-async def test_an_update_has_its_whole_limit_when_a_worker_was_lost_that_did_not_say_whether_calls_ended() -> (
-    None
-):
+async def test_an_update_has_its_whole_limit_when_a_lost_worker_did_not_say_that_calls_ended() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
         await driver.lease()
@@ -643,6 +641,26 @@ async def test_an_update_waits_for_the_report_of_a_worker_that_receives_a_payloa
         with pytest.raises(TimeoutError):
             await updating
         assert began_s + 11.0 < driver.clock() < began_s + 11.5
+        driver.leases.close()
+
+
+@in_virtual_time
+async def test_an_update_has_its_whole_limit_when_the_last_piece_of_a_payload_has_come() -> None:
+    """The lease ends with it, before the next heartbeat."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        piece = CallProgress(lease_id=1, received=1, payload_arrives=True)
+        driver.leases.renew(Heartbeat(number=2, calls=(piece,)))
+        driver.pool.hold_engine("engine-0")
+        updating = asyncio.ensure_future(driver.wait_for_engine())
+        await asyncio.sleep(3.0)
+        driver.leases.renew(Heartbeat(number=3))
+        ended_s = driver.clock()
+        driver.leases.handle_message(LeaseEnded(lease_id=1, received=1))
+        with pytest.raises(TimeoutError):
+            await updating
+        assert driver.clock() == pytest.approx(ended_s + 4.0)
         driver.leases.close()
 
 
@@ -706,6 +724,32 @@ async def test_calls_of_a_worker_are_dropped_when_their_engine_is_quarantined() 
         assert "it is broken" in drop.why
         assert driver.num_calls == 1  # until the worker has ended it
         driver.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+@pytest.mark.parametrize("wrong_weights", [False, True])
+@in_virtual_time
+async def test_workers_know_that_calls_are_dropped_for_their_weights(wrong_weights: bool) -> None:
+    """Strike three: all calls of the engine sample by its weights."""
+    worker = Worker()
+    worker.calls.renew(worker.clock())
+    error = (VersionMismatch if wrong_weights else EngineError)("it serves version 0")
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        for _ in range(3):
+            worker.calls.record_strike("engine-0", error)
+            driver.leases.handle_message(worker.posted[-1])
+        drop = driver.posted[-1]
+        assert isinstance(drop, DropCall)
+        calling = asyncio.ensure_future(refused(worker, VersionMismatch if wrong_weights else CallLost))
+        await asyncio.sleep(0)
+        worker.grant(1)
+        await asyncio.sleep(0.5)
+        worker.calls.drop_call(drop)
+        await calling
+        # The driver has dealt with the engine.
+        assert not any(isinstance(m, EngineReport) and m.kind == "failure" for m in worker.posted)
+        driver.leases.close()
 
 
 @in_virtual_time
@@ -787,6 +831,59 @@ async def test_an_engine_leaves_when_the_leases_of_a_silent_worker_have_expired(
         await asyncio.sleep(10.0)
         assert LEASE_S < departed[0] - renewed_s < LEASE_S + 1.0
         nursery.cancel_tasks()
+
+
+@in_virtual_time
+async def test_an_engine_is_not_restarted_when_it_leaves_while_leases_expire(tmp_path: Path) -> None:
+    """The cluster knows it no more."""
+    known: set[str] = {"engine-0"}
+
+    async def depart(engine_id: str) -> None:
+        known.remove(engine_id)
+
+    async def restart(engine_id: str) -> None:
+        assert engine_id in known
+
+    async def catch_up(engine_id: str) -> None:
+        raise AssertionError(f"{engine_id} leaves")
+
+    path = tmp_path / "servers.txt"
+    path.write_text("http://a:1")
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        driver.pool.remove_engine("engine-0")  # it joins by the file
+        members = EngineMembership(path, driver.pool, lambda *of: driver.engine, depart, drain_s=30.0)
+        nursery.start_task("members", members.follow_file())
+        await asyncio.sleep(5.0)
+        driver.pool.serve_engine("engine-0", 3)
+        config = SimulatedEngines()
+        repair = EngineRepair(driver.pool, restart, catch_up, config, driver.metrics, driver.clock, seed=0)
+        nursery.start_task("repair", repair.repair_engines())
+        driver.leases.renew(Heartbeat(number=2))
+        await driver.lease()
+        driver.pool.quarantine_engine("engine-0", EngineError("its node has died"))
+        path.write_text("")
+        await asyncio.sleep(30.0)
+        assert not known
+        assert not driver.pool.engines()
+        nursery.cancel_tasks()
+
+
+@in_virtual_time
+async def test_leases_expire_also_when_the_wait_for_that_is_cancelled() -> None:
+    """An evaluation that is stopped has workers that may still send requests."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        expiring = asyncio.ensure_future(driver.leases.expire())
+        await asyncio.sleep(1.0)
+        expiring.cancel()
+        driver.pool.hold_engine("engine-0")
+        began_s = driver.clock()
+        await driver.pool.interrupt_engine(driver.engine, "abort")
+        assert LEASE_S - 2.0 < driver.clock() - began_s < LEASE_S + 1.0
+        await asyncio.sleep(1.0)
+        assert driver.leases.is_closed
 
 
 @in_virtual_time

@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish
 from async_rl.engines.pool import EngineState
-from async_rl.errors import EngineError, PromptTooLong, RequestRefused
+from async_rl.errors import EngineError, PromptTooLong, RequestRefused, VersionMismatch
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import Context, Sampled, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
@@ -218,6 +218,49 @@ async def test_an_answer_is_refused_when_its_weights_are_older_than_its_lease():
     assert [(len(s.token_ids), s.weight_version) for s in trajectory.sampled] == [(2, 2)]
     assert [request_id.partition("-")[2] for request_id in ids] == ["0.2", "0.2"]  # held and served
     assert b.counted("answers_discarded_total", reason="older_weights") == 1
+
+
+async def test_tokens_are_discarded_when_the_finish_says_that_unknown_weights_sampled_them():
+    """A server that was restarted reports `default`; its chunks have come before that."""
+
+    class Restarted(ScriptedEngine):
+        async def generate(self, request):
+            yield Chunk.of([100, 101, 102], [-1.0] * 3)
+            raise VersionMismatch("engine-0 serves weights of version 'default'")
+
+    second = ScriptedEngine("engine-1", [lambda r: sampled(1, "stop", 0, prompt=PROMPT, first=200)])
+    b = make_bench(Restarted("engine-0"), second)
+    b.session.start([{"role": "user", "content": "hi"}])
+    await b.session.generate()
+    assert ids_of(await b.finish()) == [200]
+    assert b.counted("answers_discarded_total", reason="wrong_versions") == 1
+    assert b.pool.needs_repair("engine-0")
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"), [(VersionMismatch("it serves version 0"), []), (EngineError("gone"), [100, 101, 102])]
+)
+async def test_calls_of_a_quarantined_engine_keep_their_tokens_unless_they_are_of_unknown_weights(
+    error, kept
+):
+    class Hanging(ScriptedEngine):
+        async def generate(self, request):
+            yield Chunk.of([100, 101, 102], [-1.0] * 3)
+            await asyncio.Future()
+
+    def answer(request):
+        return sampled(1, "stop", 0, prompt=PROMPT + len(kept), first=200)
+
+    b = make_bench(Hanging("engine-0"), ScriptedEngine("engine-1", [answer]))
+    b.session.start([{"role": "user", "content": "hi"}])
+    async with Nursery() as nursery:
+        nursery.start_task("turn", b.session.generate())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert b.pool.statistics.load_of("engine-0").calls == 1
+        b.pool.quarantine_engine("engine-0", error)
+    assert ids_of(await b.finish()) == [*kept, 200]
+    assert b.counted("answers_discarded_total", reason="wrong_versions") == (not kept)
 
 
 async def test_an_answer_is_refused_when_its_log_probs_are_not_finite():

@@ -37,7 +37,7 @@ from async_rl.engine_protocol import (
     check_partition,
 )
 from async_rl.engines.engine_calls import CallLease
-from async_rl.errors import EngineBusy, EngineError, LocalShortage
+from async_rl.errors import EngineBusy, EngineError, LocalShortage, VersionMismatch
 from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
@@ -354,6 +354,10 @@ class Transcript(TokenWriter):
                 reason = "failover"
                 metrics.answers_discarded_total.labels("wrong_mask").inc()
                 lease.record_strike(error)
+            except VersionMismatch:  # what it has sampled before is of unknown weights
+                reason = "failover"
+                call.clear()
+                metrics.answers_discarded_total.labels("wrong_versions").inc()
             except EngineError:
                 reason = "failover"
             else:
@@ -385,7 +389,7 @@ class Transcript(TokenWriter):
             lease: Its engine.
             cut: Whether we left it at a stop string, before its finish.
         """
-        engine_id = lease.engine.engine_id
+        engine_id, kind = lease.engine.engine_id, EngineError
         if call.finish is None and not cut:
             reason, problem = "no_finish", f"engine {engine_id} ended a stream without a finish"
         elif not check_partition(call.spans, len(call.token_ids)):
@@ -396,7 +400,7 @@ class Transcript(TokenWriter):
             )
         elif any(span.weight_version < call.since_version for span in call.spans):
             # Its group would be older than the driver knows. A restarted server has its first weights.
-            reason = "older_weights"
+            reason, kind = "older_weights", VersionMismatch
             problem = (
                 f"engine {engine_id} reports weight versions {call.spans} under a lease of version "
                 f"{call.since_version}"
@@ -407,7 +411,7 @@ class Transcript(TokenWriter):
             return True
         call.clear()
         self._context.metrics.answers_discarded_total.labels(reason).inc()
-        lease.record_strike(EngineError(problem))
+        lease.record_strike(kind(problem))
         return False
 
     def _request(

@@ -123,6 +123,8 @@ class DropCall(Message, frozen=True, kw_only=True, eq=False):
 
     lease_id: int
     why: str
+    wrong_weights: bool = False
+    """Whether its tokens are of unknown weights: `VersionMismatch`."""
 
 
 class RevokeLeases(Message, frozen=True, kw_only=True, eq=False):
@@ -200,6 +202,8 @@ class EngineReport(Message, frozen=True, kw_only=True, eq=False):
     engine_id: str
     kind: Literal["strike", "failure", "busy", "refused"]
     text: str
+    wrong_weights: bool = False
+    """Whether a strike or failure is a `VersionMismatch`."""
     trajectory_id: str = ""
     retry_after_s: float | None = None
     """How long an engine that is busy asked not to be called."""

@@ -27,7 +27,7 @@ from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.lease import Lease
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.revocation import Revocation
-from async_rl.errors import EngineBusy, EngineError, RequestRefused
+from async_rl.errors import EngineBusy, EngineError, RequestRefused, VersionMismatch
 from async_rl.rollout.workers.messages import (
     CallStarted,
     DropCall,
@@ -218,10 +218,14 @@ class RelayedLeases(LeaseHolder):
         return not any(self in pool.lease_holders for pool in self._pools.values())
 
     async def expire(self) -> None:
-        """Return all leases once the worker, which is lost, can no longer use them."""
+        """Return all leases once the worker, which is lost, can no longer use them; later if cancelled."""
         if not self.is_closed and self._valid_s:
-            with waiting("leases", self._name):
-                await asyncio.sleep(self._valid_s)
+            try:
+                with waiting("leases", self._name):
+                    await asyncio.sleep(self._valid_s)
+            except asyncio.CancelledError:
+                asyncio.get_running_loop().call_later(self._valid_s, self.close)
+                raise
         self.close()
 
     def close(self) -> None:
@@ -270,7 +274,7 @@ class RelayedLeases(LeaseHolder):
         relayed.call.__enter__()
         self._num_placed[engine.engine_id] += 1
         lease.holder = self
-        lease.on_drop = lambda why: self._post(DropCall(lease_id=lease_id, why=why))
+        lease.on_drop = partial(self._drop_call, lease_id)
         if not relayed.model:
             self._on_lease(lease.key, lease.weight_version)
         self._post(
@@ -283,6 +287,10 @@ class RelayedLeases(LeaseHolder):
                 epoch=lease.epoch,
             )
         )
+
+    def _drop_call(self, lease_id: int, error: EngineError) -> None:
+        wrong_weights = isinstance(error, VersionMismatch)
+        self._post(DropCall(lease_id=lease_id, why=str(error), wrong_weights=wrong_weights))
 
     def _return_lease(self, lease_id: int) -> None:
         """Return a lease to the pool, or withdraw the request for it."""
@@ -311,13 +319,16 @@ class RelayedLeases(LeaseHolder):
         if (relayed := self._leases.get(lease_id)) is None:
             return
         self._record_progress(lease_id, message.received)
-        if finish is not None and (lease := relayed.placed) is not None:
-            end = Finish(
-                reason="abort" if finish.aborted else "stop",
-                version_spans=(),
-                cached_tokens=finish.cached_tokens,
-            )
-            lease.record_finish(finish.prompt, end)
+        if (lease := relayed.placed) is not None:
+            if lease.receives_payload:
+                lease.record_payload()  # of the last piece no heartbeat tells
+            if finish is not None:
+                end = Finish(
+                    reason="abort" if finish.aborted else "stop",
+                    version_spans=(),
+                    cached_tokens=finish.cached_tokens,
+                )
+                lease.record_finish(finish.prompt, end)
         self._return_lease(lease_id)
 
     def _share_cached_prefix(self, message: PrefixShared) -> None:
@@ -340,11 +351,12 @@ class RelayedLeases(LeaseHolder):
         pool = next((pool for pool in self._pools.values() if engine_id in pool), None)
         if pool is None:  # it has left
             return
+        error = (VersionMismatch if report.wrong_weights else EngineError)(text)
         match report.kind:
             case "strike":
-                pool.record_strike(engine_id, EngineError(text))
+                pool.record_strike(engine_id, error)
             case "failure":
-                pool.quarantine_engine(engine_id, EngineError(text))
+                pool.quarantine_engine(engine_id, error)
             case "busy":
                 pool.record_back_pressure(engine_id, EngineBusy(text, report.retry_after_s))
             case "refused":

@@ -20,7 +20,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
-from typing import Final
+from typing import Final, Literal
 
 from async_rl.engine_protocol import Engine, EngineAddress, Finish
 from async_rl.engines.engine_calls import EngineCalls
@@ -32,12 +32,20 @@ from async_rl.engines.lease import (
     LeaseListener,
     Recomputed,
 )
-from async_rl.errors import EngineBusy, EngineError, LocalShortage, RequestRefused
+from async_rl.errors import (
+    CallLost,
+    EngineBusy,
+    EngineError,
+    LocalShortage,
+    RequestRefused,
+    VersionMismatch,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
     CallFinish,
     CallProgress,
     CallStarted,
+    DropCall,
     EngineReport,
     LeaseEnded,
     LeaseGranted,
@@ -191,10 +199,10 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         if not lease.granted.done():
             lease.granted.set_result(None)
 
-    def drop_call(self, lease_id: int, why: str) -> None:
-        """End a call; its session goes on with the tokens received."""
-        if (lease := self._leases.get(lease_id)) is not None:
-            lease.drop(why)
+    def drop_call(self, message: DropCall) -> None:
+        """End a call; its session goes on with the tokens received, unless they are of unknown weights."""
+        if (lease := self._leases.get(message.lease_id)) is not None:
+            lease.drop((VersionMismatch if message.wrong_weights else CallLost)(message.why))
 
     def revoke(self, message: RevokeLeases) -> None:
         """Send nothing more to engines under the leases granted so far, and confirm that."""
@@ -262,11 +270,15 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
         """Implements `EngineCalls.record_strike`."""
-        self._post(EngineReport(engine_id=engine_id, kind="strike", text=str(error)))
+        self._report(engine_id, "strike", error)
 
     def quarantine_engine(self, engine_id: str, error: Exception) -> None:
         """Implements `EngineFailureListener.quarantine_engine`: the driver does that."""
-        self._post(EngineReport(engine_id=engine_id, kind="failure", text=str(error)))
+        self._report(engine_id, "failure", error)
+
+    def _report(self, engine_id: str, kind: Literal["strike", "failure"], error: Exception) -> None:
+        wrong_weights = isinstance(error, VersionMismatch)
+        self._post(EngineReport(engine_id=engine_id, kind=kind, text=str(error), wrong_weights=wrong_weights))
 
     def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
         """Implements `EngineFailureListener.record_back_pressure`."""
@@ -306,7 +318,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         self._slots.clear()
         for lease in list(self._leases.values()):
             if lease.placed:
-                lease.drop(why)
+                lease.drop(CallLost(why))
 
 
 class ModelCalls(EngineCalls):

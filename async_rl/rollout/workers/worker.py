@@ -204,7 +204,7 @@ class RolloutWorker:
                 if (sent_s := self._heartbeats.pop(message.number, None)) is not None:
                     self._calls.renew(sent_s)
             case DropCall():
-                self._calls.drop_call(message.lease_id, message.why)
+                self._calls.drop_call(message)
             case RevokeLeases():
                 self._calls.revoke(message)
             case OpenJournal():
