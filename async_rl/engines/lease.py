@@ -25,7 +25,14 @@ from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, Pay
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.request_refusals import RequestRefusals
-from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused
+from async_rl.errors import (
+    CallLost,
+    EngineBusy,
+    EngineError,
+    LocalShortage,
+    RequestRefused,
+    VersionMismatch,
+)
 from async_rl.runtime.waits import waiting
 
 _LOOK_AGAIN_S: Final = 0.25
@@ -292,8 +299,8 @@ class EngineFailureListener(Protocol):
         """Record an implausible answer or a lost call."""
         ...
 
-    def quarantine_engine(self, engine_id: str, error: Exception) -> None:
-        """Quarantine an engine that failed."""
+    def quarantine_engine(self, engine_id: str, error: Exception, *, wrong_weights: bool = False) -> None:
+        """Quarantine an engine that failed, or whose answer is of other weights."""
         ...
 
     def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
@@ -483,7 +490,8 @@ class Lease:
             raise
         except EngineError as error:
             if error is not self._dropped:
-                self._failures.quarantine_engine(engine_id, error)
+                wrong_weights = isinstance(error, VersionMismatch)
+                self._failures.quarantine_engine(engine_id, error, wrong_weights=wrong_weights)
             raise
 
     def excuse_silence(self) -> None:

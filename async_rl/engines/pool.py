@@ -202,8 +202,15 @@ class EnginePool(EngineCalls, LeaseHolder):
         self._end_pause(slot)
         self._enter_state(slot, EngineState.JOINING)
 
-    def quarantine_engine(self, engine_id: str, error: Exception) -> None:
-        """Give an engine no more calls until it has rejoined, and drop the calls it has."""
+    def quarantine_engine(self, engine_id: str, error: Exception, *, wrong_weights: bool = False) -> None:
+        """Give an engine no more calls until it has rejoined, and drop the calls it has.
+
+        Args:
+            engine_id: The engine.
+            error: Why.
+            wrong_weights: Whether an answer has shown that it samples by other weights than those published
+                to it: the tokens of its calls are discarded.
+        """
         slot = self._slots.get(engine_id)
         if slot is None or slot.state is EngineState.QUARANTINED:
             return
@@ -211,7 +218,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         slot.error = error
         self._metrics.engine_quarantined_total.labels(engine_id).inc()
         self._enter_state(slot, EngineState.QUARANTINED)
-        kind = VersionMismatch if isinstance(error, VersionMismatch) else CallLost
+        kind = VersionMismatch if wrong_weights else CallLost
         slot.drop_requests(kind(f"engine {engine_id} is quarantined: {error}"))
 
     def record_failed_repair(self, engine_id: str, error: Exception) -> None:
@@ -234,7 +241,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         slot.strikes.append(now)
         log.warning("engine %s, strike %d of %d: %s", engine_id, len(slot.strikes), self._max_strikes, error)
         if len(slot.strikes) >= self._max_strikes:
-            self.quarantine_engine(engine_id, error)
+            self.quarantine_engine(engine_id, error, wrong_weights=isinstance(error, VersionMismatch))
 
     def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
         """Give an engine fewer calls, and none for a while, because it refused one while it served.

@@ -122,6 +122,12 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
         "worker", "a rollout worker handles no more messages, and its heartbeats go on", 0.2, only="workers"
     ),
     "cut_off_worker": FaultRow("worker", "a rollout worker is cut off from the driver", only="workers"),
+    "delay_worker": FaultRow(
+        "worker",
+        "messages between the driver and a rollout worker take up to 15 s longer for once",
+        0.4,
+        only="workers",
+    ),
     "kill_after_frame": FaultRow(
         "worker", "a rollout worker is killed between a frame and its report", 0.4, only="workers"
     ),

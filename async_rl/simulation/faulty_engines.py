@@ -89,6 +89,9 @@ _PIECE: Final = bytes(PIECE_BYTES)
 _ABORT_AGAIN_S: Final = 0.02
 """Between two aborts while calls of rollout workers may be under way."""
 
+_MAX_DELAY_S: Final = 15.0
+"""How long the messages of a rollout worker are delayed at most: longer than its leases are valid."""
+
 _MAX_LATE_S: Final = 30.0
 """How late a request is at most: longer than leases are valid."""
 
@@ -647,6 +650,11 @@ class SimulatedCluster:
             if node := self._workers.some_node(injection.engine):
                 self._nodes.stay_away(node, asyncio.get_running_loop().time() + amount_s)
                 self._checker.met(kind)
+        elif kind == "delay_worker":
+            delay_s = _MAX_DELAY_S * injection.amount
+            if self._workers.delay(injection.engine, delay_s):
+                self._checker.met(kind)
+                self._checker.worker_is_unaware(delay_s)
         elif FAULTS[kind].family == "worker":
             workers = self._workers
             ends = {

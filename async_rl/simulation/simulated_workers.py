@@ -158,6 +158,13 @@ class MemoryLink(Link):
             if end is not None:
                 end.is_cut_off = True
 
+    def delay(self, for_s: float) -> None:
+        """Let nothing that is sent from now on arrive earlier than after this time, at either end."""
+        until_s = asyncio.get_running_loop().time() + for_s
+        for end in (self, self._other):
+            if end is not None:
+                end._last_s = max(end._last_s, until_s)
+
     def _arrive(self) -> None:
         """The oldest message, for timers of one moment have no order."""
         if self._lost or self.is_cut_off:
@@ -553,6 +560,14 @@ class SimulatedWorkers:
         times = 1 + int(_MAX_REPEATED * amount) if fault == "repeat_message" else 1
         end = self.ends[names[index // 2 % len(names)]]
         end.inject(fault, met, by_peer=index % 2 == 1, times=times)
+        return True
+
+    def delay(self, index: int, for_s: float) -> bool:
+        """Let messages of a worker and for it take longer for once; whether there was one."""
+        names = sorted(self.ends)
+        if not names:
+            return False
+        self.ends[names[index % len(names)]].delay(for_s)
         return True
 
     def deafen(self, index: int) -> bool:

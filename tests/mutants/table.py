@@ -1016,7 +1016,7 @@ MUTANTS: Final = (
         "dropped-calls-of-wrong-weights-are-kept",
         "Calls of an engine with wrong weights keep their tokens when it is quarantined.",
         "async_rl/engines/pool.py",
-        "kind = VersionMismatch if isinstance(error, VersionMismatch) else CallLost",
+        "kind = VersionMismatch if wrong_weights else CallLost",
         "kind = CallLost",
         ("tests/unit/test_session.py",),
     ),

@@ -101,9 +101,9 @@ def test_an_engine_that_has_lost_the_models_weights_never_serves(
 ) -> None:
     errors = []
 
-    def quarantine_engine(self: EnginePool, engine_id: str, error: BaseException) -> None:
+    def quarantine_engine(self: EnginePool, engine_id: str, error: Exception, **named: bool) -> None:
         errors.append(str(error))
-        original(self, engine_id, error)
+        original(self, engine_id, error, **named)
 
     original = EnginePool.quarantine_engine
     monkeypatch.setattr(EnginePool, "quarantine_engine", quarantine_engine)

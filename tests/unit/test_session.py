@@ -238,7 +238,12 @@ async def test_tokens_are_discarded_when_the_finish_says_that_unknown_weights_sa
 
 
 @pytest.mark.parametrize(
-    ("error", "kept"), [(VersionMismatch("it serves version 0"), []), (EngineError("gone"), [100, 101, 102])]
+    ("error", "kept"),
+    [
+        (VersionMismatch("an answer is of version 0"), []),
+        (VersionMismatch("an update has changed nothing"), [100, 101, 102]),
+        (EngineError("gone"), [100, 101, 102]),
+    ],
 )
 async def test_calls_of_a_quarantined_engine_keep_their_tokens_unless_they_are_of_unknown_weights(
     error, kept
@@ -258,7 +263,7 @@ async def test_calls_of_a_quarantined_engine_keep_their_tokens_unless_they_are_o
         for _ in range(100):
             await asyncio.sleep(0)
         assert b.pool.statistics.load_of("engine-0").calls == 1
-        b.pool.quarantine_engine("engine-0", error)
+        b.pool.quarantine_engine("engine-0", error, wrong_weights=not kept)
     assert ids_of(await b.finish()) == [*kept, 200]
     assert b.counted("answers_discarded_total", reason="wrong_versions") == (not kept)
 

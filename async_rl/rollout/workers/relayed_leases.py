@@ -356,7 +356,7 @@ class RelayedLeases(LeaseHolder):
             case "strike":
                 pool.record_strike(engine_id, error)
             case "failure":
-                pool.quarantine_engine(engine_id, error)
+                pool.quarantine_engine(engine_id, error, wrong_weights=report.wrong_weights)
             case "busy":
                 pool.record_back_pressure(engine_id, EngineBusy(text, report.retry_after_s))
             case "refused":

@@ -20,7 +20,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
-from typing import Final, Literal
+from typing import Final
 
 from async_rl.engine_protocol import Engine, EngineAddress, Finish
 from async_rl.engines.engine_calls import EngineCalls
@@ -270,15 +270,16 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
         """Implements `EngineCalls.record_strike`."""
-        self._report(engine_id, "strike", error)
-
-    def quarantine_engine(self, engine_id: str, error: Exception) -> None:
-        """Implements `EngineFailureListener.quarantine_engine`: the driver does that."""
-        self._report(engine_id, "failure", error)
-
-    def _report(self, engine_id: str, kind: Literal["strike", "failure"], error: Exception) -> None:
         wrong_weights = isinstance(error, VersionMismatch)
-        self._post(EngineReport(engine_id=engine_id, kind=kind, text=str(error), wrong_weights=wrong_weights))
+        self._post(
+            EngineReport(engine_id=engine_id, kind="strike", text=str(error), wrong_weights=wrong_weights)
+        )
+
+    def quarantine_engine(self, engine_id: str, error: Exception, *, wrong_weights: bool = False) -> None:
+        """Implements `EngineFailureListener.quarantine_engine`: the driver does that."""
+        self._post(
+            EngineReport(engine_id=engine_id, kind="failure", text=str(error), wrong_weights=wrong_weights)
+        )
 
     def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
         """Implements `EngineFailureListener.record_back_pressure`."""
