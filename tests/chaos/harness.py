@@ -247,6 +247,8 @@ class Chaos:
             self._fill_disk(blow)
         elif blow.victim == "reward server":
             self._end_reward_server(blow)
+        elif blow.how == "delay_worker":
+            self._delay_worker(blow)
         elif blow.victim == "rollout worker":
             self._end_worker(blow)
         else:
@@ -318,6 +320,21 @@ class Chaos:
         self._note(f"its journal had {num_left} tokens, {num_resumed} tokens were continued")
         evidence = {"tokens in journals": num_left, "tokens continued": num_resumed}
         self.strikes.add_evidence(blow.kind, evidence)
+
+    def _delay_worker(self, blow: Blow) -> None:
+        """Stops a rollout worker for less than `rollout.worker_stall_s`: it goes on with its leases."""
+        if (victim := self._pick_victim(blow)) is None:
+            return
+        lasts_s = min(blow.lasts_s, 0.75 * self.config.rollout.worker_stall_s)
+        try:
+            victim.send_signal(signal.SIGSTOP)
+            self._wait(lasts_s)
+            victim.send_signal(signal.SIGCONT)
+        except psutil.NoSuchProcess:
+            self._note("it was gone already")
+            return
+        self._note(f"rollout worker {victim.pid} goes on after {lasts_s:.1f} s")
+        self.strikes.strike(blow.kind, {"seconds": round(lasts_s)})
 
     def _counted(self, name: str) -> int:
         """Returns a counter of the driver's metrics; 0 while it does not answer."""

@@ -25,6 +25,7 @@ DECK: Final[tuple[Kind, ...]] = (
     ("engine actor", "SIGKILL"),
     ("rollout worker", "SIGKILL"),
     ("rollout worker", "SIGSTOP"),
+    ("rollout worker", "delay_worker"),
     ("engine", "stuck_payload"),
     ("engine", "too_busy"),
     ("engine", "no_descriptors"),
