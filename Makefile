@@ -36,7 +36,7 @@ chaos: setup  ## Inject faults into the real loop (SEED=0 MINUTES=30 ONLY="engin
 
 PYTHON ?= $(BIN)/python
 
-gpu-proof:  ## Run on a GPU what needs one, as a table (PYTHON=, JSON=FILE; exit code 3 without a GPU).
+gpu-proof:  ## Run on a GPU what needs one, as a table (PYTHON=, JSON=FILE; exit code 2 without a GPU).
 	@$(PYTHON) -m tests.gpu $(if $(JSON),--json $(JSON))
 
 check: setup  ## Formatting, lint and types.

@@ -1,4 +1,4 @@
-"""Tools of MCP servers, with the official client (`pip install 'async-rl[mcp]'`).
+"""Tools of MCP servers, with the official client (`pip install -e '.[mcp]'`).
 
 ```
  trajectories ── call ──► McpServer ── one connection, held by its own task ─► server
@@ -126,8 +126,8 @@ class McpServer:
     def __init__(self, spec: McpServerSpec) -> None:
         if importlib.util.find_spec("mcp") is None:
             raise EnvironmentNotReady(
-                "tools of MCP servers need the package `mcp`, which is not installed: pip install "
-                "'async-rl[mcp]'"
+                "tools of MCP servers need the package `mcp`, which is not installed: run "
+                "`pip install -e '.[mcp]'` in async_rl's checkout"
             )
         if spec.command and shutil.which(spec.command[0]) is None:
             raise ConfigError(

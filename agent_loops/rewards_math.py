@@ -14,8 +14,8 @@ from async_rl.types import Completion, Task
 
 if importlib.util.find_spec("math_verify") is None:
     raise EnvironmentNotReady(
-        "agent_loops.rewards_math compares answers with the package math-verify, which is not installed: pip "
-        "install 'async-rl[rewards]'"
+        "agent_loops.rewards_math compares answers with the package math-verify, which is not installed: run "
+        "`pip install -e '.[rewards]'` in async_rl's checkout"
     )
 
 

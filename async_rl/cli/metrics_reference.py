@@ -36,7 +36,8 @@ once and `async_rl_tracker_steps_lost_total` counts it. Training does not wait f
 continues the same wandb run, TensorBoard folder and file. Steps that it repeats replace the old ones, except
 in wandb, which keeps the first ones.
 
-wandb is an extra, `pip install 'async-rl[wandb]'`, and its key comes from `wandb login` or WANDB_API_KEY.
+wandb comes with `make setup`, elsewhere with `pip install -e '.[wandb]'` in the checkout; its key comes from
+`wandb login` or WANDB_API_KEY.
 `metrics.wandb.mode: offline` writes files below the run folder; `wandb sync` in that folder uploads them.
 
 | name | field of the record |

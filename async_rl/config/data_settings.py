@@ -15,8 +15,8 @@ class RowsConfig(Strict, frozen=True, kw_only=True):
         Meta(
             description=(
                 "Default keys of an example; `auto` decides by the first example, and `async-rl "
-                "check` prints the result; see docs/guide/own-task.md. Null takes `data.schema`, which "
-                "is `auto`."
+                "check` prints the result; see docs/guide/own-task.md. Null is `auto` in `data` "
+                "itself; a dataset with null takes `data.schema`."
             )
         ),
     ] = None

@@ -65,7 +65,8 @@ class FunctionReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", 
         Meta(
             description=(
                 "Worker processes for a blocking function that uses the CPU: 0 calls it in a "
-                "thread, null does what the function declares (`workers.in_processes`)."
+                "thread, null does what the function declares with "
+                "`async_rl.runtime.worker_processes.in_processes`."
             )
         ),
     ] = None

@@ -53,7 +53,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             "Policy loss of the last step.",
             gauge="loss",
             section="policy",
-            bad="Its size says little; one that is not finite ends the run.",
+            bad="Its size says little. Not finite: the update is skipped; more than "
+            "`trainer.max_skipped_updates` in a row end the run with `NonFiniteLoss`.",
             tracker="actor/pg_loss",
             from_trainer=True,
         ),
@@ -254,7 +255,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             "Gradient norm of the last step, before clipping.",
             gauge="grad_norm",
             section="policy",
-            bad="Not finite: the run ends with `NonFiniteLoss`. Spikes: look at "
+            bad="Not finite: the update is skipped, as with `loss`. Spikes: look at "
             "`log_prob_diff_extreme_nats`.",
             tracker="actor/grad_norm",
             from_trainer=True,
@@ -483,7 +484,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             gauge="lag0_log_prob_abs_diff_nats",
             section="agreement",
             unit="nats",
-            bad="Above about 1e-5 in float32 or 1e-2 in bfloat16: as `kl_mismatch_nats`.",
+            bad="Far above 1e-6 in float32 or 1e-2 in bfloat16: as `kl_mismatch_nats`.",
             from_trainer=True,
         ),
     ] = None

@@ -74,7 +74,7 @@ class WorkerProcesses:
         except ImportError as error:
             raise EnvironmentNotReady(
                 f"{path} requests worker processes, which need the package pebble, and it is not installed: "
-                "pip install 'async-rl[rewards]', or set processes to 0"
+                "run `pip install -e '.[rewards]'` in async_rl's checkout, or set processes to 0"
             ) from error
         self._path = path
         self._count = count

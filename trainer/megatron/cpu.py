@@ -115,7 +115,7 @@ def _check_version() -> None:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as e:
         raise EnvironmentNotReady(
-            "megatron-core is not installed: run `make setup`, or `pip install async-rl[megatron]`"
+            "megatron-core is not installed: `make setup` installs it for a CPU, `make setup-gpu` for a GPU"
         ) from e
     if version != VERSION:
         raise EnvironmentNotReady(

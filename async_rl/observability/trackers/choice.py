@@ -57,8 +57,8 @@ def choose(config: Config) -> dict[str, Maker]:
         raise ConfigError(f"metrics.trackers names {twice[0]!r} more than once: leave one")
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
         raise EnvironmentNotReady(
-            "metrics.trackers names wandb, which is not installed: run `pip install 'async-rl[wandb]'`, or "
-            "take another tracker"
+            "metrics.trackers names wandb, which is not installed: run `pip install -e '.[wandb]'` in "
+            "async_rl's checkout, or take another tracker"
         )
     return {name: _maker(name) for name in names}
 
