@@ -209,6 +209,7 @@ async def _run_worker(
         clock=time.monotonic,
         frames=frames,
         inspected=inspected,
+        syncs_journal=True,
     )
     with short_pauses(), LoopWatchdog(metrics, config.doctor.blocked_s):
         try:

@@ -334,9 +334,17 @@ class Journal:
         >>> journal.remove_entries([trajectory_id])  # it is stored elsewhere, or settled
     """
 
-    def __init__(self, directory: Path, metrics: Metrics | None = None) -> None:
-        """Write to a folder, which the first write creates."""
+    def __init__(self, directory: Path, metrics: Metrics | None = None, *, syncs: bool = False) -> None:
+        """Write to a folder, which the first write creates.
+
+        Args:
+            directory: The folder.
+            metrics: Counts what is written.
+            syncs: Whether each write reaches the disk, or the server of a network file system, before it
+                counts: processes of other nodes read the journal when this process hangs or its node is lost.
+        """
         self.directory = directory
+        self._syncs = syncs
         self._metrics = metrics
         self._entries: dict[str, JournalEntry] = {}
         self._branches: defaultdict[str, set[str]] = defaultdict(set)  # ids of branch entries, by root
@@ -541,11 +549,11 @@ class Journal:
                 self._file.complete()
                 self._number += 1
             if self._file is not None:
-                self._file.append(data)
+                self._file.append(data, syncs=self._syncs and part.is_last)
             return
         if self._next_file is None:
             self._next_file = self._open_file()
-        self._next_file.append(data)
+        self._next_file.append(data, syncs=self._syncs and part.is_last)
         if not part.is_last:
             return
         stale = journal_files(self.directory)
@@ -584,13 +592,15 @@ class _OpenFile:
         self._descriptor = os.open(self._part, flags, 0o600)
         self.nbytes = 0
 
-    def append(self, data: Sequence[bytes]) -> None:
+    def append(self, data: Sequence[bytes], *, syncs: bool) -> None:
         """Append all of the data, or nothing if the disk is full."""
         try:
             for piece in data:
                 left = memoryview(piece)
                 while left:
                     left = left[os.write(self._descriptor, left) :]
+            if syncs:
+                os.fdatasync(self._descriptor)
         except OSError:
             os.ftruncate(self._descriptor, self.nbytes)  # later records must not follow half a record
             raise

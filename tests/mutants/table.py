@@ -1053,6 +1053,14 @@ MUTANTS: Final = (
         ("tests/unit/test_journal_folders.py",),
     ),
     Mutant(
+        "journals-of-workers-wait-in-memory",
+        "Other nodes do not see what a worker whose node is lost has written to its journal.",
+        "async_rl/queue/journal.py",
+        "                os.fdatasync(self._descriptor)\n",
+        "                pass\n",
+        ("tests/unit/test_journal.py",),
+    ),
+    Mutant(
         "masks-take-no-memory",
         "`check` leaves out the memory of sampling masks.",
         "async_rl/run/memory_needs.py",

@@ -105,6 +105,36 @@ def test_the_file_ends_with_its_last_whole_record_when_the_disk_is_full(
     journal.close()
 
 
+@pytest.mark.parametrize("syncs", [True, False])
+def test_a_write_counts_when_the_disk_has_it_where_other_nodes_read_the_journal(
+    syncs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path, syncs=syncs)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
+    entry = journal.open_entry("t")
+    for _ in range(3):
+        grow(entry, 50)
+        journal.write_entries()
+    assert len(synced) == (3 if syncs else 0)
+    assert not syncs or synced[-1] == journal.nbytes
+    size = journal.nbytes
+
+    def fail(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # as servers of network file systems say it
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    grow(entry, 50)
+    if syncs:
+        with pytest.raises(SpoolFull):
+            journal.write_entries()
+        assert journal.nbytes == size
+    monkeypatch.undo()
+    journal.write_entries()
+    assert tokens(tmp_path, "t") == 200
+    journal.close()
+
+
 def test_nothing_is_written_when_a_thread_comes_after_the_end(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     entry = journal.open_entry("t")

@@ -111,6 +111,7 @@ class RolloutWorker:
         clock: Callable[[], float],
         frames: FrameStore,
         inspected: InspectedTrajectories | None = None,
+        syncs_journal: bool = False,
     ) -> None:
         """Load the agent loop and the rewards that the config names.
 
@@ -124,12 +125,14 @@ class RolloutWorker:
             clock: Monotonic seconds.
             frames: Stores finished trajectories.
             inspected: Keeps a copy of each for inspection.
+            syncs_journal: Whether its journal is for processes of other nodes: see `Journal`.
 
         Raises:
             ConfigError: One of them cannot be loaded.
         """
         self._config = config
         self._clock = clock
+        self._syncs_journal = syncs_journal
         self._link: Link | None = None
         self._serving_clock = ServingClock(clock)  # follows the driver's
         self._calls = RemoteCalls(
@@ -208,7 +211,9 @@ class RolloutWorker:
             case RevokeLeases():
                 self._calls.revoke(message)
             case OpenJournal():
-                self._backend.journal = Journal(Path(message.folder), self._metrics)
+                self._backend.journal = Journal(
+                    Path(message.folder), self._metrics, syncs=self._syncs_journal
+                )
             case EntriesReleased():
                 running = {attempt.trajectory_id for attempt in self._attempts.values()}
                 assert running.isdisjoint(message.trajectory_ids), "running attempts are journalled"
