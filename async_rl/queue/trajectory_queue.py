@@ -290,7 +290,9 @@ class TrajectoryQueue:
                     self._spool.put_group(group.trajectories)
                     break
                 except SpoolFull as error:
-                    if self._groups.is_any_sampled:  # it may be stored on another node, and fill a batch
+                    # One that is sampled may be stored on another node, and fill a batch. After `stop` the
+                    # next process queues the group.
+                    if self._stopped or self._groups.is_any_sampled:
                         await self._wait_for_step()
                     else:
                         await self.wait_for_space(error)

@@ -927,8 +927,8 @@ MUTANTS: Final = (
         "a-full-node-ends-the-run",
         "A group that its node has no space for ends the run although another one may fill a batch.",
         "async_rl/queue/trajectory_queue.py",
-        "                    if self._groups.is_any_sampled:",
-        "                    if False:",
+        "if self._stopped or self._groups.is_any_sampled:",
+        "if self._stopped:",
         ("tests/unit/test_frame_nodes.py",),
     ),
     Mutant(

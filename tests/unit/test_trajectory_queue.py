@@ -267,6 +267,20 @@ async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Pat
     run.queue.close()
 
 
+async def test_a_group_without_space_stays_in_flight_when_the_run_is_stopped(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_bytes=256 << 10)
+    await run.ready("a", tokens=6000)
+    run.dispatch("b")
+    run.queue.stop()
+    async with Nursery() as nursery:
+        putting = nursery.start_task("put", run.put(make_group("b", tokens=6000)))
+        await settled()
+        assert not putting.done()
+        putting.cancel()
+    assert run.queue.statistics().groups_in_flight == 1
+    run.queue.close()
+
+
 async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Path) -> None:
     run = Run(tmp_path, max_staleness=1)
     run.dispatch("old", version=0)
