@@ -224,11 +224,7 @@ class OpenAIAgentLoop(AgentLoop):
                     await self._call(self._function, task, access)
             except Exception as error:
                 if (exceeded := access.handler.exceeded) is None:
-                    # It is logged, and some clients quote the URL of a request.
-                    error.args = tuple(
-                        arg.replace(access.api_key, "<key>") if isinstance(arg, str) else arg
-                        for arg in error.args
-                    )
+                    _hide_key(error, access.api_key)
                     raise
                 # An agent that is out of budget can only give up; what was sampled counts.
                 if not access.handler.has_answered:
@@ -244,6 +240,20 @@ class OpenAIAgentLoop(AgentLoop):
             result = await call_in_thread(partial(function, task, api), name=f"agent {self._name}")
             if inspect.isawaitable(result):
                 await result
+
+
+def _hide_key(error: BaseException, key: str) -> None:
+    """Remove a key from the texts of an error, its parts and causes: they are logged, and may quote URLs."""
+    found, left = set[int](), [error]
+    while left:
+        each = left.pop()
+        if id(each) in found:
+            continue
+        found.add(id(each))
+        with suppress(Exception):  # the class may refuse it
+            each.args = tuple(arg.replace(key, "<key>") if isinstance(arg, str) else arg for arg in each.args)
+        left += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        left += (other for other in (each.__cause__, each.__context__) if other is not None)
 
 
 class CallReader:

@@ -50,6 +50,8 @@ class CallLease(Protocol):
         Raises:
             EngineError: The call or its engine failed, or the call was dropped. The failure has been
                 reported: the caller keeps the chunks it received and asks for another lease.
+            VersionMismatch: An `EngineError` after which the caller discards the chunks: they are of unknown
+                weights.
             RequestRefused: The engine refuses the request as wrong.
         """
         ...

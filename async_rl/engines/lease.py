@@ -155,10 +155,10 @@ class EngineSlot:
         """Whether it is lent to an evaluation and serves rollouts again afterwards."""
         return self.state is EngineState.EVALUATING and not self.reserved
 
-    def drop_requests(self, error: EngineError) -> None:
-        """End its calls with an error, and the other requests that wait for it."""
+    def drop_requests(self, kind: type[EngineError], why: str) -> None:
+        """End its calls with errors of a kind, and the other requests that wait for it."""
         for call in self.calls():
-            call.drop(error)
+            call.drop(kind(why))  # an error of its own: raised, it holds the frames of its call
         for request in self.bounded_requests:
             request.expire()
 

@@ -108,7 +108,7 @@ class EngineMembership:
         self._depart = depart
         self._drain_s = drain_s
         self._members: dict[str, str] = {}  # engine id by URL
-        self._leaving: set[str] = set()  # URLs: one server must not be two engines
+        self._leaving: dict[str, str] = {}  # engine id by URL: one server must not be two engines
         self._refused = set[str]()  # logged once, for as long as they are in the file
         self._num_joined = 0
 
@@ -120,6 +120,8 @@ class EngineMembership:
         """
         seen = await asyncio.to_thread(read_urls, self._path)
         async with Nursery() as leaving:
+            for url, engine_id in self._leaving.items():  # an earlier call was cancelled
+                leaving.start_task(f"{engine_id} leaves", self._drain_and_remove(engine_id, url))
             while True:
                 with waiting("idle"):
                     await asyncio.sleep(REREAD_S)
@@ -152,10 +154,17 @@ class EngineMembership:
         for url in leaves:
             engine_id = self._members.pop(url)
             log.info("engine %s at %s leaves", engine_id, url)
-            self._leaving.add(url)
+            self._leaving[url] = engine_id
             leaving.start_task(f"{engine_id} leaves", self._drain_and_remove(engine_id, url))
 
     async def _drain_and_remove(self, engine_id: str, url: str) -> None:
+        if engine_id in self._pool:
+            await self._drain_engine(engine_id)
+            self._pool.remove_engine(engine_id)
+        await self._depart(engine_id)
+        del self._leaving[url]
+
+    async def _drain_engine(self, engine_id: str) -> None:
         try:
             async with asyncio.timeout(self._drain_s):
                 await self._pool.drain_engine(engine_id)
@@ -165,6 +174,3 @@ class EngineMembership:
             with suppress(EngineError, TimeoutError):  # `remove_engine` drops calls that are left
                 async with asyncio.timeout(_ABORT_LIMIT_S):
                     await self._pool.interrupt_engine(engine, "abort")
-        self._pool.remove_engine(engine_id)
-        await self._depart(engine_id)
-        self._leaving.discard(url)

@@ -219,7 +219,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         self._metrics.engine_quarantined_total.labels(engine_id).inc()
         self._enter_state(slot, EngineState.QUARANTINED)
         kind = VersionMismatch if wrong_weights else CallLost
-        slot.drop_requests(kind(f"engine {engine_id} is quarantined: {error}"))
+        slot.drop_requests(kind, f"engine {engine_id} is quarantined: {error}")
 
     def record_failed_repair(self, engine_id: str, error: Exception) -> None:
         """Record why a quarantined engine could not be repaired."""
@@ -320,7 +320,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         self._serving.discard(engine_id)
         self._balancer.remove_engine(engine_id)
         self._oldest_version = None
-        slot.drop_requests(CallLost(f"engine {engine_id} has left"))
+        slot.drop_requests(CallLost, f"engine {engine_id} has left")
         for gauge in (
             self._metrics.engine_up,
             self._metrics.engine_weight_version,

@@ -138,7 +138,10 @@ class RayCluster(Cluster):
     async def disconnect_engine(self, engine_id: str) -> None:
         """Close the client of a server that has left the job."""
         self._urls.pop(engine_id, None)
-        await self._engines.pop(engine_id).close()
+        if (
+            engine := self._engines.pop(engine_id, None)
+        ) is not None:  # a call before may have been cancelled
+            await engine.close()
 
     async def stop_engine(self, engine_id: str) -> None:
         """Stop a server process, and replace its actor if that fails. An external server keeps running."""

@@ -137,6 +137,7 @@ class TrajectoryQueue:
         self._spool = spool
         self._clock = clock
         self._stopped = self._data_ended = False
+        self._tasks_left = True
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="trajectory-queue")
         self._changes = ChangeSignal()
         self._backlog = Backlog(groups_per_batch, max_staleness, staleness_policy)
@@ -290,9 +291,9 @@ class TrajectoryQueue:
                     self._spool.put_group(group.trajectories)
                     break
                 except SpoolFull as error:
-                    # One that is sampled may be stored on another node, and fill a batch. After `stop` the
-                    # next process queues the group.
-                    if self._stopped or self._groups.is_any_sampled:
+                    # One that is sampled, or will be, may be stored on another node, and fill a batch. After
+                    # `stop` the next process queues the group.
+                    if self._stopped or self._groups.is_any_sampled or (self.admits and self._tasks_left):
                         await self._wait_for_step()
                     else:
                         await self.wait_for_space(error)
@@ -428,6 +429,12 @@ class TrajectoryQueue:
         """Note that nothing more will be dispatched: `next_batch` returns None once it can fill no batch."""
         self._data_ended = True
         self._changes.notify_all()
+
+    def set_tasks_left(self, are_left: bool) -> None:
+        """Note whether the data has a task for another group now; a group that was dropped may be retried."""
+        if are_left is not self._tasks_left:
+            self._tasks_left = are_left
+            self._changes.notify_all()
 
     def record_straggling(self) -> None:
         """Record how long groups have waited for their stragglers; the next flush writes it."""

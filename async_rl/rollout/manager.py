@@ -142,6 +142,7 @@ class RolloutManager:
             await self.slots.acquire_slot()
             tasks_changed.clear()
             following = self._feeder.next_task() if self._queue.admits else None
+            self._queue.set_tasks_left(following is not None or not self._queue.admits)
             if following is None:
                 self.slots.release_slot()
                 if self._queue.admits:

@@ -19,7 +19,7 @@ from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat, load_chat_format
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.engine_calls import EngineCalls
-from async_rl.errors import ConfigError, EngineError, RequestRefused, RolloutError
+from async_rl.errors import ConfigError, EngineError, RequestRefused, RolloutError, VersionMismatch
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import waiting
 
@@ -99,7 +99,7 @@ class ModelAnswers:
         """Ask engines until the turn is complete; one that fails leaves its tokens to the next."""
         calls, sampled, total = self._calls[model], list[int](), len(prompt) + max_new_tokens
         while True:
-            key, finish = self._new_id(), None
+            key, finish, begin = self._new_id(), None, len(sampled)
             async with calls.lease(key, total, prompt=len(prompt) + len(sampled)) as lease:
                 request = GenerateRequest(
                     request_id=f"{key}-{lease.restart_count}.{lease.epoch}",
@@ -116,7 +116,9 @@ class ModelAnswers:
                                 finish = event
                 except RequestRefused as error:
                     raise RolloutError(f"the model {model!r} refuses a conversation: {error}") from error
-                except EngineError:
+                except EngineError as error:
+                    if isinstance(error, VersionMismatch):  # the tokens are another model's
+                        del sampled[begin:]
                     self._metrics.model_retries_total.labels(model).inc()
                 finally:
                     calls.forget_trajectory(key)

@@ -32,8 +32,10 @@ def trajectory_bytes(config: Config, facts: EngineFacts) -> int:
     row_bytes = 0
     if config.routing.from_engine and facts.is_moe:
         row = len(facts.moe_layers) * facts.top_k * routing.id_dtype(facts.num_experts).itemsize
-        # A trajectory whose flips are measured keeps the last rows that an update replaced.
-        row_bytes = math.ceil((_ROW_COPIES + config.routing.flip_sample) * row)
+        # A trajectory whose flips are measured keeps the last rows that an update replaced, or with `splice`
+        # those of each version.
+        versions = 1 + config.rollout.max_staleness if config.routing.merge == "splice" else 1
+        row_bytes = math.ceil((_ROW_COPIES + config.routing.flip_sample * versions) * row)
     mask_bytes = _MASK_ID_BYTES * config.rollout.top_k if config.rollout.needs_masks else 0
     tokens = min(config.rollout.max_context_tokens, facts.context_length)
     return (1 + config.rollout.max_branches) * tokens * (_TOKEN_BYTES + mask_bytes + row_bytes)

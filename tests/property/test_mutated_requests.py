@@ -104,7 +104,7 @@ def bodies(draw: st.DrawFn) -> bytes:
             holder = holder[key]
         what = draw(st.sampled_from(["replace", "replace", "delete", "repeat"]))
         if what == "replace" or last == "body":
-            holder[last] = draw(HOSTILE)
+            holder[last] = copy.deepcopy(draw(HOSTILE))  # a later change must not change what is drawn
         elif what == "delete":
             del holder[last]
         elif isinstance(holder, list):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,28 @@ def test_its_exit_code_is_passed_on_when_the_server_ends(tmp_path: Path) -> None
     with start(tmp_path / "scratch", [sys.executable, "-c", "raise SystemExit(7)"]) as process:
         assert process.wait(10) == 7
     assert not (tmp_path / "scratch").exists()
+
+
+def test_it_starts_while_others_delete_folders_in_shared_memory(tmp_path: Path) -> None:
+    churn = (
+        "import os, shutil, tempfile\n"
+        "print('begun', flush=True)\n"
+        "while True:\n"
+        "    top = tempfile.mkdtemp(prefix='async_rl_churn_', dir='/dev/shm')\n"
+        "    for number in range(200): os.makedirs(f'{top}/{number}/below')\n"
+        "    shutil.rmtree(top)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", churn], stdout=subprocess.PIPE) as busy:
+        assert busy.stdout is not None
+        busy.stdout.readline()
+        try:
+            for number in range(10):
+                with start(tmp_path / f"{number}", [sys.executable, "-c", "raise SystemExit(7)"]) as process:
+                    assert process.wait(10) == 7
+        finally:
+            busy.kill()
+    for left in Path("/dev/shm").glob("async_rl_churn_*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def test_the_whole_group_ends_when_the_guard_is_told_to(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from async_rl.config import Config, JudgeReward, parse_config
+from async_rl.engine_protocol import Chunk
 from async_rl.engines.simulated import Fault
-from async_rl.errors import ConfigError, RequestRefused, RewardError, RolloutError
+from async_rl.errors import ConfigError, RequestRefused, RewardError, RolloutError, VersionMismatch
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.rollout.model_answers import ModelAnswers
 from async_rl.rollout.rewards.judge_calls import JudgeCall, fill_template, find_score
@@ -216,3 +217,24 @@ async def test_a_model_answers_and_goes_on_elsewhere_with_its_tokens_when_its_en
         engine.generate = refuse
     with pytest.raises(RolloutError, match="refuses a conversation: too long"):
         await answers.ask("judge", QUESTION)
+
+
+@in_virtual_time
+async def test_tokens_of_another_models_weights_are_no_answer(tmp_path: Path) -> None:
+    """The judge's server was restarted from outside: its finish says so, after its tokens have come."""
+    model, processes = frozen_model(tmp_path)
+    await model.start_engines()
+    answers = answers_of(tmp_path, model)
+    whole = await answers.ask("judge", QUESTION, max_new_tokens=20)
+    generate = {engine.engine_id: engine.generate for engine in processes.engines}
+
+    async def restarted(request: Any) -> Any:
+        for engine in processes.engines:
+            engine.generate = generate[engine.engine_id]
+        yield Chunk.of([7, 7, 7], [-1.0] * 3)
+        raise VersionMismatch("judge-0 serves weights of version 'default'")
+
+    for each in processes.engines:
+        each.generate = restarted
+    async with services(**model.services):
+        assert await answers.ask("judge", QUESTION, max_new_tokens=20) == whole

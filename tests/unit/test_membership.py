@@ -185,6 +185,24 @@ async def test_a_server_that_comes_back_joins_when_it_has_left(tmp_path: Path) -
 
 
 @in_virtual_time
+async def test_a_server_goes_on_leaving_when_the_trainer_was_restarted_meanwhile(tmp_path: Path) -> None:
+    async with job(tmp_path, A, B) as made:
+        made.bench.pool.serve_engine("engine-0", 3)
+        running = made.bench.start("t1")
+        await settle()
+        made.bench.engines["engine-0"].say(0, tokens(2))
+        await made.write(B)
+    assert made.states()["engine-0"] is EngineState.DRAINING
+    assert made.departed == []
+    async with services(members=made.members.follow_file):
+        await made.write(B, A)
+        await asyncio.sleep(40.0)
+        assert running.done()
+        assert made.departed == ["engine-0"]
+        assert made.urls == {"engine-0": A, "engine-1": B, "engine-2": A}
+
+
+@in_virtual_time
 async def test_no_engine_leaves_when_the_file_is_half_written_broken_or_gone(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
         made.path.write_text("")  # an editor truncates, then writes

@@ -51,6 +51,13 @@ def test_layers_without_experts_have_no_rows() -> None:
     assert trajectory_bytes(config_with(), some) == 32768 * (math.ceil(3.05 * 45 * 8) + 48)
 
 
+def test_a_trajectory_whose_flips_are_measured_keeps_the_rows_of_each_version_when_they_are_spliced() -> None:
+    config = config_with(max_staleness=5)
+    routing = msgspec.structs.replace(config.routing, merge="splice", flip_sample=1.0)
+    config = msgspec.structs.replace(config, routing=routing)
+    assert trajectory_bytes(config, QWEN) == 32768 * ((3 + 6) * 48 * 8 + 48)
+
+
 @pytest.mark.parametrize("num_calls", [1, 4])
 def test_the_masks_of_a_truncated_distribution_fit_what_is_reported(num_calls: int) -> None:
     num_tokens, top_k = 4096, 64

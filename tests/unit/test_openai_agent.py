@@ -58,6 +58,10 @@ async def quotes_its_url(task: Task, api: AgentAPI) -> None:
     raise ValueError(f"no answer of {api.session_url}", 404)
 
 
+async def quotes_its_url_in_a_group(task: Task, api: AgentAPI) -> None:
+    raise ExceptionGroup("two", [ValueError(f"no answer of {api.session_url}"), OSError(2, api.api_key)])
+
+
 class Hanging:
     """Asks, and never comes back."""
 
@@ -187,6 +191,12 @@ async def test_an_error_hides_the_key_when_a_program_prints_it():
     loop = OpenAIAgentLoop(command=["sh", "-c", "echo $OPENAI_API_KEY; exit 1"])
     with pytest.raises(AgentLoopError, match="ended with 1: <key>"):
         await play(loop)
+
+
+async def test_the_parts_of_an_error_hide_the_key():
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        await play(OpenAIAgentLoop(agent=f"{HERE}:quotes_its_url_in_a_group"), "Hello.")
+    assert "/<key>" in "".join(traceback.format_exception(caught.value))
 
 
 async def test_an_error_hides_the_key_when_a_client_quotes_it():

@@ -498,11 +498,29 @@ async def test_a_silent_worker_that_is_back_in_time_still_gets_the_leases_that_i
         assert driver.num_calls == 0
         driver.pool.serve_engine("engine-0", 4)
         await asyncio.sleep(0.1)
-        granted = driver.posted[-1]
-        assert isinstance(granted, LeaseGranted)
-        assert (granted.lease_id, granted.weight_version) == (2, 4)
+        assert driver.num_calls == 0  # the engine waits for no call of a worker that may be lost
         driver.leases.renew(Heartbeat(number=2))
+        (granted,) = (m for m in driver.posted if isinstance(m, LeaseGranted) and m.lease_id == 2)
+        assert granted.weight_version == 4
+        assert driver.num_calls == 1
         driver.leases.close()
+
+
+@in_virtual_time
+async def test_requests_of_a_lost_worker_take_no_engine_when_its_leases_are_returned() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+        driver.leases.handle_message(LeaseWanted(lease_id=2, key="b", tokens=9, prompt=4))
+        driver.pool.serve_engine("engine-0", 4)
+        driver.pool.hold_engine("engine-0")
+        driver.leases.handle_message(LeaseWanted(lease_id=3, key="c", tokens=9, prompt=4))
+        driver.leases.close()
+        driver.pool.serve_engine("engine-0", 5)
+        await asyncio.sleep(0.1)
+        assert driver.num_calls == 0
+        assert not any(isinstance(m, LeaseGranted) and m.lease_id == 3 for m in driver.posted)
 
 
 @in_virtual_time
@@ -917,17 +935,39 @@ async def test_what_a_worker_reports_of_an_engine_counts_as_a_call_of_the_driver
 ) -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
+        await driver.lease()
         driver.leases.handle_message(report)
+        driver.leases.handle_message(LeaseEnded(lease_id=1))
         snapshot = driver.pool.snapshot_of("engine-0")
         assert snapshot is not None
         assert snapshot.state is state
         if report.kind == "busy":
-            driver.leases.handle_message(LeaseWanted(lease_id=1, key="a", tokens=9, prompt=4))
+            driver.leases.handle_message(LeaseWanted(lease_id=2, key="a", tokens=9, prompt=4))
             await asyncio.sleep(4.0)
-            assert not any(isinstance(message, LeaseGranted) for message in driver.posted)
+            assert sum(isinstance(message, LeaseGranted) for message in driver.posted) == 1
             await asyncio.sleep(2.0)
             assert isinstance(driver.posted[-1], LeaseGranted)
-            driver.leases.handle_message(LeaseEnded(lease_id=1))
+            driver.leases.handle_message(LeaseEnded(lease_id=2))
+
+
+@in_virtual_time
+async def test_a_late_report_says_nothing_against_an_engine_that_was_restarted() -> None:
+    """The worker's leases have expired, and its report was under way for longer."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.quarantine_engine("engine-0", EngineError("another worker has seen that"))
+        await driver.pool.end_engine("engine-0", lambda name: asyncio.sleep(0))
+        driver.pool.rejoin_engine("engine-0")
+        driver.pool.serve_engine("engine-0", 4)
+        for kind, wrong in (("failure", False), ("strike", True), ("busy", False), ("refused", False)):
+            report = EngineReport(engine_id="engine-0", kind=kind, text="x", wrong_weights=wrong)
+            for _ in range(3):
+                driver.leases.handle_message(report)
+        snapshot = driver.pool.snapshot_of("engine-0")
+        assert snapshot is not None
+        assert snapshot.state is EngineState.SERVING
+        driver.leases.close()
 
 
 @in_virtual_time

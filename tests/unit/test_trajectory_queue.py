@@ -267,6 +267,23 @@ async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Pat
     run.queue.close()
 
 
+async def test_a_group_without_space_waits_while_another_one_is_about_to_be_dispatched(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, max_bytes=256 << 10, groups_per_batch=3)
+    await run.ready("a", tokens=6000)
+    run.dispatch("b")
+    async with named_waits() as waited:
+        putting = asyncio.ensure_future(run.put(make_group("b", tokens=6000)))
+        await until(lambda: putting.done() or "capacity" in waited())
+    assert run.queue.admits  # the batch needs a third group
+    assert not putting.done()
+    run.queue.set_tasks_left(False)
+    with pytest.raises(SpoolFull, match="raise it"):
+        await putting
+    run.queue.close()
+
+
 async def test_a_group_without_space_stays_in_flight_when_the_run_is_stopped(tmp_path: Path) -> None:
     run = Run(tmp_path, max_bytes=256 << 10)
     await run.ready("a", tokens=6000)

@@ -31,7 +31,8 @@ _SCAN_S = 5
 def main() -> int:
     """Run the command; return its exit code."""
     parent, scratch, grace_s, command = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
-    before = set(Path("/dev/shm").rglob("*"))
+    # Other than `rglob`, this leaves out folders that are deleted meanwhile.
+    before = {Path(folder, name) for folder, _, names in os.walk("/dev/shm") for name in names}
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell)

@@ -56,14 +56,13 @@ _SILENT_S: Final = 1.0
 class _RelayedLease:
     """One lease of the worker, from its request to its return. It has no task: messages are its events."""
 
-    __slots__ = ("actor", "call", "lease", "lease_id", "model", "wait")
+    __slots__ = ("actor", "call", "lease", "wait", "wanted")
 
-    def __init__(self, lease_id: int, key: str, model: str) -> None:
-        self.lease_id = lease_id
-        self.model = model
+    def __init__(self, wanted: LeaseWanted) -> None:
+        self.wanted = wanted
         self.lease: Lease | None = None
         """The lease of the pool, once that has been asked for it."""
-        self.actor = acting("trajectory", key).begin()
+        self.actor = acting("trajectory", wanted.key).begin()
         self.wait: waiting | None = None
         """What the trajectory waits for."""
         self.call: AbstractContextManager[None] | None = None
@@ -123,6 +122,8 @@ class RelayedLeases(LeaseHolder):
         self._revoked: set[int] = set()
         """Revoked leases whose calls the worker may still hold open, even if it has confirmed that."""
         self._watches_expiry = False
+        self._withdrawn: list[_RelayedLease] = []
+        """Requests for which the pool is asked again once the worker has reported."""
         self._numbers = count(1)
         self._renewed_s = -math.inf
         """When leases were renewed last: the worker's own time of it is earlier."""
@@ -163,6 +164,10 @@ class RelayedLeases(LeaseHolder):
             for pool in self._pools.values():
                 pool.forget_trajectory(key)
         self._renewed_s = self._clock()
+        withdrawn, self._withdrawn = self._withdrawn, []
+        for relayed in withdrawn:
+            if relayed.wanted.lease_id in self._leases:
+                self._ask_pool(relayed)
         self._post(LeasesRenewed(number=heartbeat.number))
 
     # -- the pool ------------------------------------------------------------------------------------------
@@ -197,7 +202,7 @@ class RelayedLeases(LeaseHolder):
     def _watch_expiry(self) -> None:
         """Wait no longer for a worker that can no longer use its leases; look again when that may be so.
 
-        Requests for leases stay: nothing is sent for them, and the worker may only be late.
+        If it is only late, it is granted the leases that it waits for once it has reported.
         """
         self._revoked &= self._leases.keys()
         self._watches_expiry = bool(self._revoked or self._revocations)
@@ -207,6 +212,7 @@ class RelayedLeases(LeaseHolder):
             asyncio.get_running_loop().call_later(valid_s, self._watch_expiry)
             return
         self._watches_expiry = False
+        self._withdraw_requests()
         self._return_leases([lease_id for lease_id, relayed in self._leases.items() if relayed.placed])
         self._confirm_revocations()
 
@@ -232,6 +238,7 @@ class RelayedLeases(LeaseHolder):
         """Return all leases now: the worker's process has ended."""
         for pool in self._pools.values():
             pool.lease_holders.pop(self, None)
+        self._withdraw_requests()
         self._return_leases(list(self._leases))
         self._confirm_revocations()
 
@@ -241,6 +248,14 @@ class RelayedLeases(LeaseHolder):
     def _valid_s(self) -> float:
         """How long the worker may still use its leases, unless they are renewed."""
         return max(0.0, self._renewed_s + self._lease_s + _CLOCK_MARGIN_S - self._clock())
+
+    def _withdraw_requests(self) -> None:
+        """Ask the pool for nothing more: an engine would wait for the calls of a worker that is not there."""
+        for relayed in self._leases.values():
+            if relayed.lease is not None and relayed.placed is None:
+                self._pools[relayed.wanted.model].return_lease(relayed.lease)
+                relayed.lease = None
+                self._withdrawn.append(relayed)
 
     def _return_leases(self, lease_ids: Iterable[int]) -> None:
         """Return leases that the worker can no longer use. Their engines may have served it until now."""
@@ -254,28 +269,30 @@ class RelayedLeases(LeaseHolder):
         if message.lease_id <= self._newest_id:  # repeated
             return
         self._newest_id = message.lease_id
-        relayed = _RelayedLease(message.lease_id, message.key, message.model)
-        self._leases[message.lease_id] = relayed
-        grant, pool = partial(self._grant_lease, relayed), self._pools[message.model]
-        relayed.lease = pool.request_lease(
-            message.key, message.tokens, prompt=message.prompt, on_placed=grant
-        )
+        self._leases[message.lease_id] = relayed = _RelayedLease(message)
+        self._ask_pool(relayed)
         if relayed.call is None:
-            wait = waiting("engine", why=pool.dispatcher.describe_states)
+            wait = waiting("engine", why=self._pools[message.model].dispatcher.describe_states)
             relayed.wait = wait.begin(relayed.actor)
+
+    def _ask_pool(self, relayed: _RelayedLease) -> None:
+        wanted = relayed.wanted
+        relayed.lease = self._pools[wanted.model].request_lease(
+            wanted.key, wanted.tokens, prompt=wanted.prompt, on_placed=partial(self._grant_lease, relayed)
+        )
 
     def _grant_lease(self, relayed: _RelayedLease, lease: Lease) -> None:
         """Let the worker call the engine that the pool has given to its lease."""
         if relayed.wait is not None:
             relayed.wait.end()
-        engine, lease_id = lease.engine, relayed.lease_id
+        engine, lease_id = lease.engine, relayed.wanted.lease_id
         relayed.wait = lease.wait = waiting("first chunk", engine.engine_id).begin(relayed.actor)
         relayed.call = engine.remote_call()
         relayed.call.__enter__()
         self._num_placed[engine.engine_id] += 1
         lease.holder = self
         lease.on_drop = partial(self._drop_call, lease_id)
-        if not relayed.model:
+        if not relayed.wanted.model:
             self._on_lease(lease.key, lease.weight_version)
         self._post(
             LeaseGranted(
@@ -295,16 +312,18 @@ class RelayedLeases(LeaseHolder):
     def _return_lease(self, lease_id: int) -> None:
         """Return a lease to the pool, or withdraw the request for it."""
         relayed = self._leases.pop(lease_id)
-        assert relayed.lease is not None, "it was requested"
+        wanted = relayed.wanted
         if relayed.wait is not None:
             relayed.wait.end(succeeded=relayed.call is not None)
         relayed.actor.end()
-        if not relayed.model:
-            self._on_lease(relayed.lease.key, None)
+        if not wanted.model:
+            self._on_lease(wanted.key, None)
+        if relayed.lease is None:  # withdrawn
+            return
         if relayed.call is not None:
             relayed.call.__exit__(None, None, None)
             self._num_placed[relayed.lease.engine.engine_id] -= 1
-        self._pools[relayed.model].return_lease(relayed.lease)  # others may be granted at once
+        self._pools[wanted.model].return_lease(relayed.lease)  # others may be granted at once
 
     def _record_progress(self, lease_id: int, received: int) -> None:
         relayed = self._leases.get(lease_id)
@@ -348,6 +367,9 @@ class RelayedLeases(LeaseHolder):
 
     def _record_report(self, report: EngineReport) -> None:
         engine_id, text = report.engine_id, report.text
+        by_call = report.kind != "strike" or report.wrong_weights
+        if by_call and not self._num_placed[engine_id]:
+            return  # of a call that ended with its lease: the engine may have been restarted since
         pool = next((pool for pool in self._pools.values() if engine_id in pool), None)
         if pool is None:  # it has left
             return
