@@ -3809,8 +3809,8 @@ MUTANTS: Final = (
         "judges-begin-again-on-another-engine",
         "The tokens of a judge's answer are lost when its engine dies.",
         "async_rl/rollout/model_answers.py",
-        "                    if isinstance(error, VersionMismatch):  # the tokens are another model's",
-        "                    if True:",
+        "                    if isinstance(error, VersionMismatch):  # the tokens are another model's\n",
+        "                    sampled = [9]\n                    if isinstance(error, VersionMismatch):\n",
         (JUDGE,),
     ),
     Mutant(
