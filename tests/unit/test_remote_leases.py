@@ -25,6 +25,7 @@ from async_rl.rollout.workers.messages import (
     Heartbeat,
     LeaseEnded,
     LeaseGranted,
+    LeasesRenewed,
     LeasesRevoked,
     LeaseWanted,
     Message,
@@ -500,8 +501,10 @@ async def test_a_silent_worker_that_is_back_in_time_still_gets_the_leases_that_i
         await asyncio.sleep(0.1)
         assert driver.num_calls == 0  # the engine waits for no call of a worker that may be lost
         driver.leases.renew(Heartbeat(number=2))
-        (granted,) = (m for m in driver.posted if isinstance(m, LeaseGranted) and m.lease_id == 2)
-        assert granted.weight_version == 4
+        renewed, granted = driver.posted[-2:]
+        assert isinstance(renewed, LeasesRenewed)
+        assert isinstance(granted, LeaseGranted)
+        assert (granted.lease_id, granted.weight_version) == (2, 4)
         assert driver.num_calls == 1
         driver.leases.close()
 

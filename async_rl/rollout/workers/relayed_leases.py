@@ -164,11 +164,11 @@ class RelayedLeases(LeaseHolder):
             for pool in self._pools.values():
                 pool.forget_trajectory(key)
         self._renewed_s = self._clock()
+        self._post(LeasesRenewed(number=heartbeat.number))
         withdrawn, self._withdrawn = self._withdrawn, []
-        for relayed in withdrawn:
+        for relayed in withdrawn:  # after that message: until then the worker may use no lease
             if relayed.wanted.lease_id in self._leases:
                 self._ask_pool(relayed)
-        self._post(LeasesRenewed(number=heartbeat.number))
 
     # -- the pool ------------------------------------------------------------------------------------------
 
