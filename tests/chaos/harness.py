@@ -47,8 +47,9 @@ _FLUSHED_S = 1.5
 STRIKE_S = 45.0
 """A fault that waits for a payload, a call or a reward is given up after this time."""
 GONE_S = 20.0
-"""All processes must be gone within this time after a kill of the driver."""
-
+"""Ranks, rollout workers and engines must be gone within this time after a kill of the driver."""
+STARTS_S = 60.0
+"""The same for others: a process that Ray has just started tries to reach its killed raylet for 25 s."""
 
 ORPHANS_S = 60.0
 """What user code has left behind must be gone within this time after the end of the run."""
@@ -285,7 +286,7 @@ class Chaos:
             self._until(lambda: self._ended() is not None, 10, "the driver's end")
             if start_again:
                 self.start()
-            self._wait_until_gone([p for role in before.values() for p in role])
+            self._wait_until_gone(before)
         elif blow.victim == "driver":
             victim.send_signal(signal.SIGSTOP)
             self.strikes.strike(blow.kind)
@@ -476,12 +477,15 @@ class Chaos:
         self._note(f"step {self._steps()} is done, {time.monotonic() - begin:.1f} s later")
         self.exposure.look(self.processes, self._run_dir, self._output, port)
 
-    def _wait_until_gone(self, processes: list[psutil.Process]) -> None:
+    def _wait_until_gone(self, before: dict[str, list[psutil.Process]]) -> None:
         begin = time.monotonic()
-        self._until(
-            lambda: not any(_is_alive(p) for p in processes), GONE_S, "the end of the driver's processes"
-        )
-        self._note(f"its {len(processes)} processes were gone within {time.monotonic() - begin:.1f} s")
+        for role, processes in sorted(before.items(), key=lambda item: item[0] == "other"):
+            limit_s = STARTS_S if role == "other" else GONE_S
+            self._until(lambda left=processes: not any(map(_is_alive, left)), limit_s, "", must=False)
+            if left := [str(process) for process in processes if _is_alive(process)]:
+                raise Violation(f"{role}: {left} still live {limit_s:.0f} s after the driver's end")
+        count = sum(map(len, before.values()))
+        self._note(f"its {count} processes were gone within {time.monotonic() - begin:.1f} s")
 
     def _wait(self, seconds: float) -> None:
         self._until(lambda: False, seconds, "", must=False)
