@@ -29,6 +29,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -558,13 +559,15 @@ class Journal:
             return
         stale = journal_files(self.directory)
         self._next_file.complete()
-        if self._file is not None:
-            self._file.close()
-        self._file, self._next_file = self._next_file, None
+        before, self._file, self._next_file = self._file, self._next_file, None
         self._number += 1
         self._began_with = self._file.nbytes
-        for path in stale:
-            path.unlink()
+        # The slice is written, so it must not be written again. The next compaction deletes what stays here.
+        with suppress(OSError):
+            if before is not None:
+                before.close()
+            for path in stale:
+                path.unlink()
 
     def _open_file(self) -> _OpenFile:
         if not self._number:  # later, the folder is gone only if nothing in it is needed any longer

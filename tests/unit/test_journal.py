@@ -277,3 +277,31 @@ async def test_a_compaction_goes_on_when_a_write_is_cut_short(tmp_path: Path) ->
     journal._append()
     journal.close()
     assert len(names(tmp_path)) == 1  # the part of the next file is gone
+
+
+@in_virtual_time
+async def test_a_compaction_is_complete_when_the_disk_is_too_full_to_delete_the_file_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path)
+    entries = [journal.open_entry(f"t{number}") for number in range(100)]
+    for entry in entries:
+        grow(entry, 4)
+    await journal.write_in_thread()
+    monkeypatch.setattr(journal_module, "_COMPACT_BYTES", 1000)
+    unlink = Path.unlink
+
+    def fail_once(path: Path, missing_ok: bool = False) -> None:
+        monkeypatch.setattr(Path, "unlink", unlink)
+        raise OSError(errno.ENOSPC, "No space left on device")  # as file systems that copy on write say it
+
+    monkeypatch.setattr(Path, "unlink", fail_once)
+    await journal.write_in_thread()
+    assert names(tmp_path) == ["journal-000001", "journal-000002"]
+    for entry in entries:
+        grow(entry, *[1] * 10)
+    await journal.write_in_thread()
+    assert names(tmp_path) == ["journal-000003"]
+    states = read_journal(tmp_path)[0]
+    assert [state.num_tokens for state in states.values()] == [14] * 100
+    journal.close()
