@@ -37,15 +37,20 @@ def file_name(name: Any, origin: object) -> str:
 def replaced_folder(path: Path) -> Iterator[Path]:
     """Yields a new folder beside a path, which takes its place when the block ends without an error.
 
-    The path may name a folder, which is removed then. What a failed block leaves is removed by the next one.
+    The path may name a folder, which is removed then. What a failed block has written is removed; what a
+    killed process has is left, as `.<name>.<process id>.tmp`.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    yield scratch
-    if path.exists():
-        shutil.rmtree(path)
-    scratch.rename(path)
+    try:
+        yield scratch
+        if path.exists():
+            shutil.rmtree(path)
+        scratch.rename(path)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def private_folder(path: Path) -> Path:

@@ -47,8 +47,9 @@ class WeightPublisher:
         """By version: engines that load its files now."""
 
     async def remove_leftovers(self) -> None:
-        """Remove what an earlier incarnation of the run published."""
-        for folder in sorted(self.directory.glob("version_*")):
+        """Remove what an earlier incarnation of the run published, or was publishing when it was killed."""
+        folders = [*self.directory.glob("version_*"), *self.directory.glob(".version_*.tmp")]
+        for folder in sorted(folders):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         for file in sorted(self.directory.glob("*delta_*")):
             await asyncio.to_thread(file.unlink)

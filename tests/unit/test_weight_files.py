@@ -1,0 +1,43 @@
+"""The files of weight versions: what a failed or killed publication leaves, and which versions stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from async_rl.runtime.files import replaced_folder
+from async_rl.trainer_protocol import Trainer
+from async_rl.weights.publisher import WeightPublisher
+from tests.support.scripted import RecordingTrainer
+
+
+def new_publisher(folder: Path, keep_versions: int = 2) -> WeightPublisher:
+    return WeightPublisher(cast(Trainer, RecordingTrainer()), folder, keep_versions=keep_versions)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_stays_as_it_was_when_its_replacement_cannot_be_written(tmp_path: Path) -> None:
+    def publish(content: str, error: Exception | None) -> None:
+        with replaced_folder(tmp_path / "version_1") as scratch:
+            (scratch / "weights").write_text(content)
+            if error is not None:
+                raise error
+
+    publish("old", None)
+    with pytest.raises(OSError, match="full"):
+        publish("new", OSError("full"))
+    assert names(tmp_path) == ["version_1"]
+    assert (tmp_path / "version_1" / "weights").read_text() == "old"
+
+
+async def test_what_a_killed_process_was_publishing_leaves_the_disk_at_the_next_start(tmp_path: Path) -> None:
+    for name in ("version_3", ".version_4.4711.tmp", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").touch()
+    await new_publisher(tmp_path).remove_leftovers()
+    assert names(tmp_path) == ["other"]
