@@ -222,8 +222,9 @@ class RolloutManager:
             for trajectory_id in work.trajectory_ids:
                 self.slots.release_slot(trajectory_id)  # one that was cancelled before its start still has it
             work.all_have_slots.set()
-            self._num_groups -= 1
-            self._feeder.retries.changed.set()
+        # A group that raises is not settled: it ends the run, which must not look drained instead.
+        self._num_groups -= 1
+        self._feeder.retries.changed.set()
         if self._journals is not None:
             self._journals.release_trajectories(work.trajectory_ids)
 

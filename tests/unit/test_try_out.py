@@ -12,6 +12,8 @@ from async_rl.cli.inspection.try_out import rollout
 from async_rl.cli.main import main
 from async_rl.engines.simulated import Fault
 from async_rl.errors import EnvironmentNotReady
+from async_rl.queue.archive import InspectedTrajectories
+from async_rl.runtime.supervision import first_error
 from tests.support.writer import writing
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
@@ -97,6 +99,37 @@ def test_the_users_line_is_shown_when_a_loop_raises(
     assert "return {}[turn.text]" in out
     assert "⟩some text⟨" in out, "what was sampled before it raised is shown too"
     assert "2 trajectories: no rewards, 2 failed" in out
+
+
+def test_failed_trajectories_are_counted_when_nothing_was_kept_of_them(
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def keep_nothing(*args: object) -> None:
+        """What is left of an attempt whose worker was killed."""
+
+    monkeypatch.setattr(InspectedTrajectories, "keep", keep_nothing)
+    (tmp_path / "lost_loop.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = [*overrides, "rollout.agent_loop=lost_loop:Broken", "rollout.agent_loop_args={}"]
+    assert rollout(EXAMPLE, changes, number=2, open_engines=writing(lambda _: "some text")) == 1
+    told = capsys.readouterr()
+    assert "2 trajectories: no rewards, 2 failed" in told.out
+    assert "KeyError: 'some text'" in told.err.splitlines()[-1]
+
+
+def test_an_error_of_the_program_itself_is_not_lost(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(InspectedTrajectories, "read_file", refuse)
+    with pytest.raises(ExceptionGroup) as raised:
+        rollout(EXAMPLE, overrides, number=1, open_engines=writing(lambda _: "7"))
+    assert str(first_error(raised.value)) == "the disk is gone"
 
 
 RETURNS_A_NUMBER = """

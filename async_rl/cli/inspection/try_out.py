@@ -45,7 +45,7 @@ from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.sglang.connect import external_keys, sglang_client
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady
+from async_rl.errors import AsyncRLError, ConfigError, CorruptFrame, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
 from async_rl.placement import rollout_workers
@@ -61,7 +61,7 @@ from async_rl.run.preflight import check_config
 from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import first_error, services
-from async_rl.types import StoredTrajectory, Task
+from async_rl.types import Outcome, StoredTrajectory, Task, Trajectory
 
 OpenEngines = Callable[..., AbstractAsyncContextManager[list[Engine]]]
 """Opens engines; gets the config and a folder for their logs."""
@@ -267,15 +267,36 @@ class _TrajectoryReporter(Observer):
 
     def ended(self, trajectory: StoredTrajectory, attempt: int) -> None:
         """Implement `Observer.ended`."""
-        kept = self._inspected.read_file(trajectory.trajectory_id, attempt)
+        kept = self._kept(trajectory, attempt, None)
         self._ended(kept.with_reward(trajectory.reward, trajectory.reward_parts))
 
     def failed(self, trajectory: StoredTrajectory, attempt: int, error: Exception) -> None:
         """Implement `Observer.failed`."""
-        kept = self._inspected.read_file(trajectory.trajectory_id, attempt)
+        kept = self._kept(trajectory, attempt, f"{type(error).__name__}: {error}")
         told = "\n".join([str(kept.trajectory.outcome.error), *filter(None, [user_frames(error)])])
         outcome = replace(kept.trajectory.outcome, error=told)
         self._ended(replace(kept, trajectory=replace(kept.trajectory, outcome=outcome)))
+
+    def _kept(self, trajectory: StoredTrajectory, attempt: int, error: str | None) -> ArchivedTrajectory:
+        """Return what was kept of an attempt: without tokens if its process died before it wrote the file."""
+        try:
+            return self._inspected.read_file(trajectory.trajectory_id, attempt)
+        except (CorruptFrame, FileNotFoundError):
+            outcome = Outcome(
+                stop_reason=trajectory.stop_reason,
+                error=error,
+                num_turns=trajectory.num_turns,
+                finished_s=trajectory.duration_s,
+            )
+            known = Trajectory(
+                trajectory_id=trajectory.trajectory_id,
+                group_id=trajectory.group_id,
+                task_id=trajectory.task_id,
+                segments=(),
+                trace=None,
+                outcome=outcome,
+            )
+            return ArchivedTrajectory(trajectory=known, routing=None)
 
 
 def models_asked(config: Config) -> dict[str, FrozenModelConfig]:
