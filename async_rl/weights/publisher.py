@@ -32,7 +32,7 @@ class WeightPublisher:
         Args:
             trainer: Writes the files.
             directory: Folder for published versions.
-            keep_versions: The newest versions that `remove_old_files` keeps.
+            keep_versions: The newest versions that `remove_old_files` keeps, with the current one.
             adapters: Whether the trainer writes adapters, which engines load beside the model's weights.
         """
         self.adapters = adapters
@@ -90,13 +90,12 @@ class WeightPublisher:
             self._num_readers[version] -= 1
 
     async def remove_old_files(self) -> None:
-        """Remove versions that are neither new nor being read.
+        """Remove versions that are neither new, nor current, nor being read.
 
-        Do not call it while a version is being published: until that is the current version, engines load
-        the one before.
+        Engines load the current one until the next, which may be published already, has taken its place.
         """
-        old = sorted(self._paths)[: -self._keep_versions]
-        unread = [version for version in old if not self._num_readers[version]]
+        kept = {self.current_version, *sorted(self._paths)[-self._keep_versions :]}
+        unread = [v for v in self._paths if v not in kept and not self._num_readers[v]]
         for path in [self._paths.pop(version) for version in unread]:
             if path.parent == self.directory:
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)

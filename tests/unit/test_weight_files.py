@@ -41,3 +41,17 @@ async def test_what_a_killed_process_was_publishing_leaves_the_disk_at_the_next_
         (tmp_path / name / "weights").touch()
     await new_publisher(tmp_path).remove_leftovers()
     assert names(tmp_path) == ["other"]
+
+
+async def test_the_current_version_stays_while_the_next_one_is_published(tmp_path: Path) -> None:
+    publisher = new_publisher(tmp_path, keep_versions=1)
+    for version in (1, 2):
+        (tmp_path / f"version_{version}").mkdir()
+        await publisher.publish_files(version)
+        publisher.current_version = 1
+    await publisher.remove_old_files()  # an engine has caught up meanwhile
+    with publisher.reading_files(1) as path:
+        assert path.exists()
+    publisher.current_version = 2
+    await publisher.remove_old_files()
+    assert names(tmp_path) == ["version_2"]
