@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_rl.codec import ALIGNMENT, map_file
+from async_rl.codec import ALIGNMENT, Bytes, map_file
 from async_rl.errors import NodeUnreachable
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, NodeActor
@@ -34,6 +34,7 @@ from async_rl.placement.ray_trainer import last_line
 from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
 from async_rl.queue.journal_folders import JournalSummary, read_journals
 from async_rl.runtime.processes import die_with_parent
+from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import StoredTrajectory
 
@@ -96,7 +97,7 @@ class FrameReaderActor(NodeActor):
 
     def send_frames(self, stored: Sequence[StoredTrajectory]) -> list[Any]:
         """Put frames into Ray's store, and return references to them; each is copied once."""
-        return [ray.put(np.frombuffer(map_file(each.path), np.uint8)) for each in stored]
+        return [ray.put(map_frame(each.path)) for each in stored]
 
     def hold_frames(self, objects: Sequence[Any]) -> tuple[str, list[int]]:
         """Keep frames that arrive through Ray's store in memory, for all ranks of this node.
@@ -114,6 +115,21 @@ class FrameReaderActor(NodeActor):
     def holds(self, path: str) -> bool:
         """Return whether frames are held in this file: not those of a reader that has ended."""
         return self._held is not None and self._held.path == path
+
+
+def map_frame(path: str) -> Bytes:
+    """Map a frame. One whose file cannot be opened is empty, which ranks report as they do damaged ones.
+
+    Raises:
+        OSError: There is no descriptor for it.
+    """
+    try:
+        return np.frombuffer(map_file(path), np.uint8)
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        log.warning("a frame cannot be sent: %s", error)
+        return np.empty(0, np.uint8)
 
 
 class SharedFrames:

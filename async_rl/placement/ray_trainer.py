@@ -122,8 +122,8 @@ class RayTrainer(Trainer):
             What is held, by node that was sent any.
 
         Raises:
-            NodeUnreachable: A node that has some, other than the driver's, does not send them.
-            TrainerError: A node does not take them.
+            NodeUnreachable: A node that has some, other than the driver's, does not answer.
+            TrainerError: A node does not send or take them.
         """
         places = [each.node or self._driver_node for each in batch.trajectories]
         ranks = {rank: node for rank, node in enumerate(self._nodes) if set(places) != {node}}
@@ -149,7 +149,7 @@ class RayTrainer(Trainer):
                 async with asyncio.timeout(_SEND_LIMIT_S):
                     objects: list[Any] = await self._call_reader(node, "send_frames", stored(indices))
             except (RayError, NodeUnreachable, TimeoutError) as error:
-                if node == self._driver_node:
+                if node == self._driver_node or _is_fault_of_reader(error):
                     raise
                 unreachable = NodeUnreachable(
                     f"node {node} does not send the frames that it has: {last_line(error)}"
@@ -319,6 +319,11 @@ async def _on_nodes(limit_s: float, calls: Mapping[str, Coroutine[Any, Any, T]])
     except ExceptionGroup as errors:
         raise first_error(errors) from errors
     return {node: task.result() for node, task in tasks.items()}
+
+
+def _is_fault_of_reader(error: Exception) -> bool:
+    """Return whether a reader's call failed and would fail again: not for want of memory or descriptors."""
+    return isinstance(error, RayTaskError) and not isinstance(error.cause, RayError | OSError)
 
 
 def _relocated(batch: TakenBatch, indices: Sequence[int], path: str, offsets: Sequence[int]) -> TakenBatch:

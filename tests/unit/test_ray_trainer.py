@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectStoreFullError, RayTaskError
 
 from async_rl.config import parse_config
 from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightSyncError
-from async_rl.placement.frame_readers import SharedFrames
+from async_rl.placement.frame_readers import SharedFrames, map_frame
 from async_rl.placement.ray_trainer import CallFrameReader, RayTrainer
 from async_rl.queue.frames import read_columns
 from async_rl.types import StoredTrajectory, TakenBatch
@@ -57,7 +58,7 @@ class Reader:
 
     def send_frames(self, stored: list[StoredTrajectory]) -> list[Any]:
         self.sent += [each.trajectory_id for each in stored]
-        return [np.fromfile(each.path, np.uint8) for each in stored]
+        return [map_frame(each.path) for each in stored]
 
     def hold_frames(self, objects: list[Any]) -> tuple[str, list[int]]:
         self.num_held += len(objects)
@@ -176,6 +177,41 @@ async def test_a_frame_that_arrives_damaged_is_returned(tmp_path: Path) -> None:
     flaws = await trainer.read_batch(batch)
     assert flaws.keys() == {batch.trajectory_ids[2]}
     assert readers["a"].num_held == 4
+
+
+@pytest.mark.parametrize("missing", [1, 3])
+@pytest.mark.parametrize("node", ["b", ""])
+async def test_a_frame_that_its_node_does_not_have_any_more_is_returned(
+    tmp_path: Path, node: str, missing: int
+) -> None:
+    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    there = tuple(msgspec.structs.replace(each, node=node) for each in batch.trajectories)
+    Path(there[missing].path).unlink()  # as after a node has come back with an empty disk
+    readers = {name: Reader() for name in ("here", "a", "b")}
+    trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
+    flaws = await trainer.read_batch(msgspec.structs.replace(batch, trajectories=there))
+    assert flaws.keys() == {there[missing].trajectory_id}
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), NodeUnreachable),
+        (ObjectStoreFullError("the store is full"), NodeUnreachable),
+        (KeyError("a defect"), TrainerError),
+    ],
+)
+async def test_only_a_node_that_may_send_later_is_waited_for(
+    tmp_path: Path, cause: Exception, expected: type[Exception]
+) -> None:
+    async def fail(*_: Any) -> Any:
+        raise RayTaskError("send_frames", "Traceback", cause)
+
+    batch = taken_batch(tmp_path, [make_group("g", size=2)], 0)
+    there = tuple(msgspec.structs.replace(each, node="b") for each in batch.trajectories)
+    trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", fail)
+    with pytest.raises(expected):
+        await trainer.read_batch(msgspec.structs.replace(batch, trajectories=there))
 
 
 async def test_a_batch_waits_when_the_node_of_a_frame_is_lost(tmp_path: Path) -> None:
