@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
@@ -85,8 +85,13 @@ class RayTrainer(Trainer):
     async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
         """Implement `TrainerRank.read_batch` for all ranks, with frames of other nodes than theirs."""
         limit_s = self._config.trainer.step_timeout_s
+        lost: object = None
         for _ in range(_MAX_DELIVERIES):
-            held = await self._deliver_frames(limit_s, batch)
+            try:
+                held = await self._deliver_frames(limit_s, batch)
+            except ObjectLostError as error:
+                lost = last_line(error)
+                continue
             of_ranks: list[dict[str, str]] = await self._answers(
                 limit_s,
                 "read_batch",
@@ -98,7 +103,8 @@ class RayTrainer(Trainer):
             flaws = {name: flaw for of_rank in of_ranks for name, flaw in of_rank.items()}
             if not flaws or all(await self._are_held(limit_s, held)):
                 return flaws
-        raise TrainerError(f"frames were lost with their readers before ranks had read them: {flaws}")
+            lost = flaws
+        raise TrainerError(f"frames were lost with their readers before ranks had read them: {lost}")
 
     async def train_step(self, batch: Any, step: int) -> StepResult:
         """Implement `TrainerRank.train_step` for all ranks."""
@@ -124,6 +130,7 @@ class RayTrainer(Trainer):
         Raises:
             NodeUnreachable: A node that has some, other than the driver's, does not answer.
             TrainerError: A node does not send or take them.
+            ObjectLostError: A reader that had sent some has ended before another one had them.
         """
         places = [each.node or self._driver_node for each in batch.trajectories]
         ranks = {rank: node for rank, node in enumerate(self._nodes) if set(places) != {node}}
@@ -295,6 +302,7 @@ async def _on_nodes(limit_s: float, calls: Mapping[str, Coroutine[Any, Any, T]])
 
     Raises:
         NodeUnreachable: One failed with this error about a node that the caller can wait for.
+        ObjectLostError: One was sent objects that are lost.
         TrainerError: One failed otherwise: the ranks start again.
     """
 
@@ -302,7 +310,7 @@ async def _on_nodes(limit_s: float, calls: Mapping[str, Coroutine[Any, Any, T]])
         try:
             return await call
         except (RayError, NodeUnreachable, TimeoutError) as error:
-            if isinstance(error, NodeUnreachable) and error.node:
+            if isinstance(error, ObjectLostError) or (isinstance(error, NodeUnreachable) and error.node):
                 raise
             raise TrainerError(
                 f"frames of the batch could not be sent by or to node {node}: {last_line(error)}"

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from ray.exceptions import ObjectStoreFullError, RayTaskError
+from ray.exceptions import ObjectStoreFullError, OwnerDiedError, RayTaskError
 
 from async_rl.config import parse_config
 from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightSyncError
@@ -166,6 +166,32 @@ async def test_frames_are_sent_again_when_their_reader_has_ended_before_ranks_re
     else:
         with pytest.raises(TrainerError, match=r"frames were lost with their readers .* does not exist"):
             await trainer.read_batch(batch)
+
+
+@pytest.mark.parametrize(("ends", "is_read"), [(2, True), (3, False)])
+async def test_frames_are_sent_again_when_their_sender_has_ended_before_they_arrived(
+    tmp_path: Path, ends: int, is_read: bool
+) -> None:
+    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    ranks, readers, left = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}, ends
+    calls = calls_of(readers)
+
+    async def call(node: str, method: str, *arguments: Any) -> Any:
+        nonlocal left
+        if method == "hold_frames" and left:  # Ray's store has lost what the sender owned
+            left -= 1
+            error = OwnerDiedError("0" * 56, None, "")
+            raise RayTaskError("hold_frames", "Traceback", error).as_instanceof_cause()
+        return await calls(node, method, *arguments)
+
+    trainer = RayTrainer(ranks, ["a"], [tmp_path / "log"], CONFIG, "here", call)
+    if is_read:
+        assert await trainer.read_batch(batch) == {}
+        assert readers["here"].sent == 3 * list(batch.trajectory_ids)
+    else:
+        with pytest.raises(TrainerError, match="frames were lost with their readers") as failed:
+            await trainer.read_batch(batch)
+        assert failed.value.restartable
 
 
 async def test_a_frame_that_arrives_damaged_is_returned(tmp_path: Path) -> None:
