@@ -329,9 +329,17 @@ class _EvaluationRun:
             return end
 
     async def _score_group(self, group: _AnswerGroup) -> None:
-        """Score all answers of a task by one call."""
+        """Score all answers of a task by one call; drop those that it fails."""
         completions = [completion for _, _, completion in group.unscored.values()]
-        results = await self._backend.score_group(group.task, completions)
+        results: Sequence[dict[str, float] | RewardError]
+        try:
+            with attempt_boundary():
+                results = await self._backend.score_group(group.task, completions)
+        except ATTEMPT_ERRORS as error:
+            log.info("the answers to task %s: %s", group.task.task_id, error)
+            results = [error if isinstance(error, RewardError) else RewardError(str(error))] * len(
+                completions
+            )
         await asyncio.to_thread(self._spool.discard, completions)
         for (stored, number, _), parts in zip(group.unscored.values(), results, strict=True):
             if isinstance(parts, RewardError):

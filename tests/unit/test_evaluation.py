@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from async_rl.cli.inspection.browse import Filter, inspect
 from async_rl.config import EvaluationConfig, parse_config, to_builtins
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.errors import ConfigError, EnvironmentNotReady, RewardUnavailable
 from async_rl.evaluation.estimates import EvaluatedAnswer, estimate, pass_at_k, scores
 from async_rl.evaluation.evaluator import evaluation_config
 from async_rl.evaluation.service import due
@@ -23,6 +24,8 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord
 from async_rl.observability.text_console import TextConsole
 from async_rl.observability.trackers.tracker import Trackers
+from async_rl.rollout.backend import LocalBackend
+from async_rl.types import Completion, Task
 
 
 def answer(
@@ -264,6 +267,45 @@ def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator,
     assert "6 of the 6" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"data\.validation"):
         evaluate(path, ["data.validation=[]"], model=calculator / "model", open_engines=simulated)
+
+
+def score_all(task: Task, completions: list[Completion]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RewardUnavailable("its worker ended"), "RewardUnavailable"), (OSError("no disk"), "RewardError")],
+)
+def test_only_the_answers_to_a_task_that_cannot_be_scored_are_dropped(
+    calculator, tmp_path, monkeypatch, error, reason
+):
+    scored, left = LocalBackend.score_group, list[Path]()
+
+    async def score_group(backend, task, completions):
+        if len(left) == 0:
+            left.extend(Path(completion.path) for completion in completions)
+            assert all(path.exists() for path in left)
+            raise error
+        assert not any(path.exists() for path in left), "those of the dropped answers are discarded"
+        return await scored(backend, task, completions)
+
+    monkeypatch.setattr(LocalBackend, "score_group", score_group)
+    path, out = tmp_path / "run.yaml", tmp_path / "out"
+    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "tasks.jsonl").write_text("".join(lines[:3]))
+    tasks = {"path": str(tmp_path / "tasks.jsonl")}
+    tree = {
+        "model": {"path": str(calculator / "model")},
+        "data": tasks | {"validation": [tasks]},
+        "engine": {"kind": "simulated", "decode_step_s": 0.0, "mean_new_tokens": 4},
+        "rollout": {"max_context_tokens": 256, "max_new_tokens": 16, "reward": f"{__name__}:score_all"},
+        "evaluation": {"samples": 2, "max_concurrent": 1},
+    }
+    path.write_text(json.dumps(tree))
+    assert evaluate(path, [], out=out, console=TextConsole(), open_engines=simulated) == 0
+    (found,) = evaluation_record_log(out / "evaluations.jsonl").read()
+    assert (found.dropped, found.scores["all"].answers, found.unaccounted) == ({reason: 2}, 4, 0)
 
 
 def test_an_error_of_an_evaluation_is_printed_and_logged_in_its_folder(calculator, tmp_path, capsys):
