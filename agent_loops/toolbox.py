@@ -259,7 +259,8 @@ class TrajectoryTools:
                 async with serving_timeout(timeout_s) as limit, waiting("tool", tool.name, scope=limit):
                     self._states[tool.name] = await tool.create(self._task)
             except Exception as error:  # the tool's own code may raise anything
-                raise ToolError(f"{tool.name}: cannot be set up: {error or type(error).__name__}") from error
+                told = str(error) or type(error).__name__
+                raise ToolError(f"{tool.name}: cannot be set up: {told}") from error
         return self._states[tool.name]
 
     async def _release_all(self) -> None:

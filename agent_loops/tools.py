@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
@@ -13,16 +15,20 @@ import msgspec
 from async_rl.errors import ConfigError, ToolError
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.serving_clock import serving_timeout
-from async_rl.runtime.supervision import contained
-from async_rl.runtime.threads import call_in_thread
+from async_rl.runtime.supervision import contained, finished
+from async_rl.runtime.threads import call_in_thread, start_in_thread
 from async_rl.runtime.waits import waiting
 from async_rl.types import Task
+
+log = logging.getLogger(__name__)
 
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Examples|Note|Notes|Source):\s*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^ *(\w+)(?: *\([^)]*\))?: *(.+)$")
 _PLAIN_DEFAULTS = (str, int, float, bool, type(None))
 _CLEAN_UP_S = 5.0
 """How long an async tool may release what it holds after it was cancelled."""
+_RELEASE_S = 10.0
+"""How long a trajectory that has ended waits for a sync `create`, and then for the release of its state."""
 
 
 class Tool:
@@ -150,13 +156,50 @@ class StatefulTool(Tool):
         super().__init__(thing.execute, name=name or own)
 
     async def create(self, task: Task) -> Any:
-        """Implements `Tool.create`."""
-        return await _run(partial(self._thing.create, task), f"create-{self.name}")
+        """Implements `Tool.create`; what it makes although it is cancelled is released."""
+        create, loop = self._thing.create, asyncio.get_running_loop()
+        if is_async := inspect.iscoroutinefunction(create):
+            made = loop.create_future()
+
+            async def make() -> None:
+                made.set_result(await create(task))
+
+            making: Awaitable[Any] = contained(make(), limit_s=_CLEAN_UP_S)
+        else:
+            made = start_in_thread(partial(create, task), name=f"create-{self.name}")
+            making = asyncio.shield(made)  # its thread runs on
+        try:
+            await making
+        except asyncio.CancelledError:
+            if made.done() or not is_async:
+                await finished(self._release_late(made), limit_s=3 * _RELEASE_S)
+            raise
+        return made.result()
 
     async def release(self, state: Any) -> None:
         """Implements `Tool.release`."""
         if hasattr(self._thing, "release"):
             await _run(partial(self._thing.release, state), f"release-{self.name}")
+
+    async def _release_late(self, made: asyncio.Future[Any]) -> None:
+        """Release a state that nobody waits for, once it is made; do not wait for that much longer."""
+        with waiting("clean-up", limit_s=_RELEASE_S):
+            await asyncio.wait([made], timeout=_RELEASE_S)
+        if not made.done():
+            log.warning(
+                "tool %s: create still runs %g s after its cancellation; its state is released when it ends",
+                self.name,
+                _RELEASE_S,
+            )
+            made.add_done_callback(
+                lambda made: asyncio.run_coroutine_threadsafe(self._release_late(made), made.get_loop())
+            )
+        elif made.exception() is None:
+            try:
+                async with asyncio.timeout(_RELEASE_S):
+                    await self.release(made.result())
+            except Exception as error:  # the tool's own code may raise anything
+                log.warning("tool %s: release failed: %s", self.name, _describe(error))
 
 
 def load_tool(path: str, args: Mapping[str, Any] | None = None, *, name: str | None = None) -> Tool:

@@ -79,8 +79,13 @@ async def call_in_thread(function: Callable[[], Any], *, name: str) -> Any:
     Raises:
         Exception: The error of the function; `SystemExit` and the like become a `RuntimeError`.
     """
+    return await start_in_thread(function, name=name)
+
+
+def start_in_thread(function: Callable[[], Any], *, name: str) -> asyncio.Future[Any]:
+    """Start what `call_in_thread` waits for: a caller that shields the future gets late results too."""
     context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(_OwnThread(name), context.run, function)
+    return asyncio.get_running_loop().run_in_executor(_OwnThread(name), context.run, function)
 
 
 async def call_until_cancelled(function: Callable[[], R], *, name: str, thread: Executor | None = None) -> R:

@@ -1,8 +1,10 @@
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
+from agent_loops import tools
 from agent_loops.single_turn import SingleTurnLoop
 from agent_loops.tool_loop import ToolLoop
 from async_rl.errors import ConfigError
@@ -207,6 +209,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fresh: list[str] = []
     monkeypatch.setattr(f"{HERE}._noted", fresh)
     monkeypatch.setattr(f"{HERE}._hanging", asyncio.Event())
+    monkeypatch.setattr(f"{HERE}._let_go", threading.Event())
     return fresh
 
 
@@ -242,6 +245,67 @@ async def test_state_is_released_when_a_call_ran_past_its_time(noted: list[str])
     await run(make_loop("Counter"), session)
     assert session.tool_results == ["Error: counter: no result within 0.05 s", "1"]
     assert noted == ["create", "release 1"]
+
+
+class Slow(Counter):
+    name = "slow"
+
+    def create(self, task: Task) -> dict[str, int]:
+        assert _let_go.wait(30)
+        return super().create(task)
+
+    async def release(self, state: dict[str, int]) -> None:
+        await super().release(state)
+        _hanging.set()
+
+
+_let_go = threading.Event()
+
+
+@pytest.mark.parametrize("patience_s", [10.0, 0.05])
+@pytest.mark.parametrize("ended_by", ["cancellation", "time limit"])
+async def test_state_is_released_when_it_is_made_after_the_end_of_the_trajectory(
+    noted: list[str], monkeypatch: pytest.MonkeyPatch, patience_s: float, ended_by: str
+):
+    monkeypatch.setattr(tools, "_RELEASE_S", patience_s)
+    limit_s = 600.0 if ended_by == "cancellation" else 0.05
+    session = ScriptedSession(call("slow"), "done", tool_timeout_s=limit_s)
+    trajectory = asyncio.ensure_future(run(make_loop("Slow"), session))
+    await asyncio.sleep(0.1)  # it is in `create` by now, or past its time
+    if ended_by == "cancellation":
+        trajectory.cancel()
+    await asyncio.sleep(0.3)
+    assert trajectory.done() == (patience_s < 0.3), "it waits for the release while it can"
+    _let_go.set()
+    if ended_by == "cancellation":
+        with pytest.raises(asyncio.CancelledError):
+            await trajectory
+    else:
+        await trajectory
+        assert session.tool_results == ["Error: slow: cannot be set up: TimeoutError"]
+    async with asyncio.timeout(10):
+        await _hanging.wait()
+    assert noted == ["create", "release 0"]
+
+
+class Swift(Counter):
+    name = "swift"
+
+    async def create(self, task: Task) -> dict[str, int]:
+        await _hanging.wait()
+        return super().create(task)
+
+
+async def test_state_is_released_when_the_trajectory_is_cancelled_as_it_is_made(noted: list[str]):
+    trajectory = asyncio.ensure_future(run(make_loop("Swift"), ScriptedSession(call("swift"))))
+    await asyncio.sleep(0.05)
+    _hanging.set()
+    await asyncio.sleep(0)
+    assert noted == ["create"]
+    trajectory.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trajectory
+    assert noted == ["create", "release 0"]
 
 
 class Broken(Counter):
