@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _HIDDEN_PREFIXES: Final = ("ASYNC_RL_", "RAY_", "OPENAI_")
 """Prefixes of environment variables that agents do not receive: keys of engines, of Ray and of other APIs."""
+_PIPE_BYTES: Final = 1 << 16
+"""How much a pipe holds, so that one read returns all that is in it."""
 _TAIL_BYTES: Final = 4096
 """How much of the end of a program's output an error message shows."""
 
@@ -312,21 +314,22 @@ def _start_program(command: Sequence[str], task: Task, access: EndpointAccess) -
 
 
 def _wait_for_program(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
-    """Read a program's output until it ends and kill its children; return exit code and end of the output."""
+    """Read a program's output until it exits and kill its children; return exit code and the output's end."""
     assert process.stdout is not None
     output, handle, tail, polled = process.stdout.fileno(), os.pidfd_open(process.pid), b"", select.poll()
     polled.register(output, select.POLLIN)
     polled.register(handle, select.POLLIN)
     try:
-        while True:
-            ready = {descriptor for descriptor, _ in polled.poll()}
-            if handle in ready:
-                polled.unregister(handle)
-                _kill_group(process)  # children may hold the pipe open
-            if output in ready:
-                if not (data := os.read(output, 1 << 16)):
-                    return process.wait(), tail
-                tail = (tail + data)[-_TAIL_BYTES:]
+        while handle not in {descriptor for descriptor, _ in polled.poll()}:
+            data = os.read(output, _PIPE_BYTES)
+            tail = (tail + data)[-_TAIL_BYTES:]
+            if not data:
+                polled.unregister(output)  # it has closed its output, and runs on
+        _kill_group(process)
+        os.set_blocking(output, False)
+        with suppress(BlockingIOError):  # not to its end: children in other sessions may hold the pipe open
+            tail = (tail + os.read(output, _PIPE_BYTES))[-_TAIL_BYTES:]
+        return process.wait(), tail
     finally:
         os.close(handle)
         process.stdout.close()

@@ -173,6 +173,26 @@ async def test_a_program_may_leave_something_behind_and_ends_the_trajectory_all_
     assert bench.session.last_turn is None
 
 
+LEAVES_A_SESSION = """
+import subprocess, sys
+subprocess.Popen(["sleep", "30"], start_new_session=True)  # it inherits stdout, as browsers and servers do
+sys.exit("its last words")
+"""
+
+
+async def test_the_trajectory_ends_with_a_program_although_another_session_holds_its_output():
+    loop = OpenAIAgentLoop(command=[sys.executable, "-c", LEAVES_A_SESSION])
+    async with asyncio.timeout(15):
+        with pytest.raises(AgentLoopError, match="ended with 1: its last words"):
+            await play(loop)
+
+
+async def test_a_program_is_waited_for_when_it_has_closed_its_output():
+    loop = OpenAIAgentLoop(command=["sh", "-c", "echo done; exec >&- 2>&-; sleep 0.2; exit 7"])
+    with pytest.raises(AgentLoopError, match="ended with 7: done"):
+        await play(loop)
+
+
 async def test_a_program_and_its_children_are_killed_when_the_trajectory_is_cancelled(tmp_path):
     os.mkfifo(tmp_path / "alive")
     # Both hold the pipe open for writing: its reader sees the end when both are gone.
