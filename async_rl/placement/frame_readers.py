@@ -81,9 +81,9 @@ class FrameReaderActor(NodeActor):
         """Delete the files of a process that has ended, except known frames."""
         self._local.begin_end_folder(folder, known)
 
-    def keep_only(self, known: Collection[str], in_use: Collection[str]) -> None:
+    def keep_only(self, known: Collection[str], in_use: Collection[str], newest: int) -> None:
         """Delete the files of all processes that have ended, except known frames."""
-        self._local.begin_keep_only(known, in_use)
+        self._local.begin_keep_only(known, in_use, newest)
 
     def read_journals(
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]
@@ -267,9 +267,11 @@ class RayFrameReader(FrameReader):
         """Implements `FrameReader.begin_end_folder`."""
         return self._delete(self._actor.end_folder, folder, set(known))
 
-    def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
+    def begin_keep_only(
+        self, known: Collection[str], in_use: Collection[str], newest: int
+    ) -> Callable[[], None]:
         """Implements `FrameReader.begin_keep_only`."""
-        return self._delete(self._actor.keep_only, set(known), set(in_use))
+        return self._delete(self._actor.keep_only, set(known), set(in_use), newest)
 
     def begin_read_journals(
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]

@@ -52,12 +52,17 @@ class FrameReader(NodeJournals, Protocol):
         """Delete the files in the folder of a process that has ended, except known frames."""
         ...
 
-    def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
+    def begin_keep_only(
+        self, known: Collection[str], in_use: Collection[str], newest: int
+    ) -> Callable[[], None]:
         """Delete the files of all processes that have ended, except known frames.
+
+        It may be done much later, when other processes have started.
 
         Args:
             known: The paths of frames that may still be needed.
             in_use: The names of folders of processes that may still write.
+            newest: The highest number of a folder that is known; folders made since have higher ones.
         """
         ...
 
@@ -122,11 +127,15 @@ class LocalFrameReader(FrameReader):
             os.rmdir(f"{folder}/{REUSABLE}")
         self._remove_folder(folder)
 
-    def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
+    def begin_keep_only(
+        self, known: Collection[str], in_use: Collection[str], newest: int
+    ) -> Callable[[], None]:
         """Implements `FrameReader.begin_keep_only`."""
         if self._directory is None or not self._directory.is_dir():
             return _nothing_left
         for path in self._directory.iterdir():
+            if folder_number(path.name) > newest:
+                continue
             if not path.is_dir():
                 path.unlink(missing_ok=True)
             elif path.name not in in_use:
@@ -156,6 +165,12 @@ class LocalFrameReader(FrameReader):
 
 def _nothing_left() -> None:
     """Wait for nothing."""
+
+
+def folder_number(name: str) -> int:
+    """Return the number in the name of a process's folder; 0 if it has none."""
+    number = name.partition("-")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def files_in(folder: str) -> list[os.DirEntry[str]]:

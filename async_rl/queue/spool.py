@@ -30,6 +30,7 @@ import shutil
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -39,7 +40,14 @@ import msgspec
 from async_rl.codec import Frame
 from async_rl.errors import NodeUnreachable, SpoolFull
 from async_rl.queue import frame_reader
-from async_rl.queue.frame_reader import REUSABLE, FrameReader, LocalFrameReader, delete_files, files_in
+from async_rl.queue.frame_reader import (
+    REUSABLE,
+    FrameReader,
+    LocalFrameReader,
+    delete_files,
+    files_in,
+    folder_number,
+)
 from async_rl.queue.frames import encode_completion, encode_trajectory, find_flaws
 from async_rl.runtime.shortages import is_shortage
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
@@ -289,8 +297,7 @@ class Spool(FrameStore):
         """Nodes among them that have been absent for too long: their frames are lost."""
         self.writers = Counter[str]()
         """By node: rollout workers that answer and store frames there."""
-        numbers = (path.name.partition("-")[0] for path in directory.iterdir())
-        self._numbers = count(max((int(number) for number in numbers if number.isdecimal()), default=0) + 1)
+        self._newest = max((folder_number(path.name) for path in directory.iterdir()), default=0)
         # Made before others are removed: no number occurs twice, even if an earlier process still runs.
         own, folder = node if node_directory is not None else "", self.new_folder("driver")
         self._own = SpoolFolder(folder, own, frames=self.frame_folder(folder, own))
@@ -322,17 +329,19 @@ class Spool(FrameStore):
         """
         while True:
             with self._lock:
-                path = self.directory / f"{next(self._numbers):06d}-{name}"
+                self._newest += 1
+                path = self.directory / f"{self._newest:06d}-{name}"
+                self._in_use.add(path.name)
             try:
                 path.mkdir(mode=0o700)
-            except FileExistsError:
-                continue
             except OSError as error:
+                with self._lock:
+                    self._in_use.discard(path.name)
+                if isinstance(error, FileExistsError):
+                    continue
                 if not is_shortage(error):
                     raise
                 raise SpoolFull(f"{path} cannot be made: {error.strerror}") from error
-            with self._lock:
-                self._in_use.add(path.name)
             return path
 
     def frame_folder(self, folder: Path, node: str = "") -> Path:
@@ -438,6 +447,11 @@ class Spool(FrameStore):
             with self._lock:
                 known, completions = self._known(node), self._known("")
                 self._in_use.discard(folder.name)
+                is_newest = folder_number(folder.name) == self._newest
+            if is_newest:
+                # Its folder may be removed, and the next start must not give its number again.
+                with suppress(OSError):
+                    (self.directory / f"{folder_number(folder.name):06d}").touch()
             if node and (reader := self._reader_of(node)) is not None:
                 frames = self.frame_folder(folder, node)
                 self._await_later(node, [], reader.begin_end_folder(str(frames), known))
@@ -531,8 +545,8 @@ class Spool(FrameStore):
 
     def _keep_only_known(self, reader: FrameReader, node: str) -> None:
         with self._lock:
-            known, in_use = self._known(node), set(self._in_use)
-        self._await_later(node, [], reader.begin_keep_only(known, in_use))
+            known, in_use, newest = self._known(node), set(self._in_use), self._newest
+        self._await_later(node, [], reader.begin_keep_only(known, in_use, newest))
 
     def _reader_of(self, node: str) -> FrameReader | None:
         """Return the reader of a node; None while it is absent. When it is back, `_open` deletes there."""
@@ -562,9 +576,9 @@ class Spool(FrameStore):
         self.hold(early)
         with self._lock:
             self._use(used)
-            known, in_use = {*self._early, *self._used}, set(self._in_use)
+            known, in_use, newest = {*self._early, *self._used}, set(self._in_use), self._newest
         for node in self._local:
-            self._readers[node].begin_keep_only(known, in_use)
+            self._readers[node].begin_keep_only(known, in_use, newest)
 
     def _use(self, stored: Iterable[StoredTrajectory]) -> None:
         for entry in stored:

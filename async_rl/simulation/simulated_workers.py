@@ -350,10 +350,12 @@ class _SimulatedReader(LocalFrameReader):
         """Implements `FrameReader.begin_end_folder`."""
         return self._if_there(lambda: super(_SimulatedReader, self).begin_end_folder(folder, known))
 
-    def begin_keep_only(self, known: Collection[str], in_use: Collection[str]) -> Callable[[], None]:
+    def begin_keep_only(
+        self, known: Collection[str], in_use: Collection[str], newest: int
+    ) -> Callable[[], None]:
         """Implements `FrameReader.begin_keep_only`."""
         self._on_asked()
-        return self._if_there(lambda: super(_SimulatedReader, self).begin_keep_only(known, in_use))
+        return self._if_there(lambda: super(_SimulatedReader, self).begin_keep_only(known, in_use, newest))
 
     def begin_read_journals(
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]

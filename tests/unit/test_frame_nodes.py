@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
+from async_rl.queue.frame_reader import LocalFrameReader
 from async_rl.queue.frames import find_flaws, read_completion, verify_frame
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.ledger import Ledger
@@ -106,7 +107,7 @@ def test_completions_are_in_the_folder_of_the_run_until_they_are_scored(nodes: N
     assert read_completion(held).text == "yes"
     nodes.spool.discard([held])
     nodes.spool.delete_discarded()
-    assert [path.name for path in nodes.spool.directory.iterdir()] == ["000001-driver"]
+    assert sorted(path.name for path in nodes.spool.directory.iterdir()) == ["000001-driver", "000002"]
 
 
 def test_frames_of_a_node_that_is_absent_are_deleted_when_it_is_back(nodes: Nodes) -> None:
@@ -163,7 +164,46 @@ def test_what_an_ended_worker_did_not_report_is_deleted_on_its_node(nodes: Nodes
     nodes.worker.store_tree([make_trajectory("unreported")])
     nodes.spool.end_folder(nodes.worker.directory, NODE)
     assert nodes.files() == ["reported"]
-    assert [path.name for path in nodes.spool.directory.iterdir()] == ["000001-driver"]
+    assert sorted(path.name for path in nodes.spool.directory.iterdir()) == ["000001-driver", "000002"]
+
+
+class LateReader(LocalFrameReader):
+    """Deletes the files of ended processes when it is told to: its process is slow to start."""
+
+    def begin_keep_only(
+        self, known: Collection[str], in_use: Collection[str], newest: int
+    ) -> Callable[[], None]:
+        self.keep_only = lambda: super(LateReader, self).begin_keep_only(known, in_use, newest)
+        return lambda: None
+
+
+def test_a_worker_that_starts_before_its_node_deletes_keeps_its_frames(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orphan = nodes.new_worker()
+    orphan.store_tree([make_trajectory("orphan")])
+    again, reader = nodes.again(), LateReader(nodes.disks / NODE)
+    monkeypatch.setattr(again.nodes, "open_reader", lambda *_: reader)
+    again.store("a")
+    again.spool.ping_nodes(1.0)
+    later = again.new_worker()
+    later.store_tree([make_trajectory("b")])
+    reader.keep_only()
+    assert again.files() == ["a", "b"]
+    later.store_tree([make_trajectory("c")])
+
+
+def test_the_driver_before_deletes_nothing_of_workers_that_have_started_since(nodes: Nodes) -> None:
+    kept = nodes.store("kept")
+    nodes.spool.ping_nodes(1.0)
+    nodes.spool.absent.add(NODE)
+    nodes.spool.end_folder(nodes.worker.directory, NODE)
+    again = nodes.again()  # while the one before waits for the node in a thread
+    again.spool.recover_frames(kept, [])
+    again.store("new")
+    nodes.spool.ping_nodes(1.0)
+    assert again.files() == ["kept", "new"]
+    again.store("more")
 
 
 def test_each_node_has_the_bound_and_what_is_to_come_is_spread_as_what_was(tmp_path: Path) -> None:

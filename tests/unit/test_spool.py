@@ -138,6 +138,17 @@ def test_no_folder_is_given_twice(tmp_path: Path) -> None:
         late.store_tree([make_trajectory("t")])
 
 
+def test_no_number_is_given_twice_when_its_folder_is_gone(tmp_path: Path) -> None:
+    first = Spool(tmp_path, None)
+    ended = first.new_folder("rollout-worker-0")
+    first.end_folder(ended)
+    assert not ended.exists()
+    again = Spool(tmp_path, None)
+    again.recover_frames([], [])
+    assert again.new_folder("rollout-worker-0").name == "000004-rollout-worker-0"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003-driver", "000004-rollout-worker-0"]
+
+
 def test_frames_that_were_never_reported_are_deleted_when_their_process_has_ended(tmp_path: Path) -> None:
     spool = Spool(tmp_path, None)
     worker = SpoolFolder(spool.new_folder("rollout-worker-0"))
