@@ -129,7 +129,8 @@ class OpenAIAgentLoop(AgentLoop):
         max_body_bytes: The largest request body.
 
     Raises:
-        ConfigError: Neither or both of agent and command are given, or one does not exist.
+        ConfigError: Neither or both of agent and command are given, one does not exist, or an argument has
+            another type or range.
     """
 
     descriptors_per_trajectory = 6
@@ -176,6 +177,28 @@ class OpenAIAgentLoop(AgentLoop):
         tls: ssl.SSLContext | None = None
         if tls_certificate is not None and tls_key is not None:
             tls = load_certificate(Path(tls_certificate), Path(tls_key))
+        for name, value, fits, expected in (
+            ("opens_thought", opens_thought, isinstance(opens_thought, bool), "true or false"),
+            ("model", model, isinstance(model, str) and model, "a name"),
+            ("host", host, isinstance(host, str) and host, "an address; 0.0.0.0 binds to all"),
+            ("port", port, type(port) is int and 0 <= port < 1 << 16, "0 to 65535; 0 takes a free one"),
+            (
+                "public_host",
+                public_host,
+                public_host is None or (isinstance(public_host, str) and public_host),
+                "a name or address, or null",
+            ),
+            (
+                "max_body_bytes",
+                max_body_bytes,
+                type(max_body_bytes) is int and max_body_bytes > 0,
+                "a number of bytes above 0",
+            ),
+        ):
+            if not fits:
+                raise ConfigError(f"rollout.agent_loop_args: {name} is {value!r}; expected {expected}")
+        self.fixed_port = port
+        """The port that only one process of a node can serve at; 0 if it takes a free one."""
         self._certificate = tls_certificate
         self._is_open = not is_loopback(host)
         self.endpoint = Endpoint(

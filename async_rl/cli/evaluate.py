@@ -76,7 +76,8 @@ def evaluate(
     given = [] if model is None else [f"model.path={model}"]
     # All engines that there are answer; none is lent by a run, and none is reserved. Like the engine that is
     # started here, rollout workers are on this machine.
-    config = load_config(path, [*overrides, *given, "evaluation.engines=shared", *ON_THIS_MACHINE])
+    alone = ["evaluation.engines=shared", "evaluation.every=0", "evaluation.at_start=false"]
+    config = load_config(path, [*overrides, *given, *alone, *ON_THIS_MACHINE])
     if not config.data.validation:
         raise ConfigError("data.validation names no dataset: add `data.validation: [{path: ...}]`")
     check_config(config)

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping, Set
 from itertools import chain
 from typing import Any, Final
 
@@ -74,6 +75,8 @@ def check_config(config: Config) -> list[str]:
         _check_vocabulary(chat, config.model.path, facts.vocab_size)
     _check_models(config, chat)
     loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
+    answering = {task.agent_loop for dataset in validation for task in dataset.tasks}
+    _check_ports(config, {name: loops.get_loop(name) for name in used}, answering)
     descriptors = check_descriptors(config, tuple(loops.get_loop(name) for name in used))
     scored = Counter(rewards.name_for(task) for task in tasks)
     model = (
@@ -110,6 +113,35 @@ def _check_workers(config: Config) -> None:
         raise ConfigError(
             f"rollout.num_workers is {config.num_workers}, and engine.kind is simulated: workers call "
             "engines over HTTP; set rollout.num_workers=auto or engine.kind=sglang"
+        )
+
+
+def _check_ports(config: Config, loops: Mapping[str, Any], answering: Set[str | None]) -> None:
+    """Check that no two processes of a machine serve at the port of one agent loop.
+
+    Args:
+        config: The run's config.
+        loops: The agent loops of rollouts, by name.
+        answering: The agent loops that the validation examples name; None for those that name none.
+
+    Raises:
+        ConfigError: Several rollout workers would, or rollouts and an evaluation.
+    """
+    number, evaluation = config.num_workers, config.evaluation
+    if evaluation.enabled and evaluation.agent_loop is None:
+        answering = {name or config.rollout.agent_loop for name in answering}
+    for name, loop in loops.items():
+        if not (port := getattr(loop, "fixed_port", 0)):
+            continue
+        if number > 1 and not config.placement.joins:
+            others = f"rollout.num_workers is {number}: all of them, on this machine, would serve at it"
+        elif evaluation.enabled and name in answering:
+            others = "evaluation.every or evaluation.at_start is set: evaluations would serve at it too"
+        else:
+            continue
+        raise ConfigError(
+            f"the agent loop {name} has port {port}, and {others}; set the loop's port to 0, which takes a "
+            "free one"
         )
 
 

@@ -337,6 +337,39 @@ def test_code_that_cannot_be_called_is_refused_before_a_start(
     assert said in refused(command, beside, *re.split(" (?=rollout)", override))
 
 
+FIXED_PORT = (
+    "rollout.agent_loop=agent_loops.openai_agent:OpenAIAgentLoop",
+    "rollout.agent_loop_args={agent: 'code_beside:good', port: 8123}",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["evaluation.every=1"], "evaluation.every or evaluation.at_start is set: evaluations would serve"),
+        (
+            ["engine.kind=sglang", "rollout.num_workers=2"],
+            "rollout.num_workers is 2: all of them, on this machine, would serve at it",
+        ),
+    ],
+)
+def test_a_port_that_two_processes_would_need_is_refused_before_a_start(
+    beside: Path, refused: Refused, overrides: list[str], said: str
+) -> None:
+    (beside.parent / "code_beside.py").write_text(CODE)
+    validation = f"data.validation=[{{path: {beside.parent}/tasks.jsonl}}]"
+    words = [*FIXED_PORT, validation, *overrides]
+    assert said in refused("check", beside, *words)
+
+
+def test_a_fixed_port_is_accepted_where_one_process_needs_it(
+    beside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (beside.parent / "code_beside.py").write_text(CODE)
+    assert main(["check", str(beside), *FIXED_PORT]) == 0
+    capsys.readouterr()
+
+
 def test_a_module_beside_the_config_is_found_from_another_folder(
     beside: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

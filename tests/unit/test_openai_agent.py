@@ -235,6 +235,25 @@ async def test_an_error_hides_the_key_when_a_client_quotes_it():
         ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
         ({"agent": f"{HERE}:two_turnz"}, "did you mean 'two_turns'"),
         ({"agent": f"{HERE}:HERE"}, "is not a function"),
+        *(
+            ({"agent": f"{HERE}:two_turns", name: value}, f"{name} is {value!r}; expected {expected}")
+            for name, value, expected in (
+                ("port", 99999, "0 to 65535"),
+                ("port", -5, "0 to 65535"),
+                ("port", "8000x", "0 to 65535"),
+                ("port", 80.5, "0 to 65535"),
+                ("port", True, "0 to 65535"),
+                ("host", "", "an address"),
+                ("host", 7, "an address"),
+                ("public_host", 7, "a name or address"),
+                ("public_host", "", "a name or address"),
+                ("max_body_bytes", "8MB", "a number of bytes"),
+                ("max_body_bytes", -1, "a number of bytes"),
+                ("max_body_bytes", 0, "a number of bytes"),
+                ("model", 5, "a name"),
+                ("opens_thought", "no", "true or false"),
+            )
+        ),
     ],
 )
 def test_config_error_when_the_loops_arguments_cannot_work(arguments: dict[str, Any], error: str):

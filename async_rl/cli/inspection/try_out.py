@@ -82,6 +82,8 @@ _OVERRIDES: Final = (
     "trainer.loss.advantages=reinforce++",
     "trainer.loss.advantages_args={}",
     "trainer.critic={}",
+    "evaluation.every=0",
+    "evaluation.at_start=false",
     *ON_THIS_MACHINE,
     "queue.spool_dir=null",
 )
