@@ -18,6 +18,7 @@ import signal
 import ssl
 import subprocess
 import tempfile
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
@@ -250,6 +251,12 @@ class OpenAIAgentLoop(AgentLoop):
             except Exception as error:
                 if (exceeded := access.handler.exceeded) is None:
                     _hide_key(error, access.api_key)
+                    told = "".join(traceback.format_exception(error))
+                    if access.api_key in told:  # a class may write its text from other things than `args`
+                        text = f"agent {self._name!r} raised {type(error).__name__}: {error}"
+                        hidden = AgentLoopError(text.replace(access.api_key, "<key>"))
+                        hidden.add_note(told.replace(access.api_key, "<key>"))
+                        raise hidden from None
                     raise
                 # An agent that is out of budget can only give up; what was sampled counts.
                 if not access.handler.has_answered:

@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
@@ -60,6 +61,19 @@ async def quotes_its_url(task: Task, api: AgentAPI) -> None:
 
 async def quotes_its_url_in_a_group(task: Task, api: AgentAPI) -> None:
     raise ExceptionGroup("two", [ValueError(f"no answer of {api.session_url}"), OSError(2, api.api_key)])
+
+
+async def raises_for_status(task: Task, api: AgentAPI) -> None:
+    async with aiohttp.ClientSession() as client:
+        async with client.post(f"{api.session_url}/chat/completions", json={"messages": []}) as response:
+            response.raise_for_status()
+
+
+async def fails_because_of_it(task: Task, api: AgentAPI) -> None:
+    try:
+        await raises_for_status(task, api)
+    except aiohttp.ClientResponseError as error:
+        raise ValueError("no answer") from error
 
 
 class Hanging:
@@ -216,7 +230,9 @@ async def test_an_error_hides_the_key_when_a_program_prints_it():
 async def test_the_parts_of_an_error_hide_the_key():
     with pytest.raises(Exception) as caught:  # noqa: PT011
         await play(OpenAIAgentLoop(agent=f"{HERE}:quotes_its_url_in_a_group"), "Hello.")
-    assert "/<key>" in "".join(traceback.format_exception(caught.value))
+    told = "".join(traceback.format_exception(caught.value))
+    assert "/<key>" in told
+    assert "sk-" not in told
 
 
 async def test_an_error_hides_the_key_when_a_client_quotes_it():
@@ -224,6 +240,21 @@ async def test_an_error_hides_the_key_when_a_client_quotes_it():
         await play(OpenAIAgentLoop(agent=f"{HERE}:quotes_its_url"), "Hello.")
     assert caught.value.args[1:] == (404,)
     assert "sk-" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [
+        ("raises_for_status", r"raised ClientResponseError: 4.*/s/<key>/v1/chat"),
+        ("fails_because_of_it", "raised ValueError: no answer"),
+    ],
+)
+async def test_an_error_hides_the_key_when_its_class_quotes_a_request(agent: str, error: str):
+    with pytest.raises(AgentLoopError, match=error) as caught:
+        await play(OpenAIAgentLoop(agent=f"{HERE}:{agent}"), "Hello.")
+    told = "".join(traceback.format_exception(caught.value))
+    assert "sk-" not in told
+    assert "response.raise_for_status()" in told, "the agent's own lines are shown"
 
 
 @pytest.mark.parametrize(
