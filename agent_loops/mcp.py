@@ -225,7 +225,8 @@ class McpServer:
                 ) from error
             raise ToolError(str(error)) from error
         except Exception as error:  # transports may raise anything
-            self._drop_connection(error)
+            if client is self._client:  # not of an earlier connection
+                self._drop_connection(error)
             raise ToolError(
                 f"the connection to the MCP server {self._spec.label} broke during the call"
             ) from error
