@@ -92,11 +92,19 @@ class EngineError(AsyncRLError):
     """An engine failed a request."""
 
 
+class EngineUnreachable(EngineError):
+    """No connection to an engine could be made."""
+
+
 class CallLost(EngineError):
     """One call failed: the connection broke, the stream went silent, or the engine was abandoned.
 
     The session continues on another engine. An engine that fails several calls is taken out of service.
     """
+
+
+class ConnectionLost(CallLost):
+    """The connection of one call broke, or none was made in time: the caller's network may be to blame."""
 
 
 class EngineBusy(EngineError):

@@ -119,7 +119,7 @@ class FrozenModel:
 
     async def _verify_engine(self, engine_id: str) -> None:
         """Let an engine serve if it has the model, and the same weights as before and as the others."""
-        engine = next(each for each in self.pool.engines() if each.engine_id == engine_id)
+        engine = self.pool.engine(engine_id)
         health = await engine.health()
         check_served_model(self._config, engine_id, health.model_path, key=f"models.{self.name}")
         if self._version is None:

@@ -170,7 +170,7 @@ class EngineMembership:
                 await self._pool.drain_engine(engine_id)
         except TimeoutError:
             log.info("engine %s leaves with calls under way: they move", engine_id)
-            engine = next(e for e in self._pool.engines() if e.engine_id == engine_id)
+            engine = self._pool.engine(engine_id)
             with suppress(EngineError, TimeoutError):  # `remove_engine` drops calls that are left
                 async with asyncio.timeout(_ABORT_LIMIT_S):
                     await self._pool.interrupt_engine(engine, "abort")

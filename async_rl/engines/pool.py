@@ -419,6 +419,10 @@ class EnginePool(EngineCalls, LeaseHolder):
         """Returns the engines in any of the states; all engines without an argument."""
         return [slot.engine for slot in self._slots.values() if not states or slot.state in states]
 
+    def engine(self, engine_id: str) -> Engine:
+        """Returns an engine of the pool."""
+        return self._slots[engine_id].engine
+
     def has_engine(self, state: EngineState) -> bool:
         """Returns whether an engine is in this state."""
         return any(slot.state is state for slot in self._slots.values())

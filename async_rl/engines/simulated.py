@@ -44,6 +44,7 @@ from async_rl.errors import (
     EngineBusy,
     EngineError,
     EngineTimeout,
+    EngineUnreachable,
     EnvironmentNotReady,
     PromptTooLong,
     RequestRefused,
@@ -736,7 +737,7 @@ class SimulatedEngine:
     def _check_alive(self, deaths: int | None = None) -> None:
         """Raise when the process is dead, or was restarted since it had died `deaths` times."""
         if self._dead or deaths not in (None, self._deaths):
-            raise EngineError(f"{self._engine_id} cannot be reached")
+            raise EngineUnreachable(f"{self._engine_id} cannot be reached")
 
     def _next_fault(self, kinds: frozenset[str]) -> Fault | None:
         for index, fault in enumerate(self.faults):

@@ -128,6 +128,12 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
         0.4,
         only="workers",
     ),
+    "isolate_worker": FaultRow(
+        "worker",
+        "a rollout worker reaches no engine for up to 30 s, while the driver does",
+        0.3,
+        only="workers",
+    ),
     "kill_after_frame": FaultRow(
         "worker", "a rollout worker is killed between a frame and its report", 0.4, only="workers"
     ),

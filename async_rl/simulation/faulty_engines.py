@@ -92,6 +92,9 @@ _ABORT_AGAIN_S: Final = 0.02
 _MAX_DELAY_S: Final = 15.0
 """How long the messages of a rollout worker are delayed at most: longer than its leases are valid."""
 
+_MAX_ISOLATED_S: Final = 30.0
+"""How long a rollout worker reaches no engine at most: longer than it may be silent."""
+
 _MAX_LATE_S: Final = 30.0
 """How late a request is at most: longer than leases are valid."""
 
@@ -622,6 +625,7 @@ class SimulatedCluster:
             start_s=scenario.speeds.restart_s,
             nodes=nodes,
         )
+        self._workers.on_isolated = checker.call_is_cut_off
         config = scenario.config
         self.models = {
             name: SimulatedModel(name, config.of_model(name), FACTS, restart_s=scenario.speeds.restart_s)
@@ -655,6 +659,9 @@ class SimulatedCluster:
             if self._workers.delay(injection.engine, delay_s):
                 self._checker.met(kind)
                 self._checker.worker_is_unaware(delay_s)
+        elif kind == "isolate_worker":
+            if self._workers.isolate(injection.engine, _MAX_ISOLATED_S * injection.amount):
+                self._checker.met(kind)
         elif FAULTS[kind].family == "worker":
             workers = self._workers
             ends = {

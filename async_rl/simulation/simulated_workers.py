@@ -20,7 +20,14 @@ from msgspec.structs import replace
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import EngineBusy, NodeUnreachable, SpoolFull, WorkerLost
+from async_rl.errors import (
+    ConnectionLost,
+    EngineBusy,
+    EngineUnreachable,
+    NodeUnreachable,
+    SpoolFull,
+    WorkerLost,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
@@ -185,14 +192,24 @@ class DistantEngine:
     """A worker's client of an engine: a request arrives some time after it was sent."""
 
     def __init__(
-        self, engine: SimulatedEngine, delay_s: Callable[[], float], late_requests: deque[LateRequest]
+        self,
+        engine: SimulatedEngine,
+        delay_s: Callable[[], float],
+        late_requests: deque[LateRequest],
+        is_isolated: Callable[[], bool],
+        on_isolated: Callable[[GenerateRequest], None],
     ) -> None:
-        """Call an engine over a network that takes `delay_s` for a request; `late_requests` take longer."""
+        """Call an engine over a network that takes `delay_s` for a request; `late_requests` take longer.
+
+        While the worker is isolated it gets no connection, which `on_isolated` learns, and loses those it has.
+        """
         self.engine_id = engine.engine_id
         self.decode_routing, self.read_at_once = engine.decode_routing, engine.read_at_once
         self._engine = engine
         self._delay_s = delay_s
         self._late_requests = late_requests
+        self._is_isolated = is_isolated
+        self._on_isolated = on_isolated
 
     async def close(self) -> None:
         """Implements `Engine.close`: there is no connection."""
@@ -204,10 +221,15 @@ class DistantEngine:
         if self._late_requests:
             await self._wait_for_late_request(self._late_requests.popleft())
         await asyncio.sleep(self._delay_s())
+        if self._is_isolated():
+            self._on_isolated(request)
+            raise EngineUnreachable(f"{self.engine_id} cannot be reached from here")
         await self._engine.wait_until_resumed()
         async with aclosing(self._engine.generate(request)) as stream:
             async for event in stream:
                 yield event
+                if not isinstance(event, Finish) and self._is_isolated():
+                    raise ConnectionLost(f"{self.engine_id}: connection lost")
 
     async def _wait_for_late_request(self, late: LateRequest) -> None:
         """Wait until a request arrives; it also does if its caller leaves before."""
@@ -433,6 +455,9 @@ class SimulatedWorkers:
         self.cut_off_folders: set[str] = set()
         """The names of the folders of workers that were cut off."""
         self._torn = random.Random(f"torn journals {seed}")
+        self._isolated_until_s: dict[str, float] = {}  # by worker
+        self.on_isolated: Callable[[GenerateRequest], None] = lambda request: None
+        """Called with each request that finds no connection because its worker is isolated."""
         self.late_requests: deque[LateRequest] = deque()
         """The next requests of workers, which are late."""
         self.metrics: list[Metrics] = []
@@ -462,7 +487,11 @@ class SimulatedWorkers:
             connect=lambda engine_id, address: cast(
                 Engine,
                 DistantEngine(
-                    cast(SimulatedEngine, self._engines[engine_id]), self._delay_s, self.late_requests
+                    cast(SimulatedEngine, self._engines[engine_id]),
+                    self._delay_s,
+                    self.late_requests,
+                    lambda: clock() < self._isolated_until_s.get(name, 0.0),
+                    lambda request: self.on_isolated(request),
                 ),
             ),
             new_id=lambda: f"{prefix}{next(numbers):024x}",
@@ -494,6 +523,7 @@ class SimulatedWorkers:
                 process.cancel_tasks()
                 ours.peer_has_ended = not theirs.is_cut_off
                 del self.ends[name], self._running[name], self._places[name]
+                self._isolated_until_s.pop(name, None)
 
     def add_engines(self, engines: Iterable[Engine]) -> None:
         """Let workers reach further engines."""
@@ -570,6 +600,15 @@ class SimulatedWorkers:
         if not names:
             return False
         self.ends[names[index % len(names)]].delay(for_s)
+        return True
+
+    def isolate(self, index: int, for_s: float) -> bool:
+        """Let a worker reach no engine for a while, unless it ends; whether there was one."""
+        names = sorted(self.ends)
+        if not names:
+            return False
+        until_s = asyncio.get_running_loop().time() + for_s
+        self._isolated_until_s[names[index % len(names)]] = until_s
         return True
 
     def deafen(self, index: int) -> bool:

@@ -93,9 +93,9 @@ class EngineCatchUp:
         Raises:
             EngineError: When it fails; it stays out of service.
         """
-        engine = next((e for e in self._pool.engines() if e.engine_id == engine_id), None)
-        if engine is None:
+        if engine_id not in self._pool:
             return  # it has left
+        engine = self._pool.engine(engine_id)
         lock = self._locks.setdefault(engine_id, asyncio.Lock())
         with waiting("engine update", engine_id) if lock.locked() else nullcontext():
             await lock.acquire()
@@ -131,20 +131,29 @@ class EngineCatchUp:
                 await self._serve(engine, loaded)
         await publisher.remove_old_files()
 
-    def take_back_engine(self, engine_id: str) -> bool:
-        """End the loan of an engine to an evaluation.
+    async def take_back_engine(self, engine_id: str) -> None:
+        """End the loan of an engine to an evaluation, and the calls that an evaluation which failed has left.
 
-        Returns:
-            Whether it has to catch up; False when it serves the current version at once, or has failed.
+        An engine that still has the current version serves at once, with its prefix cache.
+
+        Raises:
+            EngineError: When it fails; it stays out of service.
         """
         snapshot = self._pool.snapshot_of(engine_id)
         if snapshot is None or snapshot.state is not EngineState.EVALUATING:
-            return False  # it failed meanwhile
-        if snapshot.weight_version == self._publisher.current_version:
-            self._pool.serve_engine(engine_id, snapshot.weight_version, keeps_cache=True)
-            return False
-        self._pool.recall_engine(engine_id)
-        return True
+            return  # it failed meanwhile
+        engine = self._pool.engine(engine_id)
+        async with self._bounded(engine):
+            await self._pool.interrupt_engine(engine, "abort")
+            await engine.resume_generation("abort")
+        async with self._sync_lock:
+            if self._pool.snapshot_of(engine_id) != snapshot:
+                return
+            if snapshot.weight_version == self._publisher.current_version:
+                self._pool.serve_engine(engine_id, snapshot.weight_version, keeps_cache=True)
+                return
+            self._pool.recall_engine(engine_id)
+        await self.catch_up_engine(engine_id)
 
     async def load_current_version(self, engine: Engine) -> None:
         """Load the current version into an engine that was without the memory of its weights.

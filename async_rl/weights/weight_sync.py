@@ -275,17 +275,14 @@ class WeightSync:
         await self._catch_up.catch_up_engine(engine_id)
 
     async def take_back_engine(self, engine_id: str) -> None:
-        """Bring an engine that was lent to an evaluation to the current version.
+        """End the calls of an engine that was lent to an evaluation, and bring it to the current version.
 
-        An engine that still has the current version serves at once.
+        An engine that still has the current version loads nothing.
 
         Raises:
             EngineError: When it fails; it stays out of service.
         """
-        async with self._lock:
-            must_catch_up = self._catch_up.take_back_engine(engine_id)
-        if must_catch_up:
-            await self.catch_up_engine(engine_id)
+        await self._catch_up.take_back_engine(engine_id)
 
     async def remove_engine(self, engine_id: str) -> None:
         """Close the weight-update group of an engine that has left for good."""

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from async_rl.engines.pool import EnginePool
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.journal_folders import JournalClaim, JournalReader
 from async_rl.simulation.__main__ import run_worker_seed
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import Scenario, branching
+from async_rl.simulation.scenario import Injection, Scenario, branching
 from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
 
@@ -77,6 +78,24 @@ def test_attempts_go_on_from_journals_on_their_nodes_when_the_driver_is_killed(
     assert outcome.violations == ()
     assert outcome.incarnations == ("killed", "killed", "finished")
     assert sum(left) > 0
+
+
+def test_a_worker_that_reaches_no_engine_is_replaced_and_no_engine_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quarantined: list[str] = []
+    monkeypatch.setattr(
+        EnginePool, "quarantine_engine", lambda pool, engine_id, *of, **named: quarantined.append(engine_id)
+    )
+    scenario = with_two_workers(small_run(3))
+    isolated = [
+        Injection(step=300 * index, kind="isolate_worker", engine=index, amount=0.9) for index in (1, 2)
+    ]
+    outcome = simulate(0, tmp_path, scenario=replace(scenario, injections=tuple(isolated)))
+    assert outcome.violations == ()
+    assert outcome.incarnations == ("finished",)
+    assert outcome.faults["isolate_worker"] == 2
+    assert quarantined == []
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,12 @@ async def through_worker(
             lease_s=lease_s,
             clock=clock,
             on_lease=lambda *of: None,
+            probe_timeout_s=5.0,
+            worker_stall_s=30.0,
         )
         calls = RemoteCalls(theirs.post, lambda *of: client, lease_s=lease_s, metrics=metrics, clock=clock)
         sent: dict[int, float] = {}
+        tasks.start_task("checks", leases.checks.check_engines())
         tasks.start_task("worker's end", _receive_in_worker(theirs, calls, sent))
         tasks.start_task("heartbeats", _send_heartbeats(theirs, calls, sent))
         subject = EngineThroughWorker(engine, client, pool, calls)

@@ -260,6 +260,8 @@ class Driver:
             lease_s=LEASE_S,
             clock=self.clock,
             on_lease=lambda *of: self.leased.append(of),
+            probe_timeout_s=5.0,
+            worker_stall_s=30.0,
         )
         self.leases.renew(Heartbeat(number=1))
 
@@ -410,6 +412,8 @@ async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None
             lease_s=LEASE_S,
             clock=driver.clock,
             on_lease=lambda *of: None,
+            probe_timeout_s=5.0,
+            worker_stall_s=30.0,
         )
         other.renew(Heartbeat(number=1))
         for number in (1, 2):  # one call on each engine
@@ -963,7 +967,13 @@ async def test_a_late_report_says_nothing_against_an_engine_that_was_restarted()
         await driver.pool.end_engine("engine-0", lambda name: asyncio.sleep(0))
         driver.pool.rejoin_engine("engine-0")
         driver.pool.serve_engine("engine-0", 4)
-        for kind, wrong in (("failure", False), ("strike", True), ("busy", False), ("refused", False)):
+        for kind, wrong in (
+            ("failure", False),
+            ("strike", True),
+            ("connection", False),
+            ("busy", False),
+            ("refused", False),
+        ):
             report = EngineReport(engine_id="engine-0", kind=kind, text="x", wrong_weights=wrong)
             for _ in range(3):
                 driver.leases.handle_message(report)

@@ -1,11 +1,12 @@
 import asyncio
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from async_rl.config import WeightsConfig
-from async_rl.engine_protocol import DistributedUpdate, Engine, EngineHealth
+from async_rl.engine_protocol import DistributedUpdate, Engine, EngineHealth, InterruptMode
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, TrainerError, WeightSyncError
 from async_rl.observability.metrics import Metrics
@@ -385,6 +386,56 @@ async def test_an_engine_catches_up_once_at_a_time(tmp_path):
         go.set()
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
     assert bench.engines[0].weight_version == 2
+
+
+async def test_the_calls_of_an_engine_end_before_it_is_taken_back_with_the_weights_it_has(tmp_path):
+    """An evaluation that failed may have left some, in the driver or in workers."""
+    bench = Bench(tmp_path)
+    await bench.start()
+    assert bench.pool.lend_engine("engine-0")
+    serving, interrupt = [], bench.engines[0].interrupt
+
+    async def watched(mode: InterruptMode) -> None:
+        serving.append(bench.serving())
+        await interrupt(mode)
+
+    bench.engines[0].interrupt = watched  # type: ignore[method-assign]
+    await bench.sync.take_back_engine("engine-0")
+    assert bench.engines[0].log == ["interrupt", "resume"]
+    assert serving == [{"engine-1": 0}]
+    assert bench.serving() == {"engine-0": 0, "engine-1": 0}
+
+
+async def test_an_engine_that_is_taken_back_during_an_update_catches_up(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    assert bench.pool.lend_engine("engine-0")
+    stopper = Stopper(bench.engines[0], "interrupt")
+    async with Nursery() as nursery:
+        nursery.start_task("take back", bench.sync.take_back_engine("engine-0"))
+        await stopper.reached.wait()
+        await bench.sync.update_engines(1)  # it waits for no engine that is lent
+        stopper.go.set()
+    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
+
+
+async def test_an_engine_that_fails_while_it_is_taken_back_stays_out(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    assert bench.pool.lend_engine("engine-0")
+    stopper = Stopper(bench.engines[0], "interrupt")
+    async with Nursery() as nursery:
+        taken_back = nursery.start_task("take back", refused(bench.sync.take_back_engine("engine-0")))
+        await stopper.reached.wait()
+        bench.pool.quarantine_engine("engine-0", EngineError("it is broken"))
+    assert "it is broken" in taken_back.result()
+    assert bench.serving() == {"engine-1": 0}
+
+
+async def refused(work: Awaitable[None]) -> str:
+    with pytest.raises(EngineError) as error:
+        await work
+    return str(error.value)
 
 
 @in_virtual_time

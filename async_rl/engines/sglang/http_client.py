@@ -23,7 +23,7 @@ from async_rl.engines.sglang.refusals import (
     parse_retry_after,
 )
 from async_rl.errors import (
-    CallLost,
+    ConnectionLost,
     EngineBusy,
     EngineError,
     EngineTimeout,
@@ -110,7 +110,9 @@ class SGLangHttpClient:
                     async with response:
                         text = await self._read_reply(response)
         except TimeoutError as e:
-            raise CallLost(f"{self._engine_id} did not take a request within {self._timeout_s} s") from e
+            raise ConnectionLost(
+                f"{self._engine_id} did not take a request within {self._timeout_s} s"
+            ) from e
         if response.status != 200:
             raise explain_refusal(
                 self._engine_id, response.status, response.headers.get("Retry-After"), text, datetime.now(UTC)

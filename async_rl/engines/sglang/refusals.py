@@ -6,8 +6,8 @@
 | 429, or 503 with Retry-After | the engine asks for fewer calls | `EngineBusy` |
 | any other (401, 404, 500, a proxy's page) | the engine is at fault | `CallLost`, a strike |
 | none: this process has no descriptor, port or memory for a connection | we are at fault | `LocalShortage` |
-| none: the connection is refused | the engine is gone | `EngineError` |
-| none: the connection breaks | the call is lost | `CallLost`, a strike |
+| none: the connection is refused | the engine is gone | `EngineUnreachable` |
+| none: the connection breaks | the call is lost | `ConnectionLost`, a strike |
 
 Pure: no I/O, no clock.
 """
@@ -24,7 +24,15 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused
+from async_rl.errors import (
+    CallLost,
+    ConnectionLost,
+    EngineBusy,
+    EngineError,
+    EngineUnreachable,
+    LocalShortage,
+    RequestRefused,
+)
 from async_rl.runtime.untrusted_json import UNREADABLE
 
 _BLAMES_REQUEST: Final = frozenset({400, 413, 422})
@@ -92,8 +100,8 @@ def explain_lost_connection(engine_id: str, url: object, error: aiohttp.ClientEr
             f"lower rollout.max_concurrent_trajectories"
         )
     if isinstance(error, aiohttp.ClientConnectorError):
-        return EngineError(f"{engine_id} at {url} cannot be reached: {error}")
-    return CallLost(f"{engine_id} at {url}: connection lost: {error!r}")
+        return EngineUnreachable(f"{engine_id} at {url} cannot be reached: {error}")
+    return ConnectionLost(f"{engine_id} at {url}: connection lost: {error!r}")
 
 
 def _is_local(error: OSError) -> bool:

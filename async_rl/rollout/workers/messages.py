@@ -200,7 +200,8 @@ class EngineReport(Message, frozen=True, kw_only=True, eq=False):
     """Reports what a call says against its engine: see `EngineFailureListener`."""
 
     engine_id: str
-    kind: Literal["strike", "failure", "busy", "refused"]
+    kind: Literal["strike", "connection", "failure", "busy", "refused"]
+    """connection: the call got no connection, or lost it, for which the worker itself may be to blame."""
     text: str
     wrong_weights: bool = False
     """Whether a strike or failure is a `VersionMismatch`."""

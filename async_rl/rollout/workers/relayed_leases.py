@@ -28,6 +28,7 @@ from async_rl.engines.lease import Lease
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.revocation import Revocation
 from async_rl.errors import EngineBusy, EngineError, RequestRefused, VersionMismatch
+from async_rl.rollout.workers.engine_checks import EngineChecks
 from async_rl.rollout.workers.messages import (
     CallStarted,
     DropCall,
@@ -92,6 +93,8 @@ class RelayedLeases(LeaseHolder):
         lease_s: float,
         clock: Callable[[], float],
         on_lease: Callable[[str, int | None], None],
+        probe_timeout_s: float,
+        worker_stall_s: float,
     ) -> None:
         """Start without leases, and let the pool know that there may be some.
 
@@ -103,6 +106,8 @@ class RelayedLeases(LeaseHolder):
             clock: Monotonic seconds.
             on_lease: Called with a trajectory and the version that its call samples under, and with None when
                 the call has ended. Calls of other models than the policy sample nothing of it.
+            probe_timeout_s: How long an engine that the worker cannot reach may take to answer the driver.
+            worker_stall_s: A worker that reaches no engine for so long is ended.
         """
         self._name = name
         self._pools = pools
@@ -125,6 +130,15 @@ class RelayedLeases(LeaseHolder):
         self._withdrawn: list[_RelayedLease] = []
         """Requests for which the pool is asked again once the worker has reported."""
         self._numbers = count(1)
+        self.checks = EngineChecks(
+            name,
+            pools,
+            self._ask_again,
+            clock,
+            probe_timeout_s=probe_timeout_s,
+            limit_s=worker_stall_s,
+        )
+        """Of engines that the worker cannot reach. It gets no leases meanwhile."""
         self._renewed_s = -math.inf
         """When leases were renewed last: the worker's own time of it is earlier."""
         self._handlers: dict[type[Message], Callable[[Any], None]] = {
@@ -165,10 +179,7 @@ class RelayedLeases(LeaseHolder):
                 pool.forget_trajectory(key)
         self._renewed_s = self._clock()
         self._post(LeasesRenewed(number=heartbeat.number))
-        withdrawn, self._withdrawn = self._withdrawn, []
-        for relayed in withdrawn:  # after that message: until then the worker may use no lease
-            if relayed.wanted.lease_id in self._leases:
-                self._ask_pool(relayed)
+        self._ask_again()  # after that message: until then the worker may use no lease
 
     # -- the pool ------------------------------------------------------------------------------------------
 
@@ -257,6 +268,15 @@ class RelayedLeases(LeaseHolder):
                 relayed.lease = None
                 self._withdrawn.append(relayed)
 
+    def _ask_again(self) -> None:
+        """Ask the pool for the leases that the worker still waits for, if it may use them."""
+        if self.checks.is_checking or not self._valid_s:
+            return
+        withdrawn, self._withdrawn = self._withdrawn, []
+        for relayed in withdrawn:
+            if relayed.wanted.lease_id in self._leases:
+                self._ask_pool(relayed)
+
     def _return_leases(self, lease_ids: Iterable[int]) -> None:
         """Return leases that the worker can no longer use. Their engines may have served it until now."""
         for lease_id in lease_ids:
@@ -270,7 +290,10 @@ class RelayedLeases(LeaseHolder):
             return
         self._newest_id = message.lease_id
         self._leases[message.lease_id] = relayed = _RelayedLease(message)
-        self._ask_pool(relayed)
+        if self.checks.is_checking:
+            self._withdrawn.append(relayed)
+        else:
+            self._ask_pool(relayed)
         if relayed.call is None:
             wait = waiting("engine", why=self._pools[message.model].dispatcher.describe_states)
             relayed.wait = wait.begin(relayed.actor)
@@ -331,6 +354,7 @@ class RelayedLeases(LeaseHolder):
             lease.record_chunk(received - lease.received)
 
     def _record_start(self, message: CallStarted) -> None:
+        self.checks.record_answer()
         self._record_progress(message.lease_id, message.received)
 
     def _end_lease(self, message: LeaseEnded) -> None:
@@ -377,6 +401,9 @@ class RelayedLeases(LeaseHolder):
         match report.kind:
             case "strike":
                 pool.record_strike(engine_id, error)
+            case "connection":
+                self._withdraw_requests()
+                self.checks.report_lost_connection(engine_id, text)
             case "failure":
                 pool.quarantine_engine(engine_id, error, wrong_weights=report.wrong_weights)
             case "busy":

@@ -20,7 +20,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
-from typing import Final
+from typing import Final, Literal
 
 from async_rl.engine_protocol import Engine, EngineAddress, Finish
 from async_rl.engines.engine_calls import EngineCalls
@@ -34,8 +34,10 @@ from async_rl.engines.lease import (
 )
 from async_rl.errors import (
     CallLost,
+    ConnectionLost,
     EngineBusy,
     EngineError,
+    EngineUnreachable,
     LocalShortage,
     RequestRefused,
     VersionMismatch,
@@ -270,16 +272,18 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
         """Implements `EngineCalls.record_strike`."""
-        wrong_weights = isinstance(error, VersionMismatch)
-        self._post(
-            EngineReport(engine_id=engine_id, kind="strike", text=str(error), wrong_weights=wrong_weights)
+        kind: Literal["connection", "strike"] = (
+            "connection" if isinstance(error, ConnectionLost) else "strike"
         )
+        wrong_weights = isinstance(error, VersionMismatch)
+        self._post(EngineReport(engine_id=engine_id, kind=kind, text=str(error), wrong_weights=wrong_weights))
 
     def quarantine_engine(self, engine_id: str, error: Exception, *, wrong_weights: bool = False) -> None:
         """Implements `EngineFailureListener.quarantine_engine`: the driver does that."""
-        self._post(
-            EngineReport(engine_id=engine_id, kind="failure", text=str(error), wrong_weights=wrong_weights)
+        kind: Literal["connection", "failure"] = (
+            "connection" if isinstance(error, EngineUnreachable) else "failure"
         )
+        self._post(EngineReport(engine_id=engine_id, kind=kind, text=str(error), wrong_weights=wrong_weights))
 
     def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
         """Implements `EngineFailureListener.record_back_pressure`."""

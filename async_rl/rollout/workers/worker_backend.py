@@ -537,6 +537,8 @@ class WorkerBackend(RolloutBackend):
             lease_s=LEASE_S,
             clock=self._clock,
             on_lease=worker.record_lease,
+            probe_timeout_s=self._spec.config.engine.probe_timeout_s,
+            worker_stall_s=self._config.worker_stall_s,
         )
         self._leases = [each for each in self._leases if not each.is_closed] + [leases]
         return leases
@@ -553,7 +555,9 @@ class WorkerBackend(RolloutBackend):
         self._worker_free.set()
         cause = f"{worker.name} is ended with the run"
         try:
-            async with services(watch=lambda: self._watch_silence(worker)):
+            async with services(
+                watch=lambda: self._watch_silence(worker), checks=worker.leases.checks.check_engines
+            ):
                 for number in count(1):
                     if (message := worker.link.receive_arrived()) is None:
                         with waiting("idle"):

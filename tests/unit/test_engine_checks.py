@@ -1,0 +1,231 @@
+"""Who is to blame when a worker has no connection to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from async_rl.engines.lease import EngineState
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.errors import EngineError, LocalShortage, WorkerLost
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.workers.messages import (
+    CallStarted,
+    EngineReport,
+    Heartbeat,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseWanted,
+    Message,
+)
+from async_rl.rollout.workers.relayed_leases import RelayedLeases
+from async_rl.runtime.supervision import first_error, services
+from async_rl.simulation.virtual_time import in_virtual_time
+from tests.support.sessions import Watched, simulated
+
+LIMIT_S = 30.0
+
+
+class Driver:
+    """The driver's side of a worker that this test plays."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.clock = asyncio.get_running_loop().time
+        self.pool = EnginePool(Metrics(), self.clock)
+        self.engines: list[SimulatedEngine] = []
+        for index in range(num_engines):
+            self.engines.append(simulated(Watched(), engine_id=f"engine-{index}"))
+            self.pool.add_engine(self.engines[-1])
+            self.pool.serve_engine(f"engine-{index}", 0)
+        self.posted: list[Message] = []
+        self.leases = RelayedLeases(
+            "rollout-worker-0",
+            {"": self.pool},
+            self.posted.append,
+            lease_s=10.0,
+            clock=self.clock,
+            on_lease=lambda *of: None,
+            probe_timeout_s=5.0,
+            worker_stall_s=LIMIT_S,
+        )
+        self.leases.renew(Heartbeat(number=1))
+        self._num_calls = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep the leases valid while the block runs."""
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(1.0)
+                self.leases.renew(Heartbeat(number=2))
+
+        async with services(checks=self.leases.checks.check_engines, beat=beat):
+            yield
+        self.leases.close()
+
+    def call(self) -> int:
+        """Ask for a lease; return its number."""
+        self._num_calls += 1
+        key = f"{self._num_calls:032d}"
+        self.leases.handle_message(LeaseWanted(lease_id=self._num_calls, key=key, tokens=9, prompt=4))
+        return self._num_calls
+
+    def engine_of(self, lease_id: int) -> str | None:
+        """The engine that a lease was granted; None before that."""
+        granted = [each for each in self.posted if isinstance(each, LeaseGranted)]
+        return next((each.engine_id for each in granted if each.lease_id == lease_id), None)
+
+    async def fail_calls(self) -> None:
+        """Make three calls, which find no connection once they have been granted engines."""
+        calls = [self.call() for _ in range(3)]
+        for _ in range(2 * int(LIMIT_S)):
+            await asyncio.sleep(1.1)
+            if self.engine_of(calls[-1]) is not None:
+                break
+        self.fail(*calls)
+
+    def answer(self, lease_id: int) -> None:
+        """Let a call get its answer."""
+        self.leases.handle_message(CallStarted(lease_id=lease_id, received=1))
+        self.leases.handle_message(LeaseEnded(lease_id=lease_id, received=5))
+
+    def fail(self, *lease_ids: int) -> None:
+        """Let calls find no connection."""
+        for lease_id in lease_ids:
+            engine_id = self.engine_of(lease_id)
+            assert engine_id is not None
+            report = EngineReport(engine_id=engine_id, kind="connection", text=f"{engine_id} refused it")
+            self.leases.handle_message(report)
+        for lease_id in lease_ids:
+            self.leases.handle_message(LeaseEnded(lease_id=lease_id))
+
+    @property
+    def serving(self) -> list[str]:
+        return [engine.engine_id for engine in self.pool.engines(EngineState.SERVING)]
+
+
+@in_virtual_time
+async def test_an_engine_that_does_not_answer_the_driver_either_is_quarantined() -> None:
+    driver = Driver(2)
+    async with driver.running():
+        lease_id = driver.call()
+        engine_id = driver.engine_of(lease_id)
+        next(engine for engine in driver.engines if engine.engine_id == engine_id).die()
+        driver.fail(lease_id)
+        waits = driver.call()
+        assert driver.engine_of(waits) is None
+        await asyncio.sleep(0.1)
+        assert engine_id not in driver.serving
+        assert len(driver.serving) == 1
+        assert driver.engine_of(waits) == driver.serving[0]
+
+
+@in_virtual_time
+async def test_a_worker_that_alone_reaches_no_engine_has_none_quarantined_and_is_ended() -> None:
+    """Its network fails: all engines of the run would be restarted, and then again."""
+    driver = Driver(3)
+    began_s = driver.clock()
+    with pytest.raises(ExceptionGroup) as errors:
+        await fail_all_calls(driver)
+    lost = first_error(errors.value)
+    assert isinstance(lost, WorkerLost)
+    assert "it reaches no engine, and 3 of them answer the driver" in str(lost)
+    assert LIMIT_S < driver.clock() - began_s < 2 * LIMIT_S + 3.0
+    assert len(driver.serving) == 3
+    assert (
+        sum(isinstance(each, LeaseGranted) for each in driver.posted) < 3 * 9
+    )  # sessions give up at 9 failures
+
+
+async def fail_all_calls(driver: Driver) -> None:
+    async with driver.running():
+        while True:
+            await driver.fail_calls()
+
+
+@in_virtual_time
+async def test_a_worker_whose_network_is_back_goes_on() -> None:
+    driver = Driver(3)
+    async with driver.running():
+        for _ in range(4):
+            for _ in range(4):
+                await driver.fail_calls()
+            await asyncio.sleep(LIMIT_S)
+            driver.answer(driver.call())
+        assert len(driver.serving) == 3
+
+
+@in_virtual_time
+async def test_an_engine_that_answers_the_driver_and_not_a_worker_that_reaches_others_is_quarantined() -> (
+    None
+):
+    driver = Driver(2)
+    async with driver.running():
+        for _ in range(40):
+            lease_id = driver.call()
+            await asyncio.sleep(0.1)
+            if driver.engine_of(lease_id) == "engine-0":
+                driver.fail(lease_id)
+            else:
+                driver.answer(lease_id)
+            await asyncio.sleep(0.1)
+        assert driver.serving == ["engine-1"]
+
+
+@in_virtual_time
+async def test_many_streams_that_one_engine_loses_at_once_are_one_strike() -> None:
+    driver = Driver(1)
+    async with driver.running():
+        calls = [driver.call() for _ in range(20)]
+        await asyncio.sleep(0.1)
+        driver.fail(*calls)
+        await asyncio.sleep(0.1)
+        assert driver.serving == ["engine-0"]
+        assert driver.engine_of(driver.call()) == "engine-0"
+
+
+@pytest.mark.parametrize("shortage", [True, False])
+@in_virtual_time
+async def test_an_engine_that_does_not_answer_in_time_gets_a_strike_and_none_if_it_was_not_asked(
+    shortage: bool,
+) -> None:
+    driver = Driver(1)
+
+    async def health() -> None:
+        if shortage:
+            raise LocalShortage("no descriptors")
+        await asyncio.sleep(60.0)
+
+    driver.engines[0].health = health  # type: ignore[method-assign,assignment]
+    async with driver.running():
+        for _ in range(3):
+            lease_id = driver.call()
+            await asyncio.sleep(0.1)
+            assert driver.serving == ["engine-0"]
+            driver.fail(lease_id)
+            await asyncio.sleep(5.5)
+        assert driver.serving == (["engine-0"] if shortage else [])
+
+
+@in_virtual_time
+async def test_an_engine_that_was_restarted_while_it_was_asked_is_not_blamed() -> None:
+    driver = Driver(1)
+
+    async def health() -> None:
+        await asyncio.sleep(1.0)
+        raise EngineError("refused")
+
+    driver.engines[0].health = health  # type: ignore[method-assign,assignment]
+    async with driver.running():
+        driver.fail(driver.call())
+        await asyncio.sleep(0.5)
+        driver.pool.quarantine_engine("engine-0", EngineError("another worker has seen that"))
+        driver.pool.rejoin_engine("engine-0")
+        driver.pool.serve_engine("engine-0", 0)
+        await asyncio.sleep(1.0)
+        assert driver.serving == ["engine-0"]
