@@ -280,9 +280,12 @@ class RayCluster(Cluster):
     async def open_port(self) -> tuple[str, int]:
         """Return an address on rank 0's node at which rank 0 and an engine can connect."""
         limit_s = self._config.weights.timeout_s
+        call = self._rank_actors[0].free_address
+        if self._config.weights.overlap:  # the rank may be in a step, which an engine does not wait for
+            call = call.options(concurrency_group=WEIGHTS)
         try:
             async with asyncio.timeout(limit_s):
-                host, port = await self._rank_actors[0].free_address.remote()
+                host, port = await call.remote()
         except (RayError, TimeoutError) as error:
             raise TrainerError(f"trainer rank 0 gave no address within {limit_s} s: {error!r}") from error
         return host, port

@@ -277,6 +277,35 @@ def test_a_step_of_ranks_ends_with_an_error_after_its_limit(tmp_path: Path, sile
     assert ends_after(trainer.train_step("batch", 1), TrainerError) == 70
 
 
+class TrainingRank(SilentActor):
+    """The actor of a rank that is in a step: only its thread for weights answers."""
+
+    def options(self, *, concurrency_group: str) -> Any:
+        async def answer() -> tuple[str, int]:
+            return concurrency_group, 15000
+
+        return type("Call", (), {"remote": staticmethod(answer)})
+
+
+@in_virtual_time
+async def result_of(call: Awaitable[Any]) -> Any:
+    return await call
+
+
+def test_an_engine_gets_a_port_during_a_step_when_weights_are_sent_beside_it(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
+    silent_ray.actor = lambda *_: TrainingRank()
+
+    def open_port(*overrides: str) -> Awaitable[tuple[str, int]]:
+        cluster = cluster_of(tmp_path, "weights.transport=distributed", "weights.timeout_s=70", *overrides)
+        ends_after(cluster.start_trainer())  # whose ranks do not join
+        return cluster.open_port()
+
+    assert result_of(open_port("weights.overlap=true")) == ("weights", 15000)
+    assert ends_after(open_port(), TrainerError) == 70
+
+
 async def start_worker(config: Any, folder: Path, node: str | None = None) -> None:
     spec = WorkerSpec(name="worker 0", config=config, folder=folder, frames=folder, inspected=None, node=node)
     async with rollout_worker_actor.rollout_worker(spec, SETUP, folder / "log"):
