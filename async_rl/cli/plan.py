@@ -397,6 +397,9 @@ def queue_remark(plan: JobPlan, config: Config, nodes: int = 1) -> str:
 
 
 def _convert_figures(figures: Mapping[str, Any], kind: type[S]) -> S:
+    for name, figure in figures.items():
+        if figure is not None and not math.isfinite(figure):
+            raise ConfigError(f"plan: {name} is {figure}, expected a finite number")
     try:
         return msgspec.convert(figures, kind)
     except msgspec.ValidationError as error:

@@ -52,9 +52,12 @@ def load(text: str) -> Any:
     """Parse one document of plain values.
 
     Raises:
-        YAMLError: The text is not valid YAML.
+        YAMLError: The text is not valid YAML, or nested more deeply than this can read.
     """
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise YAMLError("its values are nested too deeply") from None
 
 
 def describe_error(error: YAMLError) -> str:

@@ -128,6 +128,9 @@ def test_a_flag_counts_more_than_a_past_run(tmp_path: Path, capsys: pytest.Captu
     [
         (["--engines", "0"], "--engines 0: expected at least 1"),
         (["--sigma", "-1"], "sigma is -1.0, expected at least 0"),
+        (["--sigma", "nan"], "sigma is nan, expected a finite number"),
+        (["--train-tokens-per-s", "nan"], "train_tokens_per_s is nan, expected a finite number"),
+        (["--sync-s", "inf"], "sync_s is inf, expected a finite number"),
         (["--mean-tokens", "0"], "mean_tokens is 0.0, expected more than 0"),
         (["--versions", "0"], "versions is 0, expected at least 1"),
         (["--from", "/nowhere"], "there is no run folder '/nowhere'"),

@@ -183,6 +183,8 @@ def test_options_may_stand_between_overrides(
         (["--task", "no-such"], "no task 'no-such'; its first is 'calculator-0'"),
         (["--n", "0"], "--n is 0"),
         (["rollout.reward=agent_loops.rewards:nothing"], "agent_loops.rewards:nothing"),
+        (["--save", "/no/such/folder/x.jsonl"], "cannot be written: No such file or directory; expected a"),
+        (["--save", "/tmp"], "cannot be written: Is a directory; expected a file in a folder that exists"),
     ],
 )
 def test_one_sentence_when_there_is_nothing_to_try(

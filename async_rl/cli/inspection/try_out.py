@@ -119,7 +119,7 @@ def rollout(
         The exit code: 1 when a trajectory failed.
 
     Raises:
-        ConfigError: The config cannot work, or has no such task.
+        ConfigError: The config cannot work or has no such task, or `save` cannot be written.
         EnvironmentNotReady: The engine did not start.
     """
     if number < 1:
@@ -133,6 +133,13 @@ def rollout(
     trainer = replace(config.trainer, loss=replace(config.trainer.loss, teacher=TeacherConfig()))
     config = replace(config, trainer=trainer, models=models)  # nothing is trained
     tasks = choose_tasks(config, number, task_id)
+    if save is not None:
+        try:
+            save.open("ab").close()
+        except OSError as error:
+            raise ConfigError(
+                f"--save: {save} cannot be written: {error.strerror}; expected a file in a folder that exists"
+            ) from error
     console = console or terminal()
     decode = decoder(load_chat_format(config.model.path), special=special)
     views: list[TrajectoryView] = []
