@@ -125,18 +125,21 @@ async def test_an_engine_that_does_not_answer_the_driver_either_is_quarantined()
         assert driver.engine_of(waits) == driver.serving[0]
 
 
+@pytest.mark.parametrize("num_engines", [1, 3])
 @in_virtual_time
-async def test_a_worker_that_alone_reaches_no_engine_has_none_quarantined_and_is_ended() -> None:
+async def test_a_worker_that_alone_reaches_no_engine_has_none_quarantined_and_is_ended(
+    num_engines: int,
+) -> None:
     """Its network fails: all engines of the run would be restarted, and then again."""
-    driver = Driver(3)
+    driver = Driver(num_engines)
     began_s = driver.clock()
     with pytest.raises(ExceptionGroup) as errors:
         await fail_all_calls(driver)
     lost = first_error(errors.value)
     assert isinstance(lost, WorkerLost)
-    assert "it reaches no engine, and 3 of them answer the driver" in str(lost)
+    assert f"it reaches no engine, and {num_engines} of them answer the driver" in str(lost)
     assert LIMIT_S < driver.clock() - began_s < 2 * LIMIT_S + 3.0
-    assert len(driver.serving) == 3
+    assert len(driver.serving) == num_engines
     assert (
         sum(isinstance(each, LeaseGranted) for each in driver.posted) < 3 * 9
     )  # sessions give up at 9 failures
