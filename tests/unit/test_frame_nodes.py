@@ -168,7 +168,7 @@ def test_what_an_ended_worker_did_not_report_is_deleted_on_its_node(nodes: Nodes
 
 
 class LateReader(LocalFrameReader):
-    """Deletes the files of ended processes when it is told to: its process is slow to start."""
+    """Deletes the files of ended processes when a test lets it, as an actor that is slow to start."""
 
     def begin_keep_only(
         self, known: Collection[str], in_use: Collection[str], newest: int

@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from ray.exceptions import ObjectStoreFullError, OwnerDiedError, RayTaskError
 
 from async_rl.config import parse_config
 from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightSyncError
+from async_rl.placement import frame_readers
 from async_rl.placement.frame_readers import SharedFrames, map_frame
 from async_rl.placement.ray_trainer import CallFrameReader, RayTrainer
 from async_rl.queue.frames import read_columns
@@ -217,6 +219,15 @@ async def test_a_frame_that_its_node_does_not_have_any_more_is_returned(
     trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
     flaws = await trainer.read_batch(msgspec.structs.replace(batch, trajectories=there))
     assert flaws.keys() == {there[missing].trajectory_id}
+
+
+def test_a_frame_that_there_is_no_descriptor_for_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(frame_readers, "map_file", Mock(side_effect=error))
+    with pytest.raises(OSError, match="Too many open files"):
+        map_frame(str(tmp_path / "frame"))
 
 
 @pytest.mark.parametrize(
