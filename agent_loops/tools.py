@@ -182,7 +182,7 @@ class StatefulTool(Tool):
             await _run(partial(self._thing.release, state), f"release-{self.name}")
 
     async def _release_late(self, made: asyncio.Future[Any]) -> None:
-        """Release a state that nobody waits for, once it is made; do not wait for that much longer."""
+        """Release the state of a cancelled `create` once it is made; wait at most `_RELEASE_S` for that."""
         with waiting("clean-up", limit_s=_RELEASE_S):
             await asyncio.wait([made], timeout=_RELEASE_S)
         if not made.done():

@@ -320,7 +320,13 @@ def test_an_error_of_an_evaluation_is_printed_and_logged_in_its_folder(calculato
         "model": {"path": str(calculator / "model")},
         "data": tasks | {"validation": [tasks]},
         "engine": {"kind": "simulated"},
-        "rollout": {"max_context_tokens": 256, "max_new_tokens": 16},
+        "rollout": {
+            "max_context_tokens": 256,
+            "max_new_tokens": 16,
+            "agent_loop": "agent_loops.openai_agent:OpenAIAgentLoop",
+            "agent_loop_args": {"command": ["true"], "port": 8123},  # no rollouts serve at it here
+        },
+        "evaluation": {"every": 1},
     }
     path.write_text(json.dumps(tree))
     assert evaluate(path, [], out=out, open_engines=absent) == EnvironmentNotReady.exit_code

@@ -367,7 +367,10 @@ def test_a_fixed_port_is_accepted_where_one_process_needs_it(
 ) -> None:
     (beside.parent / "code_beside.py").write_text(CODE)
     assert main(["check", str(beside), *FIXED_PORT]) == 0
-    capsys.readouterr()
+    validation = f"data.validation=[{{path: {beside.parent}/tasks.jsonl}}]"
+    words = [*FIXED_PORT, validation, "evaluation.every=1", "--task", "no-such"]
+    assert main(["rollout", str(beside), *words]) == 2
+    assert "no task 'no-such'" in capsys.readouterr().err, "it evaluates nothing, so the port is no matter"
 
 
 def test_a_module_beside_the_config_is_found_from_another_folder(
