@@ -65,6 +65,11 @@ class RolloutBackend(Protocol):
         """
         ...
 
+    @property
+    def has_space_elsewhere(self) -> bool:
+        """Whether an attempt that has just found no space may find some on another node."""
+        ...
+
     async def score_group(
         self, task: Task, completions: Sequence[StoredCompletion]
     ) -> Sequence[dict[str, float] | RewardError]:
@@ -207,6 +212,11 @@ class LocalBackend(RolloutBackend):
             await run_uncancellable(None, lambda: self._frames.discard([*end.trajectories, *end.completions]))
             raise cancelled
         return end
+
+    @property
+    def has_space_elsewhere(self) -> bool:
+        """Implements `RolloutBackend.has_space_elsewhere`: this process has one disk."""
+        return False
 
     async def score_group(
         self, task: Task, completions: Sequence[StoredCompletion]

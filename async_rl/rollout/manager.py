@@ -373,7 +373,8 @@ class RolloutManager:
                 continue
             except SpoolFull as error:
                 known = {name: ProgressReport.of(each) for name, each in attempt.progress.items()}
-                await self._queue.wait_for_space(error)
+                if not self._backend.has_space_elsewhere:
+                    await self._queue.wait_for_space(error)
                 continue
             finally:
                 del self.running[trajectory_id]

@@ -140,6 +140,9 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "worker_disk_full": FaultRow(
         "worker", "rollout workers find no space for frames for up to 100 s", 0.3, only="workers"
     ),
+    "node_disk_full": FaultRow(
+        "worker", "rollout workers of one node find no space for frames for up to 100 s", 0.3, only="workers"
+    ),
     "lose_message": FaultRow(
         "worker", "a message between the driver and a rollout worker is lost", 0.3, only="workers"
     ),
@@ -200,7 +203,11 @@ ENGINE_FAULTS: Final = frozenset(kinds_of("call", "refusal", "update", "engine",
 
 TRAINER_FAULTS: Final = frozenset(kinds_of("trainer", "offload"))
 
-WORKER_FAULTS: Final = frozenset(kinds_of("worker")) - {"repeat_message", "worker_disk_full"}
+WORKER_FAULTS: Final = frozenset(kinds_of("worker")) - {
+    "repeat_message",
+    "worker_disk_full",
+    "node_disk_full",
+}
 """Faults that end a rollout worker or its link, and what it had reported last."""
 
 SHARED_STREAM: Final = tuple(

@@ -643,6 +643,10 @@ class SimulatedCluster:
         elif kind == "worker_disk_full":
             self._workers.on_full_disk = partial(self._checker.met, kind)
             asyncio.get_running_loop().call_later(100 * injection.amount, self._free_disk)
+        elif kind == "node_disk_full":
+            if node := self._workers.some_node(injection.engine):
+                self._workers.full_nodes[node] = partial(self._checker.met, kind)
+                asyncio.get_running_loop().call_later(100 * injection.amount, self._free_node, node)
         elif kind == "late_request":
             late = LateRequest(_MAX_LATE_S * injection.amount, partial(self._checker.met, kind))
             self._workers.late_requests.append(late)
@@ -758,6 +762,9 @@ class SimulatedCluster:
             await asyncio.Future()
         finally:
             self._died = None
+
+    def _free_node(self, node: str) -> None:
+        self._workers.full_nodes.pop(node, None)
 
     def _free_disk(self) -> None:
         self._workers.on_full_disk = None

@@ -304,7 +304,7 @@ class Simulation:
             hangs = any(task.metadata["trouble"] == "hang_loop" for task in self._scenario.tasks)
             allowed = self._config.doctor.action != "report" and (hangs or bool(met & ENGINE_FAULTS))
         elif "disk" in str(cause):
-            allowed = bool(met & {"disk_full", "worker_disk_full"})
+            allowed = bool(met & {"disk_full", "worker_disk_full", "node_disk_full"})
         elif isinstance(cause, SpoolFull):
             allowed = "queue.max_bytes" in str(cause)
         else:

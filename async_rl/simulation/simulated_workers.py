@@ -45,7 +45,7 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
-from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.simulation.invariant_checker import caller_is_given_up
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
@@ -201,7 +201,7 @@ class DistantEngine:
     ) -> None:
         """Call an engine over a network that takes `delay_s` for a request; `late_requests` take longer.
 
-        While the worker is isolated it gets no connection, which `on_isolated` learns, and loses those it has.
+        While the worker is isolated it gets no connection, and loses those it has.
         """
         self.engine_id = engine.engine_id
         self.decode_routing, self.read_at_once = engine.decode_routing, engine.read_at_once
@@ -464,6 +464,8 @@ class SimulatedWorkers:
         """All workers that ever existed."""
         self.on_full_disk: Callable[[], None] | None = None
         """Called when a worker finds no space for a frame; None while there is space."""
+        self.full_nodes: dict[str, Callable[[], None]] = {}
+        """Nodes whose workers find no space for a frame, and what is called when one finds none."""
         self.on_store: Callable[[], None] = lambda: None
         """Called when a worker has stored a frame."""
         self.on_kill_after_frame: Callable[[], None] | None = None
@@ -503,7 +505,7 @@ class SimulatedWorkers:
                 spec.folder,
                 node,
                 folder_on_node(spec.frames, node),
-                self._refuse_if_full,
+                partial(self._refuse_if_full, node),
                 lambda: self._kill_if_due(name),
             ),
             inspected=None if spec.inspected is None else InspectedTrajectories(spec.inspected),
@@ -529,11 +531,15 @@ class SimulatedWorkers:
         """Let workers reach further engines."""
         self._engines |= {engine.engine_id: engine for engine in engines}
 
-    def _refuse_if_full(self) -> None:
+    def _refuse_if_full(self, node: str) -> None:
         if self.on_full_disk is not None:
-            note, self.on_full_disk = self.on_full_disk, lambda: None
-            note()
-            raise SpoolFull("the disk is full") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            note, self.on_full_disk = self.on_full_disk, _do_nothing
+        elif node in self.full_nodes:
+            note, self.full_nodes[node] = self.full_nodes[node], _do_nothing
+        else:
+            return
+        note()
+        raise SpoolFull("the disk is full") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _kill_if_due(self, name: str) -> None:
         self.on_store()
@@ -652,6 +658,9 @@ async def _run_process(worker: RolloutWorker, link: MemoryLink) -> None:
     caller_is_given_up.set(lambda: link.is_given_up)
     try:
         await worker.run(link)
+    except ExceptionGroup as errors:  # it has said so; a process ends by it alone
+        if not isinstance(first_error(errors), OSError):
+            raise
     finally:
         worker.write_and_close()
 
@@ -659,6 +668,10 @@ async def _run_process(worker: RolloutWorker, link: MemoryLink) -> None:
 def exponential(rng: random.Random, mean_s: float) -> Callable[[], float]:
     """Delays with this mean; none when it is 0."""
     return lambda: rng.expovariate(1 / mean_s) if mean_s else 0.0
+
+
+def _do_nothing() -> None:
+    """In the place of a note that was made."""
 
 
 def _nothing(message: Message) -> None:

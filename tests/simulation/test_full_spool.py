@@ -16,7 +16,7 @@ from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.simulation.__main__ import run_seed, run_worker_seed
-from async_rl.simulation.scenario import Injection, Scenario
+from async_rl.simulation.scenario import NODES, Injection, Scenario
 from async_rl.simulation.simulate import SeedOutcome, simulate
 from tests.support.small_run import small_run
 
@@ -44,6 +44,20 @@ def test_a_short_shortage_in_a_worker_costs_only_time(tmp_path: Path) -> None:
 def test_the_run_ends_with_the_cause_when_no_step_will_free_space(tmp_path: Path) -> None:
     outcome = checked(simulate(1, tmp_path, scenario=scenario_with(workers=1, full_s=90.0)))
     assert outcome.incarnations[0] == "failed: SpoolFull: the disk is full"
+
+
+@pytest.mark.parametrize("journal_dir", [None, "journals"])
+def test_attempts_go_on_elsewhere_when_the_disk_of_one_node_is_full(
+    tmp_path: Path, journal_dir: str | None
+) -> None:
+    scenario = scenario_with(workers=2, full_s=0.0)
+    queue = replace(scenario.config.queue, spool_dir=NODES, journal_dir=journal_dir)
+    full = Injection(step=300, kind="node_disk_full", engine=0, amount=0.99)
+    scenario = replace(scenario, config=replace(scenario.config, queue=queue), injections=(full,))
+    outcome = simulate(1, tmp_path, scenario=scenario)
+    assert outcome.violations == ()
+    assert outcome.faults["node_disk_full"] == 1
+    assert outcome.incarnations == ("finished",)
 
 
 def test_an_attempt_goes_on_from_its_tokens_when_a_step_has_freed_space(

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import msgspec
 import pytest
@@ -163,6 +163,21 @@ class Raising:
     async def run(self, task: Task, session: Session) -> None:
         session.start(task.messages)
         raise OurOwnError("the cat is on the keyboard")
+
+
+class CannotEnter(OneTurn):
+    """Needs a server that is down at first."""
+
+    failures: ClassVar[int] = 0
+
+    async def __aenter__(self) -> Self:
+        if CannotEnter.failures:
+            CannotEnter.failures -= 1
+            raise ConnectionRefusedError("the search server is down")
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
 
 
 def reward(task: Task, completion: Completion) -> float:
@@ -424,6 +439,64 @@ async def test_an_attempt_goes_on_at_the_node_that_has_its_journal(worker: str, 
         assert worker != "does not start" or owner != lost
         (trajectory,) = await going_on
     assert len(trajectory.token_ids) == 1500
+
+
+async def lose_attempts(workers: WorkerBench) -> None:
+    """Run attempts for ten minutes, two at a time, each of which loses its worker."""
+
+    async def lose(name: str) -> None:
+        while True:
+            await _lost(workers.backend.run_attempt(attempt(name)))
+
+    async with workers, asyncio.timeout(600.0), asyncio.TaskGroup() as tasks:
+        tasks.create_task(lose("0" * 32))
+        tasks.create_task(lose("1" * 32))
+
+
+@in_virtual_time
+async def test_the_run_ends_with_the_cause_when_the_loop_cannot_be_entered_in_any_worker() -> None:
+    CannotEnter.failures = 100
+    with pytest.raises(ExceptionGroup) as errors:
+        await lose_attempts(WorkerBench("CannotEnter", num_workers=2))
+    error = first_error(errors.value)
+    assert isinstance(error, EnvironmentNotReady)
+    assert "the search server is down" in str(error)
+
+
+@in_virtual_time
+async def test_a_worker_is_started_again_when_its_loop_could_not_be_entered_for_a_while() -> None:
+    CannotEnter.failures = 2
+    async with WorkerBench("CannotEnter") as workers:
+        for _ in range(2):
+            await _lost(workers.backend.run_attempt(attempt()))
+        (trajectory,) = await workers.trajectories()
+        assert len(trajectory.token_ids) > 1
+    assert CannotEnter.failures == 0
+
+
+@in_virtual_time
+async def test_the_run_goes_on_when_one_worker_finds_no_place_any_more() -> None:
+    """Its node has left, and the others have no resources for it."""
+    left: set[str] = set()
+    workers = WorkerBench(num_workers=2)
+    node_of = workers.processes.nodes.node_of
+
+    def place(name: str) -> str:
+        if name in left:
+            raise EnvironmentNotReady("no node has enough of {'CPU': 64}")
+        return node_of(name)
+
+    workers.processes.nodes.node_of = place  # type: ignore[method-assign]
+    async with workers:
+        await workers.trajectories()
+        left.add(sorted(workers.processes.ends)[0])
+        workers.processes.kill(0)
+        await asyncio.sleep(600.0)
+        assert len(workers.backend.workers) == 1
+        await workers.trajectories()
+        left.clear()
+        await asyncio.sleep(60.0)
+        assert len(workers.backend.workers) == 2
 
 
 @in_virtual_time

@@ -226,7 +226,7 @@ class LeasesRevoked(Message, frozen=True, kw_only=True, eq=False):
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True, eq=False):
-    """Reports what ends the worker and would end any other: the run ends with it."""
+    """Reports the error that ends the worker."""
 
     failure: Failure
 

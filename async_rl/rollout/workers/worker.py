@@ -190,7 +190,9 @@ class RolloutWorker:
                         self._calls.close()
                         attempts.cancel_tasks()
         except ExceptionGroup as errors:
-            if not isinstance(first_error(errors), WorkerLost):
+            error = first_error(errors)
+            if not isinstance(error, WorkerLost):
+                self._post(WorkerFailed(failure=Failure.of(error)))
                 raise
         finally:
             await self._calls.close_clients()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from itertools import count
@@ -28,7 +28,14 @@ import msgspec
 
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, RewardUnavailable, WorkerLost
+from async_rl.errors import (
+    AgentLoopError,
+    EnvironmentNotReady,
+    RewardError,
+    RewardUnavailable,
+    SpoolFull,
+    WorkerLost,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal_folders import JournalFolders
@@ -89,13 +96,16 @@ _MESSAGES_PER_TURN: Final = 64
 """After so many messages of one worker the event loop comes round."""
 
 _MAX_FAILED_STARTS: Final = 3
-"""The run ends after this many failed starts of one worker in a row: user code that cannot be loaded now
-cannot be loaded later."""
+"""The run ends when all workers have failed so many times in a row to start, or to complete an attempt before
+an error of their own: user code that fails now fails later. One worker alone may lack a place on its node."""
 
 _RESTART_DELAY_S: Final = 0.5
 """Delay before a worker is restarted, doubled for each incarnation in a row that completed no attempt."""
 
 _MAX_DOUBLINGS: Final = 6
+
+_FULL_S: Final = 60.0
+"""How long attempts avoid a node that had no space for a frame, if others have some."""
 
 _SHARE_OF_SLACK: Final = 8
 """A worker is given siblings until it has an eighth of its share more requests than the least loaded one."""
@@ -184,6 +194,8 @@ class WorkerHandle:
         self._expected = 0
         """The number of the message that it must have handled to show that."""
         self.has_completed_attempt = False
+        self.failure: Exception | None = None
+        """The error of its own that ended it."""
         self.leases = leases(self)
         """What it may call engines for."""
 
@@ -302,6 +314,10 @@ class WorkerBackend(RolloutBackend):
         self.workers: dict[str, WorkerHandle] = {}
         """The workers that are alive, by name."""
         self._starting: set[str] = set()
+        self._hopeless: set[str] = set()
+        """Workers that have failed `_MAX_FAILED_STARTS` times in a row."""
+        self._full_until_s: dict[str, float] = {}
+        """When a node that had no space is tried again, by node."""
         self._leases: list[RelayedLeases] = []
         """Those of all workers that may still run."""
         self._load = _WorkerLoad(self.workers)
@@ -390,9 +406,31 @@ class WorkerBackend(RolloutBackend):
         if isinstance(answer, AttemptFailed):
             failed = answer.trajectory
             attempt.failed = lambda error: failed
-            raise answer.failure.error
+            cause = answer.failure.error
+            if isinstance(cause, SpoolFull) and worker.frame_node:
+                self._avoid_node(worker.frame_node)
+            raise cause
         assert isinstance(answer, AttemptEnded), "the only other answer to a StartAttempt"
         return answer.end
+
+    @property
+    def has_space_elsewhere(self) -> bool:
+        """Implements `RolloutBackend.has_space_elsewhere`."""
+        avoided = self._avoided_nodes
+        return bool(self._full_until_s) and any(
+            worker.frame_node not in avoided for worker in self.workers.values()
+        )
+
+    def _avoid_node(self, node: str) -> None:
+        """Note that a node has no space."""
+        self._full_until_s[node] = self._clock() + _FULL_S
+
+    @property
+    def _avoided_nodes(self) -> Set[str]:
+        """Nodes that do not answer, or have no space for frames."""
+        now = self._clock()
+        self._full_until_s = {node: until_s for node, until_s in self._full_until_s.items() if until_s > now}
+        return self._spool.absent | self._full_until_s.keys()
 
     async def score_group(
         self, task: Task, completions: Sequence[StoredCompletion]
@@ -442,7 +480,10 @@ class WorkerBackend(RolloutBackend):
             return max_attempts is None or len(worker.attempts) < max_attempts
 
         while True:
-            worker = None if node is not None or self._spool.absent else self._load.least_loaded()
+            avoided = self._avoided_nodes
+            if node in self._full_until_s:
+                node = None
+            worker = None if node is not None or avoided else self._load.least_loaded()
             if worker is not None and has_capacity(worker):
                 last_group, last = self._last_chosen or (None, worker)
                 if (
@@ -458,7 +499,7 @@ class WorkerBackend(RolloutBackend):
                 free = near
             elif node is not None and self._starting:
                 free = []
-            present = [w for w in free if w.link.peer_node not in self._spool.absent]
+            present = [w for w in free if w.link.peer_node not in avoided]
             if free:  # what a worker stores on a node that does not answer may be lost
                 return min(present or free, key=lambda worker: len(worker.inboxes))
             self._worker_free.clear()
@@ -469,7 +510,7 @@ class WorkerBackend(RolloutBackend):
 
     async def _keep_worker(self, name: str) -> None:
         """Start a worker, receive its messages, and restart it when it ends."""
-        failed_starts = idle_incarnations = 0
+        failed_starts = failed_incarnations = idle_incarnations = 0
         node: str | None = None
         while True:
             worker: WorkerHandle | None = None
@@ -488,6 +529,8 @@ class WorkerBackend(RolloutBackend):
                             node=node,
                         )
                         link = await stack.enter_async_context(self._open_worker(spec))
+                    failed_starts = 0
+                    self._count_failures(name, failed_incarnations)
                     on_node = spec.frames is not None and spec.config.queue.spool_dir is not None
                     frame_node = link.peer_node if on_node else ""
                     frames = self._spool.frame_folder(folder, frame_node)
@@ -502,11 +545,8 @@ class WorkerBackend(RolloutBackend):
                 node = None
                 self._starting.discard(name)
                 self._worker_free.set()
-                if failed_starts == _MAX_FAILED_STARTS:
-                    raise EnvironmentNotReady(
-                        f"{name} did not start {failed_starts} times in a row; the last time: {error}"
-                    ) from error
                 log.warning("%s did not start: %s", name, error)
+                self._count_failures(name, failed_starts, error)
             finally:
                 if worker is not None and worker.link.peer_has_ended:
                     worker.leases.close()
@@ -519,15 +559,33 @@ class WorkerBackend(RolloutBackend):
                     if cancelled is not None:
                         raise cancelled
             if worker is not None:
-                failed_starts = 0
                 if self._folders is not None and self._folders.on_nodes:
                     node = worker.link.peer_node
                 idle_incarnations = 0 if worker.has_completed_attempt else idle_incarnations + 1
                 self._metrics.rollout_worker_restarts_total.inc()
                 log.error("%s: it is restarted, and its attempts go on in other workers", cause)
+                failed = worker.failure is not None and not worker.has_completed_attempt
+                failed_incarnations = failed_incarnations + 1 if failed else 0
+                self._count_failures(name, failed_incarnations, worker.failure)
             doublings = min(failed_starts + idle_incarnations, _MAX_DOUBLINGS)
             with waiting("idle"):
                 await asyncio.sleep(_RESTART_DELAY_S * 2.0**doublings)
+
+    def _count_failures(self, name: str, number: int, last: Exception | None = None) -> None:
+        """Note how many times in a row a worker has failed.
+
+        Raises:
+            EnvironmentNotReady: All workers have failed too often.
+        """
+        if number < _MAX_FAILED_STARTS:
+            self._hopeless.discard(name)
+            return
+        self._hopeless.add(name)
+        if len(self._hopeless) == self._spec.config.num_workers and last is not None:
+            raise EnvironmentNotReady(
+                f"{name} did not start, or failed before it had completed an attempt, {number} times in a "
+                f"row; the last time: {last}"
+            ) from last
 
     def _new_leases(self, worker: WorkerHandle) -> RelayedLeases:
         leases = RelayedLeases(
@@ -603,7 +661,12 @@ class WorkerBackend(RolloutBackend):
                 if inbox is None or not inbox.put_message(message):
                     self._metrics.late_results_total.inc()
             case WorkerFailed():
-                raise message.failure.error
+                worker.failure = message.failure.error
+                if isinstance(worker.failure, SpoolFull):
+                    if self._folders is None or not self._folders.on_nodes:
+                        raise worker.failure  # the disk of the run's folder is full for all workers
+                    self._avoid_node(worker.link.peer_node)
+                raise WorkerLost(f"it failed: {worker.failure}")
             case _:
                 raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
 
