@@ -331,6 +331,28 @@ async def test_attempts_go_to_workers_on_nodes_that_answer() -> None:
 
 
 @in_virtual_time
+async def test_attempts_go_to_workers_on_nodes_that_have_space() -> None:
+    async with WorkerBench(num_workers=2) as workers:
+        await workers.trajectories()
+        full, other = workers.backend.workers.values()
+        full.frame_node = full.link.peer_node = "full"
+        workers.processes.on_full_disk = lambda: None
+        with pytest.raises(SpoolFull):
+            await workers.backend.run_attempt(attempt())
+        workers.processes.on_full_disk = None
+        assert workers.backend.has_space_elsewhere
+        async with asyncio.TaskGroup() as group:
+            runs = [
+                group.create_task(workers.backend.run_attempt(attempt(f"{number:032x}")))
+                for number in range(4)
+            ]
+        folders = {os.path.dirname(each.path) for run in runs for each in run.result().trajectories}
+        assert folders == {other.frame_folder}
+        other.frame_node = other.link.peer_node = "full"
+        assert not workers.backend.has_space_elsewhere
+
+
+@in_virtual_time
 async def test_tokens_are_kept_when_a_loop_leaves_its_turn() -> None:
     async with WorkerBench("CancelsItsTurn") as workers:
         (trajectory,) = await workers.trajectories()
