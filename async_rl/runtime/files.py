@@ -45,12 +45,12 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     scratch.mkdir(parents=True)
     try:
         yield scratch
-        if path.exists():
-            shutil.rmtree(path)
-        scratch.rename(path)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+    if path.exists():
+        shutil.rmtree(path)
+    scratch.rename(path)
 
 
 def private_folder(path: Path) -> Path:
