@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from typing import Final
 
 from async_rl.engine_protocol import Engine, InterruptMode
@@ -284,6 +284,21 @@ class EnginePool(EngineCalls, LeaseHolder):
             self.record_strike(engine_id, EngineError(problem))
         elif slot.pause is None and any(other.state is EngineState.SERVING for other in others):
             self._pause_engine(slot, _REFUSAL_PAUSE_S)
+
+    @contextmanager
+    def paused_calls(self, engine_id: str, limit_s: float) -> Iterator[None]:
+        """Give a serving engine no calls while the block runs, at most for `limit_s`."""
+        slot = self._slots[engine_id]
+        if slot.pause is not None:  # it is busy
+            yield
+            return
+        self._pause_engine(slot, limit_s)
+        pause = slot.pause
+        try:
+            yield
+        finally:
+            if slot.pause is pause:
+                self._end_pause(slot)
 
     def _pause_engine(self, slot: EngineSlot, pause_s: float) -> None:
         """Give a serving engine no calls for a while."""

@@ -14,6 +14,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, LocalShortage, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
+    CallProgress,
     CallStarted,
     EngineReport,
     Heartbeat,
@@ -53,6 +54,8 @@ class Driver:
             worker_stall_s=LIMIT_S,
         )
         self.leases.renew(Heartbeat(number=1))
+        self.streams: dict[int, int] = {}
+        """By lease: what a call has received that goes on."""
         self._num_calls = 0
 
     @asynccontextmanager
@@ -62,7 +65,12 @@ class Driver:
         async def beat() -> None:
             while True:
                 await asyncio.sleep(1.0)
-                self.leases.renew(Heartbeat(number=2))
+                self.streams = {lease_id: received + 1 for lease_id, received in self.streams.items()}
+                calls = tuple(
+                    CallProgress(lease_id=lease_id, received=received, payload_arrives=False)
+                    for lease_id, received in self.streams.items()
+                )
+                self.leases.renew(Heartbeat(number=2, calls=calls))
 
         async with services(checks=self.leases.checks.check_engines, beat=beat):
             yield
@@ -117,12 +125,9 @@ async def test_an_engine_that_does_not_answer_the_driver_either_is_quarantined()
         engine_id = driver.engine_of(lease_id)
         next(engine for engine in driver.engines if engine.engine_id == engine_id).die()
         driver.fail(lease_id)
-        waits = driver.call()
-        assert driver.engine_of(waits) is None
+        other = driver.engine_of(driver.call())
         await asyncio.sleep(0.1)
-        assert engine_id not in driver.serving
-        assert len(driver.serving) == 1
-        assert driver.engine_of(waits) == driver.serving[0]
+        assert driver.serving == [other]
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])
@@ -158,8 +163,11 @@ async def test_a_worker_whose_network_is_back_goes_on() -> None:
         for _ in range(4):
             for _ in range(4):
                 await driver.fail_calls()
+            await asyncio.sleep(0.1)
+            waits = driver.call()
+            assert driver.engine_of(waits) is None
             await asyncio.sleep(LIMIT_S)
-            driver.answer(driver.call())
+            driver.answer(waits)
         assert len(driver.serving) == 3
 
 
@@ -181,6 +189,50 @@ async def test_an_engine_that_answers_the_driver_and_not_a_worker_that_reaches_o
 
 
 @in_virtual_time
+async def test_a_worker_that_streams_from_one_engine_is_not_ended_for_another() -> None:
+    """The other one is the least loaded, because all calls fail there: it would get all further calls."""
+    driver = Driver(2)
+    async with driver.running():
+        stream = driver.call()
+        kept = driver.engine_of(stream)
+        driver.streams[stream] = 1
+        for _ in range(60):
+            lease_id = driver.call()
+            await asyncio.sleep(1.0)
+            if driver.engine_of(lease_id) not in (None, kept):
+                driver.fail(lease_id)
+        assert driver.serving == [kept]
+
+
+@in_virtual_time
+async def test_calls_go_to_other_engines_while_one_is_asked_that_does_not_answer() -> None:
+    driver = Driver(2)
+
+    async def hang() -> None:
+        await asyncio.sleep(60.0)
+
+    async with driver.running():
+        lease_id = driver.call()
+        hung = next(e for e in driver.engines if e.engine_id == driver.engine_of(lease_id))
+        hung.health = hang  # type: ignore[method-assign,assignment]
+        driver.fail(lease_id)
+        for _ in range(4):
+            assert driver.engine_of(driver.call()) not in (None, hung.engine_id)
+            await asyncio.sleep(1.0)
+
+
+@in_virtual_time
+async def test_a_worker_that_makes_no_calls_for_long_is_not_ended_for_that() -> None:
+    driver = Driver(2)
+    async with driver.running():
+        for _ in range(3):
+            await driver.fail_calls()
+        await asyncio.sleep(3600.0)
+        await driver.fail_calls()
+        await asyncio.sleep(1.0)
+
+
+@in_virtual_time
 async def test_many_streams_that_one_engine_loses_at_once_are_one_strike() -> None:
     driver = Driver(1)
     async with driver.running():
@@ -189,7 +241,9 @@ async def test_many_streams_that_one_engine_loses_at_once_are_one_strike() -> No
         driver.fail(*calls)
         await asyncio.sleep(0.1)
         assert driver.serving == ["engine-0"]
-        assert driver.engine_of(driver.call()) == "engine-0"
+        again = driver.call()
+        await asyncio.sleep(1.0)
+        assert driver.engine_of(again) == "engine-0"
 
 
 @pytest.mark.parametrize("shortage", [True, False])

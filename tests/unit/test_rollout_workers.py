@@ -522,6 +522,35 @@ async def test_the_run_goes_on_when_one_worker_finds_no_place_any_more() -> None
 
 
 @in_virtual_time
+async def test_a_worker_that_works_again_counts_as_one_that_works() -> None:
+    left: set[str] = set()
+    CannotEnter.failures = 0
+    workers = WorkerBench("CannotEnter", num_workers=2)
+    node_of = workers.processes.nodes.node_of
+
+    def place(name: str) -> str:
+        if name in left:
+            raise EnvironmentNotReady("no node has enough of {'CPU': 64}")
+        return node_of(name)
+
+    workers.processes.nodes.node_of = place  # type: ignore[method-assign]
+    async with workers:
+        await workers.trajectories()
+        (first,) = (w.name for w in workers.backend.workers.values() if w.has_completed_attempt)
+        CannotEnter.failures = 3
+        for _ in range(30):  # two at a time: the other worker gets one, and fails before it has completed any
+            async with asyncio.TaskGroup() as tasks:
+                for name in ("0" * 32, "1" * 32):
+                    tasks.create_task(_perhaps_lost(workers.backend.run_attempt(attempt(name, name))))
+            await asyncio.sleep(1.0)
+        assert CannotEnter.failures == 0
+        left.add(first)
+        workers.processes.kill(sorted(workers.processes.ends).index(first))
+        await asyncio.sleep(600.0)
+        await workers.trajectories()
+
+
+@in_virtual_time
 async def test_a_worker_that_handles_no_messages_is_given_up() -> None:
     """Its leases expire then, for which an interruption of its engine waits."""
     limits = {"max_context_tokens": 4096, "max_new_tokens": 4000}
@@ -659,6 +688,11 @@ async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
         assert lost.leases in workers.bench.pool.lease_holders
         await asyncio.sleep(3.0)
         assert lost.leases not in workers.bench.pool.lease_holders
+
+
+async def _perhaps_lost(work: Any) -> None:
+    with suppress(WorkerLost):
+        await work
 
 
 async def _lost(work: Any) -> WorkerLost:

@@ -210,6 +210,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(f"{HERE}._noted", fresh)
     monkeypatch.setattr(f"{HERE}._hanging", asyncio.Event())
     monkeypatch.setattr(f"{HERE}._let_go", threading.Event())
+    monkeypatch.setattr(f"{HERE}._creating", threading.Event())
     return fresh
 
 
@@ -251,6 +252,7 @@ class Slow(Counter):
     name = "slow"
 
     def create(self, task: Task) -> dict[str, int]:
+        _creating.set()
         assert _let_go.wait(30)
         return super().create(task)
 
@@ -260,6 +262,7 @@ class Slow(Counter):
 
 
 _let_go = threading.Event()
+_creating = threading.Event()
 
 
 @pytest.mark.parametrize("patience_s", [10.0, 0.05])
@@ -271,11 +274,11 @@ async def test_state_is_released_when_it_is_made_after_the_end_of_the_trajectory
     limit_s = 600.0 if ended_by == "cancellation" else 0.05
     session = ScriptedSession(call("slow"), "done", tool_timeout_s=limit_s)
     trajectory = asyncio.ensure_future(run(make_loop("Slow"), session))
-    await asyncio.sleep(0.1)  # it is in `create` by now, or past its time
+    assert await asyncio.to_thread(_creating.wait, 30)
     if ended_by == "cancellation":
         trajectory.cancel()
-    await asyncio.sleep(0.3)
-    assert trajectory.done() == (patience_s < 0.3), "it waits for the release while it can"
+    await asyncio.wait([trajectory], timeout=30 if patience_s < 1 else 0.3)
+    assert trajectory.done() == (patience_s < 1), "it waits for the release while it can"
     _let_go.set()
     if ended_by == "cancellation":
         with pytest.raises(asyncio.CancelledError):

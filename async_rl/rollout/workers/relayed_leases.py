@@ -133,12 +133,12 @@ class RelayedLeases(LeaseHolder):
         self.checks = EngineChecks(
             name,
             pools,
+            self._withdraw_requests,
             self._ask_again,
-            clock,
             probe_timeout_s=probe_timeout_s,
             limit_s=worker_stall_s,
         )
-        """Of engines that the worker cannot reach. It gets no leases meanwhile."""
+        """Of engines that the worker cannot reach."""
         self._renewed_s = -math.inf
         """When leases were renewed last: the worker's own time of it is earlier."""
         self._handlers: dict[type[Message], Callable[[Any], None]] = {
@@ -172,6 +172,7 @@ class RelayedLeases(LeaseHolder):
             self._record_progress(call.lease_id, call.received)
             reported = self._leases.get(call.lease_id)
             if call.payload_arrives and reported is not None and reported.placed is not None:
+                self.checks.record_answer()
                 reported.placed.record_payload()
         self.num_reports += 1
         for key in heartbeat.forgotten:
@@ -270,7 +271,7 @@ class RelayedLeases(LeaseHolder):
 
     def _ask_again(self) -> None:
         """Ask the pool for the leases that the worker still waits for, if it may use them."""
-        if self.checks.is_checking or not self._valid_s:
+        if self.checks.is_paused or not self._valid_s:
             return
         withdrawn, self._withdrawn = self._withdrawn, []
         for relayed in withdrawn:
@@ -290,7 +291,7 @@ class RelayedLeases(LeaseHolder):
             return
         self._newest_id = message.lease_id
         self._leases[message.lease_id] = relayed = _RelayedLease(message)
-        if self.checks.is_checking:
+        if self.checks.is_paused:
             self._withdrawn.append(relayed)
         else:
             self._ask_pool(relayed)
@@ -351,10 +352,10 @@ class RelayedLeases(LeaseHolder):
     def _record_progress(self, lease_id: int, received: int) -> None:
         relayed = self._leases.get(lease_id)
         if relayed is not None and (lease := relayed.placed) is not None and received > lease.received:
+            self.checks.record_answer()
             lease.record_chunk(received - lease.received)
 
     def _record_start(self, message: CallStarted) -> None:
-        self.checks.record_answer()
         self._record_progress(message.lease_id, message.received)
 
     def _end_lease(self, message: LeaseEnded) -> None:
@@ -366,6 +367,7 @@ class RelayedLeases(LeaseHolder):
             if lease.receives_payload:
                 lease.record_payload()  # of the last piece no heartbeat tells
             if finish is not None:
+                self.checks.record_answer()
                 end = Finish(
                     reason="abort" if finish.aborted else "stop",
                     version_spans=(),
@@ -402,11 +404,12 @@ class RelayedLeases(LeaseHolder):
             case "strike":
                 pool.record_strike(engine_id, error)
             case "connection":
-                self._withdraw_requests()
                 self.checks.report_lost_connection(engine_id, text)
             case "failure":
                 pool.quarantine_engine(engine_id, error, wrong_weights=report.wrong_weights)
             case "busy":
+                self.checks.record_answer()
                 pool.record_back_pressure(engine_id, EngineBusy(text, report.retry_after_s))
             case "refused":
+                self.checks.record_answer()
                 pool.record_refused_request(engine_id, report.trajectory_id, RequestRefused(text))

@@ -104,8 +104,9 @@ _RESTART_DELAY_S: Final = 0.5
 
 _MAX_DOUBLINGS: Final = 6
 
-_FULL_S: Final = 60.0
-"""How long attempts avoid a node that had no space for a frame, if others have some."""
+_FULL_S: Final = 600.0
+"""How long attempts avoid a node that had no space for a frame, if others have some. A shortage is waited out
+there for a tenth of that: otherwise attempts would go to and fro between nodes that are all full."""
 
 _SHARE_OF_SLACK: Final = 8
 """A worker is given siblings until it has an eighth of its share more requests than the least loaded one."""
@@ -411,6 +412,7 @@ class WorkerBackend(RolloutBackend):
                 self._avoid_node(worker.frame_node)
             raise cause
         assert isinstance(answer, AttemptEnded), "the only other answer to a StartAttempt"
+        self._full_until_s.pop(worker.frame_node, None)
         return answer.end
 
     @property
@@ -581,7 +583,8 @@ class WorkerBackend(RolloutBackend):
             self._hopeless.discard(name)
             return
         self._hopeless.add(name)
-        if len(self._hopeless) == self._spec.config.num_workers and last is not None:
+        others_work = any(worker.has_completed_attempt for worker in self.workers.values())
+        if len(self._hopeless) == self._spec.config.num_workers and last is not None and not others_work:
             raise EnvironmentNotReady(
                 f"{name} did not start, or failed before it had completed an attempt, {number} times in a "
                 f"row; the last time: {last}"
