@@ -1663,7 +1663,8 @@ MUTANTS: Final = (
         "one-worker-without-place-ends-the-run",
         "One worker that cannot start ends the run although others serve.",
         "async_rl/rollout/workers/worker_backend.py",
-        "        if len(self._hopeless) == self._spec.config.num_workers and last is not None and not others_work:\n",
+        "        if len(self._hopeless) == self._spec.config.num_workers "
+        "and last is not None and not others_work:\n",
         "        if last is not None:\n",
         ("tests/unit/test_rollout_workers.py",),
     ),
@@ -1911,7 +1912,8 @@ MUTANTS: Final = (
         "unreached-engine-is-called-again",
         "An engine that does not answer gets the next calls, because all fail there.",
         "async_rl/rollout/workers/engine_checks.py",
-        "        paused_calls.enter_context(pool.paused_calls(engine_id, self._probe_timeout_s + _PAUSE_S))\n",
+        "        paused_calls.enter_context("
+        "pool.paused_calls(engine_id, self._probe_timeout_s + _PAUSE_S))\n",
         "",
         ("tests/unit/test_engine_checks.py",),
     ),
