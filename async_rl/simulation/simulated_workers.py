@@ -196,8 +196,8 @@ class DistantEngine:
         engine: SimulatedEngine,
         delay_s: Callable[[], float],
         late_requests: deque[LateRequest],
-        is_isolated: Callable[[], bool],
-        on_isolated: Callable[[GenerateRequest], None],
+        is_isolated: Callable[[], bool] = lambda: False,
+        on_isolated: Callable[[GenerateRequest], None] = lambda request: None,
     ) -> None:
         """Call an engine over a network that takes `delay_s` for a request; `late_requests` take longer.
 
