@@ -111,14 +111,19 @@ class EngineMembership:
         self._leaving: dict[str, str] = {}  # engine id by URL: one server must not be two engines
         self._refused = set[str]()  # logged once, for as long as they are in the file
         self._num_joined = 0
+        self._has_read = False
 
     async def follow_file(self) -> None:
         """Follow the file until cancelled.
 
         Raises:
-            ConfigError: When the first read fails. When a later one fails, the engines stay as they are.
+            ConfigError: When the first read fails. When a later one fails, also in a later call, the engines
+                stay as they are.
         """
-        seen = await asyncio.to_thread(read_urls, self._path)
+        seen: tuple[str, ...] | None = None
+        if not self._has_read:
+            seen = await asyncio.to_thread(read_urls, self._path)
+            self._has_read = True
         async with Nursery() as leaving:
             for url, engine_id in self._leaving.items():  # an earlier call was cancelled
                 leaving.start_task(f"{engine_id} leaves", self._drain_and_remove(engine_id, url))
@@ -131,7 +136,7 @@ class EngineMembership:
                 except ConfigError as error:
                     log.warning("engines stay as they are: %s", error)
                     continue
-                if seen == before:
+                if seen is not None and seen == before:
                     self._apply_changes(seen, leaving)
 
     def _apply_changes(self, wanted: tuple[str, ...], leaving: Nursery) -> None:

@@ -5,13 +5,16 @@ With a group of its own, an engine that died stalls no other engine's update.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 
 from async_rl.engine_protocol import Engine, GroupInvite
-from async_rl.errors import WeightSyncError
+from async_rl.errors import TrainerError, WeightSyncError
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.waits import NamedLock
 from async_rl.trainer_protocol import Trainer
+
+log = logging.getLogger(__name__)
 
 
 class EngineGroups:
@@ -84,10 +87,16 @@ class EngineGroups:
             await self._trainer.close_weight_group(stale)
 
     async def close_group(self, engine_id: str) -> None:
-        """Close the group of an engine that has left for good, if it has one."""
+        """Close the group of an engine that has left for good, if it has one.
+
+        A trainer that fails at that, or is restarted meanwhile, shows it at its next call: the engine leaves.
+        """
         if (name := self._names.pop(engine_id, None)) is not None:
-            async with self._trainer_busy:
-                await self._trainer.close_weight_group(name)
+            try:
+                async with self._trainer_busy:
+                    await self._trainer.close_weight_group(name)
+            except TrainerError as error:
+                log.warning("the weight group of engine %s was not closed: %s", engine_id, error)
 
     async def close(self) -> None:
         """Leave all groups."""

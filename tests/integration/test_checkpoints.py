@@ -61,6 +61,8 @@ def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(moe, folde
     with started(trainer_config(moe), folder) as worker:
         assert worker.num_steps == 2
         assert not (folder / ".step_00000004.tmp").exists()
+        assert not (folder / "step_00000003").exists()
+        (folder / "step_00000003.skipped").rename(folder / "step_00000003")
         flip(folder / "step_00000002" / "__0_0.distcp")
         found = loading.find_checkpoint(folder)
         assert found.path == folder / "step_00000001"

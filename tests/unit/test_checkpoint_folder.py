@@ -88,3 +88,16 @@ def test_checkpoint_appears_by_a_rename_and_leftovers_go(tmp_path):
     assert (old / "a").read_bytes() == FILES["a"]
     assert [path.name for path in folder.remove_leftovers(tmp_path)] == [".step_00000008.tmp"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000007"]
+
+
+def test_what_was_skipped_is_no_checkpoint_any_more(tmp_path):
+    """It may be readable again at the next start, when other steps have been trained in its place."""
+    old, newer, newest = (make(tmp_path, step) for step in (2, 4, 6))
+    (tmp_path / "step_00000006.skipped").mkdir()
+    aside = folder.set_aside_newer(tmp_path, old)
+    assert [path.name for path in aside] == ["step_00000006.skipped", "step_00000004.skipped"]
+    assert all((path / "manifest.json").exists() for path in aside)
+    assert folder.checkpoints_newest_first(tmp_path) == [old]
+    assert folder.remove_leftovers(tmp_path) == []
+    assert not newer.exists()
+    assert not newest.exists()

@@ -221,6 +221,20 @@ async def test_no_engine_leaves_when_the_file_is_half_written_broken_or_gone(tmp
 
 
 @in_virtual_time
+async def test_the_run_goes_on_when_the_file_is_half_written_as_the_trainer_is_restarted(
+    tmp_path: Path,
+) -> None:
+    async with job(tmp_path, A, B) as made:
+        pass
+    made.path.write_text("")
+    async with services(members=made.members.follow_file):
+        await asyncio.sleep(2 * REREAD_S)
+        assert made.departed == []
+        await made.write(B)
+    assert made.departed == ["engine-0"]
+
+
+@in_virtual_time
 async def test_the_run_does_not_start_when_there_is_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with services(

@@ -385,6 +385,17 @@ async def test_the_engine_is_told_when_a_stream_is_left(server: FakeSGLang) -> N
     assert server.requests("abort_request") == [{"rid": asked.request_id}]
 
 
+async def test_a_stream_can_be_left_while_its_client_is_closed(server: FakeSGLang) -> None:
+    """The engine leaves: its calls are dropped, and its client is closed in the same turn."""
+    server.streams = [[event([10], 1), HANG]]
+    async with server.client() as engine:
+        stream = engine.generate(request(PROMPT, 8))
+        await anext(stream)
+        leaving = asyncio.ensure_future(stream.aclose())
+        await engine.close()
+        await leaving
+
+
 # -- connections ----------------------------------------------------------------------------------------
 
 REPLY = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (

@@ -321,6 +321,19 @@ async def test_an_engine_is_quarantined_when_it_has_no_group_to_receive_in(tmp_p
     assert bench.pool.snapshot_of("engine-0").state is EngineState.QUARANTINED
 
 
+async def test_an_engine_leaves_although_the_trainer_does_not_close_its_group(tmp_path):
+    """The trainer is restarted at that moment, which its next call shows."""
+    bench = Bench(tmp_path, transport="distributed")
+    await bench.start()
+
+    async def fail(name: str) -> None:
+        raise TrainerError("rank 0 has ended")
+
+    bench.trainer.close_weight_group = fail
+    await bench.sync.remove_engine("engine-0")
+    await bench.sync.remove_engine("engine-0")  # it has none any more
+
+
 @in_virtual_time
 async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
     """A stopped process takes no weights, and `weights.timeout_s` is long."""

@@ -4,6 +4,7 @@
 step_00000040/         complete: a checkpoint gets this name when all its files are written
 step_00000060/
 .step_00000080.tmp/    being written, or left over from a process that was killed
+step_00000060.skipped/ was damaged, or could not be read, when an older one was loaded
 ```
 """
 
@@ -53,6 +54,24 @@ def remove_leftovers(directory: Path) -> list[Path]:
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return left
+
+
+def set_aside_newer(directory: Path, loaded: Path) -> list[Path]:
+    """Renames the checkpoints that are newer than the loaded one, so that no later start loads them.
+
+    They belong to steps that the run undoes, and may only have been unreadable for a while.
+
+    Returns:
+        Their new paths, `<name>.skipped`.
+    """
+    moved = []
+    for path in checkpoints_newest_first(directory):
+        if path.name == loaded.name:
+            break
+        aside = path.with_name(f"{path.name}.skipped")
+        shutil.rmtree(aside, ignore_errors=True)
+        moved.append(path.rename(aside))
+    return moved
 
 
 def publish_checkpoint(directory: Path, step: int) -> Path:

@@ -56,7 +56,14 @@ def load_newest(
             for left in folder.remove_leftovers(directory):
                 log.warning("removed %s, an unfinished checkpoint", left)
     found = find_checkpoint(directory)
-    return TrainerState(step=0) if found is None else load_checkpoint(found, model, layout, dtype, critic)
+    if found is None:
+        return TrainerState(step=0)
+    state = load_checkpoint(found, model, layout, dtype, critic)
+    with raise_on_all_ranks(CheckpointError, f"cannot set checkpoints in {directory} aside"):
+        if dist.get_rank() == 0:
+            for aside in folder.set_aside_newer(directory, found.path):
+                log.warning("kept as %s: a checkpoint that could not be read", aside)
+    return state
 
 
 def find_checkpoint(directory: Path) -> WholeCheckpoint | None:

@@ -364,6 +364,8 @@ class SGLangEngine:
                 await self._http.request_reply("abort_request", {"rid": request_id})
         except (EngineError, TimeoutError):
             return  # the server has ended, or is too busy to answer
+        except RuntimeError:
+            return  # aiohttp's session is closed: the engine has left
 
     def _check_request(self, request: GenerateRequest) -> None:
         if len(request.request_id) < _ID_WIDTH:
