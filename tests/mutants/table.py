@@ -1663,7 +1663,7 @@ MUTANTS: Final = (
         "one-worker-without-place-ends-the-run",
         "One worker that cannot start ends the run although others serve.",
         "async_rl/rollout/workers/worker_backend.py",
-        "        if len(self._hopeless) == self._spec.config.num_workers "
+        "        if len(self._failing) == self._spec.config.num_workers "
         "and last is not None and not others_work:\n",
         "        if last is not None:\n",
         ("tests/unit/test_rollout_workers.py",),
@@ -1926,7 +1926,7 @@ MUTANTS: Final = (
         ("tests/unit/test_engine_checks.py",),
     ),
     Mutant(
-        "working-worker-is-hopeless",
+        "working-worker-counts-as-failing",
         "The run ends for one worker that cannot start although another one works again.",
         "async_rl/rollout/workers/worker_backend.py",
         " and not others_work:\n",

@@ -8,7 +8,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Set
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -496,19 +496,24 @@ async def test_a_worker_is_started_again_when_its_loop_could_not_be_entered_for_
     assert CannotEnter.failures == 0
 
 
+def leave_no_place(workers: WorkerBench, names: Set[str]) -> None:
+    """Let workers of these names find no node to start on."""
+    node_of = workers.processes.nodes.node_of
+
+    def place(name: str) -> str:
+        if name in names:
+            raise EnvironmentNotReady("no node has enough of {'CPU': 64}")
+        return node_of(name)
+
+    workers.processes.nodes.node_of = place  # type: ignore[method-assign]
+
+
 @in_virtual_time
 async def test_the_run_goes_on_when_one_worker_finds_no_place_any_more() -> None:
     """Its node has left, and the others have no resources for it."""
     left: set[str] = set()
     workers = WorkerBench(num_workers=2)
-    node_of = workers.processes.nodes.node_of
-
-    def place(name: str) -> str:
-        if name in left:
-            raise EnvironmentNotReady("no node has enough of {'CPU': 64}")
-        return node_of(name)
-
-    workers.processes.nodes.node_of = place  # type: ignore[method-assign]
+    leave_no_place(workers, left)
     async with workers:
         await workers.trajectories()
         left.add(sorted(workers.processes.ends)[0])
@@ -526,14 +531,7 @@ async def test_a_worker_that_works_again_counts_as_one_that_works() -> None:
     left: set[str] = set()
     CannotEnter.failures = 0
     workers = WorkerBench("CannotEnter", num_workers=2)
-    node_of = workers.processes.nodes.node_of
-
-    def place(name: str) -> str:
-        if name in left:
-            raise EnvironmentNotReady("no node has enough of {'CPU': 64}")
-        return node_of(name)
-
-    workers.processes.nodes.node_of = place  # type: ignore[method-assign]
+    leave_no_place(workers, left)
     async with workers:
         await workers.trajectories()
         (first,) = (w.name for w in workers.backend.workers.values() if w.has_completed_attempt)

@@ -315,7 +315,7 @@ class WorkerBackend(RolloutBackend):
         self.workers: dict[str, WorkerHandle] = {}
         """The workers that are alive, by name."""
         self._starting: set[str] = set()
-        self._hopeless: set[str] = set()
+        self._failing: set[str] = set()
         """Workers that have failed `_MAX_FAILED_STARTS` times in a row."""
         self._full_until_s: dict[str, float] = {}
         """When a node that had no space is tried again, by node."""
@@ -580,11 +580,11 @@ class WorkerBackend(RolloutBackend):
             EnvironmentNotReady: All workers have failed too often.
         """
         if number < _MAX_FAILED_STARTS:
-            self._hopeless.discard(name)
+            self._failing.discard(name)
             return
-        self._hopeless.add(name)
+        self._failing.add(name)
         others_work = any(worker.has_completed_attempt for worker in self.workers.values())
-        if len(self._hopeless) == self._spec.config.num_workers and last is not None and not others_work:
+        if len(self._failing) == self._spec.config.num_workers and last is not None and not others_work:
             raise EnvironmentNotReady(
                 f"{name} did not start, or failed before it had completed an attempt, {number} times in a "
                 f"row; the last time: {last}"
