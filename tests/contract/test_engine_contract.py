@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from contextlib import AsyncExitStack, aclosing
 
 import msgspec
@@ -271,8 +272,9 @@ async def test_nothing_comes_twice_when_a_call_goes_on_after_its_connection_was_
 @pytest.mark.case(16)
 async def test_only_the_call_that_is_left_ends_when_another_id_ends_like_its_own(subject: Subject) -> None:
     # Of one width, as all are: SGLang aborts every running call whose id begins with the given one.
-    # They are not those of earlier calls, whose aborts may be repeated until now.
-    short, long = f"{'e000001':0>32}", f"{'e0000010':0>32}"
+    # New ones each time: SGLang also aborts an id two seconds after its call has ended.
+    name = uuid.uuid4().hex[:20]
+    short, long = f"{name + 'e1':0>32}", f"{name + 'e10':0>32}"
     whole = await call(subject.engine, PROMPT, 60)
     other = Call(subject.engine, msgspec.structs.replace(request(PROMPT, 60), request_id=long))
     async with asyncio.TaskGroup() as group:
