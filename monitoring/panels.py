@@ -457,7 +457,8 @@ ROUTING: Final = (
     Panel(
         "Discarded answers",
         "Answers of engines that were implausible, in the window; should stay empty. `older_weights`: the "
-        "server was restarted under a call, or answered a request of an earlier epoch.",
+        "server was restarted under a call, or answered a request of an earlier epoch. "
+        "`unpublished_weights`: somebody else updates the engine.",
         (Query(increase("answers_discarded_total", "reason"), "{{reason}}"),),
         unit="none",
     ),

@@ -64,6 +64,11 @@ class CallLease(Protocol):
 class EngineCalls(Protocol):
     """Gives sessions leases of engines."""
 
+    @property
+    def newest_version(self) -> int:
+        """The newest version that a call can have sampled under: engines serve it, or an update has begun."""
+        ...
+
     def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AbstractAsyncContextManager[CallLease]:
         """Wait for an engine and reserve capacity on it; the lease ends with the block.
 

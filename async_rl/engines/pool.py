@@ -102,6 +102,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         """Loads and idle time."""
         self.serving_clock = ServingClock(clock)
         """Runs while some engine serves."""
+        self._newest_version = -1
         self._oldest_version: int | None = None
         """Cached until the next change of a state or version."""
 
@@ -128,6 +129,15 @@ class EnginePool(EngineCalls, LeaseHolder):
         self.dispatcher.forget_trajectory(key)
 
     # -- transitions --------------------------------------------------------------------------------------
+
+    def announce_version(self, weight_version: int) -> None:
+        """Expect that calls sample under a version from now on: engines are about to load it."""
+        self._newest_version = max(self._newest_version, weight_version)
+
+    @property
+    def newest_version(self) -> int:
+        """Implements `EngineCalls.newest_version`."""
+        return self._newest_version
 
     def add_engine(self, engine: Engine, *, newcomer: bool = False) -> None:
         """Add an engine; it gets no calls before `serve_engine`.
@@ -164,6 +174,7 @@ class EnginePool(EngineCalls, LeaseHolder):
             slot.num_flushes += 1
             slot.recompute_tokens = self._balancer.load_of(engine_id)
         slot.weight_version, slot.error, slot.newcomer = weight_version, None, False
+        self.announce_version(weight_version)
         slot.progress_s = slot.decode_s = self._clock()
         for call in slot.streaming:
             call.heard_s = slot.progress_s

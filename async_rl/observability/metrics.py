@@ -444,12 +444,14 @@ class RoutingMetrics(Instruments):
     answers_discarded_total = counter(
         "Answers of engines that were discarded: without a finish (`no_finish`), versions that do not cover "
         "the tokens or are none of this run's (`wrong_versions`), weights older than the lease "
-        "(`older_weights`), log-probs that are not finite (`not_finite`), sampling masks that are missing or "
-        "exclude their token (`wrong_mask`).",
+        "(`older_weights`), weights that this run has not published (`unpublished_weights`), log-probs that "
+        "are not finite (`not_finite`), sampling masks that are missing or exclude their token "
+        "(`wrong_mask`).",
         "reason",
         source="rollout.session.transcript, when a call has ended; `wrong_mask` when tokens arrive",
         bad="Above 0: the engine gets a strike, and its log says more. `older_weights`: its server was "
-        "restarted under a call, or answers a request of an earlier epoch.",
+        "restarted under a call, or answers a request of an earlier epoch. `unpublished_weights`: somebody "
+        "else, such as another run, updates the engine.",
     )
     replay_rejected_total = counter(
         "Times routing was rejected because it does not fit, by reason.",

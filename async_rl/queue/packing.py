@@ -95,8 +95,9 @@ class Packer:
         for index, group in enumerate(stored):
             try:
                 for trajectory in group.trajectories:
+                    _check_versions(trajectory, version)
                     self._check_model(trajectory)
-            except AlignmentError as error:
+            except DataError as error:
                 log.warning("group %s cannot be trained on: %s", group.group_id, error)
                 unusable[group.group_id], flaw = "corrupt", str(error)
                 continue
@@ -151,6 +152,19 @@ class Packer:
                     f"{batch.trainer_version - age}, would be trained at {batch.trainer_version}: staleness "
                     f"{age} exceeds rollout.max_staleness = {self._max_staleness}"
                 )
+
+
+def _check_versions(trajectory: StoredTrajectory, trainer_version: int) -> None:
+    """Refuse tokens of versions that the trainer has not reached: it would train on them as fresher than any.
+
+    Sessions refuse them when an answer ends; these come from elsewhere, such as an edited run folder.
+    """
+    newest = trajectory.newest_weight_version
+    if newest is not None and newest > trainer_version:
+        raise DataError(
+            f"trajectory {trajectory.trajectory_id} has tokens of weight version {newest}; the trainer is at "
+            f"{trainer_version}"
+        )
 
 
 def check_model(trajectory: StoredTrajectory, facts: EngineFacts) -> None:

@@ -99,6 +99,8 @@ class EngineUpdater:
         they may be paused.
         """
         times: list[EngineUpdateTimes] = []
+        # Calls that go on during the update may report it before its engine serves again.
+        self._pool.announce_version(version)
         try:
             if self._sender is None:
                 await self._update_from_files(engines, version, times)

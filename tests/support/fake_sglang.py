@@ -37,13 +37,17 @@ def facts(**changed: Any) -> EngineFacts:
 
 
 def event(ids: list[int], total: int, *, log_probs: list | None = None, **meta: Any) -> bytes:
-    """One server-sent event as SGLang writes it: new ids, and the count of all."""
+    """One server-sent event as SGLang writes it: new ids, and the count of all.
+
+    Log-probs are of the first ids; where there are more of them, the surplus is of earlier tokens.
+    """
     values = [-0.5] * len(ids) if log_probs is None else log_probs
+    scored_ids = [1] * (len(values) - len(ids)) + ids
     meta = {
         "finish_reason": None,
         "weight_version": "0",
         "completion_tokens": total,
-        "output_token_logprobs": [[value, 1, None] for value in values],
+        "output_token_logprobs": [[*scored, None] for scored in zip(values, scored_ids, strict=False)],
     } | meta
     body = json.dumps({"text": "x", "output_ids": ids, "meta_info": meta}, separators=(",", ":"))
     return f"data: {body}\n\n".encode()

@@ -67,14 +67,20 @@ class Bench:
         entry: JournalEntry | None = None,
         chat: ChatFormat | None = None,
         open_branch_entry: OpenBranchEntry = entry_without_journal,
+        newest_version: int = 99,
         **rollout: Any,
     ) -> None:
-        """Start a pool and a session; `weights[v % 2]` is the folder of version v, `entry` the journal's."""
+        """Start a pool and a session.
+
+        `weights[v % 2]` is the folder of version v, `entry` the journal's; engines may report versions up to
+        `newest_version`.
+        """
         self.weights = weights
         self.update = update
         self.metrics = Metrics()
         self.interrupt: InterruptMode = interrupt
         self.pool = EnginePool(self.metrics, lambda: 0.0, max_strikes=100)
+        self.pool.announce_version(newest_version)
         self.engines = engines
         for engine in engines:
             self.pool.add_engine(engine)

@@ -166,6 +166,24 @@ def test_a_batch_is_refused_when_there_is_nothing_to_train_on(
         packer.pack_groups(0, [stored_group(tmp_path, trajectory)])
 
 
+def test_a_group_is_refused_when_the_trainer_has_not_reached_its_version(tmp_path: Path) -> None:
+    packer = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=None, metrics=None)
+    groups = [
+        StoredGroup(
+            group_id=name,
+            trajectories=tuple(
+                store_trajectory(tmp_path, each)
+                for each in make_group(name, size=1, version=version).trajectories
+            ),
+        )
+        for name, version in (("fits", 2), ("ahead", 3))
+    ]
+    packed = packer.pack_groups(2, groups)
+    assert packed.batch is None
+    assert packed.unusable == {"ahead": "corrupt"}
+    assert "version 3" in packed.flaw
+
+
 def test_only_the_frames_of_the_chosen_trajectories_are_opened(tmp_path: Path) -> None:
     """A rank reads its own share; of the others it knows lengths, versions, masks and rewards."""
     taken = taken_batch(tmp_path, [make_group("a", size=3, version=3)], 5, facts=FACTS)

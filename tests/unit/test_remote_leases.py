@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -122,9 +123,11 @@ async def test_streams_are_read_at_once_when_their_engine_aborts_them_and_not_wh
         await asyncio.sleep(0)
         worker.grant(1)
         await asyncio.sleep(0.5)
-        worker.calls.revoke(RevokeLeases(engines={"engine-0": False}, number=7))
+        worker.calls.revoke(RevokeLeases(engines={"engine-0": False}, newest_version=0, number=7))
         assert not reads
-        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=8))  # no call has begun since
+        worker.calls.revoke(
+            RevokeLeases(engines={"engine-0": True}, newest_version=0, number=8)
+        )  # no call has begun since
         assert reads == ["at once"]
         calling.cancel()
 
@@ -144,6 +147,25 @@ async def test_workers_know_whether_an_interrupted_engine_aborts_its_calls(mode:
 
 
 @in_virtual_time
+async def test_workers_know_which_version_running_calls_can_report_before_its_update_begins() -> None:
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.announce_version(3)
+        driver.pool.hold_engine("engine-0")
+        nursery.start_task("interrupt", driver.pool.interrupt_engine(driver.engine, "in_place"))
+        await asyncio.sleep(0.1)
+        (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
+        worker = Worker()
+        assert worker.calls.newest_version == -1
+        worker.calls.revoke(revoke)
+        assert worker.calls.newest_version == 3
+        worker.calls.revoke(msgspec.structs.replace(revoke, newest_version=2))
+        assert worker.calls.newest_version == 3
+        driver.leases.close()
+
+
+@in_virtual_time
 async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
     worker = Worker()
     worker.calls.renew(worker.clock())
@@ -152,7 +174,7 @@ async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
         await asyncio.sleep(0)
         worker.grant(1)
         await asyncio.sleep(0.1)
-        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=7))
+        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, newest_version=0, number=7))
         assert isinstance(worker.posted[-1], LeasesRevoked)
         # A lease given afterwards does not bring the revoked one back.
         other = tasks.create_task(worker.call(wait_s=100.0))
@@ -186,7 +208,7 @@ async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: boo
         worker.grant(1)
         await asyncio.sleep(0.1)
         if revoked:
-            worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=7))
+            worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, newest_version=0, number=7))
         await calling
     assert any(isinstance(message, EngineReport) for message in worker.posted) == (not revoked)
 
@@ -200,7 +222,7 @@ async def test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated
         await asyncio.sleep(0)
         worker.grant(1)
         await asyncio.sleep(0.1)
-        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, number=7))
+        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, newest_version=0, number=7))
         worker.grant(1)
         lease = await calling
     (end,) = worker.events

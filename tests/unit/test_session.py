@@ -220,6 +220,28 @@ async def test_an_answer_is_refused_when_its_weights_are_older_than_its_lease():
     assert b.counted("answers_discarded_total", reason="older_weights") == 1
 
 
+async def test_an_answer_is_refused_when_this_run_has_not_published_its_weights():
+    """Another run updates the same server: its tokens would count as fresher than any."""
+
+    def answer(tokens, *versions):
+        spans = [VersionSpan(start=i, end=i + 1, weight_version=v) for i, v in enumerate(versions)]
+        return lambda r: [
+            Chunk.of(list(range(100, 100 + tokens)), [-1.0] * tokens),
+            Finish(reason="stop", version_spans=tuple(spans)),
+        ]
+
+    b = bench(
+        [answer(1, 7), answer(2, 1, 2), answer(2, 0, 1)],
+        interrupt="in_place",
+        replay="none",
+        newest_version=1,
+    )
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert [s.weight_version for s in trajectory.sampled] == [0, 1]
+    assert b.counted("answers_discarded_total", reason="unpublished_weights") == 2
+
+
 async def test_tokens_are_discarded_when_the_finish_says_that_unknown_weights_sampled_them():
     """A server that was restarted reports `default`; its chunks have come before that."""
 

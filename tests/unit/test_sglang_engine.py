@@ -305,6 +305,36 @@ async def test_the_tokens_so_far_are_kept_when_one_is_lost_on_the_way(server: Fa
     assert running.token_ids == [10]
 
 
+async def test_log_probs_of_other_tokens_are_refused(server: FakeSGLang) -> None:
+    good, wrong = event([10], 1), event([11, 12], 3).replace(b"[-0.5,12,", b"[-0.5,13,")
+    server.streams = [[good, wrong]]
+    async with server.client() as engine:
+        running = Call(engine, request(PROMPT, 8))
+        with pytest.raises(EngineError, match="log-probs of other tokens"):
+            await running.run()
+    assert running.token_ids == [10]
+
+
+async def test_an_event_without_its_count_is_no_empty_answer(server: FakeSGLang) -> None:
+    whole = event([10, 2], 2, finish_reason=finish("stop", matched=2))
+    server.streams = [[whole.replace(b'"completion_tokens":2,', b"")]]
+    async with server.client() as engine:
+        with pytest.raises(EngineError, match=r"counts 0 tokens .* and 2 came"):
+            await call(engine, PROMPT, 8)
+
+
+async def test_a_version_that_no_batch_can_hold_is_not_of_this_run(server: FakeSGLang) -> None:
+    server.streams = [
+        [event([10], 1, weight_version=str(version), finish_reason=finish("length"))]
+        for version in (2**31 - 1, 2**31)
+    ]
+    async with server.client() as engine:
+        (span,) = (await call(engine, PROMPT, 1)).finish.version_spans
+        assert span.weight_version == 2**31 - 1
+        with pytest.raises(VersionMismatch, match="did not publish"):
+            await call(engine, PROMPT, 1)
+
+
 async def test_a_null_log_prob_is_nan_when_the_server_computed_none(server: FakeSGLang) -> None:
     server.streams = [[event([10], 1, log_probs=[None], finish_reason=finish("length"))]]
     async with server.client() as engine:

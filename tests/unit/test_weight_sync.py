@@ -107,6 +107,21 @@ async def test_the_cache_is_kept_when_interrupted_in_place(tmp_path):
     assert "update" in bench.engines[0].log
 
 
+async def test_sessions_expect_the_new_version_when_an_update_begins(tmp_path):
+    """Calls that go on in place can report it before their engine serves again."""
+    bench = Bench(tmp_path, interrupt="in_place")
+    await bench.start()
+    expected = []
+
+    async def interrupt(mode: str) -> None:
+        expected.append(bench.pool.newest_version)
+
+    for engine in bench.engines:
+        engine.interrupt = interrupt
+    await bench.sync.update_engines(1)
+    assert expected == [1, 1]
+
+
 async def test_an_engine_is_quarantined_when_its_update_fails_and_the_others_go_on(tmp_path):
     bench = Bench(tmp_path)
     await bench.start()

@@ -127,8 +127,8 @@ _STREAMS_PER_TOKEN: Final = 64
 
 _LONGEST_INTERVAL: Final = 8
 
-_MAX_VERSION_DIGITS: Final = 18
-"""More digits do not fit 64 bits, and Python refuses to parse thousands of them."""
+_MAX_VERSION: Final = np.iinfo(np.int32).max
+"""The largest version of a token that the trainer's batches can hold."""
 
 _encode = msgspec.json.Encoder().encode
 _decode_event = msgspec.json.Decoder(_Event).decode
@@ -203,10 +203,11 @@ def parse_version(engine_id: str, text: str | None) -> int:
     Raises:
         VersionMismatch: When it is not a decimal integer, as all versions that the trainer publishes are.
     """
-    if text is None or not text.isdecimal() or len(text) > _MAX_VERSION_DIGITS:
+    # The number of digits first: Python refuses to parse thousands of them.
+    if text is None or not text.isdecimal() or len(text) > 10 or int(text) > _MAX_VERSION:
         raise VersionMismatch(
             f"{engine_id} serves weights of version {text!r:.40}, which this run did not publish: "
-            f"versions are decimal integers"
+            f"versions are decimal integers up to {_MAX_VERSION}"
         )
     return int(text)
 
@@ -336,9 +337,10 @@ class CallAccount:
         the end of both lists, which may differ in length.
         """
         new = meta.completion_tokens - self.delivered
-        if new == 0:
+        aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
+        if new == 0 and (aborted or not token_ids):
             return
-        if self.cut_short or new < 0 or new > len(token_ids):
+        if self.cut_short or not 0 < new <= len(token_ids):
             raise EngineError(
                 f"{self._engine_id} counts {meta.completion_tokens} tokens of the call "
                 f"{self._request.request_id}, but {self.delivered} were delivered and {len(token_ids)} came"
@@ -362,6 +364,11 @@ class CallAccount:
             if not token_ids:
                 return
         self._check_tokens(token_ids)
+        if not masks and token_ids != [token_id for _, token_id, _ in scored]:
+            raise EngineError(
+                f"{self._engine_id} sent log-probs of other tokens than those of the call "
+                f"{self._request.request_id}"
+            )
         self.delivered += len(token_ids)
         self._token_ids += token_ids
         self._scored += scored

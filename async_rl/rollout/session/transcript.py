@@ -390,6 +390,7 @@ class Transcript(TokenWriter):
             cut: Whether we left it at a stop string, before its finish.
         """
         engine_id, kind = lease.engine.engine_id, EngineError
+        newest = self._context.calls.newest_version
         if call.finish is None and not cut:
             reason, problem = "no_finish", f"engine {engine_id} ended a stream without a finish"
         elif not check_partition(call.spans, len(call.token_ids)):
@@ -404,6 +405,13 @@ class Transcript(TokenWriter):
             problem = (
                 f"engine {engine_id} reports weight versions {call.spans} under a lease of version "
                 f"{call.since_version}"
+            )
+        elif any(span.weight_version > newest for span in call.spans):
+            # Its tokens would be trained as fresher than any; somebody else updates the engine.
+            reason, kind = "unpublished_weights", VersionMismatch
+            problem = (
+                f"engine {engine_id} reports weight versions {call.spans}, but this run has published none "
+                f"after {newest}: does another run update it?"
             )
         elif not np.isfinite(call.log_probs).all():
             reason, problem = "not_finite", f"engine {engine_id} returned log-probs that are not finite"

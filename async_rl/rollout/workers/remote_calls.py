@@ -139,6 +139,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         self._slots: dict[str, EngineSlot] = {}
         self._clients: dict[str, tuple[EngineAddress | None, Engine]] = {}
         self._forgotten: list[str] = []
+        self._newest_version = -1
         self._valid_until_s = -math.inf
         self._expiry: asyncio.TimerHandle | None = None
         self._resumes_s = -math.inf
@@ -166,6 +167,11 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
                 slot = lease.slot
                 del (slot.streaming if lease in slot.streaming else slot.prefilling)[lease]
             self._post(LeaseEnded(lease_id=lease.lease_id, received=lease.received, finish=lease.finish))
+
+    @property
+    def newest_version(self) -> int:
+        """Implements `EngineCalls.newest_version`. The driver tells it before an update begins."""
+        return self._newest_version
 
     def share_cached_prefix(self, key: str, other: str) -> None:
         """Implements `EngineCalls.share_cached_prefix`."""
@@ -195,6 +201,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         if slot is None or slot.engine is not client:
             slot = self._slots[engine_id] = EngineSlot(client, self._clock())
         slot.weight_version = message.weight_version
+        self._newest_version = max(self._newest_version, message.weight_version)
         slot.restart_count, slot.epoch = message.restart_count, message.epoch
         slot.state = EngineState.SERVING if self.is_valid else EngineState.QUARANTINED
         lease.place(slot, message.lease_id, lease.prompt, None)
@@ -208,6 +215,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
 
     def revoke(self, message: RevokeLeases) -> None:
         """Send nothing more to engines under the leases granted so far, and confirm that."""
+        self._newest_version = max(self._newest_version, message.newest_version)
         for engine_id, aborts in message.engines.items():
             if (slot := self._slots.pop(engine_id, None)) is not None:  # later leases get another one
                 slot.state = EngineState.UPDATING
@@ -337,6 +345,11 @@ class ModelCalls(EngineCalls):
     def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AbstractAsyncContextManager[Lease]:
         """Implements `EngineCalls.lease`."""
         return self._calls.lease(key, tokens, prompt=prompt, model=self._model)
+
+    @property
+    def newest_version(self) -> int:
+        """Implements `EngineCalls.newest_version`."""
+        return self._calls.newest_version
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
         """Implements `EngineCalls.record_strike`."""
