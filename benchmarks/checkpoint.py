@@ -47,7 +47,7 @@ def build_model(path: Path, hidden: int, layers: int) -> Path:
     """Writes a Qwen3-MoE model with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # once the trainer has prepared its imports
 
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # transformers makes its __init__ at import
         vocab_size=4096,
         hidden_size=hidden,
         intermediate_size=2 * hidden,

@@ -105,7 +105,14 @@ class AnsweringWorker:
     def __init__(self, name: str, pool: EnginePool) -> None:
         self.num_messages = 0
         self.leases = RelayedLeases(
-            name, {"": pool}, self._receive, lease_s=LEASE_S, clock=time.monotonic, on_lease=lambda *of: None
+            name,
+            {"": pool},
+            self._receive,
+            lease_s=LEASE_S,
+            clock=time.monotonic,
+            on_lease=lambda *of: None,
+            probe_timeout_s=5.0,
+            worker_stall_s=60.0,
         )
 
     def call_engine(self, number: int) -> None:

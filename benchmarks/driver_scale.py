@@ -300,7 +300,14 @@ async def measure_heartbeat(rounds: int = 2000) -> float:
         ours = await listener.accept_link()
         theirs = await connecting
         leases = RelayedLeases(
-            "worker", {"": pool}, ours.post, lease_s=LEASE_S, clock=clock, on_lease=lambda *of: None
+            "worker",
+            {"": pool},
+            ours.post,
+            lease_s=LEASE_S,
+            clock=clock,
+            on_lease=lambda *of: None,
+            probe_timeout_s=5.0,
+            worker_stall_s=60.0,
         )
         metrics.event_loop_lag_seconds.observe(0.001)
         metrics.sampled_tokens_total.inc()

@@ -306,7 +306,7 @@ def _print(rows: list[dict[str, object]]) -> None:
     )
     for row in rows:
         if "abort_to_resume_ms" in row:
-            median, least, most = row["abort_to_resume_ms"]  # type: ignore[misc]
+            median, least, most = row["abort_to_resume_ms"]
             print(f"\nabort to first new token of all {row['concurrency']}: {median} ms ({least} to {most})")
             continue
         ratio = row.get("ratio_calls_per_s")
