@@ -73,6 +73,10 @@ class FrameReaderActor(NodeActor):
     def ping(self) -> None:
         """Answer."""
 
+    def find_missing(self, paths: Sequence[str]) -> list[str]:
+        """Return which frames have no file."""
+        return self._local.begin_find_missing(paths)()
+
     def delete_frames(self, paths: Sequence[str]) -> None:
         """Delete frames, or let them be overwritten."""
         self._local.begin_delete(paths)
@@ -258,6 +262,10 @@ class RayFrameReader(FrameReader):
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`."""
         return self._ask(self._actor.ping, _PINGS, limit_s)
+
+    def begin_find_missing(self, paths: Sequence[str]) -> Callable[[], list[str]]:
+        """Implements `FrameReader.begin_find_missing`."""
+        return self._answer(self._actor.find_missing.remote(list(paths)), _ANSWER_LIMIT_S)
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_delete`."""

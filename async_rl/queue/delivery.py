@@ -13,7 +13,7 @@ from async_rl.queue.outstanding import OutstandingGroups
 from async_rl.queue.packing import Packed, Packer
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
-from async_rl.types import TakenBatch
+from async_rl.types import TakenBatch, root_of
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,9 @@ class BatchDelivery:
             group_ids: The groups, in the order of the batch.
 
         Returns:
-            None when some groups cannot be trained on; these are dropped. Also when a node that has some of
-            the frames does not answer; the groups stay ready.
+            None when some groups cannot be trained on; these are dropped, or go back in flight when a node
+            has lost frames of them. Also when a node that has some of the frames does not answer; the groups
+            stay ready.
 
         Raises:
             DataError: Too many groups in a row are damaged.
@@ -79,7 +80,8 @@ class BatchDelivery:
                 )
                 if packed.batch is not None and cancelled is None:
                     with waiting("frames", packed.batch.batch_id):
-                        packed = _without_damaged(packed, packed.batch, await self._read_batch(packed.batch))
+                        flaws = await self._read_batch(packed.batch)
+                        packed = await self._without_damaged(packed, packed.batch, flaws)
         except NodeUnreachable as error:
             log.warning("the batch of version %d waits: %s", version, error)
             self._groups.wait_for_node(error.node)
@@ -88,14 +90,17 @@ class BatchDelivery:
             self._packing = False
         for group_id, reason in packed.unusable.items():
             self._groups.drop_and_retry(group_id, reason)
+        for group_id, root_ids in packed.missing.items():
+            self._groups.reopen_group(group_id, root_ids)
         if cancelled is not None:
             raise cancelled
         if packed.batch is None:
             self._num_damaged += sum(reason == "corrupt" for reason in packed.unusable.values())
             if self._num_damaged >= MAX_DAMAGED_GROUPS:
+                machine = f"node {packed.node}" if packed.node else "this machine"
                 raise DataError(
                     f"{self._num_damaged} finished groups in a row cannot be read back from the spool; the "
-                    f"last one: {packed.flaw}; check this machine's disk and memory, and that only one job "
+                    f"last one: {packed.flaw}; check disk and memory of {machine}, and that only one job "
                     "writes into the run folder"
                 )
             return None
@@ -124,16 +129,30 @@ class BatchDelivery:
         self._taken.remove(batch.batch_id)
         return cancelled
 
+    async def _without_damaged(self, packed: Packed, batch: TakenBatch, flaws: Mapping[str, str]) -> Packed:
+        """Return a packed batch, or its groups with damaged or missing frames where there are some.
 
-def _without_damaged(packed: Packed, batch: TakenBatch, flaws: Mapping[str, str]) -> Packed:
-    """Return a packed batch, or its groups with damaged frames where there are some."""
-    if not flaws:
-        return packed
-    groups = dict.fromkeys(
-        batch.group_ids[index]
-        for index, trajectory in zip(batch.group_index, batch.trajectories, strict=True)
-        if trajectory.trajectory_id in flaws
-    )
-    for trajectory_id, flaw in flaws.items():
-        log.warning("trajectory %s cannot be trained on: %s", trajectory_id, flaw)
-    return Packed(unusable=dict.fromkeys(groups, "corrupt"), flaw=[*flaws.values()][-1])
+        Raises:
+            NodeUnreachable: A node does not answer which of these frames it has.
+        """
+        if not flaws:
+            return packed
+        flawed = [each for each in batch.trajectories if each.trajectory_id in flaws]
+        missing = await asyncio.to_thread(self._groups.find_missing, flawed)
+        groups = dict(zip(batch.trajectory_ids, (batch.group_ids[i] for i in batch.group_index), strict=True))
+        unusable: dict[str, str] = {}
+        lost: dict[str, set[str]] = {}
+        flaw = node = ""
+        for each in flawed:
+            name, group_id = each.trajectory_id, groups[each.trajectory_id]
+            if name in missing:
+                lost.setdefault(group_id, set()).add(root_of(name))
+                continue
+            flaw, node = flaws[name], each.node
+            log.warning("trajectory %s cannot be trained on: %s", name, flaw)
+            unusable[group_id] = "corrupt"
+        if missing:
+            nodes = sorted({each.node for each in flawed if each.trajectory_id in missing})
+            log.warning("%s no longer have the frames of %d trajectories", ", ".join(nodes), len(missing))
+        lost = {group_id: names for group_id, names in lost.items() if group_id not in unusable}
+        return Packed(unusable=unusable, flaw=flaw, node=node, missing=lost)

@@ -44,6 +44,10 @@ class FrameReader(NodeJournals, Protocol):
         """Ask for an answer, within a time."""
         ...
 
+    def begin_find_missing(self, paths: Sequence[str]) -> Callable[[], list[str]]:
+        """Return which frames have no file."""
+        ...
+
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Delete frames, or let the processes that wrote them overwrite their files."""
         ...
@@ -88,6 +92,11 @@ class LocalFrameReader(FrameReader):
     def begin_ping(self, limit_s: float) -> Callable[[], None]:
         """Implements `FrameReader.begin_ping`: this process runs."""
         return _nothing_left
+
+    def begin_find_missing(self, paths: Sequence[str]) -> Callable[[], list[str]]:
+        """Implements `FrameReader.begin_find_missing`."""
+        missing = [path for path in paths if not os.path.exists(path)]
+        return lambda: missing
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_delete`."""

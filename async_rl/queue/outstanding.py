@@ -263,10 +263,15 @@ class OutstandingGroups:
             record = self._ledger.group(group_id)
             gone = {root_of(name) for name, entry in record.stored.items() if entry.node in lost}
             if gone:
-                self._reopen_group(record, gone)
+                self.reopen_group(group_id, gone)
 
-    def _reopen_group(self, group: GroupRecord, root_ids: Collection[str]) -> None:
-        """Sample trajectories of a ready group again, with their branches."""
+    def find_missing(self, stored: Iterable[StoredTrajectory]) -> set[str]:
+        """Return the trajectories of which nodes have no frames any more; see `Spool.find_missing`."""
+        return self._spool.find_missing(stored)
+
+    def reopen_group(self, group_id: str, root_ids: Collection[str]) -> None:
+        """Return a ready group to `restored`: trajectories of it are sampled again, with their branches."""
+        group = self._ledger.group(group_id)
         log.warning("group %s lost %d trajectories with their node", group.group_id, len(root_ids))
         if self._metrics is not None:
             self._metrics.attempts_restarted_total.inc(len(root_ids))
@@ -289,6 +294,7 @@ class OutstandingGroups:
                 straggled_s=group.straggled_s,
             )
         )
+        self._changes.notify_all()
 
     def stored_group(self, group_id: str) -> StoredGroup:
         """Return a ready group as the packer reads it."""

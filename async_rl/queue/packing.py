@@ -7,7 +7,7 @@ decided by the summaries of the trajectories. The ranks that read the frames ver
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -36,6 +36,10 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     unusable: Mapping[str, str] = {}
     flaw: str = ""
     """What is wrong with the last one that is damaged."""
+    node: str = ""
+    """The node that has it; empty: the run's folder has it."""
+    missing: Mapping[str, Collection[str]] = {}
+    """Trajectories whose nodes have no frames of them any more, by group."""
     too_stale: tuple[str, ...] = ()
     """Trajectories of groups in the batch that are left out: all of their tokens are too old."""
 

@@ -463,6 +463,26 @@ class Spool(FrameStore):
         """Return what is wrong with frames on this node that are damaged or missing, by trajectory."""
         return find_flaws(entry for entry in stored if entry.node in self._local)
 
+    def find_missing(self, stored: Iterable[StoredTrajectory]) -> set[str]:
+        """Return the trajectories whose frames are on nodes (`queue.spool_dir`) that have no file of them.
+
+        Raises:
+            NodeUnreachable: Such a node does not answer; the error names it.
+        """
+        by_node: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for entry in stored:
+            if entry.node:
+                by_node[entry.node][entry.path] = entry.trajectory_id
+        missing: set[str] = set()
+        for node, names in by_node.items():
+            try:
+                found = self._open(node).begin_find_missing(list(names))()
+            except NodeUnreachable as error:
+                error.node = node
+                raise
+            missing.update(names[path] for path in found)
+        return missing
+
     def other_nodes(self) -> set[str]:
         """Return the other nodes that have frames, or are absent."""
         with self._lock:

@@ -327,7 +327,8 @@ class RecoveredState:
                     self._node_lost_s,
                 )
                 spool.give_up(node)
-            if were_absent or spool.absent:
+            # Groups of which a node that is back has lost frames are restored without its absence.
+            if were_absent or spool.absent or self.queue.restored_groups:
                 self.queue.follow_nodes()
                 self._retries.changed.set()
 

@@ -38,9 +38,14 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     """Yields a new folder beside a path, which takes its place when the block ends without an error.
 
     The path may name a folder, which is removed then. What a failed block has written is removed; what a
-    killed process has is left, as `.<name>.<process id>.tmp`.
+    killed process has is left, as `.<name>.<process id>.tmp`, until the folder is written again. Only one
+    process may write it at a time: one that runs on another host seems to have ended.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    left = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.tmp")
+    for other in path.parent.glob(".*.tmp"):
+        if (of := left.fullmatch(other.name)) and not Path("/proc", of[1]).exists():
+            shutil.rmtree(other, ignore_errors=True)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:

@@ -364,6 +364,16 @@ class _SimulatedReader(LocalFrameReader):
         """Implements `FrameReader.begin_ping`."""
         return self._require
 
+    def begin_find_missing(self, paths: Sequence[str]) -> Callable[[], list[str]]:
+        """Implements `FrameReader.begin_find_missing`."""
+        wait = super().begin_find_missing(paths)
+
+        def answer() -> list[str]:
+            self._require()
+            return wait()
+
+        return answer
+
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_delete`."""
         return self._if_there(lambda: super(_SimulatedReader, self).begin_delete(paths))

@@ -216,7 +216,9 @@ async def test_workers_are_spread_over_the_nodes_and_start_where_their_journals_
             reader = cluster.open_frame_reader(node)
             ((folder, (trees, damaged)),) = reader.begin_read_journals(str(base), [name], {})().items()
             assert (folder, trees[name][name].progress.num_tokens, damaged) == ("000001-worker-0-1", 5, 0)
-            reader.begin_delete_journals([str(base / folder)])()
+            there, gone = str(base / folder), str(base / "gone")
+            assert reader.begin_find_missing([there, gone])() == [gone]
+            reader.begin_delete_journals([there])()
             assert not list(base.iterdir())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.metadata
 import mmap
 import os
 import select
@@ -10,12 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
+from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engines.sglang import guard
+from async_rl.engines.sglang.server import SGLangServer
 
 SERVER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 
@@ -169,3 +173,52 @@ def test_the_server_ends_when_its_starter_is_gone(tmp_path: Path, how: signal.Si
         wait_gone(server)
         assert process.stdout.read() == ""  # at its end: the guard, which holds it too, has ended
     assert not scratch.exists()
+
+
+class SleepingServer(SGLangServer):
+    """A server that takes its port, reports its process and its scratch folder, and sleeps."""
+
+    def command(self) -> list[str]:
+        bind = f"import os, socket, time; s = socket.create_server(('127.0.0.1', {self._port}))\n"
+        report = "print(os.getpid(), os.environ['TMPDIR'], flush=True)\n"
+        return [sys.executable, "-c", bind + report + "time.sleep(600)"]
+
+    async def reported(self, number: int) -> tuple[int, Path]:
+        """Returns what the server has reported at its start of this number, from 0 on."""
+        lines: list[str] = []
+        for _ in range(1000):
+            if len(lines := self.log_path.read_text().splitlines()) > number:
+                break
+            await asyncio.sleep(0.02)
+        process, scratch = lines[number].split()
+        return int(process), Path(scratch)
+
+
+@pytest.mark.parametrize("then", ["stop", "start"])
+async def test_the_server_ends_when_its_guard_alone_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15")
+    server = SleepingServer(
+        SGLangEngines(device="cpu"),
+        ModelConfig(path=str(tmp_path)),
+        routing=False,
+        index=0,
+        log_dir=tmp_path,
+        seed=0,
+    )
+    await server.start()
+    process, scratch = await server.reported(0)
+    try:
+        os.kill(server.pid, signal.SIGKILL)
+        assert await server.wait() == -signal.SIGKILL
+        await (server.stop() if then == "stop" else server.start())
+        # It has ended, though its new parent may not have reaped it: then it has no descriptors.
+        assert not Path(f"/proc/{process}/fd/0").exists()
+        assert not scratch.exists()
+        if then == "start":
+            assert (await server.reported(1))[0] != process  # it got the port
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        await server.stop()

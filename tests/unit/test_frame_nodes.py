@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import InvariantError, SpoolFull
+from async_rl.errors import DataError, InvariantError, NodeUnreachable, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
+from async_rl.queue import delivery
 from async_rl.queue.frame_reader import LocalFrameReader
 from async_rl.queue.frames import find_flaws, read_completion, verify_frame
 from async_rl.queue.journal_folders import JournalFolders
@@ -394,6 +395,67 @@ async def test_a_lost_node_that_the_ledger_names_is_found_after_a_restart(nodes:
     second.queue.follow_nodes()
     await finish_lost_part(second)
     second.close()
+
+
+async def three_groups(opened: NodesQueue) -> list[StoredTrajectory]:
+    """Make three groups ready, of the first two a trajectory each on another node; return these."""
+    opened.dispatch("g", "h", "i")
+    there = [*opened.nodes.store("g-0"), *opened.nodes.store("h-0")]
+    for entry in there:
+        group_id = entry.trajectory_id[0]
+        await opened.put(group_id, [entry], here(opened.nodes, f"{group_id}-1"))
+    await opened.put("i", here(opened.nodes, "i-0"), here(opened.nodes, "i-1"))
+    return there
+
+
+async def test_what_a_node_does_not_have_any_more_that_is_back_is_sampled_again(
+    opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "MAX_DAMAGED_GROUPS", 1)
+    queue = opened.queue
+    for entry in await three_groups(opened):
+        Path(entry.path).unlink()
+    assert await queue.next_batch(0, wait=False) is None
+    counts = queue.statistics()
+    assert (counts.in_flight, counts.queued, counts.groups_ready, counts.dropped) == (4, 2, 1, {})
+    assert value_of(opened.metrics.attempts_restarted_total) == 2
+    reopened = {left.group_id: (left.oldest_version, set(left.finished)) for left in queue.restored_groups}
+    assert reopened == {"g": (0, {"g-1"}), "h": (0, {"h-1"})}
+    assert await queue.wait_for_admission()  # for these groups
+
+
+async def test_damaged_frames_of_a_node_are_blamed_on_it(
+    opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "MAX_DAMAGED_GROUPS", 1)
+    missing, damaged = await three_groups(opened)
+    Path(missing.path).unlink()
+    Path(damaged.path).write_bytes(b"")
+    with pytest.raises(DataError, match=rf"^1 finished groups .* disk and memory of node {NODE}, and"):
+        await opened.queue.next_batch(0)
+    assert [left.group_id for left in opened.queue.restored_groups] == ["g"]
+    assert opened.queue.statistics().dropped == {"corrupt": 2}
+
+
+async def test_a_batch_waits_when_a_node_does_not_say_which_frames_it_has(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*_: object) -> None:
+        raise NodeUnreachable("its reader does not answer")
+
+    async def read_batch(batch: TakenBatch) -> dict[str, str]:
+        monkeypatch.setattr(nodes.nodes, "require", leave)  # once it has sent what it has
+        return find_flaws(batch.trajectories)
+
+    monkeypatch.setattr(nodes, "read_batch", read_batch)
+    opened = NodesQueue(nodes)
+    for entry in await three_groups(opened):
+        Path(entry.path).unlink()
+    assert await opened.queue.next_batch(0, wait=False) is None
+    assert nodes.spool.absent == {NODE}
+    counts = opened.queue.statistics()
+    assert (counts.groups_ready, counts.dropped) == (3, {})
+    opened.close()
 
 
 async def test_a_group_of_a_batch_is_not_reopened(opened: NodesQueue) -> None:

@@ -16,15 +16,20 @@ from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
 from async_rl.run.recovery import RecoveredState, node_folder, restore_progress
 from async_rl.simulation.scenario import FACTS
+from async_rl.types import Group
 from tests.support.small_run import small_run
 from tests.support.trajectories import make_trajectory
 
 
-def recover(config: Config, folder: Path) -> RecoveredState:
+def recover(
+    config: Config, folder: Path, *, node: str = "", flaws: dict[str, str] | None = None
+) -> RecoveredState:
     metrics = Metrics()
     progress = asyncio.run(restore_progress(config.queue, folder, 0, metrics))
-    tasks, read_batch = small_run(0).tasks, AsyncMock(return_value={})
-    return RecoveredState(config, progress, folder, tasks, FACTS, 0, metrics, lambda: 0.0, read_batch)
+    tasks, read_batch = small_run(0).tasks, AsyncMock(return_value=flaws or {})
+    return RecoveredState(
+        config, progress, folder, tasks, FACTS, 0, metrics, lambda: 0.0, read_batch, node=node
+    )
 
 
 @pytest.fixture
@@ -143,6 +148,39 @@ def test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config(
         asyncio.run(recovered.services["spool nodes"]())
     assert lost_after == expected
     assert replaced == ["a"] * {None: 0, 12: 1, 24: 2}[worker_ends]
+    monkeypatch.undo()
+    recovered.write_and_close()
+    recovered.queue.close()
+
+
+def test_the_dispatcher_learns_of_groups_that_a_node_which_is_there_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the data is exhausted, so that it waits for no admission."""
+    tree = to_builtins(small_run(0).config)
+    apply_override(tree, f"queue.spool_dir={tmp_path / 'disk'}")
+    config = parse_config(tree)
+    names = [f"t{number}" for number in range(config.trainer.groups_per_batch)]
+    recovered = recover(config, tmp_path, node="here", flaws=dict.fromkeys(names, "does not exist"))
+
+    async def lose_frames() -> None:
+        for position, name in enumerate(names):
+            group_id = f"group of {name}"
+            recovered.queue.dispatch_group(group_id, "task", position, [name], 0)
+            trajectory = make_trajectory(name, group_id, sampled=[(3, 0)], routing=False)
+            stored = recovered.spool.store_tree([trajectory])
+            await recovered.queue.put_group(Group(group_id=group_id, task_id="task", trajectories=stored))
+            Path(stored[0].path).unlink()
+        assert await recovered.queue.next_batch(0, wait=False) is None
+
+    asyncio.run(lose_frames())
+    assert len(recovered.queue.restored_groups) == len(names)
+    changed = recovered.feeder.retries.changed
+    assert not changed.is_set()
+    monkeypatch.setattr(asyncio, "sleep", AsyncMock(side_effect=[None, asyncio.CancelledError]))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(recovered.services["spool nodes"]())
+    assert changed.is_set()
     monkeypatch.undo()
     recovered.write_and_close()
     recovered.queue.close()

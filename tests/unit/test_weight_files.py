@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +36,24 @@ def test_a_folder_stays_as_it_was_when_its_replacement_cannot_be_written(tmp_pat
         publish("new", OSError("full"))
     assert names(tmp_path) == ["version_1"]
     assert (tmp_path / "version_1" / "weights").read_text() == "old"
+
+
+def test_what_killed_processes_were_writing_goes_when_the_folder_is_written_again(tmp_path: Path) -> None:
+    program = f"""
+import os, pathlib, signal
+from async_rl.runtime.files import replaced_folder
+with replaced_folder(pathlib.Path({str(tmp_path / "hf")!r})) as scratch:
+    (scratch / "weights").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    assert [name.split(".")[1] for name in names(tmp_path)] == ["hf"]
+    others = [f".hf.{os.getppid()}.tmp", ".hf.notes.tmp", ".other.4194305.tmp"]  # no number is so high
+    for name in others:
+        (tmp_path / name).mkdir()
+    with replaced_folder(tmp_path / "hf"):
+        assert len(names(tmp_path)) == 1 + len(others)  # before it is written: its space may be needed
+    assert names(tmp_path) == sorted([*others, "hf"])
 
 
 async def test_what_a_killed_process_was_publishing_leaves_the_disk_at_the_next_start(tmp_path: Path) -> None:

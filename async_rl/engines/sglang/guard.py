@@ -50,7 +50,7 @@ def main() -> int:
     shared: set[Path] = set()
     while not orphaned and not poller.poll(_SCAN_S * 1000):
         # When a server ends by itself, its mappings are gone, so they are recorded while it runs.
-        shared |= _shared_memory(_members())
+        shared |= _shared_memory(members(os.getpgrp()))
     if server.poll() is None and grace_s > 0:
         server.terminate()
         ended = select.poll()
@@ -70,9 +70,9 @@ def _end_group(shared: set[Path], before: set[Path]) -> None:
         before: The files in /dev/shm when the guard started.
     """
     leftovers = set(shared)
-    while members := _members():
-        leftovers |= _shared_memory(members)  # of all before any is killed: the death of one can end others
-        for process in members:
+    while running := members(os.getpgrp()):
+        leftovers |= _shared_memory(running)  # of all before any is killed: the death of one can end others
+        for process in running:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
     leftovers -= before
@@ -98,20 +98,20 @@ def _shared_memory(processes: list[int]) -> set[Path]:
     return {path for path in found if path.exists()}  # others end in " (deleted)"
 
 
-def _members() -> list[int]:
-    """Returns the other running processes of our group."""
-    group, members = os.getpgrp(), []
+def members(group: int) -> list[int]:
+    """Returns the running processes of a process group, other than this one."""
+    found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
             # After the name in parentheses, which may hold anything: state, parent, group.
-            state, _, member_group = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:3]
+            state, _, member_of = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:3]
         except (ProcessLookupError, FileNotFoundError):
             continue
-        if int(member_group) == group and state not in "ZX":
-            members.append(int(entry))
-    return members
+        if int(member_of) == group and state not in "ZX":
+            found.append(int(entry))
+    return found
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 On a GPU it runs `python -m sglang.launch_server`, or `memory_gate.py` where the trainer shares the device; on
 a CPU `cpu_launcher.py`; on both `narrow_launcher.py` if routing is sent as narrow ids. All run under
-`guard.py`, so that no server outlives the process that started it. The class does not depend on Ray: it works
-in the driver, in a Ray actor and in a test.
+`guard.py`, so that no server outlives the process that started it; where the guard is killed alone, its group
+is ended here. The class does not depend on Ray: it works in the driver, in a Ray actor and in a test.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import importlib.metadata
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.config import LoraConfig, ModelConfig, SGLangEngines
 from async_rl.engines.model_facts import load_facts
-from async_rl.engines.sglang import aborted_rows, narrow_launcher
+from async_rl.engines.sglang import aborted_rows, guard, narrow_launcher
 from async_rl.engines.sglang.adapter_flags import adapter_flags
 from async_rl.errors import EnvironmentNotReady
 from async_rl.runtime.devices import detect_device
@@ -40,6 +43,9 @@ _GPU_GRACE_S = 15.0
 """Time for a server with a GPU to end by itself before it is killed, so that it frees the GPU's memory."""
 
 _STOP_LIMIT_S = 30.0
+
+_POLL_S = 0.05
+"""Interval at which killed processes are looked for that are not children of this one."""
 
 _EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that can be bound to but not connected to."""
@@ -106,6 +112,7 @@ class SGLangServer:
         self._host = here if self._bind in _EVERYWHERE else self._bind
         self._port = free_port(self._bind)
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: Path | None = None
         self._log_begin = 0
         self._node_rank = node_rank
         self._rendezvous: str | None = None
@@ -142,10 +149,12 @@ class SGLangServer:
                 one at each start.
 
         Raises:
-            EnvironmentNotReady: When SGLang is not installed, or the process cannot be started.
+            EnvironmentNotReady: When SGLang is not installed, the process cannot be started, or the one
+                before cannot be ended.
         """
         if self.poll() is None and self._process is not None:
             raise EnvironmentNotReady(f"engine {self._index} runs already (pid {self._process.pid})")
+        await self._clear_ended()
         try:
             installed = importlib.metadata.version("sglang")
         except importlib.metadata.PackageNotFoundError as e:
@@ -175,17 +184,17 @@ class SGLangServer:
         return self._shared and self._adapters is not None
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        scratch = Path(tempfile.mkdtemp(prefix="async-rl-"))
+        scratch = self._scratch = Path(tempfile.mkdtemp(prefix="async-rl-"))
         keys = scratch / "keys.yaml"
         keys.touch(mode=0o600)
         keys.write_text(f'api-key: "{self.api_key}"\nadmin-api-key: "{self.admin_key}"\n')
         grace_s = 0.0 if self._device == "cpu" else _GPU_GRACE_S
-        guard = [sys.executable, "-I", str(_HERE / "guard.py"), str(os.getpid()), str(scratch), str(grace_s)]
+        program = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(scratch), str(grace_s)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             self._log_begin = log.tell()
             return subprocess.Popen(
-                [*guard, *self.command(), "--config", str(keys)],
+                [*program, *self.command(), "--config", str(keys)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -271,13 +280,24 @@ class SGLangServer:
         return environment
 
     def poll(self) -> int | None:
-        """Returns the exit code, or None while it runs or before it was started."""
-        return self._process.poll() if self._process is not None else None
+        """Returns the exit code, or None while it runs or before it was started.
+
+        A guard that was killed alone has left its server, which is killed here.
+        """
+        if self._process is None:
+            return None
+        if self._process.returncode is None:
+            with suppress(ChildProcessError, ProcessLookupError):
+                if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return None
+                # Until the guard is reaped, no other process and no other group can have its number.
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.poll()
 
     async def wait(self) -> int:
         """Wait until the process ends; return its exit code."""
         assert self._process is not None, "wait() before start()"
-        if self._process.poll() is None:
+        if self.poll() is None:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
             descriptor = os.pidfd_open(self._process.pid)
             loop.add_reader(descriptor, ended.set)
@@ -286,6 +306,7 @@ class SGLangServer:
             finally:
                 loop.remove_reader(descriptor)
                 os.close(descriptor)
+            self.poll()
         return self._process.wait()
 
     async def died(self) -> str | None:
@@ -305,17 +326,50 @@ class SGLangServer:
         return "\n  ".join([f"engine {self._index}{part} {code}; the end of {self.log_path}:", *lines])
 
     async def stop(self) -> None:
-        """End the server and all processes it started, even stopped ones; returns when they have ended."""
-        if self._process is None or self.poll() is not None:
+        """End the server and all processes it started, even stopped ones; returns when they have ended.
+
+        Raises:
+            EnvironmentNotReady: Some have not ended long after they were killed.
+        """
+        if self._process is None:
             return
-        self._process.send_signal(signal.SIGCONT)  # the guard may be stopped too; it kills all others
-        self._process.terminate()
-        try:
-            async with asyncio.timeout(_GPU_GRACE_S + _STOP_LIMIT_S):
+        if self.poll() is None:
+            # Not by `Popen`, which would reap a guard that was killed meanwhile.
+            os.kill(self._process.pid, signal.SIGCONT)  # the guard may be stopped too; it kills all others
+            os.kill(self._process.pid, signal.SIGTERM)
+            try:
+                async with asyncio.timeout(_GPU_GRACE_S + _STOP_LIMIT_S):
+                    await self.wait()
+            except TimeoutError:
+                os.killpg(self._process.pid, signal.SIGKILL)
                 await self.wait()
-        except TimeoutError:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            await self.wait()
+        await self._clear_ended()
+
+    async def _clear_ended(self) -> None:
+        """Wait for what a guard has left that was killed, and remove its scratch folder.
+
+        Raises:
+            EnvironmentNotReady: Some processes have not ended long after they were killed.
+        """
+        if self._process is None or self._scratch is None:
+            return
+        if left := await asyncio.to_thread(_wait_group_ended, self._process.pid, _STOP_LIMIT_S):
+            raise EnvironmentNotReady(
+                f"engine {self._index}: processes {left} still run {_STOP_LIMIT_S:g} s after they were killed"
+            )
+        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+
+
+def _wait_group_ended(group: int, limit_s: float) -> list[int]:
+    """Wait until the processes have ended of a group whose leader has; return those left at the limit."""
+    end_s = time.monotonic() + limit_s
+    while left := guard.members(group):
+        if Path(f"/proc/{group}").exists():  # a later process has the number, and leads another group
+            return []
+        if time.monotonic() > end_s:
+            break
+        time.sleep(_POLL_S)
+    return left
 
 
 def free_port(host: str) -> int:
