@@ -513,7 +513,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
     reward: float | None
     stop_reason: StopReason
     node: str = ""
-    """The node that has the frame; empty: the driver's."""
+    """The node that has the frame; empty: it is in the run's folder, which all nodes share."""
     offset: int = 0
     """Where the frame begins in its file."""
     routing: StoredRouting | None = None

@@ -121,8 +121,9 @@ class RayTrainer(Trainer):
     async def _deliver_frames(self, limit_s: float, batch: TakenBatch) -> dict[str, _Delivery]:
         """Send to each node the frames that its ranks read and that another node has.
 
-        The reader of the node that has a frame puts it into Ray's store, once. The readers of other nodes get
-        it from there and hold it in memory that their ranks map. The objects are freed after this call.
+        Frames in the run's folder are sent to none: all nodes share it, and ranks read them there. The reader
+        of the node that has a frame puts it into Ray's store, once. The readers of other nodes get it from
+        there and hold it in memory that their ranks map. The objects are freed after this call.
 
         Returns:
             What is held, by node that was sent any.
@@ -132,8 +133,8 @@ class RayTrainer(Trainer):
             TrainerError: A node does not send or take them.
             ObjectLostError: A reader that had sent some has ended before another one had them.
         """
-        places = [each.node or self._driver_node for each in batch.trajectories]
-        ranks = {rank: node for rank, node in enumerate(self._nodes) if set(places) != {node}}
+        places = [each.node for each in batch.trajectories]
+        ranks = {rank: node for rank, node in enumerate(self._nodes) if set(places) - {node, ""}}
         if not ranks:
             return {}
         plans = await self._answers(
@@ -143,7 +144,7 @@ class RayTrainer(Trainer):
         )
         needed: dict[str, set[int]] = {}
         for node, plan in zip(ranks.values(), plans, strict=True):
-            needed.setdefault(node, set()).update(index for index in plan if places[index] != node)
+            needed.setdefault(node, set()).update(index for index in plan if places[index] not in (node, ""))
         by_source: dict[str, list[int]] = {}
         for index in sorted(set().union(*needed.values())):
             by_source.setdefault(places[index], []).append(index)

@@ -332,18 +332,14 @@ async def test_no_token_comes_twice_when_a_retracted_call_is_aborted(subject: Su
     assert check_partition(running.finish.version_spans, len(running.token_ids))
 
 
-async def test_the_engine_stands_still_briefly_when_it_is_interrupted(subject: Subject) -> None:
-    loop = asyncio.get_running_loop()
+async def test_all_calls_have_ended_when_the_engine_is_interrupted(subject: Subject) -> None:
     calls = [Call(subject.engine, request([70 + i, *PROMPT], LONG)) for i in range(2 * subject.max_running)]
     async with asyncio.TaskGroup() as group:
         for one in calls:
             group.create_task(one.run())
         await calls[0].has_tokens(4)
-        begin = loop.time()
         await subject.engine.interrupt("abort")
-        interrupted_s = loop.time() - begin
-    # 20 to 40 ms on an idle machine; SGLang's own pause takes a second, and a test shares its cores.
-    assert interrupted_s < 0.5
+        assert all(one.finish is not None for one in calls)
     assert all(one.finish.reason == "abort" for one in calls)
 
 

@@ -45,6 +45,12 @@ async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles(
         await trainer.send_weights(["weights-engine-0-1-2"], 1 << 20)
 
 
+def stored_on(node: str, batch: TakenBatch) -> TakenBatch:
+    """The batch, with all frames on a node; "" is the run's folder."""
+    there = tuple(msgspec.structs.replace(each, node=node) for each in batch.trajectories)
+    return msgspec.structs.replace(batch, trajectories=there)
+
+
 async def no_reader(node: str, method: str, *_: Any) -> Any:
     raise AssertionError(f"node {node} reads frames: {method}")
 
@@ -105,9 +111,10 @@ class ReadingRank:
 
 
 async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(tmp_path: Path) -> None:
-    batch = taken_batch(tmp_path, [make_group("g", size=8)], 0)
-    # All frames are on the driver's node, but 3 and 4, which are on node a.
-    trajectories = list(batch.trajectories)
+    batch = taken_batch(tmp_path, [make_group("g", size=9)], 0)
+    # All frames are on the driver's node, but 3 and 4, which are on node a, and 8 in the run's folder.
+    trajectories = [msgspec.structs.replace(each, node="here") for each in batch.trajectories]
+    trajectories[8] = msgspec.structs.replace(trajectories[8], node="")
     trajectories[4] = msgspec.structs.replace(trajectories[4], node="a")
     trajectories[3] = msgspec.structs.replace(trajectories[3], node="a")
     batch = msgspec.structs.replace(batch, trajectories=tuple(trajectories))
@@ -121,10 +128,10 @@ async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(tmp_path
     assert readers["here"].sent == [names[index] for index in (1, 2, 5, 7)]
     assert readers["a"].sent == [names[3]]
     assert [readers[node].num_held for node in ("a", "b", "here")] == [2, 2, 1]
-    where = {index: trajectories[index].path for index in range(8)}
+    where = {index: trajectories[index].path for index in range(9)}
     assert ranks[1].paths == ranks[2].paths
     assert set(ranks[1].paths.values()) == {readers["a"].frames.path, where[4]}
-    assert set(ranks[3].paths.values()) == {readers["b"].frames.path}
+    assert set(ranks[3].paths.values()) == {readers["b"].frames.path, where[8]}
     assert set(ranks[0].paths.values()) == {where[0], where[6], readers["here"].frames.path}
     expected = {t.trajectory_id: read_columns(t)["token_ids"] for t in batch.trajectories}
     assert set().union(*(rank.read for rank in ranks)) == set(expected)
@@ -136,9 +143,10 @@ async def test_nothing_is_sent_when_all_ranks_are_where_the_frames_are(tmp_path:
     batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
     ranks = [ReadingRank(first, 2) for first in (0, 1)]
     logs = [tmp_path / "trainer-0.log", tmp_path / "trainer-1.log"]
-    trainer = RayTrainer(ranks, ["here", "here"], logs, CONFIG, "here", no_reader)
-    assert await trainer.read_batch(batch) == {}
-    assert set().union(*(rank.read for rank in ranks)) == set(batch.trajectory_ids)
+    for nodes, node in ((["here", "here"], "here"), (["a", "b"], "")):
+        trainer = RayTrainer(ranks, nodes, logs, CONFIG, "here", no_reader)
+        assert await trainer.read_batch(stored_on(node, batch)) == {}
+        assert set().union(*(rank.read for rank in ranks)) == set(batch.trajectory_ids)
 
 
 async def test_damaged_frames_of_all_ranks_are_returned(tmp_path: Path) -> None:
@@ -157,7 +165,7 @@ async def test_damaged_frames_of_all_ranks_are_returned(tmp_path: Path) -> None:
 async def test_frames_are_sent_again_when_their_reader_has_ended_before_ranks_read_them(
     tmp_path: Path, ends: int, is_read: bool
 ) -> None:
-    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    batch = stored_on("here", taken_batch(tmp_path, [make_group("g", size=4)], 0))
     ranks, readers = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}
     readers["a"].ends_after_holding = ends
     trainer = RayTrainer(ranks, ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
@@ -174,7 +182,7 @@ async def test_frames_are_sent_again_when_their_reader_has_ended_before_ranks_re
 async def test_frames_are_sent_again_when_their_sender_has_ended_before_they_arrived(
     tmp_path: Path, ends: int, is_read: bool
 ) -> None:
-    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    batch = stored_on("here", taken_batch(tmp_path, [make_group("g", size=4)], 0))
     ranks, readers, left = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}, ends
     calls = calls_of(readers)
 
@@ -197,7 +205,7 @@ async def test_frames_are_sent_again_when_their_sender_has_ended_before_they_arr
 
 
 async def test_a_frame_that_arrives_damaged_is_returned(tmp_path: Path) -> None:
-    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    batch = stored_on("here", taken_batch(tmp_path, [make_group("g", size=4)], 0))
     damaged = Path(batch.trajectories[2].path)
     damaged.write_bytes(damaged.read_bytes()[:-8] + b"\0" * 7 + b"\1")
     ranks, readers = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}
@@ -208,17 +216,16 @@ async def test_a_frame_that_arrives_damaged_is_returned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [1, 3])
-@pytest.mark.parametrize("node", ["b", ""])
+@pytest.mark.parametrize("node", ["b", "here", ""])
 async def test_a_frame_that_its_node_does_not_have_any_more_is_returned(
     tmp_path: Path, node: str, missing: int
 ) -> None:
-    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
-    there = tuple(msgspec.structs.replace(each, node=node) for each in batch.trajectories)
-    Path(there[missing].path).unlink()  # as after a node has come back with an empty disk
+    batch = stored_on(node, taken_batch(tmp_path, [make_group("g", size=4)], 0))
+    Path(batch.trajectories[missing].path).unlink()  # as after a node has come back with an empty disk
     readers = {name: Reader() for name in ("here", "a", "b")}
     trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
-    flaws = await trainer.read_batch(msgspec.structs.replace(batch, trajectories=there))
-    assert flaws.keys() == {there[missing].trajectory_id}
+    flaws = await trainer.read_batch(batch)
+    assert flaws.keys() == {batch.trajectory_ids[missing]}
 
 
 def test_a_frame_that_there_is_no_descriptor_for_is_not_reported(
@@ -244,11 +251,10 @@ async def test_only_a_node_that_may_send_later_is_waited_for(
     async def fail(*_: Any) -> Any:
         raise RayTaskError("send_frames", "Traceback", cause)
 
-    batch = taken_batch(tmp_path, [make_group("g", size=2)], 0)
-    there = tuple(msgspec.structs.replace(each, node="b") for each in batch.trajectories)
+    batch = stored_on("b", taken_batch(tmp_path, [make_group("g", size=2)], 0))
     trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", fail)
     with pytest.raises(expected):
-        await trainer.read_batch(msgspec.structs.replace(batch, trajectories=there))
+        await trainer.read_batch(batch)
 
 
 async def test_a_batch_waits_when_the_node_of_a_frame_is_lost(tmp_path: Path) -> None:
@@ -256,12 +262,11 @@ async def test_a_batch_waits_when_the_node_of_a_frame_is_lost(tmp_path: Path) ->
         raise NodeUnreachable(f"node {node} has left")
 
     batch = taken_batch(tmp_path, [make_group("g", size=2)], 0)
-    elsewhere = tuple(msgspec.structs.replace(each, node="b") for each in batch.trajectories)
     trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", lost)
     with pytest.raises(NodeUnreachable, match=r"node b does not send .*node b has left") as caught:
-        await trainer.read_batch(msgspec.structs.replace(batch, trajectories=elsewhere))
+        await trainer.read_batch(stored_on("b", batch))
     assert caught.value.node == "b"
     # Nothing waits for the driver's own node.
     with pytest.raises(TrainerError, match=r"node here: .*node here has left") as failed:
-        await trainer.read_batch(batch)
+        await trainer.read_batch(stored_on("here", batch))
     assert failed.value.restartable

@@ -128,6 +128,22 @@ async def test_rows_are_recovered_by_a_prefill_without_tokens_when_the_last_call
     assert (trajectory.trace.rows[:, 0, 0] == 2).all()
 
 
+async def test_recovered_rows_of_weights_that_this_run_has_not_published_are_discarded():
+    b = bench(
+        [
+            lambda r: sampled(16, "length", 0, prompt=PROMPT, rows=False),
+            lambda r: sampled(0, "length", 7, prompt=len(r.input_ids)),
+            lambda r: sampled(0, "length", 0, prompt=len(r.input_ids)),
+        ],
+        newest_version=0,
+    )
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert trajectory.trace.valid.all()
+    assert (trajectory.trace.rows[:, 0, 0] == 0).all()
+    assert b.counted("answers_discarded_total", reason="unpublished_weights") == 1
+
+
 @pytest.mark.case(13)
 async def test_missing_rows_are_marked_invalid_when_they_cannot_be_recovered():
     def fail(request):

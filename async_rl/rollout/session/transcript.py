@@ -22,7 +22,7 @@ returns. Rows that no call returned are recovered by a prefill without new token
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Final, Literal
 
@@ -157,6 +157,14 @@ class _RunningCall:
     def spans(self) -> Sequence[VersionSpan]:
         """The versions that the engine reported, or the call's own version if it ended before that."""
         return self.finish.version_spans if self.finish is not None and self._is_reported else self.versions
+
+    @property
+    def versions_reported(self) -> list[int]:
+        """The versions of the tokens, and of the routing rows."""
+        routing = None if self.finish is None else self.finish.routing
+        return [span.weight_version for span in self.spans] + (
+            [] if routing is None else [routing.weight_version]
+        )
 
     @property
     def lag_unknown(self) -> bool:
@@ -352,8 +360,7 @@ class Transcript(TokenWriter):
                 refused = True  # the pool makes it wait, so it counts as no failure of the attempt
             except _WrongMask as error:
                 reason = "failover"
-                metrics.answers_discarded_total.labels("wrong_mask").inc()
-                lease.record_strike(error)
+                self._record_discarded(lease, "wrong_mask", error)
             except VersionMismatch:  # what it has sampled before is of unknown weights
                 reason = "failover"
                 call.clear()
@@ -390,7 +397,6 @@ class Transcript(TokenWriter):
             cut: Whether we left it at a stop string, before its finish.
         """
         engine_id, kind = lease.engine.engine_id, EngineError
-        newest = self._context.calls.newest_version
         if call.finish is None and not cut:
             reason, problem = "no_finish", f"engine {engine_id} ended a stream without a finish"
         elif not check_partition(call.spans, len(call.token_ids)):
@@ -399,28 +405,43 @@ class Transcript(TokenWriter):
                 f"engine {engine_id} reports weight versions {call.spans} for "
                 f"{len(call.token_ids)} sampled tokens"
             )
-        elif any(span.weight_version < call.since_version for span in call.spans):
-            # Its group would be older than the driver knows. A restarted server has its first weights.
-            reason, kind = "older_weights", VersionMismatch
-            problem = (
-                f"engine {engine_id} reports weight versions {call.spans} under a lease of version "
-                f"{call.since_version}"
-            )
-        elif any(span.weight_version > newest for span in call.spans):
-            # Its tokens would be trained as fresher than any; somebody else updates the engine.
-            reason, kind = "unpublished_weights", VersionMismatch
-            problem = (
-                f"engine {engine_id} reports weight versions {call.spans}, but this run has published none "
-                f"after {newest}: does another run update it?"
-            )
+        elif foreign := self._foreign_versions(call.versions_reported, call.since_version, engine_id):
+            (reason, problem), kind = foreign, VersionMismatch
         elif not np.isfinite(call.log_probs).all():
             reason, problem = "not_finite", f"engine {engine_id} returned log-probs that are not finite"
         else:
             return True
         call.clear()
-        self._context.metrics.answers_discarded_total.labels(reason).inc()
-        lease.record_strike(kind(problem))
+        self._record_discarded(lease, reason, kind(problem))
         return False
+
+    def _foreign_versions(
+        self, versions: Collection[int], since_version: int, engine_id: str
+    ) -> tuple[str, str] | None:
+        """Return why an answer with these versions is none to a call that began at `since_version`.
+
+        Returns:
+            Reason and problem; None when the versions may be.
+        """
+        newest = self._context.calls.newest_version
+        if any(version < since_version for version in versions):
+            # Its group would be older than the driver knows. A restarted server has its first weights.
+            return "older_weights", (
+                f"engine {engine_id} reports weight versions {versions} under a lease of version "
+                f"{since_version}"
+            )
+        if any(version > newest for version in versions):
+            # Its tokens would be trained as fresher than any; somebody else updates the engine.
+            return "unpublished_weights", (
+                f"engine {engine_id} reports weight versions {versions}, but this run has published none "
+                f"after {newest}: does another run update it?"
+            )
+        return None
+
+    def _record_discarded(self, lease: CallLease, reason: str, error: EngineError) -> None:
+        """Count an answer that is discarded, and report its engine."""
+        self._context.metrics.answers_discarded_total.labels(reason).inc()
+        lease.record_strike(error)
 
     def _request(
         self, lease: CallLease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
@@ -558,6 +579,7 @@ class Transcript(TokenWriter):
         token_ids, finish = self.tokens.token_ids[: needed + 1], None
         async with self._context.calls.lease(self.trajectory_id, needed + 1, prompt=needed + 1) as lease:
             request = self._request(lease, needed + 1, 0, SamplingParams())
+            since_version = lease.weight_version
             try:
                 async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
@@ -568,6 +590,12 @@ class Transcript(TokenWriter):
                 return isinstance(error, LocalShortage | EngineBusy)
             if finish is None:
                 return False
+            if finish.routing is not None:
+                versions = [finish.routing.weight_version]
+                if foreign := self._foreign_versions(versions, since_version, lease.engine.engine_id):
+                    reason, problem = foreign
+                    self._record_discarded(lease, reason, VersionMismatch(problem))
+                    return False
             version = sampled.weight_version
             self._rows.add_answer(lease.engine, finish, token_ids, needed + 1, recovered_version=version)
             return finish.reason == "abort" and lease.interrupted
