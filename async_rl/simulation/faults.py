@@ -161,6 +161,12 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "node_lost": FaultRow(
         "worker", "a node is lost with its rollout workers and their frames", 0.4, only="workers"
     ),
+    "node_wiped": FaultRow(
+        "worker",
+        "a node loses its rollout workers and its disk, and is back at once with an empty one",
+        0.3,
+        only="workers",
+    ),
     "node_absent": FaultRow(
         "worker", "what reads the frames on a node does not answer for up to 100 s", 0.3, only="workers"
     ),

@@ -668,12 +668,13 @@ class SimulatedCluster:
                 self._checker.met(kind)
         elif FAULTS[kind].family == "worker":
             workers = self._workers
-            ends = {
+            ends: dict[FaultKind, Callable[[int], bool]] = {
                 "kill_worker": workers.kill,
                 "mute_worker": workers.mute,
                 "deafen_worker": workers.deafen,
                 "cut_off_worker": workers.cut_off,
                 "node_lost": workers.lose_node,
+                "node_wiped": partial(workers.lose_node, is_back=True),
             }
             with self.trainer.own_files():  # a lost node takes its frames with it, whatever the driver's disk
                 happened = ends[kind](injection.engine)

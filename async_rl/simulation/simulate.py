@@ -153,7 +153,7 @@ class Simulation:
         self._after_turn = after_turn
         self._checker = InvariantChecker(scenario, digests=digests)
         self._nodes = SimulatedNodes()
-        self._checker.lost_nodes = self._nodes.lost
+        self._checker.lost_nodes, self._checker.wiped = self._nodes.lost, self._nodes.wiped
         self._checker.absent_until_s = self._nodes.absent_until_s
         self._checker.unasked_nodes = self._nodes.unasked
         self._disk = Disk()

@@ -296,6 +296,8 @@ class SimulatedNodes:
     def __init__(self) -> None:
         """Begin with all nodes present."""
         self.lost: set[str] = set()
+        self.wiped: set[str] = set()
+        """The files that nodes have lost."""
         self.absent_until_s: dict[str, float] = {}
         self.unasked: set[str] = set()
         """Nodes that this driver has asked for nothing yet, or not since they failed to answer."""
@@ -317,7 +319,12 @@ class SimulatedNodes:
     def lose(self, node: str, folders: Iterable[Path]) -> None:
         """Let a node and its frames be gone."""
         self.lost.add(node)
+        self.wipe(folders)
+
+    def wipe(self, folders: Iterable[Path]) -> None:
+        """Delete folders of a node."""
         for folder in folders:
+            self.wiped.update(str(path) for path in folder.rglob("*"))
             shutil.rmtree(folder, ignore_errors=True)
 
     def stay_away(self, node: str, until_s: float) -> None:
@@ -589,15 +596,24 @@ class SimulatedWorkers:
         nodes = sorted({node for node, _ in self._places.values()} - {""})
         return nodes[index % len(nodes)] if nodes else ""
 
-    def lose_node(self, index: int) -> bool:
-        """End all workers of a node, and delete its files, for good; whether there was one."""
+    def lose_node(self, index: int, *, is_back: bool = False) -> bool:
+        """End all workers of a node, and delete its files; whether there was one.
+
+        Args:
+            index: Chooses the node.
+            is_back: Whether it is there again at once, with an empty disk.
+        """
         if not (lost := self.some_node(index)):
             return False
         journals = {worker.journal_folder for worker in self._running.values() if worker.journal_folder}
         for name in [name for name, (node, _) in self._places.items() if node == lost and name in self.ends]:
             self._kill(name)
         folders = {folder.parent / lost for node, folder in self._places.values() if folder and node == lost}
-        self.nodes.lose(lost, folders | {path.parent for path in journals if path.parent.name == lost})
+        folders |= {path.parent for path in journals if path.parent.name == lost}
+        if is_back:
+            self.nodes.wipe(folders)
+        else:
+            self.nodes.lose(lost, folders)
         return True
 
     def disturb(self, fault: LinkFault, index: int, amount: float, met: Callable[[], None]) -> bool:

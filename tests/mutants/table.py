@@ -3010,8 +3010,8 @@ MUTANTS: Final = (
         "orphan-of-a-killed-guard-runs-on",
         "A server whose guard was killed alone runs on.",
         "async_rl/engines/sglang/server.py",
-        "                # Until the guard is reaped, no other process and no other group can have its number.\n                os.killpg(self._process.pid, signal.SIGKILL)\n",
-        "                pass\n",
+        "                os.killpg(self._process.pid, signal.SIGKILL)\n        return",
+        "                pass\n        return",
         ("tests/unit/test_engine_guard.py",),
     ),
     Mutant(

@@ -58,7 +58,10 @@ def test_a_node_is_kept_while_its_worker_answers_and_its_reader_does_not(
     assert (set(given_up), set(replaced)) == (set(), {"node-0-0"})
 
 
-def test_what_a_lost_node_had_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["node_lost", "node_wiped"])
+def test_what_a_lost_node_had_is_sampled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: FaultKind
+) -> None:
     reopened: list[str] = []
     restore = OutstandingGroups.restore_in_flight
 
@@ -70,7 +73,8 @@ def test_what_a_lost_node_had_is_sampled_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(OutstandingGroups, "restore_in_flight", note)
     for step in (600, 1200, 1800, 2400):
         (folder := tmp_path / str(step)).mkdir()
-        outcome = simulate(0, folder, scenario=on_nodes("node_lost", step, num_workers=2))
+        outcome = simulate(0, folder, scenario=on_nodes(fault, step, num_workers=2))
+        assert outcome.faults[fault] == 1
         assert (outcome.violations, outcome.incarnations) == ((), ("finished",))
     assert reopened
 
