@@ -44,11 +44,12 @@ def trajectory_bytes(config: Config, facts: EngineFacts) -> int:
 def describe_memory(config: Config, facts: EngineFacts) -> str:
     """Return a finding for `async-rl check`."""
     rollout, each = config.rollout, trajectory_bytes(config, facts)
-    who, number = "the driver", rollout.max_concurrent_trajectories
+    who, number, others = "the driver", rollout.max_concurrent_trajectories, ""
     if config.num_workers:
         who, number = "each rollout worker", config.max_attempts_per_worker
+        others = "; the process takes about 0.3 GiB more, and the texts of its conversations"
     return (
         f"memory: trajectories take at most {number * each / 2**30:.2g} GiB in {who}: {number} of up to "
         f"{each / 2**20:.2g} MiB, with their routing rows until they are stored, besides up to "
-        f"{SLABS.max_idle_bytes >> 20} MiB that are kept for the next rows"
+        f"{SLABS.max_idle_bytes >> 20} MiB that are kept for the next rows{others}"
     )

@@ -3002,8 +3002,8 @@ MUTANTS: Final = (
         "frames-of-the-run-folder-are-sent",
         "Frames that all nodes share pass through the driver's node.",
         "async_rl/placement/ray_trainer.py",
-        'if set(places) - {node, ""}}',
-        "if set(places) != {node}}",
+        "places = [each.node for each in batch.trajectories]",
+        "places = [each.node or self._driver_node for each in batch.trajectories]",
         ("tests/unit/test_ray_trainer.py",),
     ),
     Mutant(
