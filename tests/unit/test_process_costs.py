@@ -24,6 +24,7 @@ from async_rl.simulation.process_costs import (
     MEASURED_COSTS,
     CostRow,
     ProcessCosts,
+    ProcessLoad,
     fit_costs,
     process_load,
     read_costs,
@@ -100,8 +101,54 @@ def test_no_workers_are_requested_when_the_driver_can_receive_all_tokens() -> No
 
 def test_a_worker_is_requested_when_the_driver_alone_would_be_too_busy() -> None:
     load = process_load(job(64), LONG, [ALONE, APART], 0)
-    assert "set rollout.num_workers to at least 1" in workers_remark(load)
-    assert process_bottleneck(load, LONG).startswith("The driver: it would need 1.")
+    sentence = process_bottleneck(load, LONG)
+    assert sentence.startswith("The driver: it would need 1.")
+    assert "set rollout.num_workers to at least 1" in sentence
+    assert workers_remark(load) == ""
+
+
+def load_of(workers: int, driver: float, worker: float, disk_bytes_per_s: float = 0.0) -> ProcessLoad:
+    return ProcessLoad(
+        workers=workers,
+        driver_load=driver,
+        worker_load=worker,
+        network_bytes_per_s=0.0,
+        frame_nodes=1,
+        disk_bytes_per_s=disk_bytes_per_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "said", "remedy"),
+    [
+        (load_of(256, 0.985, 0.2), "The driver: with 256 rollout workers it would use 98%", "fewer engines"),
+        (load_of(0, 0.6, 0.0), "The driver: it would use 60%", "num_workers to at least 1"),
+        (load_of(4, 0.1, 0.7), "The rollout workers: each of the 4 would use 70%", "num_workers to 6"),
+        (load_of(4, 0.1, 1.25), "The rollout workers: each of the 4 would need 1.2 s", "num_workers to 10"),
+    ],
+)
+def test_a_process_is_named_when_it_would_use_more_than_half_a_core(
+    load: ProcessLoad, said: str, remedy: str
+) -> None:
+    sentence = process_bottleneck(load, LONG)
+    assert sentence.startswith(said)
+    assert remedy in sentence
+    assert "Request" not in workers_remark(load) or load.worker_load <= MAX_LOAD
+
+
+def test_half_a_core_is_not_too_much() -> None:
+    assert process_bottleneck(load_of(4, MAX_LOAD, MAX_LOAD), LONG) == ""
+
+
+def test_the_driver_is_named_beside_a_disk_that_is_fuller() -> None:
+    sentence = process_bottleneck(load_of(256, 0.985, 0.2, 1.34 * LONG.disk_bytes_per_s), LONG)
+    assert sentence.index("The disk of the run folder:") < sentence.index("The driver:")
+
+
+def test_the_shipped_costs_name_the_driver_of_1024_engines() -> None:
+    load = process_load(job(1024, 6_200.0), LONG, read_costs(), 256)
+    assert MAX_LOAD < load.driver_load < 1
+    assert process_bottleneck(load, LONG).startswith("The driver:")
 
 
 @pytest.mark.parametrize("engines", [1, 4, 5, 16, 1024])
