@@ -37,7 +37,8 @@ ALONE = ProcessCosts(
     driver_us_a_token=4.0,
     driver_ms_a_trajectory=1.0,
     driver_idle=0.02,
-    worker_tokens_per_s=250_000,
+    worker_us_a_token=4.0,
+    worker_ms_a_trajectory=0.0,
 )
 APART = msgspec.structs.replace(ALONE, workers=8, driver_us_a_token=0.01, driver_ms_a_trajectory=0.3)
 LONG = Workload(mean_tokens=8192)
@@ -84,7 +85,36 @@ def test_the_fit_finds_the_line_that_rows_lie_on() -> None:
     (found,) = fit_costs(rows)
     assert found.driver_us_a_token == pytest.approx(3.0)
     assert found.driver_ms_a_trajectory == pytest.approx(1.0)
-    assert found.worker_tokens_per_s == pytest.approx(250_000)
+    assert found.worker_us_a_token == pytest.approx(4.0)
+    assert found.worker_ms_a_trajectory == pytest.approx(0.0, abs=1e-6)
+
+
+def timed_row(tokens: int, trajectories: int, worker_s: float) -> CostRow:
+    costs = row(tokens, trajectories, 0.1)
+    return msgspec.structs.replace(costs, worker_tokens_per_s=tokens / worker_s)
+
+
+def test_a_workers_time_is_divided_into_tokens_and_trajectories() -> None:
+    sizes = ((512, 700), (8192, 100))
+    rows = [timed_row(length * n, n, length * n * 7e-6 + n * 1.4e-3) for length, n in sizes]
+    (found,) = fit_costs(rows)
+    assert found.worker_us_a_token == pytest.approx(7.0)
+    assert found.worker_ms_a_trajectory == pytest.approx(1.4)
+
+
+def test_a_worker_that_ran_one_length_only_has_all_of_its_time_in_tokens() -> None:
+    (found,) = fit_costs([timed_row(512 * 700, 700, 3.0), timed_row(512 * 690, 690, 3.2)])
+    assert found.worker_us_a_token == pytest.approx(1e6 * 6.2 / (512 * 1390))
+    assert found.worker_ms_a_trajectory == 0
+
+
+def test_short_answers_cost_a_worker_more_for_each_token() -> None:
+    costs = read_costs()
+    loads = []
+    for length in (64, 8192):
+        plan = msgspec.structs.replace(job(8), trajectories_per_s=8 * 6_000.0 / length)
+        loads.append(process_load(plan, LONG, costs, 2).worker_load)
+    assert loads[0] > 3 * loads[1]
 
 
 def test_a_negative_coefficient_becomes_0_when_rows_scatter() -> None:
@@ -180,7 +210,8 @@ def test_one_process_has_time_for_the_trajectories_that_auto_gives_it() -> None:
     [
         ("driver_us_a_token", 1.0, "The driver:"),
         ("driver_ms_a_trajectory", 10.0, "The driver:"),
-        ("worker_tokens_per_s", 1_000.0, "The rollout workers:"),
+        ("worker_us_a_token", 1_000.0, "The rollout workers:"),
+        ("worker_ms_a_trajectory", 1_000.0, "The rollout workers:"),
     ],
 )
 def test_the_bottleneck_changes_when_a_cost_is_raised(field: str, value: float, said: str) -> None:
