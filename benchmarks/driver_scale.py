@@ -11,10 +11,11 @@ machine idle time.
 Costs are process CPU time with all threads. The driver's includes every process of the run that exists
 once, such as Ray's own. Both are reduced by what the processes take while no engine decodes (`driver_idle`,
 CPU seconds a second of the driver). A worker takes less time for a token the more tokens arrive, because a
-read finds more of them: `--events-per-s` sets the pace. Over the lengths of one run a line is fitted to the
-driver's CPU time: a slope per token and an intercept per trajectory. `worker_tokens_per_s` counts tokens per
-CPU second of a worker, and of the driver where there is none (`workers: 0`). The longest pause is that of the
-event loop which reads the events: of a worker, in its own process, or of the driver.
+read finds more of them: `--events-per-s` sets the pace. Over the lengths of one run lines are fitted to the
+CPU times of the driver and of a worker: a slope per token and an intercept per trajectory.
+`worker_tokens_per_s` counts tokens per CPU second of a worker, and of the driver where there is none
+(`workers: 0`). The longest pause is that of the event loop which reads the events: of a worker, in its own
+process, or of the driver.
 """
 
 from __future__ import annotations
@@ -410,7 +411,8 @@ def show(rows: Sequence[CostRow], fits: Sequence[ProcessCosts]) -> None:
         console.print(
             f"{fit.workers} workers, {fit.tokens_per_event:.0f} tokens per event: "
             f"{fit.driver_us_a_token:.3f} µs per token (limit {SLOPE_LIMIT_US}), "
-            f"{fit.driver_ms_a_trajectory:.2f} ms per trajectory (limit {INTERCEPT_LIMIT_MS})"
+            f"{fit.driver_ms_a_trajectory:.2f} ms per trajectory (limit {INTERCEPT_LIMIT_MS}); of a worker "
+            f"{fit.worker_us_a_token:.1f} µs and {fit.worker_ms_a_trajectory:.2f} ms"
         )
 
 

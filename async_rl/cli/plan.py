@@ -326,30 +326,38 @@ def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:
 
 
 def process_bottleneck(load: ProcessLoad, workload: Workload) -> str:
-    """Return one sentence if the driver, workers, network or disk limit a job, else nothing."""
+    """Return a sentence for each of driver, workers, network and disk that limits a job, the fullest first.
+
+    Driver and workers limit it above `MAX_LOAD` of a core, because calls then wait for them; network and disk
+    above what a node has. Nothing if none does.
+    """
     used = {
-        "driver": load.driver_load,
-        "workers": load.worker_load,
-        "network": load.network_bytes_per_s / workload.network_bytes_per_s,
-        "disk": load.disk_bytes_per_s / workload.disk_bytes_per_s,
+        "driver": (load.driver_load, MAX_LOAD),
+        "workers": (load.worker_load, MAX_LOAD),
+        "network": (load.network_bytes_per_s / workload.network_bytes_per_s, 1.0),
+        "disk": (load.disk_bytes_per_s / workload.disk_bytes_per_s, 1.0),
     }
-    worst = max(used, key=lambda name: used[name])
-    if used[worst] <= 1.0:
-        return ""
-    if worst == "driver":
+    limits = sorted((name for name, (share, most) in used.items() if share > most), key=used.__getitem__)
+    return " ".join(_limit_sentence(name, load, workload) for name in reversed(limits))
+
+
+def _limit_sentence(name: str, load: ProcessLoad, workload: Workload) -> str:
+    if name == "driver":
+        demand = _cpu_demand(load.driver_load)
         if not load.workers:
-            return f"The driver: it would need {load.driver_load:.1f} s of CPU time per second, and has 1."
+            return f"The driver: it would {demand}; set rollout.num_workers to at least 1."
+        delivered = f": it delivers {1 / load.driver_load:.0%} of this throughput" * (load.driver_load > 1)
         return (
-            f"The driver: with {load.workers} rollout workers it would need {load.driver_load:.1f} s of CPU "
-            f"time per second, and has 1: it delivers {1 / load.driver_load:.0%} of this throughput; split "
-            "the job into several runs, or make answers longer."
+            f"The driver: with {load.workers} rollout workers it would {demand}{delivered}; make answers "
+            "longer, use fewer engines, or split the job into several runs."
         )
-    if worst == "workers":
+    if name == "workers":
+        enough = math.ceil(load.workers * load.worker_load / MAX_LOAD)
         return (
-            f"The rollout workers: each of the {load.workers} would need {load.worker_load:.1f} s of CPU "
-            f"time per second; raise rollout.num_workers above {load.workers * load.worker_load:.0f}."
+            f"The rollout workers: each of the {load.workers} would {_cpu_demand(load.worker_load)}; raise "
+            f"rollout.num_workers to {enough}."
         )
-    if worst == "network":
+    if name == "network":
         return (
             f"The network: a process would receive {_size(int(load.network_bytes_per_s))} per second, and a "
             f"node has {_size(int(workload.network_bytes_per_s))}; raise rollout.num_workers, or leave out "
@@ -365,16 +373,20 @@ def process_bottleneck(load: ProcessLoad, workload: Workload) -> str:
     )
 
 
+def _cpu_demand(load: float) -> str:
+    if load > 1:
+        return f"need {load:.1f} s of CPU time per second, and has 1"
+    return f"use {load:.0%} of a CPU, and above {MAX_LOAD:.0%} calls wait for it"
+
+
 def workers_remark(load: ProcessLoad) -> str:
-    """Return a sentence that says how many rollout workers to request."""
-    if not load.workers and load.driver_load > MAX_LOAD:
-        return (
-            f" The driver would use {load.driver_load:.0%} of a CPU: set rollout.num_workers to at least 1."
-        )
+    """Return a sentence that says how many rollout workers to request, and what they use."""
     if not load.workers:
-        return " No rollout workers are needed for its tokens."
+        return " No rollout workers are needed for its tokens." * (load.driver_load <= MAX_LOAD)
     cpus = f"each uses {load.worker_load:.0%} of a CPU"
-    return f" Request rollout.num_workers={load.workers}: {cpus}, the driver {load.driver_load:.0%} of one."
+    setting = f"rollout.num_workers={load.workers}"
+    asked = f"Request {setting}" if load.worker_load <= MAX_LOAD else f"With {setting}"
+    return f" {asked}: {cpus}, the driver {load.driver_load:.0%} of one."
 
 
 def frame_nodes(job: Config, workload: Workload, workers: int) -> int:

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
+from async_rl.config.urls_file import read_urls
 from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import ConfigError, EngineError
@@ -35,39 +35,6 @@ REREAD_S: Final = 2.0
 _ABORT_LIMIT_S: Final = 20.0
 """For ending the last calls of a server that leaves, which may be gone already: longer than the leases of a
 worker that is silent are valid."""
-
-
-def read_urls(path: Path) -> tuple[str, ...]:
-    """Reads the URLs in a file.
-
-    Raises:
-        ConfigError: When the file cannot be read or parsed.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"engine.urls_file {path} cannot be read: {error}") from error
-    return parse_urls(text, str(path))
-
-
-def parse_urls(text: str, name: str) -> tuple[str, ...]:
-    """Parses the URLs of a file, one per line; repeats, empty lines and comments after # are skipped.
-
-    Raises:
-        ConfigError: With the line that is not a URL.
-    """
-    urls: dict[str, None] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        url = line.partition("#")[0].strip().rstrip("/")
-        if not url:
-            continue
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"{name}:{number}: {url!r} is not the URL of a server such as http://10.0.0.7:30000"
-            )
-        urls[url] = None
-    return tuple(urls)
 
 
 def diff_urls(known: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -15,9 +15,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from async_rl.config import Config, SGLangEngines, to_builtins
+from async_rl.config.urls_file import read_urls
 from async_rl.engine_protocol import Engine
 from async_rl.engines.frozen_models import EngineProcesses
-from async_rl.engines.membership import read_urls
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of, sglang_client

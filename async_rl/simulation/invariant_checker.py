@@ -59,8 +59,6 @@ _ROUNDING_S: Final = 0.001
 _LINK_SLACK_S: Final = 2.0
 """A rollout worker learns with a delay that engines are held."""
 
-_RETRIED: Final = frozenset({"too_stale", "sibling_failed"})
-"""Reasons for which the task of a whole group may be dispatched once more."""
 _MAX_RECOVERIES: Final = 4
 """Failures after which a trajectory gives up its missing rows."""
 _NO_FAILURES: Final = frozenset({"abort", "LocalShortage", "EngineBusy"})

@@ -22,9 +22,11 @@ from async_rl.errors import ConfigError
 from async_rl.rollout.workers.worker import TICK_S
 from async_rl.simulation.planned_job import FRAME_BYTES, JobPlan
 from async_rl.simulation.workload import Workload
+from async_rl.types import Float64Array
 
 MEASURED_COSTS: Final = Path(__file__).with_name("measured_costs.json")
-"""Rows of the benchmark on two cores under load; `async-rl plan --costs` reads rows of another machine."""
+"""Rows of the benchmark on two otherwise idle cores (load 0.4 to 1.0); `async-rl plan --costs` reads those of
+another machine."""
 
 MAX_LOAD: Final = 0.5
 """Load up to which a process answers without noticeable waits, and recovers from pauses."""
@@ -83,7 +85,9 @@ class ProcessCosts(msgspec.Struct, frozen=True, kw_only=True):
     driver_us_a_token: float
     driver_ms_a_trajectory: float
     driver_idle: float
-    worker_tokens_per_s: float
+    worker_us_a_token: float
+    """CPU time of a worker; of the driver where there is none. So is the next field."""
+    worker_ms_a_trajectory: float
     driver_idle_a_worker: float = 0.0
     """What each worker adds to `driver_idle`: its heartbeats."""
 
@@ -123,24 +127,22 @@ def read_costs(path: Path = MEASURED_COSTS) -> list[ProcessCosts]:
 
 
 def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:
-    """Fit the driver's CPU time by tokens and trajectories, for each number of workers and size of events.
+    """Fit CPU times by tokens and trajectories, for each number of workers and size of events.
 
     Least squares of the CPU time of a trajectory over its mean number of tokens, weighted by the number of
-    trajectories; a negative coefficient is set to 0. The worker's figure is that of all rows together.
+    trajectories; a negative coefficient is set to 0. A worker's time, with answers of one length only, is all
+    counted by tokens.
     """
     found = []
     for workers, interval in sorted({(row.workers, round(row.tokens_per_event)) for row in rows}):
         run = [r for r in rows if (r.workers, round(r.tokens_per_event)) == (workers, interval)]
         events = np.array([[r.tokens, r.trajectories] for r in run], float)
         cpu_s = np.array([r.driver_cpu_s for r in run])
-        weights = 1 / np.sqrt(np.maximum(events[:, 1], 1.0))
-        line = np.linalg.lstsq(events * weights[:, None], cpu_s * weights, rcond=None)[0]
-        if line.min() < 0:  # the other one alone then fits best
-            kept = int(line.argmax())
-            alone = events[:, kept] * weights
-            line = np.zeros(2)
-            line[kept] = alone @ (cpu_s * weights) / (alone @ alone)
-        worker_cpu_s = sum(r.tokens / r.worker_tokens_per_s for r in run if r.worker_tokens_per_s > 0)
+        line = _fit_line(events, cpu_s)
+        worker_s = np.array([r.tokens / r.worker_tokens_per_s if r.worker_tokens_per_s else 0.0 for r in run])
+        worker_line = _fit_line(events, worker_s)
+        if len({r.answer_tokens for r in run}) == 1:
+            worker_line = np.array([worker_s.sum() / max(1.0, events[:, 0].sum()), 0.0])
         found.append(
             ProcessCosts(
                 workers=workers,
@@ -148,11 +150,24 @@ def fit_costs(rows: Sequence[CostRow]) -> list[ProcessCosts]:
                 driver_us_a_token=1e6 * float(line[0]),
                 driver_ms_a_trajectory=1e3 * float(line[1]),
                 driver_idle=float(np.mean([r.driver_idle for r in run])),
-                worker_tokens_per_s=sum(r.tokens for r in run) / max(worker_cpu_s, 1e-9),
+                worker_us_a_token=1e6 * float(worker_line[0]),
+                worker_ms_a_trajectory=1e3 * float(worker_line[1]),
                 driver_idle_a_worker=1e-6 * float(np.mean([r.heartbeat_us for r in run])) / TICK_S,
             )
         )
     return found
+
+
+def _fit_line(events: Float64Array, cpu_s: Float64Array) -> Float64Array:
+    """Return seconds per token and per trajectory; `events` has the numbers of both in each row."""
+    weights = 1 / np.sqrt(np.maximum(events[:, 1], 1.0))
+    line = np.asarray(np.linalg.lstsq(events * weights[:, None], cpu_s * weights, rcond=None)[0], np.float64)
+    if line.min() < 0:  # the other one alone then fits best
+        kept = int(line.argmax())
+        alone = events[:, kept] * weights
+        line = np.zeros(2)
+        line[kept] = alone @ (cpu_s * weights) / (alone @ alone)
+    return line
 
 
 def process_load(
@@ -181,7 +196,7 @@ def process_load(
     return ProcessLoad(
         workers=workers,
         driver_load=driver_load(chosen, tokens_per_s, finished_per_s, workers),
-        worker_load=tokens_per_s / chosen.worker_tokens_per_s / workers if workers else 0.0,
+        worker_load=worker_load(chosen, tokens_per_s, finished_per_s, workers),
         network_bytes_per_s=wire_bytes * tokens_per_s / max(1, workers),
         frame_nodes=frame_nodes,
         disk_bytes_per_s=stored * finished_per_s / frame_nodes,
@@ -201,3 +216,10 @@ def driver_load(
     by_tokens = 1e-6 * costs.driver_us_a_token * tokens_per_s
     idle = costs.driver_idle + costs.driver_idle_a_worker * workers
     return idle + by_tokens + 1e-3 * costs.driver_ms_a_trajectory * trajectories_per_s
+
+
+def worker_load(costs: ProcessCosts, tokens_per_s: float, trajectories_per_s: float, workers: int) -> float:
+    """Return the CPU seconds a second that each of so many workers takes; 0 if there are none."""
+    by_tokens = 1e-6 * costs.worker_us_a_token * tokens_per_s
+    by_trajectories = 1e-3 * costs.worker_ms_a_trajectory * trajectories_per_s
+    return (by_tokens + by_trajectories) / workers if workers else 0.0

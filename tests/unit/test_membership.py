@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.config.urls_file import parse_urls
 from async_rl.engine_protocol import Engine
-from async_rl.engines.membership import REREAD_S, EngineMembership, diff_urls, parse_urls
+from async_rl.engines.membership import REREAD_S, EngineMembership, diff_urls
 from async_rl.engines.pool import EngineState
 from async_rl.errors import ConfigError
 from async_rl.runtime.supervision import Nursery, first_error, services

@@ -24,6 +24,7 @@ from async_rl.simulation.process_costs import (
     MEASURED_COSTS,
     CostRow,
     ProcessCosts,
+    ProcessLoad,
     fit_costs,
     process_load,
     read_costs,
@@ -36,7 +37,8 @@ ALONE = ProcessCosts(
     driver_us_a_token=4.0,
     driver_ms_a_trajectory=1.0,
     driver_idle=0.02,
-    worker_tokens_per_s=250_000,
+    worker_us_a_token=4.0,
+    worker_ms_a_trajectory=0.0,
 )
 APART = msgspec.structs.replace(ALONE, workers=8, driver_us_a_token=0.01, driver_ms_a_trajectory=0.3)
 LONG = Workload(mean_tokens=8192)
@@ -83,7 +85,36 @@ def test_the_fit_finds_the_line_that_rows_lie_on() -> None:
     (found,) = fit_costs(rows)
     assert found.driver_us_a_token == pytest.approx(3.0)
     assert found.driver_ms_a_trajectory == pytest.approx(1.0)
-    assert found.worker_tokens_per_s == pytest.approx(250_000)
+    assert found.worker_us_a_token == pytest.approx(4.0)
+    assert found.worker_ms_a_trajectory == pytest.approx(0.0, abs=1e-6)
+
+
+def timed_row(tokens: int, trajectories: int, worker_s: float) -> CostRow:
+    costs = row(tokens, trajectories, 0.1)
+    return msgspec.structs.replace(costs, worker_tokens_per_s=tokens / worker_s)
+
+
+def test_a_workers_time_is_divided_into_tokens_and_trajectories() -> None:
+    sizes = ((512, 700), (8192, 100))
+    rows = [timed_row(length * n, n, length * n * 7e-6 + n * 1.4e-3) for length, n in sizes]
+    (found,) = fit_costs(rows)
+    assert found.worker_us_a_token == pytest.approx(7.0)
+    assert found.worker_ms_a_trajectory == pytest.approx(1.4)
+
+
+def test_a_worker_that_ran_one_length_only_has_all_of_its_time_in_tokens() -> None:
+    (found,) = fit_costs([timed_row(512 * 700, 700, 3.0), timed_row(512 * 690, 690, 3.2)])
+    assert found.worker_us_a_token == pytest.approx(1e6 * 6.2 / (512 * 1390))
+    assert found.worker_ms_a_trajectory == 0
+
+
+def test_short_answers_cost_a_worker_more_for_each_token() -> None:
+    costs = read_costs()
+    loads = []
+    for length in (64, 8192):
+        plan = msgspec.structs.replace(job(8), trajectories_per_s=8 * 6_000.0 / length)
+        loads.append(process_load(plan, LONG, costs, 2).worker_load)
+    assert loads[0] > 3 * loads[1]
 
 
 def test_a_negative_coefficient_becomes_0_when_rows_scatter() -> None:
@@ -100,8 +131,54 @@ def test_no_workers_are_requested_when_the_driver_can_receive_all_tokens() -> No
 
 def test_a_worker_is_requested_when_the_driver_alone_would_be_too_busy() -> None:
     load = process_load(job(64), LONG, [ALONE, APART], 0)
-    assert "set rollout.num_workers to at least 1" in workers_remark(load)
-    assert process_bottleneck(load, LONG).startswith("The driver: it would need 1.")
+    sentence = process_bottleneck(load, LONG)
+    assert sentence.startswith("The driver: it would need 1.")
+    assert "set rollout.num_workers to at least 1" in sentence
+    assert workers_remark(load) == ""
+
+
+def load_of(workers: int, driver: float, worker: float, disk_bytes_per_s: float = 0.0) -> ProcessLoad:
+    return ProcessLoad(
+        workers=workers,
+        driver_load=driver,
+        worker_load=worker,
+        network_bytes_per_s=0.0,
+        frame_nodes=1,
+        disk_bytes_per_s=disk_bytes_per_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "said", "remedy"),
+    [
+        (load_of(256, 0.985, 0.2), "The driver: with 256 rollout workers it would use 98%", "fewer engines"),
+        (load_of(0, 0.6, 0.0), "The driver: it would use 60%", "num_workers to at least 1"),
+        (load_of(4, 0.1, 0.7), "The rollout workers: each of the 4 would use 70%", "num_workers to 6"),
+        (load_of(4, 0.1, 1.25), "The rollout workers: each of the 4 would need 1.2 s", "num_workers to 10"),
+    ],
+)
+def test_a_process_is_named_when_it_would_use_more_than_half_a_core(
+    load: ProcessLoad, said: str, remedy: str
+) -> None:
+    sentence = process_bottleneck(load, LONG)
+    assert sentence.startswith(said)
+    assert remedy in sentence
+    assert "Request" not in workers_remark(load) or load.worker_load <= MAX_LOAD
+
+
+def test_half_a_core_is_not_too_much() -> None:
+    assert process_bottleneck(load_of(4, MAX_LOAD, MAX_LOAD), LONG) == ""
+
+
+def test_the_driver_is_named_beside_a_disk_that_is_fuller() -> None:
+    sentence = process_bottleneck(load_of(256, 0.985, 0.2, 1.34 * LONG.disk_bytes_per_s), LONG)
+    assert sentence.index("The disk of the run folder:") < sentence.index("The driver:")
+
+
+def test_the_shipped_costs_name_the_driver_of_1024_engines() -> None:
+    load = process_load(job(1024, 6_200.0), LONG, read_costs(), 256)
+    assert MAX_LOAD < load.driver_load < 1
+    assert process_bottleneck(load, LONG).startswith("The driver:")
 
 
 @pytest.mark.parametrize("engines", [1, 4, 5, 16, 1024])
@@ -133,7 +210,8 @@ def test_one_process_has_time_for_the_trajectories_that_auto_gives_it() -> None:
     [
         ("driver_us_a_token", 1.0, "The driver:"),
         ("driver_ms_a_trajectory", 10.0, "The driver:"),
-        ("worker_tokens_per_s", 1_000.0, "The rollout workers:"),
+        ("worker_us_a_token", 1_000.0, "The rollout workers:"),
+        ("worker_ms_a_trajectory", 1_000.0, "The rollout workers:"),
     ],
 )
 def test_the_bottleneck_changes_when_a_cost_is_raised(field: str, value: float, said: str) -> None:

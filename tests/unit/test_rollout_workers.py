@@ -9,7 +9,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Awaitable, Mapping, Set
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -57,6 +57,7 @@ from async_rl.rollout.workers.messages import (
     LeaseEnded,
     LeaseGranted,
     LeaseWanted,
+    Link,
     Message,
     MetricIncrement,
     ScoreGroup,
@@ -65,7 +66,7 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.remote_progress import RemoteProgress
-from async_rl.rollout.workers.worker_backend import WorkerBackend
+from async_rl.rollout.workers.worker_backend import WorkerBackend, WorkerSpec
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation import simulated_workers
@@ -312,6 +313,30 @@ async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
     assert [len(t.trajectory_id.split(".")) for t in there] == [1, 2, 3, 2]
     assert there[0].turns[0].metadata["length"] == 4
     assert len({trajectory.outcome.reward for trajectory in there}) == 1  # one reward source
+
+
+@in_virtual_time
+async def test_workers_are_told_their_number(tmp_path: Path) -> None:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "placement": {"ray_address": "auto"},
+        "engine": {"urls_file": str(tmp_path / "servers.txt")},
+        "rollout": {"max_concurrent_trajectories": 1024},
+    }
+    specs: list[WorkerSpec] = []
+
+    def open_worker(spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:
+        specs.append(spec)
+        raise EnvironmentNotReady("no node is free")
+
+    async with WorkerBench() as one:
+        backend = WorkerBackend(
+            parse_config(tree), open_worker, one.metrics, one.bench.pool, one.clock, one.spool, None
+        )
+        async with backend:
+            await asyncio.sleep(0.1)
+    assert {spec.config.rollout.num_workers for spec in specs} == {2}
 
 
 @in_virtual_time

@@ -55,6 +55,36 @@ def test_auto_has_workers_where_the_driver_alone_would_not_do(
     assert config.workers.reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("placement", "text", "number", "reason"),
+    [
+        (CLUSTER, "http://gpu-7:30000\nhttp://[::1]:30000  # here\n", 0, "engine.urls_file has a"),
+        (CLUSTER, "http://gpu-7:30000\n# http://127.0.0.1:30000\n", 2, "one per 512"),
+        (CLUSTER, "no URL\n", 2, "one per 512"),
+        (CLUSTER, None, 2, "one per 512"),
+        (ONE_MACHINE, "http://127.0.0.1:30000\n", 2, "one per 512"),
+    ],
+)
+def test_auto_has_no_workers_where_the_file_of_urls_has_a_loopback_address(
+    tmp_path: Path, placement: dict[str, Any], text: str | None, number: int, reason: str
+) -> None:
+    path = tmp_path / "servers.txt"
+    if text is not None:
+        path.write_text(text)
+    config = parse_config(sections(placement, {"urls_file": str(path)}, "auto", 1024))
+    assert config.num_workers == number
+    assert config.workers.reason.startswith(reason)
+
+
+def test_the_number_of_workers_stays_when_the_file_of_urls_changes(tmp_path: Path) -> None:
+    path = tmp_path / "servers.txt"
+    path.write_text("http://gpu-7:30000\n")
+    config = parse_config(sections(CLUSTER, {"urls_file": str(path)}, "auto", 1024))
+    assert config.num_workers == 2
+    path.write_text("http://127.0.0.1:30000\n")
+    assert config.num_workers == 2
+
+
 def check(path: Path, tmp_path: Path, *overrides: str) -> int:
     config = make_config(path, tmp_path)
     tree = f"{{model: {{path: {config.model.path}}}, data: {{path: {config.data.path}}}, "

@@ -33,12 +33,12 @@ from async_rl.config import (
     TeacherConfig,
     load_config,
 )
+from async_rl.config.urls_file import read_urls
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_run_tasks, order_of
 from async_rl.data.feeder import Feeder
 from async_rl.engine_protocol import Engine
 from async_rl.engines.frozen_models import check_served_model
-from async_rl.engines.membership import read_urls
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.model_files import check_weights
 from async_rl.engines.pool import EnginePool, EngineState

@@ -296,9 +296,11 @@ class WorkerBackend(RolloutBackend):
             inspected: Where workers keep a copy of each trajectory for inspection.
             name: The name of a worker begins with it.
         """
+        # Workers do not choose the number again: on their nodes `engine.urls_file` may be another one.
+        rollout = msgspec.structs.replace(config.rollout, num_workers=config.num_workers)
         self._spec = WorkerSpec(
             name=name,
-            config=config,
+            config=msgspec.structs.replace(config, rollout=rollout),
             folder=Path(),
             frames=None,
             inspected=None if inspected is None else inspected.folder,
