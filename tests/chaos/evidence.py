@@ -83,9 +83,11 @@ class LedgerWatch:
         """Last row seen of each trajectory."""
         self.current: set[str] = set()
         """Trajectories that had a row in the last read."""
+        self.dropped: set[str] = set()
+        """Trajectories that were dropped, and those whose row is gone and was last seen without an end."""
         self.pending: set[int] = set()
-        self.unfinished: set[str] = set()
-        """Trajectories in flight whose attempt had not ended in the last read."""
+        self.unfinished: dict[str, int] = {}
+        """The attempts of trajectories in flight that had not ended in the last read, by trajectory."""
 
     def look(self) -> None:
         """Reads all rows without a lock that could block the run."""
@@ -99,11 +101,17 @@ class LedgerWatch:
                 ).fetchall()
                 pending = database.execute("SELECT position FROM pending").fetchall()
                 unfinished = database.execute(
-                    "SELECT trajectory_id FROM trajectories WHERE state = 'in_flight' AND stored IS NULL"
+                    "SELECT trajectory_id, attempt FROM trajectories "
+                    "WHERE state = 'in_flight' AND stored IS NULL"
                 ).fetchall()
             except sqlite3.OperationalError:
                 return  # its tables do not exist yet
         self.rows |= {trajectory_id: Row(*columns) for trajectory_id, *columns in found}
         self.current = {trajectory_id for trajectory_id, *_ in found}
+        self.dropped = {
+            name
+            for name, row in self.rows.items()
+            if row.state == "dropped" or (row.state == "in_flight" and name not in self.current)
+        }
         self.pending = {position for (position,) in pending}
-        self.unfinished = {trajectory_id for (trajectory_id,) in unfinished}
+        self.unfinished = dict(unfinished)

@@ -25,16 +25,24 @@ import psutil
 
 from async_rl.config import Config, parse_config
 from async_rl.engines.sglang.server import free_port
-from async_rl.queue.journal_file import read_journal
-from async_rl.types import root_of
 from tests.chaos.audit import Finding, audit
 from tests.chaos.diary import DIARY, Trained, read
 from tests.chaos.engine_faults import FAULTS, EngineFaults, Evidence, TooBusy
 from tests.chaos.evidence import LedgerWatch, Processes
 from tests.chaos.exposure import Exposure
+from tests.chaos.lost_journals import (
+    LostJournal,
+    calls_under_way,
+    count_left,
+    journal_of,
+    left_in,
+    oldest_loss_s,
+    ports_of,
+    read_journals,
+)
 from tests.chaos.plan import Blow, Kind, last
 from tests.chaos.shortages import DescriptorShortage, FullDisk, RewardServer, failed_reward_calls
-from tests.chaos.strikes import Strikes
+from tests.chaos.strikes import USED_SHARE, Strikes
 
 ROOT = Path(__file__).parents[2]
 STUCK_S = 400.0
@@ -44,6 +52,9 @@ MAX_ENDS = 5
 """A driver that has ended by itself is started again this often, so that a run finds more than one reason."""
 _FLUSHED_S = 1.5
 """After this the ledger's file has what had happened before."""
+CONTINUES_S = 120.0
+"""The attempts of a lost rollout worker must have continued within this time: the worker that continues them,
+or the trainer, may have to be started first."""
 STRIKE_S = 45.0
 """A fault that waits for a payload, a call or a reward is given up after this time."""
 GONE_S = 20.0
@@ -199,7 +210,8 @@ class Chaos:
             by_itself = Finding(
                 "the driver never ended by itself", not self._ends, "; ".join(self._ends) or "never"
             )
-            return [*findings, by_itself, self.strikes.finding(required), self.strikes.continued()]
+            journals = self.strikes.journals(self.config.queue.journal_s or 0.0)
+            return [*findings, by_itself, self.strikes.finding(required), *journals]
         finally:
             self._clean_up()
 
@@ -297,30 +309,39 @@ class Chaos:
             self._send_signal(blow, victim)
 
     def _end_worker(self, blow: Blow) -> None:
-        """Signals a rollout worker, and counts what was in its journal and what others continued."""
+        """Signals a rollout worker, and finds out what its journal had and what others used of it."""
         if (victim := self._pick_victim(blow)) is None:
             return
-        before = self._counted("resumed_tokens_total")
-        folder = _journal_of(victim)
+        names = "resumed_tokens_total", "resume_discarded_tokens_total"
+        before, used = self._counted(*names), 0
+        folder, ports = journal_of(victim), ports_of(victim)
+        killed_s = time.time()
         self._send_signal(blow, victim)
-        left: dict[str, int] = {}
-        with suppress(FileNotFoundError):  # it was compacted meanwhile
-            found = {} if folder is None else read_journal(folder)[0]
-            left = {name: state.num_sampled_tokens for name, state in found.items()}
+        journals = read_journals(self._run_dir / "journal")
+        left = {} if folder is None else left_in(folder, journals)
         self._wait(_FLUSHED_S)  # until the ledger knows which of its attempts had ended
         self.ledger.look()
-        num_left = sum(tokens for name, tokens in left.items() if root_of(name) in self.ledger.unfinished)
-        self._until(
-            lambda: self._counted("resumed_tokens_total") > before,
-            STRIKE_S,
-            "resumed tokens",
-            must=False,
-        )
-        self._wait(2.0)  # not all of its attempts continue at once
-        num_resumed = max(0, self._counted("resumed_tokens_total") - before)
-        self._note(f"its journal had {num_left} tokens, {num_resumed} tokens were continued")
-        evidence = {"tokens in journals": num_left, "tokens continued": num_resumed}
-        self.strikes.add_evidence(blow.kind, evidence)
+        unfinished = self.ledger.unfinished
+
+        def num_left() -> int:
+            dropped = self.ledger.dropped
+            return count_left(left, {name: unfinished[name] for name in unfinished.keys() - dropped})
+
+        def is_used() -> bool:
+            nonlocal used
+            used = max(used, self._counted(*names) - before)
+            return used >= USED_SHARE * num_left()
+
+        self._until(is_used, CONTINUES_S, "the attempts of a lost worker", must=False)
+        self._wait(2.0)  # not all of them continue at once
+        is_used()
+        self.ledger.look()
+        calls = self._faults.calls()
+        cut = calls_under_way(calls, ports, killed_s) if blow.how == "SIGKILL" else []
+        loss_s = oldest_loss_s(cut, calls, journals.values(), killed_s)
+        lost = LostJournal(num_left(), used, len(cut), loss_s)
+        self._note(f"of its journal: {lost}")
+        self.strikes.lose_journal(blow.kind, lost)
 
     def _delay_worker(self, blow: Blow) -> None:
         """Stops a rollout worker for less than `rollout.worker_stall_s`: it goes on with its leases."""
@@ -337,13 +358,13 @@ class Chaos:
         self._note(f"rollout worker {victim.pid} goes on after {lasts_s:.1f} s")
         self.strikes.strike(blow.kind, {"seconds": round(lasts_s)})
 
-    def _counted(self, name: str) -> int:
-        """Returns a counter of the driver's metrics; 0 while it does not answer."""
+    def _counted(self, *names: str) -> int:
+        """Returns the sum of some counters of the driver's metrics; 0 while it does not answer."""
         url = f"http://127.0.0.1:{self._tree['metrics']['port']}/metrics"
         with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith(f"async_rl_{name} "):
-                    return int(float(line.split()[1]))
+            wanted = tuple(f"async_rl_{name} " for name in names)
+            lines = answer.read().decode().splitlines()
+            return sum(int(float(line.split()[1])) for line in lines if line.startswith(wanted))
         return 0
 
     def _stick_payload(self, blow: Blow) -> None:
@@ -568,15 +589,6 @@ def _is_stopped(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
         return True
-
-
-def _journal_of(process: psutil.Process) -> Path | None:
-    """Returns the folder of the journal that a process writes; None before its first write."""
-    with suppress(psutil.NoSuchProcess):
-        for file in process.open_files():
-            if (path := Path(file.path)).match("journal/*/journal-*"):
-                return path.parent
-    return None
 
 
 def _resume_tree(pid: int) -> int:

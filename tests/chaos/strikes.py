@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Final
 
 from tests.chaos.audit import Finding
+from tests.chaos.lost_journals import LostJournal
 from tests.chaos.plan import Kind
+
+USED_SHARE: Final = 0.8
+"""Attempts use at least this share of what a lost worker's journal has of trajectories that go on. The rest
+is of attempts that had just failed and begun again, which the journal did not know yet."""
+
+JOURNAL_DELAY_S: Final = 2.0
+"""On a busy machine tokens may be in the journal so much later than after `queue.journal_s`."""
 
 
 class Strikes:
@@ -26,6 +35,7 @@ class Strikes:
         self._planned: Counter[Kind] = Counter()
         self._struck: Counter[Kind] = Counter()
         self._evidence: dict[Kind, Counter[str]] = {}
+        self._journals: list[LostJournal] = []
 
     def plan(self, kind: Kind) -> None:
         """Count a fault that is about to be injected."""
@@ -39,6 +49,12 @@ class Strikes:
     def add_evidence(self, kind: Kind, evidence: dict[str, int]) -> None:
         """Add to what is known of a fault."""
         self._evidence.setdefault(kind, Counter()).update(evidence)
+
+    def lose_journal(self, kind: Kind, lost: LostJournal) -> None:
+        """Add what is known of the journal of a rollout worker that a fault has ended."""
+        self._journals.append(lost)
+        evidence = {"tokens in journals": lost.num_left, "of them used": min(lost.num_left, lost.num_used)}
+        self.add_evidence(kind, evidence | {"calls cut": lost.num_calls})
 
     def table(self) -> list[str]:
         """Return the table of all faults."""
@@ -62,12 +78,25 @@ class Strikes:
             f"{self._struck.total()} of {self._planned.total()}, never: {', '.join(missed) or 'none'}",
         )
 
-    def continued(self) -> Finding:
-        """Return whether tokens were continued that rollout workers had left in their journals."""
-        known = sum(self._evidence.values(), Counter[str]())
-        left, continued = known["tokens in journals"], known["tokens continued"]
-        return Finding(
-            "journals of lost rollout workers were continued",
-            continued > 0 or not left,
-            f"{continued} tokens continued, {left} were left by all their attempts",
-        )
+    def journals(self, journal_s: float) -> list[Finding]:
+        """Return whether journals of lost rollout workers were used, and had all but the newest tokens.
+
+        Args:
+            journal_s: `queue.journal_s` of the run.
+        """
+        used = [(min(each.num_used, each.num_left), each.num_left) for each in self._journals]
+        cut = [each for each in self._journals if each.num_calls]
+        losses_s = [each.oldest_loss_s for each in cut]
+        return [
+            Finding(
+                "journals of lost rollout workers were used",
+                all(num_used >= USED_SHARE * num_left for num_used, num_left in used),
+                f"tokens: {', '.join(f'{num_used} of {num_left}' for num_used, num_left in used) or 'none'}",
+            ),
+            Finding(
+                "their journals lacked only the newest tokens",
+                all(loss_s <= journal_s + JOURNAL_DELAY_S for loss_s in losses_s),
+                f"age of the oldest token in none, at the kill: "
+                f"{', '.join(f'{loss_s:.1f} s' for loss_s in losses_s) or 'no call was cut'}",
+            ),
+        ]

@@ -12,15 +12,27 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pybase64
+import pytest
 
+from async_rl.queue.journal import Journal
 from async_rl.simulation.faults import FAULTS
+from async_rl.types import Context, Sampled
 from tests.chaos.audit import Finding
 from tests.chaos.engine_faults import (
     PADDING,
     EngineFaults,
     FaultMiddleware,
+    SentCall,
     TooBusy,
     row_digests,
+)
+from tests.chaos.lost_journals import (
+    LostJournal,
+    calls_under_way,
+    count_left,
+    left_in,
+    oldest_loss_s,
+    read_journals,
 )
 from tests.chaos.plan import DECK, blows
 from tests.chaos.shortages import DescriptorShortage, FullDisk
@@ -50,7 +62,7 @@ async def _server(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _call(faults: EngineFaults, stop=lambda: None) -> list[dict]:
+def _call(faults: EngineFaults, stop=lambda: None, server=_server) -> list[dict]:
     """What the middleware sends for one generate call."""
     sent: list[dict] = []
 
@@ -64,8 +76,9 @@ def _call(faults: EngineFaults, stop=lambda: None) -> list[dict]:
         sent.append({"type": "stopped"})
         stop()
 
-    app = FaultMiddleware(_server, faults, MOE_LAYERS, 2, stopped)
-    asyncio.run(app({"type": "http", "method": "POST", "path": "/generate"}, receive, send))
+    app = FaultMiddleware(server, faults, MOE_LAYERS, 2, stopped)
+    scope = {"type": "http", "method": "POST", "path": "/generate", "client": ("127.0.0.1", 4711)}
+    asyncio.run(app(scope, receive, send))
     return sent
 
 
@@ -181,3 +194,116 @@ def test_a_fault_that_never_took_effect_fails_the_run() -> None:
     strikes.strike(("disk", "disk_full"))
     assert strikes.finding() == Finding("every fault took effect", True, "3 of 3, never: none")
     assert not strikes.finding(required=DECK).holds
+
+
+def test_the_tokens_of_a_call_are_known_with_their_times_and_its_connection(tmp_path) -> None:
+    faults, begin_s = EngineFaults(tmp_path), time.time()
+    _call(faults)
+    [call] = faults.calls()
+    assert (call.port, call.num_prompt, call.token_ids) == (4711, len(PROMPT), PROMPT + ANSWER)
+    assert begin_s <= call.begin_s <= call.sent_s[0] <= call.sent_s[1] <= call.end_s <= time.time()
+
+
+def test_a_call_ends_with_its_last_message_or_when_its_caller_leaves(tmp_path) -> None:
+    async def goes_on(scope, receive, send) -> None:
+        await _server(scope, receive, send)
+        await asyncio.sleep(0.3)
+
+    async def is_left(scope, receive, send) -> None:
+        await receive()
+        await send({"type": "http.response.body", "body": _events()[0], "more_body": True})
+        raise ConnectionResetError
+
+    faults = EngineFaults(tmp_path)
+    _call(faults, server=goes_on)
+    [whole] = faults.calls()
+    assert whole.end_s < time.time() - 0.2
+    with pytest.raises(ConnectionResetError):
+        _call(faults, server=is_left)
+    assert [call.token_ids for call in faults.calls()] == [PROMPT + ANSWER, PROMPT + ANSWER[:1]]
+
+
+def _write_journal(folder: Path, owner_epoch: int, answers: dict[str, list[int]]) -> None:
+    journal = Journal(folder)
+    for name, answer in answers.items():
+        entry = journal.open_entry(name, owner_epoch=owner_epoch)
+        entry.segments.append(Context(token_ids=np.array(PROMPT, np.int32)))
+        entry.segments.append(
+            Sampled(
+                token_ids=np.array(answer, np.int32),
+                rollout_log_probs=np.zeros(len(answer), np.float32),
+                weight_version=0,
+                engine_id="engine-0",
+                finish_reason="abort",
+            )
+        )
+    journal.write_entries()
+    journal.close()
+
+
+def _sent(answer: list[int], sent_s: list[float], prompt: list[int] = PROMPT, port: int = 4711) -> SentCall:
+    return SentCall(
+        port=port,
+        begin_s=sent_s[0] - 0.1,
+        end_s=sent_s[-1] + 0.1,
+        num_prompt=len(prompt),
+        token_ids=[*prompt, *answer],
+        sent_s=sent_s,
+    )
+
+
+def test_a_journal_counts_for_the_trajectories_that_no_other_worker_has_taken_over(tmp_path) -> None:
+    _write_journal(tmp_path / "a", 1, {"t0": [8, 9], "t1": [8], "t2": [9, 8, 8]})
+    _write_journal(tmp_path / "b", 2, {"t1": [8, 8, 8]})
+    journals = read_journals(tmp_path)
+    left = left_in(tmp_path / "a", journals)
+    assert left.keys() == {"t0", "t2"}
+    assert count_left(left, {"t0": 1, "t1": 1, "t2": 1}) == 5
+    assert count_left(left, {"t0": 2, "t2": 1}) == 3, "the other one has failed and begun again"
+    assert left_in(tmp_path / "b", journals).keys() == {"t1"}
+    assert left_in(tmp_path / "c", journals) == {}
+
+
+def test_the_age_of_a_loss_is_that_of_the_oldest_token_in_no_journal(tmp_path) -> None:
+    killed_s = 100.0
+    call = _sent([8, 9, 8, 9], [97.0, 98.0, 99.0, 100.5])
+    others = [_sent([7], [90.0]), _sent([8, 9, 8], [99.5, 99.6, 99.7], port=4712)]
+    ended = _sent([8], [80.0])
+    calls = [ended, call, *others]
+    cut = calls_under_way(calls, {4711}, killed_s)
+    assert cut == [call]
+    _write_journal(tmp_path / "a", 1, {"t0": [7, 7, 7], "t1": [8, 9]})
+
+    def loss_s(*calls: SentCall) -> float:
+        return oldest_loss_s(cut, calls, read_journals(tmp_path).values(), killed_s)
+
+    assert loss_s(*calls) == pytest.approx(0.3), "another call was sent the same tokens, and later"
+    assert loss_s(call) == pytest.approx(1.0)
+    _write_journal(tmp_path / "a", 1, {"t1": [8, 9, 8]})
+    assert loss_s(call) == 0.0, "the last token was sent after the kill"
+    _write_journal(tmp_path / "a", 1, {"t0": [7]})
+    assert loss_s(call) == pytest.approx(3.0)
+
+
+def test_the_age_of_a_loss_is_of_earlier_turns_too() -> None:
+    turns = [_sent([8, 9], [90.0, 91.0]), _sent([7], [99.5], prompt=[*PROMPT, 8, 9, 5])]
+    assert oldest_loss_s(turns[1:], turns, [], killed_s=100.0) == pytest.approx(10.0)
+
+
+def test_a_run_fails_that_loses_more_of_a_worker_than_a_tick() -> None:
+    kind = ("rollout worker", "SIGKILL")
+
+    def holds(*journals: LostJournal) -> list[bool]:
+        strikes = Strikes()
+        for lost in journals:
+            strikes.lose_journal(kind, lost)
+        return [finding.holds for finding in strikes.journals(journal_s=1.0)]
+
+    sound = LostJournal(num_left=654, num_used=630, num_calls=8, oldest_loss_s=1.2)
+    little = LostJournal(num_left=654, num_used=3, num_calls=8, oldest_loss_s=1.2)
+    assert holds() == holds(sound) == [True, True]
+    assert holds(sound, little) == holds(little, sound) == [False, True], "others' tokens make up for nothing"
+    never_written = LostJournal(num_left=0, num_used=5, num_calls=8, oldest_loss_s=6.3)
+    assert holds(sound, never_written) == [True, False]
+    stopped = LostJournal(num_left=654, num_used=700, num_calls=0, oldest_loss_s=0.0)
+    assert holds(stopped) == [True, True]

@@ -37,6 +37,7 @@ from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue import journal as journal_module
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frames import read_columns, verify_frame
+from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import read_journal
 from async_rl.queue.journal_folders import JournalFolders
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
@@ -448,6 +449,27 @@ async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
     else:
         assert 250 + 600 < resumed < 1500  # it was sampling when the other one took over
     assert workers.bench.counted("engine_quarantined_total", engine="engine-0") == 0.0
+
+
+@pytest.mark.parametrize(("write_s", "every_s"), [(0.6, 1.0), (1.5, 1.5)])
+@in_virtual_time
+async def test_a_worker_journals_on_time_when_a_write_takes_long(
+    write_s: float, every_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, begins = asyncio.get_running_loop(), list[float]()
+    write = Journal.write_in_thread
+
+    async def write_slowly(journal: Journal) -> None:
+        begins.append(loop.time())
+        await write(journal)
+        await asyncio.sleep(write_s)
+
+    monkeypatch.setattr(Journal, "write_in_thread", write_slowly)
+    async with WorkerBench(journals=tmp_path, max_context_tokens=2048, max_new_tokens=1900) as workers:
+        workers.policy.stop_at = frozenset({1000})
+        await workers.trajectories(workers.attempt())
+    assert len(begins) >= 6
+    assert [now - before for before, now in pairwise(begins)] == pytest.approx([every_s] * (len(begins) - 1))
 
 
 @pytest.mark.parametrize("worker", ["comes back", "comes up elsewhere", "does not start"])

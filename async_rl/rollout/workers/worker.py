@@ -329,9 +329,13 @@ class RolloutWorker:
 
     async def _write_journal(self) -> None:
         """Write new journal entries every `queue.journal_s`, if the driver wants a journal."""
+        clock, every_s = asyncio.get_running_loop().time, self._config.queue.journal_s or TICK_S
+        due_s = clock()
         while True:
+            # From tick to tick, as in the driver: what a write takes does not postpone the next tick.
+            due_s = max(due_s + every_s, clock())
             with waiting("idle"):
-                await asyncio.sleep(self._config.queue.journal_s or TICK_S)
+                await asyncio.sleep(due_s - clock())
             if (journal := self._backend.journal) is None:
                 continue
             try:
