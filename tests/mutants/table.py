@@ -3119,6 +3119,14 @@ MUTANTS: Final = (
         ("tests/unit/test_rollout_workers.py",),
     ),
     Mutant(
+        "worker-journal-write-postpones-tick",
+        "A worker's slow disk lengthens the time between two writes of its journal.",
+        "async_rl/rollout/workers/worker.py",
+        "            due_s = max(due_s + every_s, clock())\n",
+        "            due_s = clock() + every_s\n",
+        (f"{WORKERS}::test_a_worker_journals_on_time_when_a_write_takes_long",),
+    ),
+    Mutant(
         "answers-of-older-weights-are-kept",
         "Tokens that are older than their lease are kept, and their group is older than its deadline says.",
         "async_rl/rollout/session/transcript.py",

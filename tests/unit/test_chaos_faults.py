@@ -303,7 +303,7 @@ def test_a_run_fails_that_loses_more_of_a_worker_than_a_tick() -> None:
     little = LostJournal(num_left=654, num_used=3, num_calls=8, oldest_loss_s=1.2)
     assert holds() == holds(sound) == [True, True]
     assert holds(sound, little) == holds(little, sound) == [False, True], "others' tokens make up for nothing"
-    never_written = LostJournal(num_left=0, num_used=5, num_calls=8, oldest_loss_s=6.3)
+    never_written = LostJournal(num_left=0, num_used=5, num_calls=8, oldest_loss_s=6.5)
     assert holds(sound, never_written) == [True, False]
     stopped = LostJournal(num_left=654, num_used=700, num_calls=0, oldest_loss_s=0.0)
     assert holds(stopped) == [True, True]
