@@ -337,8 +337,9 @@ def process_bottleneck(load: ProcessLoad, workload: Workload) -> str:
         "network": (load.network_bytes_per_s / workload.network_bytes_per_s, 1.0),
         "disk": (load.disk_bytes_per_s / workload.disk_bytes_per_s, 1.0),
     }
-    limits = sorted((name for name, (share, most) in used.items() if share > most), key=used.__getitem__)
-    return " ".join(_limit_sentence(name, load, workload) for name in reversed(limits))
+    fullness = {name: share / most for name, (share, most) in used.items() if share > most}
+    limits = sorted(fullness, key=fullness.__getitem__, reverse=True)
+    return " ".join(_limit_sentence(name, load, workload) for name in limits)
 
 
 def _limit_sentence(name: str, load: ProcessLoad, workload: Workload) -> str:

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 MAX_DAMAGED_GROUPS: Final = 64
 """The run ends after so many damaged groups without a batch in between."""
 
+MAX_INCOMPLETE_BATCHES: Final = 64
+"""The run ends after so many batches in a row of which nodes have lost frames."""
+
 
 class BatchDelivery:
     """Makes batches of ready groups and remembers them until their step is settled."""
@@ -44,6 +47,8 @@ class BatchDelivery:
         self._executor = executor
         self._read_batch = read_batch
         self._packing = False
+        self._num_incomplete = 0
+        """Batches in a row with frames that nodes have lost."""
         self._num_damaged = 0
         """Damaged groups since the last batch."""
         self._taken: set[str] = set()
@@ -103,8 +108,14 @@ class BatchDelivery:
                     f"last one: {packed.flaw}; check disk and memory of {machine}, and that only one job "
                     "writes into the run folder"
                 )
+            self._num_incomplete += bool(packed.missing)
+            if self._num_incomplete >= MAX_INCOMPLETE_BATCHES:
+                raise DataError(
+                    f"in {self._num_incomplete} batches in a row frames were missing that node {packed.node} "
+                    "had stored; check its disk, and that nothing else deletes files in queue.spool_dir"
+                )
             return None
-        self._num_damaged = 0
+        self._num_damaged = self._num_incomplete = 0
         self._groups.take_groups(packed.batch, packed.too_stale)
         self._taken.add(packed.batch.batch_id)
         return packed.batch
@@ -153,6 +164,7 @@ class BatchDelivery:
             unusable[group_id] = "corrupt"
         if missing:
             nodes = sorted({each.node for each in flawed if each.trajectory_id in missing})
+            node = node or nodes[0]
             log.warning("%s no longer have the frames of %d trajectories", ", ".join(nodes), len(missing))
         lost = {group_id: names for group_id, names in lost.items() if group_id not in unusable}
         return Packed(unusable=unusable, flaw=flaw, node=node, missing=lost)

@@ -95,7 +95,7 @@ class LocalFrameReader(FrameReader):
 
     def begin_find_missing(self, paths: Sequence[str]) -> Callable[[], list[str]]:
         """Implements `FrameReader.begin_find_missing`."""
-        missing = [path for path in paths if not os.path.exists(path)]
+        missing = [path for path in paths if _is_missing(path)]
         return lambda: missing
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
@@ -195,6 +195,17 @@ def delete_files(paths: Iterable[str]) -> None:
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+
+
+def _is_missing(path: str) -> bool:
+    """Whether there is no such file; one that a broken disk does not show is there."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _recycle(folder: str, paths: Iterable[str]) -> None:

@@ -478,10 +478,19 @@ class Spool(FrameStore):
             try:
                 found = self._open(node).begin_find_missing(list(names))()
             except NodeUnreachable as error:
+                self._forget_ended_reader(node, error)
                 error.node = node
                 raise
             missing.update(names[path] for path in found)
         return missing
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether frames are, or may be, on nodes instead of in the run's folder."""
+        with self._lock:
+            return self._node_directory is not None or any(
+                frame.node for frames in (self._early, self._used) for frame in frames.values()
+            )
 
     def other_nodes(self) -> set[str]:
         """Return the other nodes that have frames, or are absent."""
@@ -546,10 +555,14 @@ class Spool(FrameStore):
         for node, failure in failures:
             if failure is not None:
                 self.absent.add(node)
-                if failure.reader_has_ended:
-                    with self._opening:
-                        self._readers.pop(node, None)
+                self._forget_ended_reader(node, failure)
         return failures
+
+    def _forget_ended_reader(self, node: str, failure: NodeUnreachable) -> None:
+        """Let another reader start at the next request if the one of a node has ended."""
+        if failure.reader_has_ended:
+            with self._opening:
+                self._readers.pop(node, None)
 
     def _open(self, node: str) -> FrameReader:
         """Return the reader of a node. Its first one deletes there what is not known any more.

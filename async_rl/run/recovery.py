@@ -240,7 +240,7 @@ class RecoveredState:
             kept = {name for left in self.queue.restored_groups for name in left.trajectory_ids}
             roots = dict.fromkeys(map(root_of, self.journalled))
             self.journals.release_trajectories(name for name in roots if name not in kept)
-        self._has_nodes = spool_dir is not None or bool(self.spool.other_nodes())
+        self._has_nodes = self.spool.has_nodes
         position = ledger.data_position()
         self.feeder = Feeder(
             tasks,

@@ -113,7 +113,7 @@ class InvariantChecker:
         self.lost_nodes: set[str] = set()
         """The nodes that were lost with their frames."""
         self.wiped: set[str] = set()
-        """The files that nodes have lost."""
+        """The folders of rollout workers that nodes have lost."""
         self.absent_until_s: dict[str, float] = {}
         """Until when nodes do not answer."""
         self.unasked_nodes: set[str] = set()
@@ -726,7 +726,7 @@ class InvariantChecker:
         Each folder is listed once, into `listed`: to ask for each frame takes 5% of a soak.
         """
         stored = msgspec.msgpack.decode(entry, type=StoredTrajectory)
-        if stored.node in self.lost_nodes or stored.path in self.wiped:
+        if stored.node in self.lost_nodes or stored.path.rpartition("/")[0] in self.wiped:
             return True
         path = stored.path if stored.node else f"{run_dir}/spool/{_frame_of(entry)}"
         folder, _, name = path.rpartition("/")

@@ -297,7 +297,7 @@ class SimulatedNodes:
         """Begin with all nodes present."""
         self.lost: set[str] = set()
         self.wiped: set[str] = set()
-        """The files that nodes have lost."""
+        """The folders of rollout workers that nodes have lost."""
         self.absent_until_s: dict[str, float] = {}
         self.unasked: set[str] = set()
         """Nodes that this driver has asked for nothing yet, or not since they failed to answer."""
@@ -324,7 +324,7 @@ class SimulatedNodes:
     def wipe(self, folders: Iterable[Path]) -> None:
         """Delete folders of a node."""
         for folder in folders:
-            self.wiped.update(str(path) for path in folder.rglob("*"))
+            self.wiped.update(str(path) for path in folder.glob("*"))
             shutil.rmtree(folder, ignore_errors=True)
 
     def stay_away(self, node: str, until_s: float) -> None:

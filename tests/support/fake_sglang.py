@@ -36,13 +36,20 @@ def facts(**changed: Any) -> EngineFacts:
     return facts_of(config | changed)
 
 
-def event(ids: list[int], total: int, *, log_probs: list | None = None, **meta: Any) -> bytes:
+def event(
+    ids: list[int],
+    total: int,
+    *,
+    log_probs: list | None = None,
+    scored_ids: list[int] | None = None,
+    **meta: Any,
+) -> bytes:
     """One server-sent event as SGLang writes it: new ids, and the count of all.
 
-    Log-probs are of the first ids; where there are more of them, the surplus is of earlier tokens.
+    Log-probs are of the first ids, unless `scored_ids` names others.
     """
     values = [-0.5] * len(ids) if log_probs is None else log_probs
-    scored_ids = [1] * (len(values) - len(ids)) + ids
+    scored_ids = scored_ids or [1] * (len(values) - len(ids)) + ids
     meta = {
         "finish_reason": None,
         "weight_version": "0",

@@ -20,6 +20,7 @@ import pytest
 from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engines.sglang import guard
 from async_rl.engines.sglang.server import SGLangServer
+from async_rl.errors import EnvironmentNotReady
 
 SERVER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 
@@ -194,19 +195,42 @@ class SleepingServer(SGLangServer):
         return int(process), Path(scratch)
 
 
+def sleeping_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SleepingServer:
+    """Returns one that has not started, whether SGLang is installed or not."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15")
+    return SleepingServer(
+        SGLangEngines(device="cpu"),
+        ModelConfig(path=str(folder)),
+        routing=False,
+        index=0,
+        log_dir=folder,
+        seed=0,
+    )
+
+
+async def test_starts_and_stops_of_a_server_come_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver may have given up a start that still runs in the server's actor."""
+    server = sleeping_server(tmp_path, monkeypatch)
+    try:
+        await server.start()
+        await server.stop()
+        first, second = await asyncio.gather(server.start(), server.start(), return_exceptions=True)
+        assert first is None
+        assert isinstance(second, EnvironmentNotReady)
+        await server.stop()
+        await asyncio.gather(server.start(), server.stop())
+        assert server.poll() is not None
+    finally:
+        await server.stop()
+
+
 @pytest.mark.parametrize("then", ["stop", "start"])
 async def test_the_server_ends_when_its_guard_alone_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15")
-    server = SleepingServer(
-        SGLangEngines(device="cpu"),
-        ModelConfig(path=str(tmp_path)),
-        routing=False,
-        index=0,
-        log_dir=tmp_path,
-        seed=0,
-    )
+    server = sleeping_server(tmp_path, monkeypatch)
     await server.start()
     process, scratch = await server.reported(0)
     try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -422,6 +425,26 @@ async def test_what_a_node_does_not_have_any_more_that_is_back_is_sampled_again(
     reopened = {left.group_id: (left.oldest_version, set(left.finished)) for left in queue.restored_groups}
     assert reopened == {"g": (0, {"g-1"}), "h": (0, {"h-1"})}
     assert await queue.wait_for_admission()  # for these groups
+
+
+async def test_a_run_ends_when_a_node_loses_frames_again_and_again(
+    opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "MAX_INCOMPLETE_BATCHES", 1)
+    for entry in await three_groups(opened):
+        Path(entry.path).unlink()
+    with pytest.raises(DataError, match=f"node {NODE} had stored"):
+        await opened.queue.next_batch(0, wait=False)
+
+
+def test_a_file_that_a_disk_does_not_show_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, paths = LocalFrameReader(tmp_path), [str(tmp_path / "a"), str(tmp_path / "b")]
+    Path(paths[1]).touch()
+    assert reader.begin_find_missing(paths)() == paths[:1]
+    monkeypatch.setattr(os, "stat", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    assert reader.begin_find_missing(paths)() == []
 
 
 async def test_damaged_frames_of_a_node_are_blamed_on_it(

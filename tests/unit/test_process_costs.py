@@ -170,9 +170,9 @@ def test_half_a_core_is_not_too_much() -> None:
     assert process_bottleneck(load_of(4, MAX_LOAD, MAX_LOAD), LONG) == ""
 
 
-def test_the_driver_is_named_beside_a_disk_that_is_fuller() -> None:
+def test_what_is_furthest_beyond_its_limit_is_named_first() -> None:
     sentence = process_bottleneck(load_of(256, 0.985, 0.2, 1.34 * LONG.disk_bytes_per_s), LONG)
-    assert sentence.index("The disk of the run folder:") < sentence.index("The driver:")
+    assert sentence.index("The driver:") < sentence.index("The disk of the run folder:")
 
 
 def test_the_shipped_costs_name_the_driver_of_1024_engines() -> None:

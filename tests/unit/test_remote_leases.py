@@ -64,13 +64,13 @@ class Worker:
         self.leases: list[Lease] = []
         self.events: list[Chunk | Finish] = []
 
-    def grant(self, lease_id: int) -> None:
+    def grant(self, lease_id: int, *, weight_version: int = 0) -> None:
         self.calls.grant(
             LeaseGranted(
                 lease_id=lease_id,
                 engine_id="engine-0",
                 address=None,
-                weight_version=0,
+                weight_version=weight_version,
                 restart_count=0,
                 epoch=0,
             )
@@ -163,6 +163,19 @@ async def test_workers_know_which_version_running_calls_can_report_before_its_up
         worker.calls.revoke(msgspec.structs.replace(revoke, newest_version=2))
         assert worker.calls.newest_version == 3
         driver.leases.close()
+
+
+@in_virtual_time
+async def test_the_versions_of_other_models_are_none_of_the_policy() -> None:
+    worker = Worker()
+    worker.calls.renew(worker.clock())
+    judge = ModelCalls(worker.calls, "judge")
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(judge.lease("a", 10).__aenter__())
+        await asyncio.sleep(0)
+        worker.grant(1, weight_version=800)
+        await calling
+    assert (worker.calls.newest_version, judge.newest_version) == (-1, 800)
 
 
 @in_virtual_time

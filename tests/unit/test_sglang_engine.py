@@ -23,6 +23,7 @@ from async_rl.engine_protocol import (
     GenerateRequest,
     Retraction,
     RoutingPayload,
+    SamplingParams,
     TensorSpec,
 )
 from async_rl.engines.sglang import client, http_client
@@ -323,16 +324,31 @@ async def test_an_event_without_its_count_is_no_empty_answer(server: FakeSGLang)
             await call(engine, PROMPT, 8)
 
 
-async def test_a_version_that_no_batch_can_hold_is_not_of_this_run(server: FakeSGLang) -> None:
-    server.streams = [
-        [event([10], 1, weight_version=str(version), finish_reason=finish("length"))]
-        for version in (2**31 - 1, 2**31)
-    ]
+@pytest.mark.parametrize("masked", [False, True])
+async def test_tokens_before_the_one_that_an_abort_repeats_are_kept(server: FakeSGLang, masked: bool) -> None:
+    """SGLang joins the events of a retracted call that it had not sent when the call is aborted."""
+    asked, meta, first_meta = request(PROMPT, 8), dict[str, list](), dict[str, list]()
+    if masked:
+        asked = msgspec.structs.replace(asked, sampling=SamplingParams(top_k=2), return_mask=True)
+        first_meta |= {"output_token_sampling_mask": [[10]], "output_token_sampling_logprobs": [-1.0]}
+        meta |= {
+            "output_token_sampling_mask": [[10], [11], [12]],
+            "output_token_sampling_logprobs": [-1.0, -2.0, -3.0],
+        }
+    joined = event(
+        [11, 12, 12],
+        3,
+        log_probs=[-2.0, -3.0, -1.0, -2.0, -3.0],
+        scored_ids=[11, 12, 10, 11, 12],
+        finish_reason=finish("abort", message="Abort in waiting queue"),
+        **meta,
+    )
+    server.streams = [[event([10], 1, log_probs=[-1.0], **first_meta), joined]]
     async with server.client() as engine:
-        (span,) = (await call(engine, PROMPT, 1)).finish.version_spans
-        assert span.weight_version == 2**31 - 1
-        with pytest.raises(VersionMismatch, match="did not publish"):
-            await call(engine, PROMPT, 1)
+        ended = await Call(engine, asked).run()
+    assert ended.token_ids == [10, 11, 12]
+    assert ended.log_probs == [-1.0, -2.0, -3.0]
+    assert ended.finish.reason == "abort"
 
 
 async def test_a_null_log_prob_is_nan_when_the_server_computed_none(server: FakeSGLang) -> None:

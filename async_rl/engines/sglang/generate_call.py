@@ -127,8 +127,8 @@ _STREAMS_PER_TOKEN: Final = 64
 
 _LONGEST_INTERVAL: Final = 8
 
-_MAX_VERSION: Final = np.iinfo(np.int32).max
-"""The largest version of a token that the trainer's batches can hold."""
+_MAX_VERSION_DIGITS: Final = 18
+"""More digits do not fit 64 bits, and Python refuses to parse thousands of them."""
 
 _encode = msgspec.json.Encoder().encode
 _decode_event = msgspec.json.Decoder(_Event).decode
@@ -203,11 +203,10 @@ def parse_version(engine_id: str, text: str | None) -> int:
     Raises:
         VersionMismatch: When it is not a decimal integer, as all versions that the trainer publishes are.
     """
-    # The number of digits first: Python refuses to parse thousands of them.
-    if text is None or not text.isdecimal() or len(text) > 10 or int(text) > _MAX_VERSION:
+    if text is None or not text.isdecimal() or len(text) > _MAX_VERSION_DIGITS:
         raise VersionMismatch(
             f"{engine_id} serves weights of version {text!r:.40}, which this run did not publish: "
-            f"versions are decimal integers up to {_MAX_VERSION}"
+            f"versions are decimal integers"
         )
     return int(text)
 
@@ -333,8 +332,8 @@ class CallAccount:
     def _add_tokens(self, token_ids: list[int], meta: _Meta) -> None:
         """Adds the new tokens of an event.
 
-        An abort of a retracted request repeats its last token and all its log-probs, so the new ones are at
-        the end of both lists, which may differ in length.
+        An abort of a retracted request repeats its last token, after those that SGLang had not sent yet
+        (`TokenizerManager._coalesce_streaming_chunks`), and all its log-probs, the new ones last.
         """
         new = meta.completion_tokens - self.delivered
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
@@ -351,7 +350,8 @@ class CallAccount:
                     f"{self._engine_id} repeats tokens in its stream: start it with "
                     f"--incremental-streaming-output"
                 )
-            token_ids = token_ids[len(token_ids) - new :]
+            # The repeated token follows those that were still to be sent in the same event.
+            token_ids = token_ids[:new] if aborted else token_ids[len(token_ids) - new :]
         scored, masks = meta.output_token_logprobs, list[SamplingMask]()
         if self._request.return_mask:
             masks = [self._read_masks(meta, new)]

@@ -113,6 +113,8 @@ class SGLangServer:
         self._port = free_port(self._bind)
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
+        self._changing = asyncio.Lock()
+        """Held by `start` and `stop`: one that was given up may still run in its actor."""
         self._log_begin = 0
         self._node_rank = node_rank
         self._rendezvous: str | None = None
@@ -152,6 +154,10 @@ class SGLangServer:
             EnvironmentNotReady: When SGLang is not installed, the process cannot be started, or the one
                 before cannot be ended.
         """
+        async with self._changing:
+            await self._start(rendezvous)
+
+    async def _start(self, rendezvous: str | None) -> None:
         if self.poll() is None and self._process is not None:
             raise EnvironmentNotReady(f"engine {self._index} runs already (pid {self._process.pid})")
         await self._clear_ended()
@@ -331,6 +337,10 @@ class SGLangServer:
         Raises:
             EnvironmentNotReady: Some have not ended long after they were killed.
         """
+        async with self._changing:
+            await self._stop()
+
+    async def _stop(self) -> None:
         if self._process is None:
             return
         if self.poll() is None:

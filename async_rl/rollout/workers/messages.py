@@ -133,7 +133,7 @@ class RevokeLeases(Message, frozen=True, kw_only=True, eq=False):
     engines: dict[str, bool]
     """By id: whether the engine aborts the calls under way, whose ends are then read at once."""
     newest_version: int
-    """The newest version that the calls under way can report."""
+    """The newest version of the policy that calls under way can report."""
     number: int
     """Repeated in the answer."""
 

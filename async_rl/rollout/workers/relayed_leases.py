@@ -207,7 +207,7 @@ class RelayedLeases(LeaseHolder):
             for lease_id, relayed in self._leases.items()
             if (lease := relayed.placed) is not None and lease.engine.engine_id in engines
         )
-        newest = max(pool.newest_version for pool in self._pools.values())
+        newest = self._pools[""].newest_version
         self._post(RevokeLeases(engines=engines, newest_version=newest, number=number))
         if not self._watches_expiry:
             self._watch_expiry()

@@ -72,6 +72,8 @@ class RemoteLease(Lease):
     """A lease in a worker. The driver has counted and placed the call; here it is only made."""
 
     lease_id: int
+    model: str
+    """Of `models`; empty: the policy."""
     calls: RemoteCalls
     granted: asyncio.Future[None]
     finish: CallFinish | None = None
@@ -139,7 +141,8 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         self._slots: dict[str, EngineSlot] = {}
         self._clients: dict[str, tuple[EngineAddress | None, Engine]] = {}
         self._forgotten: list[str] = []
-        self._newest_version = -1
+        self._newest_versions: dict[str, int] = {}
+        """By model; "" is the policy."""
         self._valid_until_s = -math.inf
         self._expiry: asyncio.TimerHandle | None = None
         self._resumes_s = -math.inf
@@ -153,7 +156,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             with waiting("engine", why=lambda: "this worker had no descriptor for a connection"):
                 await asyncio.sleep(pause_s)
         lease = RemoteLease(self, self, self._clock, key, tokens, prompt, None)
-        lease.lease_id, lease.calls = next(self._numbers), self
+        lease.lease_id, lease.model, lease.calls = next(self._numbers), model, self
         lease.granted = asyncio.get_running_loop().create_future()
         self._leases[lease.lease_id] = lease
         self._post(LeaseWanted(lease_id=lease.lease_id, key=key, tokens=tokens, prompt=prompt, model=model))
@@ -171,7 +174,15 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
     @property
     def newest_version(self) -> int:
         """Implements `EngineCalls.newest_version`. The driver tells it before an update begins."""
-        return self._newest_version
+        return self.newest_version_of("")
+
+    def newest_version_of(self, model: str) -> int:
+        """Return the newest version that a call to a model in `models` can have sampled under."""
+        return self._newest_versions.get(model, -1)
+
+    def _announce_version(self, weight_version: int, model: str = "") -> None:
+        newest = self.newest_version_of(model)
+        self._newest_versions[model] = max(newest, weight_version)
 
     def share_cached_prefix(self, key: str, other: str) -> None:
         """Implements `EngineCalls.share_cached_prefix`."""
@@ -201,7 +212,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         if slot is None or slot.engine is not client:
             slot = self._slots[engine_id] = EngineSlot(client, self._clock())
         slot.weight_version = message.weight_version
-        self._newest_version = max(self._newest_version, message.weight_version)
+        self._announce_version(message.weight_version, lease.model)
         slot.restart_count, slot.epoch = message.restart_count, message.epoch
         slot.state = EngineState.SERVING if self.is_valid else EngineState.QUARANTINED
         lease.place(slot, message.lease_id, lease.prompt, None)
@@ -215,7 +226,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
 
     def revoke(self, message: RevokeLeases) -> None:
         """Send nothing more to engines under the leases granted so far, and confirm that."""
-        self._newest_version = max(self._newest_version, message.newest_version)
+        self._announce_version(message.newest_version)
         for engine_id, aborts in message.engines.items():
             if (slot := self._slots.pop(engine_id, None)) is not None:  # later leases get another one
                 slot.state = EngineState.UPDATING
@@ -349,7 +360,7 @@ class ModelCalls(EngineCalls):
     @property
     def newest_version(self) -> int:
         """Implements `EngineCalls.newest_version`."""
-        return self._calls.newest_version
+        return self._calls.newest_version_of(self._model)
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
         """Implements `EngineCalls.record_strike`."""
