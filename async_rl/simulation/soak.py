@@ -115,7 +115,7 @@ FULL: Final = SoakPlan(
     groups_per_batch=20,
 )
 SHORT: Final = SoakPlan(
-    versions=180,
+    versions=320,
     faults_each=1,
     endings_each=1,
     restarts=4,
@@ -585,7 +585,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--short", action="store_true", help="the version of CI, about a minute")
+    parser.add_argument("--short", action="store_true", help="the version of CI, about two minutes")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and faults")
     parser.add_argument("--versions", type=int, help="how many, in the place of the plan's")
     parser.add_argument(
