@@ -1880,8 +1880,16 @@ MUTANTS: Final = (
         "isolated-worker-is-never-ended",
         "A worker that reaches no engine keeps its attempts.",
         "async_rl/rollout/workers/engine_checks.py",
-        "        if self._paused_s > self._limit_s:\n",
+        "        if self._paused_s >= self._limit_s:\n",
         "        if False:\n",
+        ("tests/unit/test_engine_checks.py",),
+    ),
+    Mutant(
+        "isolated-worker-is-ended-late",
+        "A worker that reaches no engine is paused for longer than it may be.",
+        "async_rl/rollout/workers/engine_checks.py",
+        "min(self._next_pause_s, self._limit_s - self._paused_s)",
+        "self._next_pause_s",
         ("tests/unit/test_engine_checks.py",),
     ),
     Mutant(

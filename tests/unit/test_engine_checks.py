@@ -34,7 +34,7 @@ LIMIT_S = 30.0
 class Driver:
     """The driver's side of a worker that this test plays."""
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, *, limit_s: float = LIMIT_S) -> None:
         self.clock = asyncio.get_running_loop().time
         self.pool = EnginePool(Metrics(), self.clock)
         self.engines: list[SimulatedEngine] = []
@@ -51,7 +51,7 @@ class Driver:
             clock=self.clock,
             on_lease=lambda *of: None,
             probe_timeout_s=5.0,
-            worker_stall_s=LIMIT_S,
+            worker_stall_s=limit_s,
         )
         self.leases.renew(Heartbeat(number=1))
         self.streams: dict[int, int] = {}
@@ -148,6 +148,17 @@ async def test_a_worker_that_alone_reaches_no_engine_has_none_quarantined_and_is
     assert (
         sum(isinstance(each, LeaseGranted) for each in driver.posted) < 3 * 9
     )  # sessions give up at 9 failures
+
+
+@in_virtual_time
+async def test_a_worker_that_reaches_no_engine_is_paused_no_longer_than_it_may_be() -> None:
+    """Its pauses would take 1, 2, 4 and 8 s: nothing moves then if it is the only worker (seed 790262)."""
+    driver = Driver(2, limit_s=10.0)
+    began_s = driver.clock()
+    with pytest.raises(ExceptionGroup) as errors:
+        await fail_all_calls(driver)
+    assert isinstance(first_error(errors.value), WorkerLost)
+    assert 10.0 < driver.clock() - began_s < 16.0
 
 
 async def fail_all_calls(driver: Driver) -> None:

@@ -218,13 +218,13 @@ class EngineChecks:
             f"it reaches no engine, and {len(self._unreached)} of them answer the driver, such as "
             f"{engine_id}: {text}"
         )
-        if self._paused_s > self._limit_s:
+        if self._paused_s >= self._limit_s:
             raise WorkerLost(problem)
-        pause_s = self._next_pause_s
+        pause_s = min(self._next_pause_s, self._limit_s - self._paused_s)
         log.warning("%s gets no leases for %.0f s: %s", self._worker, pause_s, problem)
         self._pause = asyncio.get_running_loop().call_later(pause_s, self._end_pause)
         self._paused_s += pause_s
-        self._next_pause_s = min(2 * pause_s, self._limit_s)
+        self._next_pause_s = 2 * pause_s
         self._on_pause()
 
     def _end_pause(self) -> None:
