@@ -65,9 +65,9 @@ class DistantRank(MortalRank):
         self._paths = Path(config["run"]["dir"]) / f"paths-{rank}"
 
     def read_batch(self, batch: TakenBatch) -> dict[str, str]:
-        (path,) = {batch.trajectories[index].path for index in self.needed_trajectories(batch)}
+        paths = {batch.trajectories[index].path for index in self.needed_trajectories(batch)}
         with self._paths.open("a") as file:
-            file.write(f"{batch.trainer_version + 1} {path}\n")
+            file.writelines(f"{batch.trainer_version + 1} {path}\n" for path in sorted(paths))
         return super().read_batch(batch)
 
 
@@ -153,7 +153,10 @@ async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_
 ):
     """The ranks move to the remaining node; the engine waits for a new node."""
     caplog.set_level(logging.INFO, logger="async_rl")  # events are lines of that level
-    config, run_dir = cluster_config("run.max_steps=100000")
+    # The frames of all trajectories are on the driver's node, where no rank may be.
+    config, run_dir = cluster_config(
+        "run.max_steps=100000", "rollout.num_workers=0", f"queue.spool_dir={tmp_path / 'disks'}"
+    )
     stop, steps = asyncio.Event(), Steps()
     lines = Lines()
 
