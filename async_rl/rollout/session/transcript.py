@@ -418,10 +418,10 @@ class Transcript(TokenWriter):
     def _foreign_versions(
         self, versions: Collection[int], since_version: int, engine_id: str
     ) -> tuple[str, str] | None:
-        """Return why an answer with these versions is none to a call that began at `since_version`.
+        """Return why these versions cannot belong to a call that began at `since_version`.
 
         Returns:
-            Reason and problem; None when the versions may be.
+            The reason, a label of `answers_discarded_total`, and the problem; None when they can.
         """
         newest = self._context.calls.newest_version
         if any(version < since_version for version in versions):
