@@ -120,6 +120,7 @@ async def _evaluate_sets(
             clock=time.monotonic,
             open_worker=open_worker,
             completions=folder / "completions",
+            metrics=Metrics(),
             models=models,
         )
         pool, versions = evaluator.new_pool(), set[int]()

@@ -31,9 +31,10 @@ _SHARED: Final = (
     "engine_busy_total",
     "engine_restarts_total",
     "engine_stalls_total",
+    "local_shortages_total",
 )
-"""Metrics with a label for the engine, whose name begins with that of its model. The others, such as the
-time to the first token, are about rollouts."""
+"""Metrics about the machine, or with a label for the engine, whose name begins with that of its model. The
+others, such as the time to the first token, are about rollouts."""
 
 
 class EngineProcesses(Protocol):
@@ -78,9 +79,7 @@ class FrozenModel:
             metrics: The metrics of the run.
             clock: Monotonic seconds.
         """
-        own = Metrics()
-        for shared in _SHARED:
-            setattr(own, shared, getattr(metrics, shared))
+        own = Metrics().share(metrics, _SHARED)
         self.name = name
         self._config = config
         self._processes = processes

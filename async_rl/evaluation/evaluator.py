@@ -20,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -47,6 +47,9 @@ from async_rl.runtime.waits import acting, progressed, waiting
 from async_rl.types import StoredCompletion, StoredTrajectory, Task
 
 log = logging.getLogger(__name__)
+
+_SHARED: Final = ("user_processes_reaped_total", "rollout_worker_restarts_total", "local_shortages_total")
+"""Metrics about user code and the machine, whatever they work on. The others are about rollouts."""
 
 MIXED_VERSION = "mixed_version"
 """Why an answer is dropped that has tokens of another than the pinned version."""
@@ -98,6 +101,7 @@ class _EvaluationInputs(NamedTuple):
     clock: Callable[[], float]
     open_worker: OpenWorker
     completions: Path
+    metrics: Metrics
     models: Mapping[str, EnginePool]
 
 
@@ -120,6 +124,7 @@ class Evaluator:
         clock: Callable[[], float],
         open_worker: OpenWorker,
         completions: Path,
+        metrics: Metrics,
         models: Mapping[str, EnginePool] | None = None,
     ) -> None:
         """Store the inputs of every evaluation.
@@ -134,11 +139,12 @@ class Evaluator:
             open_worker: Starts a rollout worker, where the config has some.
             completions: A folder that all nodes see, for answers that one call scores together. It is
                 deleted with each evaluation.
+            metrics: Those of the run, which count what evaluations do to the machine.
             models: The engines of judges, by the model's name.
         """
         config = evaluation_config(config)
         self._inputs = _EvaluationInputs(
-            config, datasets, chat, facts, new_id, clock, open_worker, completions, models or {}
+            config, datasets, chat, facts, new_id, clock, open_worker, completions, metrics, models or {}
         )
 
     @property
@@ -150,7 +156,8 @@ class Evaluator:
     def new_pool(self) -> EnginePool:
         """Return an empty pool for the engines of one evaluation, with metrics of its own."""
         limit = self._inputs.config.engine.max_prefill_tokens
-        return EnginePool(Metrics(), self._inputs.clock, max_prefill_tokens=limit)
+        metrics = Metrics().share(self._inputs.metrics, _SHARED)
+        return EnginePool(metrics, self._inputs.clock, max_prefill_tokens=limit)
 
     async def evaluate_sets(
         self, pool: EnginePool, weight_version: int, archive: Archive | None = None
@@ -205,7 +212,7 @@ class _EvaluationRun:
         self._inputs = inputs
         self._pool = pool
         self._weight_version = weight_version
-        self._metrics = Metrics()
+        self._metrics = Metrics().share(inputs.metrics, _SHARED)
         self._archive = archive
         context = SessionContext(
             chat=inputs.chat,

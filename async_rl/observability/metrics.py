@@ -20,9 +20,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeVar, cast
+from typing import Final, Literal, NamedTuple, Self, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -807,6 +807,12 @@ class Metrics(
     def __init__(self) -> None:
         super().__init__()
         self._tools: set[str] = set()
+
+    def share(self, metrics: Metrics, names: Iterable[str]) -> Self:
+        """Count with some instruments of other metrics from now on, and return these metrics."""
+        for name in names:
+            setattr(self, name, getattr(metrics, name))
+        return self
 
     def tool_label(self, tool: str) -> str:
         """Return the label of a tool: its name, which an agent may choose, or `other` after 100 names."""

@@ -452,6 +452,7 @@ class Orchestrator:
             clock=self._clock,
             open_worker=self._cluster.rollout_worker,
             completions=self._dir / evaluation_service.FOLDER / "completions",
+            metrics=self._metrics,
             models=self._models,
         )
         return EvaluationService(

@@ -3135,6 +3135,14 @@ MUTANTS: Final = (
         (f"{WORKERS}::test_a_worker_journals_on_time_when_a_write_takes_long",),
     ),
     Mutant(
+        "an-evaluation-counts-for-itself",
+        "Processes that an evaluation leaves behind, and restarts of its workers, appear in no metric.",
+        "async_rl/evaluation/evaluator.py",
+        "        self._metrics = Metrics().share(inputs.metrics, _SHARED)\n",
+        "        self._metrics = Metrics()\n",
+        ("tests/simulation/test_evaluation.py",),
+    ),
+    Mutant(
         "answers-of-older-weights-are-kept",
         "Tokens that are older than their lease are kept, and their group is older than its deadline says.",
         "async_rl/rollout/session/transcript.py",

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
+from async_rl.runtime.user_processes import settle
 from async_rl.runtime.waits import acting
 from async_rl.simulation.scenario import FACTS
 from async_rl.simulation.users import SimulatedChat
@@ -48,6 +50,14 @@ class OneTurn(AgentLoop):
     async def run(self, task: Task, session: Session) -> None:
         session.start(task.messages)
         await session.generate()
+
+
+class LeavesAProcess(OneTurn):
+    """Starts a process that outlives each attempt."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        subprocess.run(["sh", "-c", "sleep 300 >/dev/null 2>&1 &"], check=True)  # noqa: ASYNC221
+        await super().run(task, session)
 
 
 def odd(task: Task, completion: Completion) -> dict[str, float]:
@@ -122,6 +132,7 @@ class World:
         self.heard: list[tuple[str, bool]] = []
         self.orchestrator: Orchestrator
         self.stop = asyncio.Event()
+        self.metrics = Metrics()
         for engine in self.cluster.engines:
             self._listen(engine)
 
@@ -161,12 +172,15 @@ class World:
                 VALIDATION,
             )
             self.orchestrator = Orchestrator(
-                self.config, self.run_dir, self.stop, self.cluster, Metrics(), loop.time, inputs
+                self.config, self.run_dir, self.stop, self.cluster, self.metrics, loop.time, inputs
             )
             with acting("run", waits=self.orchestrator.waits):
                 return await self.orchestrator.run()
 
         return run_virtual(main())
+
+    def counted(self, name: str, labels: dict[str, str] | None = None) -> float | None:
+        return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels)
 
     @property
     def records(self) -> list[EvaluationRecord]:
@@ -539,12 +553,22 @@ def test_answers_are_written_again_when_their_worker_is_killed(tmp_path):
     world.called = called  # type: ignore[method-assign]
     check(world, world.run())
     assert killed == ["evaluation-worker-0"] * bool(WHERE["workers"])
+    assert world.counted("rollout_worker_restarts_total") == len(killed)
     assert {r.status for r in world.records} == {"done"}
     assert [r.dropped for r in world.records] == [{}] * len(world.records)
     for record in world.records:
         lengths = [answer.num_sampled_tokens for answer in world.answers(record.weight_version)]
         assert len(lengths) == NUM_ANSWERS
         assert record.sampled_tokens >= sum(lengths)
+
+
+@pytest.mark.parametrize("where", [0], indirect=True, ids=["driver"])
+def test_processes_that_an_evaluation_leaves_are_counted_by_the_run(tmp_path):
+    world = World(make_config(tmp_path, every=6, agent_loop=f"{__name__}:LeavesAProcess"))
+    check(world, world.run())
+    asyncio.run(settle())
+    labels = {"kind": "other", "reason": "attempt_ended"}
+    assert world.counted("user_processes_reaped_total", labels) == NUM_ANSWERS
 
 
 def test_the_run_knows_of_calls_that_are_made_for_an_evaluation(tmp_path):

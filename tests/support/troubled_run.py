@@ -204,6 +204,8 @@ class TroubledCluster(LocalCluster):
         patient = msgspec.structs.replace(config.engine, stall_s=60.0)
         super().__init__(msgspec.structs.replace(config, engine=patient))
         self.to_come = dict(TROUBLE)
+        self.missing: list[bytes] = []
+        """Expected metrics that the last scrape did not hold."""
         self.watched, self.found_still = asyncio.Event(), asyncio.Event()
         self.trainer: TroubledTrainer = TroubledTrainer(config, self)
 
@@ -213,8 +215,9 @@ class TroubledCluster(LocalCluster):
         self.to_come = {kind: name for kind, name in self.to_come.items() if name not in text}
         if STILL in text:
             self.found_still.set()
-        found = all(name in text for name in (EVALUATED, REAPED, WATCHED))
-        return found and self.found_still.is_set() and not self.to_come
+        self.missing = [name for name in (EVALUATED, REAPED, WATCHED, STILL) if name not in text]
+        self.missing += self.to_come.values()
+        return not self.missing
 
     def make_trouble(self, step: int) -> None:
         """Injects one fault of each remaining kind, each on its own engine, and once one on the teacher's."""
