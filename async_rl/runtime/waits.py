@@ -166,6 +166,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "no rollout worker comes up",
         "A rollout worker is starting.",
     ),
+    "rollout worker calls": WaitKind(
+        "{} to reach engines and the driver",
+        "{} reaches no engine or not the driver",
+        "A rollout worker gets no leases until an engine answers it and the driver hears of it.",
+    ),
     "routing": WaitKind(
         "its routing rows",
         "routing rows are not decoded",

@@ -3143,6 +3143,14 @@ MUTANTS: Final = (
         ("tests/simulation/test_evaluation.py",),
     ),
     Mutant(
+        "calls-of-a-paused-worker-wait-for-an-engine",
+        "The diagnosis says that calls of a worker that reaches no engine have missed a wake-up.",
+        "async_rl/rollout/workers/relayed_leases.py",
+        '        relayed.begin_wait(waiting("rollout worker calls", self._name,',
+        '        relayed.begin_wait(waiting("engine", self._name,',
+        ("tests/unit/test_engine_checks.py",),
+    ),
+    Mutant(
         "answers-of-older-weights-are-kept",
         "Tokens that are older than their lease are kept, and their group is older than its deadline says.",
         "async_rl/rollout/session/transcript.py",

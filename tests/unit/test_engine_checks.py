@@ -25,6 +25,7 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.runtime.supervision import first_error, services
+from async_rl.runtime.waits import Waits, acting
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.sessions import Watched, simulated
 
@@ -165,6 +166,33 @@ async def fail_all_calls(driver: Driver) -> None:
     async with driver.running():
         while True:
             await driver.fail_calls()
+
+
+@in_virtual_time
+async def test_a_call_of_a_paused_worker_waits_for_its_worker_and_not_for_an_engine() -> None:
+    """Engines serve, so the stall doctor would say that the call has missed a wake-up."""
+    waits = Waits(asyncio.get_running_loop().time)
+
+    def waited_for() -> list[tuple[str, str, float | None]]:
+        trajectories = (wait for wait in waits.open_waits() if wait.who.kind == "trajectory")
+        return [(wait.on, wait.target, wait.limit_s) for wait in trajectories]
+
+    with acting("run", waits=waits):
+        driver = Driver(2)
+        async with driver.running():
+            for _ in range(4):
+                await driver.fail_calls()
+            await asyncio.sleep(0.1)
+            lease_id = driver.call()
+            assert waited_for() == [("rollout worker calls", "rollout-worker-0", LIMIT_S + 5.0)]
+            for engine in driver.engines:
+                driver.pool.hold_engine(engine.engine_id)
+            await asyncio.sleep(LIMIT_S)
+            assert waited_for() == [("engine", "", None)]
+            driver.pool.serve_engine("engine-1", 0)
+            assert waited_for() == [("first chunk", "engine-1", None)]
+            driver.answer(lease_id)
+        assert not waited_for()
 
 
 @in_virtual_time

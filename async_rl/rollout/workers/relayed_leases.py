@@ -69,6 +69,12 @@ class _RelayedLease:
         self.call: AbstractContextManager[None] | None = None
         """The call as its engine counts it, once it may begin."""
 
+    def begin_wait(self, wait: waiting) -> None:
+        """Let the trajectory wait for something else than before."""
+        if self.wait is not None:
+            self.wait.end(succeeded=False)
+        self.wait = wait.begin(self.actor)
+
     @property
     def placed(self) -> Lease | None:
         """The lease if it has an engine."""
@@ -129,6 +135,8 @@ class RelayedLeases(LeaseHolder):
         self._watches_expiry = False
         self._withdrawn: list[_RelayedLease] = []
         """Requests for which the pool is asked again once the worker has reported."""
+        self._withdrawn_limit_s = worker_stall_s + probe_timeout_s
+        """A worker that gets no leases for longer is ended: its last probe may end after `worker_stall_s`."""
         self._numbers = count(1)
         self.checks = EngineChecks(
             name,
@@ -268,7 +276,12 @@ class RelayedLeases(LeaseHolder):
             if relayed.lease is not None and relayed.placed is None:
                 self._pools[relayed.wanted.model].return_lease(relayed.lease)
                 relayed.lease = None
-                self._withdrawn.append(relayed)
+                self._withdraw(relayed)
+
+    def _withdraw(self, relayed: _RelayedLease) -> None:
+        """Ask the pool for the lease later, when the worker can use it."""
+        self._withdrawn.append(relayed)
+        relayed.begin_wait(waiting("rollout worker calls", self._name, limit_s=self._withdrawn_limit_s))
 
     def _ask_again(self) -> None:
         """Ask the pool for the leases that the worker still waits for, if it may use them."""
@@ -293,18 +306,18 @@ class RelayedLeases(LeaseHolder):
         self._newest_id = message.lease_id
         self._leases[message.lease_id] = relayed = _RelayedLease(message)
         if self.checks.is_paused:
-            self._withdrawn.append(relayed)
+            self._withdraw(relayed)
         else:
             self._ask_pool(relayed)
-        if relayed.call is None:
-            wait = waiting("engine", why=self._pools[message.model].dispatcher.describe_states)
-            relayed.wait = wait.begin(relayed.actor)
 
     def _ask_pool(self, relayed: _RelayedLease) -> None:
         wanted = relayed.wanted
-        relayed.lease = self._pools[wanted.model].request_lease(
+        pool = self._pools[wanted.model]
+        relayed.lease = pool.request_lease(
             wanted.key, wanted.tokens, prompt=wanted.prompt, on_placed=partial(self._grant_lease, relayed)
         )
+        if relayed.call is None:
+            relayed.begin_wait(waiting("engine", why=pool.dispatcher.describe_states))
 
     def _grant_lease(self, relayed: _RelayedLease, lease: Lease) -> None:
         """Let the worker call the engine that the pool has given to its lease."""
