@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -157,7 +158,7 @@ class HealthWatch:
         for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING):
             engine_id = engine.engine_id
             progress_s = self._pool.statistics.progress_s_of(engine_id)
-            quiet_s = now - max(progress_s, self._probed_s.get(engine_id, float("-inf")))
+            quiet_s = now - max(progress_s, self._probed_s.get(engine_id, -math.inf))
             if quiet_s >= self._config.probe_s and engine_id not in self._probing:
                 self._probing.add(engine_id)
                 probes.start_task(f"probe {engine_id}", self._probe_engine(engine))
@@ -196,9 +197,11 @@ class HealthWatch:
             self._probed_s[engine_id] = probed_s
 
     def _record_miss(self, engine_id: str, probed_s: float, error: Exception) -> None:
-        if engine_id not in self._pool or self._pool.statistics.progress_s_of(engine_id) > probed_s:
-            self._misses.pop(engine_id, None)  # it was busy with its calls
-            return
+        progress_s = self._pool.statistics.progress_s_of(engine_id) if engine_id in self._pool else math.inf
+        if progress_s > self._probed_s.get(engine_id, -math.inf):
+            self._misses.pop(engine_id, None)  # it has streamed since the probe before: that one says nothing
+        if progress_s > probed_s:
+            return  # it was busy with its calls
         misses = self._misses[engine_id] = self._misses.get(engine_id, 0) + 1
         why = str(error) or f"no answer within engine.probe_timeout_s = {self._config.probe_timeout_s}"
         log.warning("engine %s, missed probe %d of %d: %s", engine_id, misses, self._config.probe_misses, why)

@@ -23,7 +23,7 @@ from async_rl.errors import RequestRefused, WeightSyncError
 from async_rl.observability.metrics import Metrics
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.checksums import VersionVerifier
-from tests.contract.test_session_sglang import Watched
+from tests.contract.test_session_sglang import NeverStops, Watched
 from tests.support.engine_calls import Call, request
 from tests.support.engine_through_worker import through_worker
 from tests.support.scripted import RecordingTrainer
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("attention",))
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
-LONG = 200
+LONG = 500
 """Tokens of an answer that still runs when it is interrupted, also on a loaded machine."""
 
 
@@ -173,7 +173,14 @@ async def test_a_resumed_session_has_tokens_and_rows_of_both_adapters(
     watched = Watched(cast(Any, engine))
     weights = [str(path) for path in world.adapters]
     limits = {"max_context_tokens": 1024, "max_new_tokens": LONG}
-    bench = Bench(cast(Any, watched), facts=world.facts, weights=weights, update=AdapterUpdate, **limits)
+    bench = Bench(
+        cast(Any, watched),
+        facts=world.facts,
+        weights=weights,
+        update=AdapterUpdate,
+        chat=cast(Any, NeverStops()),
+        **limits,
+    )
     bench.start()
     async with asyncio.TaskGroup() as group:
         group.create_task(bench.session.generate(max_new_tokens=LONG))

@@ -18,6 +18,17 @@ from tests.support.trajectories import verify
 pytestmark = pytest.mark.sglang
 
 
+TOKENS = 800
+
+
+class NeverStops(ChatFormat):
+    """Without stop tokens: a sampled answer lasts until its limit, and so until it is interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__(ByteTokenizer())
+        self.stop_token_ids = ()
+
+
 @pytest.fixture
 async def engine(sglang_world: Any) -> AsyncIterator[Engine]:
     engine = sglang_world.engine()
@@ -31,21 +42,20 @@ async def engine(sglang_world: Any) -> AsyncIterator[Engine]:
 async def test_two_turns_are_a_trajectory_when_weights_change_while_the_first_is_streamed(
     engine: Engine, sglang_world: Any
 ) -> None:
-    chat = ChatFormat(ByteTokenizer())
     weights = [str(path) for path in sglang_world.weights]
     bench = Bench(
         engine,
         facts=sglang_world.facts,
         weights=weights,
-        chat=chat,
+        chat=NeverStops(),
         max_context_tokens=1024,
-        max_new_tokens=400,
+        max_new_tokens=TOKENS,
     )
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     endpoint = Endpoint()
     async with endpoint.open_trajectory(bench.session, reader=None) as access, client_of(access) as client:
         stream = await client.chat.completions.create(
-            model="policy", messages=messages, stream=True, max_tokens=400
+            model="policy", messages=messages, stream=True, max_tokens=TOKENS
         )
         said, updated = "", False
         async for chunk in stream:

@@ -3151,6 +3151,14 @@ MUTANTS: Final = (
         ("tests/unit/test_engine_checks.py",),
     ),
     Mutant(
+        "missed-probes-add-up",
+        "An engine that misses a probe now and then, and streams, is restarted.",
+        "async_rl/engines/health.py",
+        "if progress_s > self._probed_s.get(engine_id, -math.inf):",
+        "if progress_s > probed_s:",
+        ("tests/unit/test_health.py",),
+    ),
+    Mutant(
         "answers-of-older-weights-are-kept",
         "Tokens that are older than their lease are kept, and their group is older than its deadline says.",
         "async_rl/rollout/session/transcript.py",

@@ -127,7 +127,7 @@ async def check(body: bytes, headers: dict[str, bytes], path: str) -> None:
     """Send a request, then one that is valid."""
     bench, _ = talking(lambda prompt: "Hello.", max_branches=2)
     opened = Endpoint().open_trajectory(bench.session, reader=CallReader(load_parser("hermes")))
-    async with opened as access, httpx.AsyncClient(trust_env=False, verify=False) as client:
+    async with opened as access, httpx.AsyncClient(trust_env=False, verify=False, timeout=60) as client:
         root = access.base_url.removesuffix("/v1")
         key = {"authorization": f"Bearer {access.api_key}".encode()}
         sent = {**key, **headers}

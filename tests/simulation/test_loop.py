@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from agent_loops.single_turn import SingleTurnLoop
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.engine_protocol import Engine
+from async_rl.engines.sglang.server import free_port
 from async_rl.errors import AsyncRLError, NonFiniteLoss
 from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.metrics import Metrics
@@ -124,8 +124,7 @@ async def test_ranks_have_their_places_before_engines_take_any(calculator, tmp_p
 
 
 async def test_a_run_is_served_and_announced_where_the_config_says(calculator, tmp_path):
-    with socket.create_server(("127.0.0.2", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.2")
     config = make_config(
         calculator,
         tmp_path,
@@ -255,7 +254,8 @@ async def test_a_trajectory_is_dropped_when_its_loop_hangs(calculator, tmp_path)
         calculator,
         tmp_path,
         f"rollout.agent_loop={__name__}:HangingLoop",
-        "rollout.trajectory_timeout_s=1",
+        "rollout.trajectory_timeout_s=3",
+        "rollout.max_failed_share=1",
         "rollout.max_attempts=1",
     )
     summary = await run(config, LocalCluster(config))

@@ -172,12 +172,21 @@ async def test_rollouts_fill_the_bound_while_the_trainer_starts(calculator, tmp_
     outstanding: list[int] = []
     start = cluster.start_trainer
 
+    def queued_groups() -> int:
+        ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")  # a second reader: what is written by now
+        try:
+            return sum(bool(group.queued) for group in ledger.outstanding())
+        finally:
+            ledger.close()
+
     async def start_slowly() -> Trainer:
         if cluster.incarnations:
+            async with asyncio.timeout(120):
+                # They are written with the ticks of the journal.
+                while queued_groups() < 4 * 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
             await asyncio.sleep(1.5)
-            ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")  # a second reader: what is written by now
-            outstanding.append(sum(bool(group.queued) for group in ledger.outstanding()))
-            ledger.close()
+            outstanding.append(queued_groups())
         return await start()
 
     cluster.start_trainer = start_slowly  # type: ignore[method-assign]

@@ -47,24 +47,30 @@ class Call:
         self.finish: Finish | None = None
         self.started = asyncio.Event()
         """Set in the step of the loop in which the engine is called."""
+        self._ended = False
         self._changed = asyncio.Condition()
 
     async def run(self) -> Call:
         """Take it to its end."""
         stream: Any = self.engine.generate(self.asked)
         self.started.set()
-        async with aclosing(stream):
-            async for event in stream:
-                async with self._changed:
-                    assert self.finish is None, "an event after the finish"
-                    if isinstance(event, Chunk):
-                        assert len(event.token_ids) == len(event.log_probs) > 0
-                        self.token_ids += event.token_ids.tolist()
-                        self.log_probs += event.log_probs.tolist()
-                        self.masks += [] if event.mask is None else [event.mask]
-                    elif isinstance(event, Finish):
-                        self.finish = event
-                    self._changed.notify_all()
+        try:
+            async with aclosing(stream):
+                async for event in stream:
+                    async with self._changed:
+                        assert self.finish is None, "an event after the finish"
+                        if isinstance(event, Chunk):
+                            assert len(event.token_ids) == len(event.log_probs) > 0
+                            self.token_ids += event.token_ids.tolist()
+                            self.log_probs += event.log_probs.tolist()
+                            self.masks += [] if event.mask is None else [event.mask]
+                        elif isinstance(event, Finish):
+                            self.finish = event
+                        self._changed.notify_all()
+        finally:
+            async with self._changed:
+                self._ended = True
+                self._changed.notify_all()
         assert self.finish is not None, "a stream without a finish"
         return self
 
@@ -75,7 +81,7 @@ class Call:
             AssertionError: When the call ends before.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self.token_ids) >= count or self.finish is not None)
+            await self._changed.wait_for(lambda: len(self.token_ids) >= count or self._ended)
         assert len(self.token_ids) >= count, f"the call ended after {len(self.token_ids)} tokens"
 
     @property

@@ -123,6 +123,21 @@ async def test_an_engine_is_left_after_as_many_missed_probes_as_the_config_says(
 
 
 @in_virtual_time
+async def test_probes_that_are_missed_between_tokens_are_not_added_up() -> None:
+    """An engine that prefills or compiles may miss some: only misses without a sign of life count."""
+    async with watched("a") as bench:
+        bench.start("t1")
+        await settle()
+        bench.engines["a"].answers.clear()
+        for _ in range(5):
+            bench.engines["a"].say(0, tokens(3))
+            await asyncio.sleep(25.0)  # probes 10 and 20 s after the tokens
+        assert bench.state("a") is EngineState.SERVING
+        await asyncio.sleep(30.0)
+        assert bench.state("a") is EngineState.QUARANTINED
+
+
+@in_virtual_time
 async def test_an_idle_engine_that_stopped_is_noticed_before_it_is_needed() -> None:
     async with watched("a", "b") as bench:
         bench.engines["a"].answers.clear()
