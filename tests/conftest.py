@@ -9,8 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from async_rl.runtime.listeners import RepeatFilter
+
+# Property tests look for counterexamples, not for speed: a loaded machine must not fail them.
+settings.register_profile("async_rl", deadline=None)
+settings.load_profile("async_rl")
 
 pytest_plugins = ["tests.support.environment"]
 
@@ -84,8 +91,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
 def loggers_stay_as_they_were() -> Iterator[None]:
     """Fails a test that leaves our loggers silent, and not the next one that reads the log."""
     before = _silenced()
+    _forget_repeats()
     yield
     assert _silenced() == before
+
+
+def _forget_repeats() -> None:
+    """Lets each test see all that it logs, whatever others have logged in this process before."""
+    for logger in logging.root.manager.loggerDict.values():
+        for each in getattr(logger, "filters", ()):
+            if isinstance(each, RepeatFilter):
+                each.forget()
 
 
 def _silenced() -> dict[str, object]:

@@ -238,13 +238,13 @@ class FlowMetrics(Instruments):
     )
     trajectories_in_flight = gauge(
         "Trajectories dispatched and not yet finished with their group.",
-        source=_EVERY_SECOND,
+        source="queue.outstanding, at the scrape",
         bad="Far below `rollout.max_concurrent_trajectories`: the staleness bound holds work back, or the "
         "data has ended.",
     )
     trajectories_queued = gauge(
         "Trajectories of finished groups that wait for the trainer.",
-        source=_EVERY_SECOND,
+        source="queue.outstanding, at the scrape",
         bad="At its bound all the time: the trainer is the bottleneck. Always 0: the engines are.",
     )
     trajectories_trained_total = counter(

@@ -113,6 +113,8 @@ def _connect_ray(config: Config, scratch: Path) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = config.placement.joins
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(ray_constants.ENABLE_RAY_CLUSTER))
     if not config.placement.joins:
+        # Ray waits half a minute for its own server, which is short on a busy machine.
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
         # Without a token from us Ray would write one into the user's home and leave it there.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

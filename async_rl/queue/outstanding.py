@@ -137,6 +137,9 @@ class OutstandingGroups:
             metrics.trajectories_trained_total.inc(counts.trained)
             for reason, number in counts.dropped.items():
                 metrics.trajectories_dropped_total.labels(reason=reason).inc(number)
+            # Evaluated at the scrape, and from now on: they add up with the counters at every moment.
+            metrics.trajectories_in_flight.set_function(lambda: ledger.counts().in_flight)
+            metrics.trajectories_queued.set_function(lambda: ledger.counts().queued)
 
     # -- groups in flight ---------------------------------------------------------------------------------
 

@@ -125,9 +125,6 @@ class LiveStatus:
         """Update the gauges and the terminal panel once a second; never returns."""
         m, queue, progress = self._metrics, self._queue(), self._progress
         assert queue is not None, "the service runs while there is a queue"
-        # Evaluated at the scrape, like the counters with which they must add up.
-        m.trajectories_in_flight.set_function(lambda: queue.statistics().in_flight)
-        m.trajectories_queued.set_function(lambda: queue.statistics().queued)
         while True:
             counts = queue.statistics()
             m.queue_bytes.set(counts.bytes)

@@ -51,6 +51,10 @@ class RepeatFilter(logging.Filter):
         self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
         """When the period of each kind began, and its messages since."""
 
+    def forget(self) -> None:
+        """Begin anew, as if nothing had been logged."""
+        self._kinds.clear()
+
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
         first_line = str(record.msg).partition("\n")[0][:200]

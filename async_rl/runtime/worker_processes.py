@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from async_rl.errors import EnvironmentNotReady
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ASKED: Final = "__worker_processes__"
+_MAX_POOLS: Final = 2
+"""How many pools a call is tried in. One that kills its worker at once looks as if it had waited, so it may
+run twice."""
 _JOIN_S: Final = 5.0
 """Killed processes end at once; the pool's threads may take longer on a busy machine."""
 
@@ -86,16 +90,32 @@ class WorkerProcesses:
         Raises:
             Exception: The error of the function, or the death of its process.
         """
-        if self._pool is None:
-            self._pool = _new_pool(self._count)
-        future = self._pool.schedule(_call, args=[self._path, args, kwargs])
-        return await asyncio.wrap_future(future)
+        # pebble gives a pool up when a worker dies that runs no call, and with it the calls that wait.
+        for number in range(_MAX_POOLS):
+            if self._pool is not None and not self._pool.active:
+                broken, self._pool = self._pool, None
+                await asyncio.to_thread(_end_pool, broken)
+            if self._pool is None:
+                self._pool = _new_pool(self._count)
+            pool = self._pool
+            try:
+                return await asyncio.wrap_future(pool.schedule(_call, args=[self._path, args, kwargs]))
+            except BrokenProcessPool as error:
+                if pool.active:  # the function's own error
+                    raise
+                if number == _MAX_POOLS - 1:
+                    raise ChildProcessError(f"the worker processes of {self._path} have died") from error
+        raise AssertionError("the last pool returns or raises")
 
     def close(self) -> None:
         """Kill all workers."""
         if self._pool is not None:
-            self._pool.stop()  # type: ignore[no-untyped-call]
-            self._pool.join(timeout=_JOIN_S)
+            _end_pool(self._pool)
+
+
+def _end_pool(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join(timeout=_JOIN_S)
 
 
 def _new_pool(count: int) -> ProcessPool:

@@ -29,7 +29,8 @@ class Processes:
         """Returns live processes by role, as `plan.Victim` names them; others are `other`."""
         roles: dict[str, list[psutil.Process]] = {}
         for process in self._alive():
-            with suppress(psutil.NoSuchProcess):
+            # Any process may end meanwhile: psutil and /proc say so in their own ways.
+            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, PermissionError):
                 name = process.name()
                 self.seen.setdefault((process.pid, process.create_time()), name)
                 maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -39,7 +40,11 @@ class Processes:
 
     def left(self) -> list[str]:
         """Returns the processes that outlive the driver."""
-        return [f"{process.pid} {process.name()}" for process in self._alive()]
+        found = []
+        for process in self._alive():
+            with suppress(psutil.NoSuchProcess):
+                found.append(f"{process.pid} {process.name()}")
+        return found
 
     def _alive(self) -> Iterator[psutil.Process]:
         known = dict(self.seen)

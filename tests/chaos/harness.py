@@ -50,7 +50,7 @@ STUCK_S = 400.0
 makes a start slow."""
 MAX_ENDS = 5
 """A driver that has ended by itself is started again this often, so that a run finds more than one reason."""
-_FLUSHED_S = 1.5
+_FLUSHED_S = 5.0
 """After this the ledger's file has what had happened before."""
 CONTINUES_S = 120.0
 """The attempts of a lost rollout worker must have continued within this time: the worker that continues them,
@@ -374,8 +374,12 @@ class Chaos:
         before = len(self._struck("stuck_payload", pid))
         self._faults.request("stuck_payload", pid)
         self._note(f"engine {pid} is to be stopped in the middle of its next routing payload")
+        # Engines are idle while a trainer starts, so as long as a step may take.
         self._until(
-            lambda: len(self._struck("stuck_payload", pid)) > before, STRIKE_S, "a payload", must=False
+            lambda: len(self._struck("stuck_payload", pid)) > before or not psutil.pid_exists(pid),
+            STUCK_S,
+            "a payload",
+            must=False,
         )
         self._faults.withdraw("stuck_payload", pid)
         if len(struck := self._struck("stuck_payload", pid)) == before:
@@ -480,6 +484,7 @@ class Chaos:
             self.strikes.strike(blow.kind, {"calls failed and made again": int(failed)})
 
     def _pick_server(self, blow: Blow) -> int | None:
+        self._until(lambda: bool(self._faults.servers()), STUCK_S, "an engine to strike", must=False)
         servers = self._faults.servers()
         if not servers:
             self._note("no engine to strike: they are being started")
@@ -580,7 +585,8 @@ class Chaos:
             self._driver.wait()
         for role in self.processes.look().values():
             for process in role:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def _is_stopped(process: psutil.Process) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from tests.chaos.harness import Chaos, make_config
 from tests.chaos.plan import Kind, blows
 
-pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.long

@@ -48,6 +48,9 @@ PLACES = "ASYNC_RL_TEST_PLACES"
 SERVICE = "ASYNC_RL_TEST_SERVICE"
 """Environment variable with the URL of an agent on another node."""
 
+SERVICE_HOST = "127.0.0.200"
+"""Chosen before the nodes, whose addresses depend on how many starts fail."""
+
 GROUP_SIZE, STEPS = 4, 3
 
 
@@ -108,7 +111,7 @@ async def agent_service(host: str, port: int, certificate: Path, folder: Path) -
     runner = web.AppRunner(app)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, SERVICE_HOST, port).start()
         yield
     finally:
         await runner.cleanup()
@@ -125,8 +128,7 @@ class PlacedRank(RecordingWorker):
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     folder = tmp_path_factory.mktemp("places")
-    port = free_port("127.0.0.4")
-    service = f"http://127.0.0.4:{port}/"
+    service = f"http://{SERVICE_HOST}:{free_port(SERVICE_HOST)}/"
     with RayNodes(**{PLACES: str(folder), FOLDER: str(folder / "seen"), SERVICE: service}) as nodes:
         nodes.start(engines=2)  # the driver's
         nodes.start(workers=4)

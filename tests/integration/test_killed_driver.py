@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from async_rl.config import to_builtins
 from async_rl.engine_protocol import GenerateRequest
@@ -24,7 +23,6 @@ NUMBER = 64
 MAX_AT_A_TIME = 16
 
 
-@pytest.mark.timeout(60)
 async def test_rows_are_recovered_a_few_at_a_time_when_a_driver_was_killed(
     calculator: Path, tmp_path: Path
 ) -> None:

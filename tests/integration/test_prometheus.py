@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -22,6 +21,7 @@ import yaml
 
 from async_rl.cli.train import train
 from async_rl.config import Config
+from async_rl.engines.sglang.server import free_port
 from async_rl.observability import endpoints
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import Summary
@@ -111,9 +111,7 @@ def prometheus(folder: Path) -> Iterator[Server]:
     config = yaml.safe_load((folder / "monitoring" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
     (folder / "monitoring" / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     process = subprocess.Popen(
         [
             program("prometheus"),

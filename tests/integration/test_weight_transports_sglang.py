@@ -45,6 +45,7 @@ def invite(name: str) -> GroupInvite:
     )
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.long  # tests/contract/test_sglang_server.py sends whole models to a server
 def test_tensors_arrive_bitwise_when_sglang_receives(tmp_path):
     torch.manual_seed(0)
@@ -61,11 +62,14 @@ def test_tensors_arrive_bitwise_when_sglang_receives(tmp_path):
     argument = json.dumps([f"127.0.0.1:{where.port}", where.group_name, plan, str(tmp_path / "got")])
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", RECEIVER, argument], env=environment) as receiver:
-        group = WeightGroup(where, timeout_s=60)
-        buffer = torch.empty(largest_of(buckets), dtype=torch.uint8)
-        send_buckets(fill_buckets(tensors, buckets, [buffer]), {where.group_name: group})
-        assert receiver.wait(60) == 0
-        group.close()
+        try:
+            group = WeightGroup(where, timeout_s=240)  # the receiver imports SGLang meanwhile
+            buffer = torch.empty(largest_of(buckets), dtype=torch.uint8)
+            send_buckets(fill_buckets(tensors, buckets, [buffer]), {where.group_name: group})
+            assert receiver.wait(60) == 0
+            group.close()
+        finally:
+            receiver.kill()
     got = torch.load(tmp_path / "got")
     assert list(got) == [name for name, _ in tensors]
     assert all(torch.equal(got[name], tensor) for name, tensor in tensors)

@@ -3159,6 +3159,14 @@ MUTANTS: Final = (
         ("tests/unit/test_health.py",),
     ),
     Mutant(
+        "a-broken-pool-is-kept",
+        "After one worker of a reward was killed between two calls, each call of the reward fails.",
+        "async_rl/runtime/worker_processes.py",
+        "            if self._pool is not None and not self._pool.active:",
+        "            if False and self._pool is not None and not self._pool.active:",
+        ("tests/unit/test_rollout_rewards.py",),
+    ),
+    Mutant(
         "answers-of-older-weights-are-kept",
         "Tokens that are older than their lease are kept, and their group is older than its deadline says.",
         "async_rl/rollout/session/transcript.py",

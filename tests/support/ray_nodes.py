@@ -65,6 +65,7 @@ class RayNodes:
                     self.address = self.address or f"{own}:{port}"
                     return own
             process.wait()
+            process.stdout.close()
             del self.nodes[own]
         raise AssertionError("a node did not start: " + "".join(said))
 

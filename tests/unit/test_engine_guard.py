@@ -6,7 +6,6 @@ import asyncio
 import importlib.metadata
 import mmap
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engines.sglang import guard
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
+from tests.support.processes import wait_gone
 
 SERVER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 
@@ -35,20 +35,6 @@ def start(scratch: Path, command: list[str], *, grace_s: float = 0.0) -> subproc
         text=True,
         start_new_session=True,
     )
-
-
-def wait_gone(pid: int) -> None:
-    """Return when a process that may not be our child has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        ended = select.poll()  # `select` takes no descriptor above 1023
-        ended.register(descriptor, select.POLLIN)
-        assert ended.poll(10_000), f"process {pid} is still there"
-    finally:
-        os.close(descriptor)
 
 
 def test_its_exit_code_is_passed_on_when_the_server_ends(tmp_path: Path) -> None:

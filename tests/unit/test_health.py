@@ -124,7 +124,7 @@ async def test_an_engine_is_left_after_as_many_missed_probes_as_the_config_says(
 
 @in_virtual_time
 async def test_probes_that_are_missed_between_tokens_are_not_added_up() -> None:
-    """An engine that prefills or compiles may miss some: only misses without a sign of life count."""
+    """An engine that prefills or compiles may miss some: only misses without tokens between them count."""
     async with watched("a") as bench:
         bench.start("t1")
         await settle()

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ async def http_server(port: int) -> AsyncIterator[asyncio.subprocess.Process]:
     try:
         async with asyncio.timeout(LONG_S):
             while True:
+                assert process.returncode is None, "the server has ended"
                 try:
                     _, writer = await asyncio.open_connection("127.0.0.1", port)
                     writer.close()
@@ -49,10 +50,13 @@ async def http_server(port: int) -> AsyncIterator[asyncio.subprocess.Process]:
         await process.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that no other program is given: it stays bound, and a server with SO_REUSEADDR may listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def by_name(server: McpServer) -> dict[str, Any]:
@@ -89,10 +93,9 @@ async def test_tools_of_a_command_are_called_cut_and_restarted(monkeypatch: pyte
 
 
 async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, port: int
 ):
     monkeypatch.setenv("MY_KEY", "key-7")
-    port = free_port()
     spec = McpServerSpec(
         url=f"http://127.0.0.1:{port}/mcp",
         headers={"x-key": "MY_KEY"},

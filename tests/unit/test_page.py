@@ -199,7 +199,7 @@ async def test_the_run_is_not_read_while_no_client_is_connected() -> None:
         looks.append(1)
         return now()
 
-    async with watched(look, lambda: STEPS) as (url, _):
+    async with watched(look, lambda: STEPS, refresh_s=3600.0) as (url, _):
         await fetch(f"{url}/page.css")
         assert looks == []
         async with stream(f"{url}/api/events") as events:

@@ -164,7 +164,7 @@ def ray_untouched(monkeypatch):
     """Restore what starting Ray sets in this process."""
     for name in (
         *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"),
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+        *("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_gcs_server_port_wait_time_s"),
     ):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,9 +26,11 @@ from async_rl.observability.metrics import Metrics
 from async_rl.rollout.rewards.http_rewards import RewardClient, RewardUnreachable
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.rewards.signatures import parts_of, style_of
+from async_rl.runtime.worker_processes import WorkerProcesses
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Completion, Task
 from tests.support import reward_functions
+from tests.support.processes import wait_gone
 from tests.support.run_config import config_of
 
 HERE = reward_functions.__name__
@@ -306,17 +309,30 @@ async def test_a_process_that_hangs_or_dies_is_replaced_and_fails_its_call_alone
             await rewards.score_completion(task_of(), completion_of("die"))
         os.mkfifo(note := tmp_path / "pid")
         call = asyncio.ensure_future(rewards.score_completion(task_of(), completion_of(f"hang in {note}")))
-        hung = psutil.Process(int(await asyncio.to_thread(note.read_text)))
+        hung = int(await asyncio.to_thread(note.read_text))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.to_thread(hung.wait, 60)
-        assert (await rewards.score_completion(task_of(), completion_of("x")))["reward"] not in (
-            first,
-            hung.pid,
-        )
+        await asyncio.to_thread(wait_gone, hung)  # the pool reaps it
+        assert (await rewards.score_completion(task_of(), completion_of("x")))["reward"] not in (first, hung)
     finally:
         await rewards.close()
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_process_that_is_killed_between_two_calls_is_replaced(noticed: bool) -> None:
+    """By the kernel, which is short of memory, for example."""
+    workers = WorkerProcesses(f"{HERE}:pid", 1)
+    try:
+        first = await workers.call(task_of(), completion_of("x"))
+        os.kill(int(first), signal.SIGKILL)
+        if noticed:
+            await asyncio.to_thread(wait_gone, int(first))
+            await asyncio.sleep(0.5)  # the pool looks ten times per second
+        others = [workers.call(task_of(), completion_of("x")) for _ in range(3)]
+        assert first not in await asyncio.gather(*others)
+    finally:
+        workers.close()
 
 
 DRIVER = """

@@ -777,18 +777,20 @@ async def test_aborts_are_repeated_when_a_request_missed_the_first(server: FakeS
         async with asyncio.TaskGroup() as group:
             group.create_task(read_until_the_finish())
             await engine.interrupt("abort")
-    assert server.requests("abort_request") == [{"abort_all": True}] * 3
+    aborts = server.requests("abort_request")
+    assert len(aborts) >= 3
+    assert aborts == [{"abort_all": True}] * len(aborts)
 
 
 async def test_an_interrupt_times_out_when_calls_do_not_end(server: FakeSGLang) -> None:
     server.streams = [[event([10], 1), HANG]]
-    async with server.client(request_timeout_s=0.1) as engine:
+    async with server.client(request_timeout_s=0.5) as engine:
         async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
             await anext(stream)
-            with pytest.raises(EngineTimeout, match=r"still runs 1 calls and has sent nothing for 0\.1 s"):
+            with pytest.raises(EngineTimeout, match=r"still runs 1 calls and has sent nothing for 0\.5 s"):
                 await engine.interrupt("abort")
-    # Less and less often: 20, 40 and 80 ms after the first.
-    assert len(server.requests("abort_request")) == 3 + 1  # the last one is of the call that is left
+    # Less and less often: 20, 60, 140 and 300 ms after the first. The last one is of the call that is left.
+    assert 3 <= len(server.requests("abort_request")) <= 5 + 1
 
 
 @pytest.mark.parametrize("size", [16_000, 10])
@@ -1165,6 +1167,6 @@ async def test_a_long_reply_to_a_control_request_is_not_read_to_its_end(
 ) -> None:
     monkeypatch.setattr(http_client, "MAX_REPLY_BYTES", 1000)
     server.answers["server_info"] = (200, GOOD_SERVER | {"more": "x" * 1000})
-    async with server.client(start_timeout_s=0.1) as engine:
+    async with server.client() as engine:
         with pytest.raises(EnvironmentNotReady, match="more than 1000 bytes"):
             await engine.wait_ready()

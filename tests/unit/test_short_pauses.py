@@ -25,9 +25,13 @@ class Node:
 
 
 def make_cycle() -> weakref.ref[Node]:
-    one, two = Node(), Node()
-    one.other, two.other = two, one
-    return weakref.ref(one)
+    gc.disable()  # a collection halfway would take the first for old
+    try:
+        one, two = Node(), Node()
+        one.other, two.other = two, one
+        return weakref.ref(one)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

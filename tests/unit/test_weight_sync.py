@@ -258,6 +258,7 @@ async def test_all_are_quarantined_when_the_trainer_cannot_share_a_bucket(tmp_pa
     assert "sent 1 of 2 buckets" in str(bench.pool.error_of("engine-0"))
 
 
+@in_virtual_time
 async def test_the_engine_is_quarantined_when_an_update_hangs(tmp_path):
     bench = Bench(tmp_path, timeout_s=0.01)
     await bench.start()
