@@ -129,10 +129,11 @@ class Simulation:
     max_incarnations = 24
     max_stuck_s = 3000.0
     """Virtual seconds within which a new version must come, or the end: many times the sum of timeouts."""
-    max_stuck_steps = 400_000
+    max_stuck_steps = 1_600_000
     """The same in callbacks of the loop, so that an incarnation that loops without time passing is noticed.
-    Neither counts from the beginning: where most attempts exceed their time limit, a version can take 400
-    virtual seconds."""
+    Neither counts from the beginning: where most attempts exceed their time limit and run one at a time, a
+    version can take 600 virtual seconds, and again when the trainer restarts. Journals that tick 20 times per
+    second in the driver and three workers take 500 callbacks in each."""
     look_every = 8
     """Steps between two looks at what is in memory."""
     scrape_every = 64

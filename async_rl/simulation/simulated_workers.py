@@ -238,12 +238,12 @@ class DistantEngine:
         try:
             await asyncio.sleep(late.delay_s)
         except BaseException:
-            loop.call_at(arrives_s, self._arrive_without_caller, late)
+            late.met()  # now: its caller may have taken it for the silence of the engine
+            loop.call_at(arrives_s, self._arrive_without_caller)
             raise
 
-    def _arrive_without_caller(self, late: LateRequest) -> None:
+    def _arrive_without_caller(self) -> None:
         """A server with all its memory drops the request; one without would die of it, and refuses it."""
-        late.met()
         with suppress(EngineBusy):
             self._engine.check_open()
 
