@@ -625,7 +625,7 @@ class SimulatedCluster:
             start_s=scenario.speeds.restart_s,
             nodes=nodes,
         )
-        self._workers.on_isolated = checker.call_is_cut_off
+        self._workers.on_call = checker.call_is_made
         config = scenario.config
         self.models = {
             name: SimulatedModel(name, config.of_model(name), FACTS, restart_s=scenario.speeds.restart_s)

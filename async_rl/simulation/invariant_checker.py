@@ -308,10 +308,13 @@ class InvariantChecker:
         if tokens[: len(kept)] != kept:
             self.fail(f"{name}: a call of {len(tokens)} tokens does not continue the {len(head)} seen before")
 
-    def call_is_cut_off(self, request: GenerateRequest) -> None:
-        """A session's call does not reach its engine."""
-        if request.max_new_tokens == 0 and not _is_answer(name := _task_name()):
-            self._recoveries[name.split()[-1]].append("connection lost")
+    def call_is_made(self, request: GenerateRequest) -> Callable[[], None]:
+        """A session makes a call; what this returns is to be called when the call reaches its engine."""
+        if request.max_new_tokens > 0 or _is_answer(name := _task_name()):
+            return lambda: None
+        recoveries = self._recoveries[name.split()[-1]]
+        recoveries.append("not reached")
+        return lambda: recoveries.remove("not reached")
 
     def call_ends(
         self,

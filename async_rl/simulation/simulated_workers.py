@@ -197,7 +197,7 @@ class DistantEngine:
         delay_s: Callable[[], float],
         late_requests: deque[LateRequest],
         is_isolated: Callable[[], bool] = lambda: False,
-        on_isolated: Callable[[GenerateRequest], None] = lambda request: None,
+        on_call: Callable[[GenerateRequest], Callable[[], None]] = lambda request: _nothing_reached,
     ) -> None:
         """Call an engine over a network that takes `delay_s` for a request; `late_requests` take longer.
 
@@ -209,22 +209,25 @@ class DistantEngine:
         self._delay_s = delay_s
         self._late_requests = late_requests
         self._is_isolated = is_isolated
-        self._on_isolated = on_isolated
+        self._on_call = on_call
 
     async def close(self) -> None:
         """Implements `Engine.close`: there is no connection."""
 
-    async def generate(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         """Implements `Engine.generate`."""
+        return self._generate(request, self._on_call(request))
+
+    async def _generate(
+        self, request: GenerateRequest, reached: Callable[[], None]
+    ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         if self._late_requests:
             await self._wait_for_late_request(self._late_requests.popleft())
         await asyncio.sleep(self._delay_s())
         if self._is_isolated():
-            self._on_isolated(request)
             raise EngineUnreachable(f"{self.engine_id} cannot be reached from here")
         await self._engine.wait_until_resumed()
+        reached()
         async with aclosing(self._engine.generate(request)) as stream:
             async for event in stream:
                 yield event
@@ -246,6 +249,9 @@ class DistantEngine:
         """A server with all its memory drops the request; one without would die of it, and refuses it."""
         with suppress(EngineBusy):
             self._engine.check_open()
+
+
+def _nothing_reached() -> None: ...
 
 
 class LateRequest(NamedTuple):
@@ -473,8 +479,8 @@ class SimulatedWorkers:
         """The names of the folders of workers that were cut off."""
         self._torn = random.Random(f"torn journals {seed}")
         self._isolated_until_s: dict[str, float] = {}  # by worker
-        self.on_isolated: Callable[[GenerateRequest], None] = lambda request: None
-        """Called with each request that finds no connection because its worker is isolated."""
+        self.on_call: Callable[[GenerateRequest], Callable[[], None]] = lambda request: _nothing_reached
+        """Called with each request of a worker; what it returns is called when the engine gets it."""
         self.late_requests: deque[LateRequest] = deque()
         """The next requests of workers, which are late."""
         self.metrics: list[Metrics] = []
@@ -510,7 +516,7 @@ class SimulatedWorkers:
                     self._delay_s,
                     self.late_requests,
                     lambda: clock() < self._isolated_until_s.get(name, 0.0),
-                    lambda request: self.on_isolated(request),
+                    lambda request: self.on_call(request),
                 ),
             ),
             new_id=lambda: f"{prefix}{next(numbers):024x}",
