@@ -393,6 +393,10 @@ class InvariantChecker:
         """A rollout worker goes on, and does not hear for so long that engines are held."""
         self._unaware_until_s = max(self._unaware_until_s, self.now() + for_s)
 
+    def clock_jumps(self, by_s: float) -> None:
+        """The clock is about to jump, so that nothing can happen in this time."""
+        self._unaware_until_s += by_s
+
     def attempt_cancelled(self, ends_s: float, remaining_s: float) -> None:
         """The agent loop of a trajectory is cancelled: not by its limit while engines were held.
 

@@ -475,7 +475,9 @@ class Simulation:
                 self._corrupt_frame(amount)
         elif kind == "clock_jump":
             self._checker.met(kind)
-            self._loop.jump(10 ** (4 * amount - 2))
+            jump_s = 10 ** (4 * amount - 2)
+            self._checker.clock_jumps(jump_s)
+            self._loop.jump(jump_s)
         else:
             self._cluster.inject(injection)
 
