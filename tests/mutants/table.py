@@ -1896,8 +1896,8 @@ MUTANTS: Final = (
         "isolated-worker-asks-all-the-time",
         "A worker that is to blame is given leases all the time.",
         "async_rl/rollout/workers/relayed_leases.py",
-        "        if self.checks.is_paused:\n            self._withdrawn",
-        "        if False:\n            self._withdrawn",
+        "        if self.checks.is_paused:\n            self._withdraw(relayed)",
+        "        if False:\n            self._withdraw(relayed)",
         ("tests/unit/test_engine_checks.py",),
     ),
     Mutant(
@@ -4292,8 +4292,8 @@ MUTANTS: Final = (
         "calls-of-teachers-go-to-the-policy",
         "In a worker, a teacher's call is given an engine of the policy, which scores its own tokens.",
         "async_rl/rollout/workers/relayed_leases.py",
-        "        relayed.lease = self._pools[wanted.model].request_lease(",
-        '        relayed.lease = self._pools[""].request_lease(',
+        "        pool = self._pools[wanted.model]\n        relayed.lease",
+        '        pool = self._pools[""]\n        relayed.lease',
         ("tests/unit/test_remote_leases.py",),
     ),
     Mutant(
