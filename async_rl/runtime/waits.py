@@ -168,7 +168,7 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
     ),
     "rollout worker calls": WaitKind(
         "{} to reach engines and the driver",
-        "{} reaches no engine or not the driver",
+        "{} does not reach both engines and the driver",
         "A rollout worker gets no leases until an engine answers it and the driver hears of it.",
     ),
     "routing": WaitKind(

@@ -3167,6 +3167,14 @@ MUTANTS: Final = (
         ("tests/unit/test_rollout_rewards.py",),
     ),
     Mutant(
+        "gauges-are-of-the-queue-before",
+        "A scrape right after a restart of the trainer shows trajectories that are unaccounted for.",
+        "async_rl/queue/outstanding.py",
+        "            metrics.trajectories_queued.set_function(lambda: ledger.counts().queued)\n",
+        "",
+        ("tests/unit/test_restored_groups.py",),
+    ),
+    Mutant(
         "answers-of-older-weights-are-kept",
         "Tokens that are older than their lease are kept, and their group is older than its deadline says.",
         "async_rl/rollout/session/transcript.py",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import InvariantError
+from async_rl.observability.metrics import Metrics
 from async_rl.queue import frames
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import read_columns
@@ -99,6 +100,22 @@ async def test_a_batch_waits_for_a_group_that_is_due_by_what_the_journal_has_of_
     batch = taking.result()
     assert batch is not None
     assert ("left" in batch.group_ids) is waits
+    queue.close()
+
+
+async def test_scrapes_add_up_at_once_when_a_trainer_restart_makes_another_queue(tmp_path: Path) -> None:
+    """A scrape may come before the run's services look at the new queue."""
+    metrics = Metrics()
+    first = open_queue(tmp_path, 0, metrics=metrics)
+    dispatch(first, "a", "b")
+    await put(first, make_group("a"))
+    first.close()
+    queue = open_queue(tmp_path, 0, metrics=metrics)
+    dispatch(queue, "c")
+    scraped = metrics.registry.get_sample_value
+    assert scraped("async_rl_trajectories_in_flight") == 4
+    assert scraped("async_rl_trajectories_queued") == 2
+    assert scraped("async_rl_trajectories_dispatched_total") == 4 + 2
     queue.close()
 
 
