@@ -24,7 +24,9 @@ from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run.captures import write_capture
+from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
+from async_rl.trainer_protocol import Trainer
 from async_rl.types import Completion, StopReason, Task, TrainBatch
 from tests.support.recording_worker import FOLDER
 
@@ -106,31 +108,39 @@ def assert_sound(summary: Summary, batches: list[TrainBatch], config: Config) ->
 class FirstUpdate:
     """Makes the first update find a half-written answer, regardless of the speed of the machine.
 
-    Answers of the second group start when the first update's weights are published as files, and the update
-    continues when one of them has a token.
+    Answers of the second group start when the first update's weights are published as files or, on shared
+    devices, when the first batch is ready. The update or hand-over continues when one of them has a token.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_out = asyncio.Event()
+        self.begins = asyncio.Event()
         self._one_is_written = asyncio.Event()
         publish, generate = RayTrainer.publish, SGLangEngine.generate
+        hand_to_trainer = SharedDevices.hand_to_trainer
 
         async def publish_and_wait(trainer: RayTrainer, directory: str, weight_version: int) -> None:
             await publish(trainer, directory, weight_version)
             if weight_version > 0:  # 0 is what a run starts from, published where engines need its adapter
-                self.is_out.set()
+                self.begins.set()
                 await self._one_is_written.wait()
+
+        async def wait_and_hand_to_trainer(devices: SharedDevices, trainer: Trainer) -> None:
+            if devices.phases.phase == "engines":  # not while the run starts
+                self.begins.set()
+                await self._one_is_written.wait()
+            await hand_to_trainer(devices, trainer)
 
         async def generate_and_tell(
             engine: SGLangEngine, request: GenerateRequest
         ) -> AsyncGenerator[Chunk | Finish, None]:
             async with aclosing(generate(engine, request)) as events:
                 async for event in events:
-                    if self.is_out.is_set():
+                    if self.begins.is_set():
                         self._one_is_written.set()
                     yield event
 
         monkeypatch.setattr(RayTrainer, "publish", publish_and_wait)
+        monkeypatch.setattr(SharedDevices, "hand_to_trainer", wait_and_hand_to_trainer)
         monkeypatch.setattr(SGLangEngine, "generate", generate_and_tell)
 
 
@@ -147,7 +157,7 @@ class SecondGroupLater(ToolLoop):
         if len(self._first) < GROUP_SIZE:
             self._first.add(session.trajectory_id)
         if session.trajectory_id not in self._first:  # another attempt of the first group does not wait
-            await self.first_update.is_out.wait()
+            await self.first_update.begins.wait()
         return await super().run(task, session)
 
 
@@ -226,9 +236,11 @@ async def test_engines_on_shared_devices_serve_the_adapter_that_the_trainer_trai
     calculator, tmp_path, monkeypatch, caplog
 ):
     caplog.set_level("INFO", logger="async_rl")
+    monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
     config = make_config(
         calculator,
         tmp_path,
+        f"rollout.agent_loop={__name__}:SecondGroupLater",
         "placement.shared=true",
         "trainer.groups_per_batch=1",
         "trainer.lora={rank: 8, alpha: 16, targets: [attention]}",
