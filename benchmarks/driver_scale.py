@@ -9,13 +9,13 @@ weight updates are `in_place`. In one run answers get longer from row to row, at
 machine idle time.
 
 Costs are process CPU time with all threads. The driver's includes every process of the run that exists
-once, such as Ray's own. Both are reduced by what the processes take while no engine decodes (`driver_idle`,
-CPU seconds a second of the driver). A worker takes less time for a token the more tokens arrive, because a
-read finds more of them: `--events-per-s` sets the pace. Over the lengths of one run lines are fitted to the
-CPU times of the driver and of a worker: a slope per token and an intercept per trajectory.
-`worker_tokens_per_s` counts tokens per CPU second of a worker, and of the driver where there is none
-(`workers: 0`). The longest pause is that of the event loop which reads the events: of a worker, in its own
-process, or of the driver.
+once; the part of Ray's own processes is also shown alone. Both are reduced by what the processes take while
+no engine decodes (`driver_idle`, CPU seconds a second of the driver). A worker takes less time for a token
+the more tokens arrive, because a read finds more of them: `--events-per-s` sets the pace. Over the lengths of
+one run lines are fitted to the CPU times of the driver and of a worker: a slope per token and an intercept
+per trajectory. `worker_tokens_per_s` counts tokens per CPU second of a worker, and of the driver where there
+is none (`workers: 0`). The longest pause is that of the event loop which reads the events: of a worker, in
+its own process, or of the driver.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from async_rl.rollout.workers.messages import Heartbeat
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.rollout.workers.worker import LEASE_S
-from async_rl.simulation.process_costs import CostRow, ProcessCosts, fit_costs
+from async_rl.simulation.process_costs import CostRow, fit_costs
 from benchmarks.support.loop_pauses import FOLDER, longest_pauses
 from benchmarks.support.paced_server import Counts, Pace
 from tests.support.mortal_rank import PLAN
@@ -96,10 +96,14 @@ class ProcessTimes(msgspec.Struct, frozen=True):
 
     driver: float
     workers: float
+    ray: float
+    """Of the driver's, that of Ray's own processes: raylet, GCS, dashboard, monitors."""
 
     def since(self, earlier: ProcessTimes) -> ProcessTimes:
         """Return what was spent since an earlier moment."""
-        return ProcessTimes(self.driver - earlier.driver, self.workers - earlier.workers)
+        return ProcessTimes(
+            self.driver - earlier.driver, self.workers - earlier.workers, self.ray - earlier.ray
+        )
 
 
 class RunProcesses:
@@ -110,17 +114,19 @@ class RunProcesses:
 
     def times(self) -> ProcessTimes:
         """Return the CPU seconds of the driver, with all processes that exist once, and of the workers."""
-        driver, workers = _cpu_s(self._driver), 0.0
+        driver, workers, ray = _cpu_s(self._driver), 0.0, 0.0
         for process in self._driver.children(recursive=True):
             try:
                 name = " ".join(process.cmdline())
                 if "ray::RolloutWorkerActor" in name:
                     workers += _cpu_s(process)
                 elif "ray::" not in name:
-                    driver += _cpu_s(process)
+                    spent_s = _cpu_s(process)
+                    driver += spent_s
+                    ray += spent_s if "/site-packages/ray/" in name else 0.0
             except psutil.NoSuchProcess:
                 continue
-        return ProcessTimes(driver, workers)
+        return ProcessTimes(driver, workers, ray)
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -344,7 +350,7 @@ async def measure_idle(processes: RunProcesses, seconds: float) -> ProcessTimes:
     start_s, before = time.perf_counter(), processes.times()
     await asyncio.sleep(seconds)
     spent, wall_s = processes.times().since(before), time.perf_counter() - start_s
-    return ProcessTimes(spent.driver / wall_s, spent.workers / wall_s)
+    return ProcessTimes(spent.driver / wall_s, spent.workers / wall_s, spent.ray / wall_s)
 
 
 async def measure_length(
@@ -375,6 +381,7 @@ async def measure_length(
         trajectories=answers,
         steps=len(step_record_log(run_dir / "metrics.jsonl").read()) - steps,
         driver_cpu_s=driver_s,
+        ray_cpu_s=spent.ray - idle.ray * wall_s,
         worker_cpu_s=spent.workers,
         late_share=(after.late_steps - counts.late_steps) / max(1, tokens),
         worker_us_an_event=1e6 * worker_s / events,
@@ -384,14 +391,14 @@ async def measure_length(
     )
 
 
-def show(rows: Sequence[CostRow], fits: Sequence[ProcessCosts]) -> None:
+def show(rows: Sequence[CostRow]) -> None:
     """Print rows and lines with their limits."""
     console = Console(width=180)
     table = Table(title="costs" + " (quick: fewer streams, shorter)" * any(row.quick for row in rows))
     for column in (
         *("workers", "streams", "answer", "tokens/event", "driver µs/token", "driver ms/trajectory"),
         *("worker tokens/CPU s", "µs/event", "pause ms (CPU)", "driver idle", "trajectories"),
-        *("steps", "late"),
+        *("steps", "late", "Ray ms/s"),
     ):
         table.add_column(column, justify="right")
     for r in rows:
@@ -405,13 +412,19 @@ def show(rows: Sequence[CostRow], fits: Sequence[ProcessCosts]) -> None:
             f"{r.worker_us_an_event:.1f}",
             f"{r.worker_longest_pause_ms:.0f} ({r.worker_longest_pause_cpu_ms:.0f})",
             *(f"{r.driver_idle:.3f}", f"{r.trajectories:,}", str(r.steps), f"{r.late_share:.1%}"),
+            f"{1e3 * r.ray_cpu_s / r.seconds:.1f}",
         )
     console.print(table)
-    for fit in fits:
+    without_ray = [
+        msgspec.structs.replace(row, driver_cpu_s=row.driver_cpu_s - row.ray_cpu_s) for row in rows
+    ]
+    for fit, own in zip(fit_costs(rows), fit_costs(without_ray), strict=True):
         console.print(
             f"{fit.workers} workers, {fit.tokens_per_event:.0f} tokens per event: "
             f"{fit.driver_us_a_token:.3f} µs per token (limit {SLOPE_LIMIT_US}), "
-            f"{fit.driver_ms_a_trajectory:.2f} ms per trajectory (limit {INTERCEPT_LIMIT_MS}); of a worker "
+            f"{fit.driver_ms_a_trajectory:.2f} ms per trajectory (limit {INTERCEPT_LIMIT_MS}); "
+            f"without Ray's own processes {own.driver_us_a_token:.3f} µs and "
+            f"{own.driver_ms_a_trajectory:.2f} ms; of a worker "
             f"{fit.worker_us_a_token:.1f} µs and {fit.worker_ms_a_trajectory:.2f} ms"
         )
 
@@ -455,7 +468,7 @@ def main() -> None:
                 o.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    show(rows, fit_costs(rows))
+    show(rows)
 
 
 if __name__ == "__main__":

@@ -52,12 +52,12 @@ MAX_ENDS = 5
 """A driver that has ended by itself is started again this often, so that a run finds more than one reason."""
 _FLUSHED_S = 5.0
 """After this the ledger's file has what had happened before."""
-CONTINUES_S = 120.0
+CONTINUES_S = 400.0
 """The attempts of a lost rollout worker must have continued within this time: the worker that continues them,
 or the trainer, may have to be started first."""
 STRIKE_S = 45.0
-"""A fault that waits for a payload, a call or a reward is given up after this time."""
-GONE_S = 20.0
+"""A fault that waits for a call or a reward is given up after this time."""
+GONE_S = 60.0
 """Ranks, rollout workers and engines must be gone within this time after a kill of the driver."""
 STARTS_S = 60.0
 """The same for others: a process that Ray has just started tries to reach its killed raylet for 25 s."""
@@ -96,7 +96,7 @@ def make_config(
             "max_running_requests": 8,
             "max_total_tokens": 16384,
             "context_length": 512,
-            "stall_s": 15,
+            "stall_s": 30,
             "request_timeout_s": 15,
             "max_restarts": 1000,
         },
@@ -113,7 +113,7 @@ def make_config(
                 }
             },
             "num_workers": num_workers,
-            "worker_stall_s": 8,
+            "worker_stall_s": 20,
             "group_size": 4,
             "max_concurrent_trajectories": 24,
             "max_staleness": 3,
@@ -272,7 +272,7 @@ class Chaos:
             return [each for each in self.processes.look().get(blow.victim, []) if not _is_stopped(each)]
 
         # On a busy machine it may take long to start again after the blow before.
-        self._until(lambda: bool(candidates()), STRIKE_S, f"a {blow.victim} to strike", must=False)
+        self._until(lambda: bool(candidates()), STUCK_S, f"a {blow.victim} to strike", must=False)
         if not (victims := candidates()):
             self._note(f"no {blow.victim} to strike: it is being started")
             return None

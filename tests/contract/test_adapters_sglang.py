@@ -32,7 +32,7 @@ from tests.support.sglang_world import SGLangWorld
 from tests.support.tiny_adapter import merged_weights, write_adapter
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("attention",))
 PROMPT = [40, 41, 42, 43, 44, 45, 46]

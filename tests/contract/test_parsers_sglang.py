@@ -66,7 +66,7 @@ def test_our_parsers_read_what_sglangs_read():
         input=json.dumps({"tools": TOOLS, "texts": texts}),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert "FOUND" in ran.stdout, ran.stderr[-2000:]

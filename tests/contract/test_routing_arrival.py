@@ -75,17 +75,16 @@ async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_a
         return decode(text, **options)
 
     monkeypatch.setattr(routing_payload.pybase64, "b64decode", count)
-    loop, lags, peak = asyncio.get_running_loop(), [], 0
+    loop, peak = asyncio.get_running_loop(), 0
     lent, before = SLABS.usage()[0], resident_bytes()
     expected = make_ids(ROWS, LAYERS, TOP_K, EXPERTS)
 
-    def tick(due_s: float) -> None:
+    def tick() -> None:
         nonlocal peak, timer
-        lags.append(loop.time() - due_s)
         peak = max(peak, resident_bytes() - before)
-        timer = loop.call_later(0.002, tick, loop.time() + 0.002)
+        timer = loop.call_later(0.002, tick)
 
-    timer = loop.call_later(0.002, tick, loop.time() + 0.002)
+    timer = loop.call_later(0.002, tick)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(take(engine)) for _ in range(64)]
     timer.cancel()
@@ -95,9 +94,7 @@ async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_a
     # The rows, and for each connection what is on its way: far less than the 67 MB that each was sent.
     budget = 64 * (ROWS * ROW_BYTES + 2 * MIB)
     assert peak < 1.1 * budget
-    # 10 ms on two idle cores (benchmarks/routing_payload.py says what it is); a test shares them.
-    assert np.quantile(lags, 0.99) < 0.25
-    # The reason for it, which no load hides: what is decoded on the loop is next to nothing.
+    # What is decoded on the event loop is next to nothing; benchmarks/routing_payload.py measures its pauses.
     assert decoded[False] > 64 * ROWS * ROW_BYTES * 5
     assert decoded[True] < 0.01 * decoded[False]
     # What was spooled is dropped: the memory is there for the next.

@@ -451,8 +451,8 @@ async def test_an_event_has_as_many_tokens_as_asked_for_and_an_abort_delivers_th
     assert finish.reason == "length"
     # The first token at once, then eight at a time, unless events are joined.
     assert {*itertools.accumulate(sizes)} <= {1, 9, 17, 20}
-    sizes, finish = await stream_sizes(engine, asked(500), interrupt_at=9)
+    sizes, finish = await stream_sizes(engine, asked(1500), interrupt_at=9)
     await engine.resume_generation("abort")
     assert finish.reason == "abort"
     # `CallAccount` compares the number of tokens that have come with the server's own: nothing is lost.
-    assert sum(sizes) == finish.version_spans[-1].end < 500
+    assert sum(sizes) == finish.version_spans[-1].end < 1500

@@ -31,7 +31,7 @@ def test_an_error_of_one_rank_is_raised_on_all_when_they_decide_together(tmp_pat
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
         for rank in (0, 1)
     ]
-    told = [process.communicate(timeout=60)[0].splitlines() for process in ranks]
+    told = [process.communicate(timeout=280)[0].splitlines() for process in ranks]
     assert told[0] == [
         "fine",
         "AlignmentError rank 1: rows do not fit",

@@ -12,6 +12,7 @@ from async_rl import placement
 from async_rl.config import Config, parse_config
 from async_rl.observability.records import step_record_log
 from async_rl.placement.placements import Placements
+from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.queue.ledger import Ledger
 from async_rl.runtime.supervision import Nursery
 from tests.support.ray_nodes import RayNodes
@@ -49,6 +50,7 @@ def make_config(nodes: RayNodes, calculator: Path, folder: Path) -> tuple[Config
             "max_total_tokens": 16384,
             "context_length": 512,
             "restart_delay_s": 0.1,
+            "max_outage_s": 3600,  # the only engine, whose parts may take long to start again
         },
         "weights": {"transport": "distributed"},
         "rollout": {
@@ -78,19 +80,29 @@ def make_config(nodes: RayNodes, calculator: Path, folder: Path) -> tuple[Config
 
 
 async def test_a_run_loses_nothing_when_its_engine_spans_nodes_and_one_part_is_killed(
-    nodes: RayNodes, calculator: Path, tmp_path: Path
+    nodes: RayNodes, calculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run_dir = make_config(nodes, calculator, tmp_path)
     log = step_record_log(run_dir / "metrics.jsonl")
     serving: dict[str, set[str]] = {}
+    begins, killed = asyncio.Event(), asyncio.Event()
+    train_step = RayTrainer.train_step
+
+    async def train_after_the_kill(trainer: RayTrainer, batch: Any, step: int) -> Any:
+        if step > 1:
+            begins.set()
+            await killed.wait()
+        return await train_step(trainer, batch, step)
+
+    monkeypatch.setattr(RayTrainer, "train_step", train_after_the_kill)
 
     async def kill_second_part() -> None:
-        while not (run_dir / "metrics.jsonl").exists() or not list(log.read()):  # noqa: ASYNC110
-            await asyncio.sleep(0.2)
+        await begins.wait()
         for rank in (0, 1):
             part = f"--node-rank={rank}"
             serving[part] = await asyncio.to_thread(nodes.nodes_with, part)
         nodes.kill("--node-rank=1")
+        killed.set()
 
     async with Nursery() as nursery:
         nursery.start_task("kill the second part", kill_second_part())

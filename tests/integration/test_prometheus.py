@@ -51,13 +51,13 @@ RULES = ROOT / "monitoring" / "rules"
 SCRAPES = 24
 """Steps after the last fault, so that scrapes see regular steps."""
 
-MAX_SCRAPES = 900
-"""A run that is scraped so often, twice a second, will not show what is missing."""
+MAX_SCRAPES = 450
+"""A run that is scraped so often, once a second, will not show what is missing."""
 
 
 def promtool(*words: str | Path) -> None:
     done = subprocess.run(
-        [program("promtool"), *words], capture_output=True, text=True, timeout=100, check=False
+        [program("promtool"), *words], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -109,7 +109,7 @@ def prometheus(folder: Path) -> Iterator[Server]:
     shutil.copytree(ROOT / "monitoring", folder / "monitoring")
     (folder / "runs" / ".prometheus").mkdir(parents=True)  # as `make prometheus` does
     config = yaml.safe_load((folder / "monitoring" / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "500ms"}
     (folder / "monitoring" / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     process = subprocess.Popen(

@@ -68,7 +68,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         return batch, mixed
 
     with ThreadPoolExecutor(1) as thread:  # a loop of its own, beside the test framework's
-        batch, mixed = thread.submit(asyncio.run, asyncio.wait_for(roll_out(), 150)).result()
+        batch, mixed = thread.submit(asyncio.run, roll_out()).result()
     return World(model, batch, chains, mixed)
 
 

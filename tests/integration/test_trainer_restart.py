@@ -25,7 +25,8 @@ async def test_ranks_come_back_when_one_is_killed_and_one_hangs(calculator, tmp_
         tmp_path,
         f"trainer.worker={worker}",
         "trainer.num_ranks=2",
-        "trainer.step_timeout_s=8",  # far above what a step takes here, also on a busy machine
+        "trainer.step_timeout_s=40",  # a busy machine does not take that long to tell of a rank's death
+        "trainer.max_restarts=100",
     )
     run_dir = tmp_path / "sim"
     for name in ("checkpoints", "logs"):
@@ -34,7 +35,7 @@ async def test_ranks_come_back_when_one_is_killed_and_one_hangs(calculator, tmp_
     assert sorted(path.name for path in tmp_path.glob("*-SIG*")) == ["0-5-SIGSTOP", "1-3-SIGKILL"]
     assert "trainer rank 1 died during train_step; see the end of" in caplog.text
     assert str(run_dir / "logs" / "trainer-1.log") in caplog.text
-    assert "the trainer took more than 8.0 s for train_step" in caplog.text
+    assert "the trainer took more than 40.0 s for train_step" in caplog.text
     assert summary.weight_versions == 6
     assert summary.trajectories.trained == 6 * 16
     assert_conserved(summary)

@@ -66,7 +66,7 @@ def test_tensors_arrive_bitwise_when_sglang_receives(tmp_path):
             group = WeightGroup(where, timeout_s=240)  # the receiver imports SGLang meanwhile
             buffer = torch.empty(largest_of(buckets), dtype=torch.uint8)
             send_buckets(fill_buckets(tensors, buckets, [buffer]), {where.group_name: group})
-            assert receiver.wait(60) == 0
+            assert receiver.wait(240) == 0
             group.close()
         finally:
             receiver.kill()

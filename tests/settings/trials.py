@@ -22,6 +22,9 @@ from tests.settings.ignoring import ignore_setting
 _LIMIT_S: Final = 120
 """The limit of one trial, which then counts as failed: a test that waits forever has noticed."""
 
+_CONTROL_LIMIT_S: Final = 600
+"""The limit of a trial that ignores no setting."""
+
 _PASSED, _FAILED, _BROKEN = range(3)
 """Exit codes of a trial. A process that reaches its limit exits with 1, too."""
 
@@ -90,7 +93,8 @@ class Trials:
         try:
             for stream in (1, 2):
                 os.dup2(trial.output.fileno(), stream)
-            faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
+            limit_s = _CONTROL_LIMIT_S if trial.key is None else _LIMIT_S
+            faulthandler.dump_traceback_later(limit_s, exit=True)
             if trial.key is not None:
                 ignore_setting(trial.key)
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
