@@ -97,7 +97,7 @@ class ProcessTimes(msgspec.Struct, frozen=True):
     driver: float
     workers: float
     ray: float
-    """Of the driver's, that of Ray's own processes: raylet, GCS, dashboard, monitors."""
+    """CPU seconds of Ray's own processes (raylet, GCS, dashboard, monitors), which `driver` includes."""
 
     def since(self, earlier: ProcessTimes) -> ProcessTimes:
         """Return what was spent since an earlier moment."""

@@ -61,7 +61,7 @@ class CostRow(msgspec.Struct, kw_only=True):
     """Without what it takes idle."""
     worker_cpu_s: float
     ray_cpu_s: float = 0.0
-    """Of `driver_cpu_s`, that of Ray's own processes."""
+    """CPU seconds of Ray's own processes, which `driver_cpu_s` includes."""
     late_share: float
     """Share of the tokens that came late because a server or a reader was behind."""
     heartbeat_us: float = 0.0

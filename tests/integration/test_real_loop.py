@@ -29,7 +29,6 @@ from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
 from async_rl.trainer_protocol import Trainer
 from async_rl.types import Completion, StopReason, Task, TrainBatch
-from async_rl.weights import checksums
 from tests.support.recording_worker import FOLDER
 
 pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -205,7 +204,6 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
 async def test_engines_serve_the_adapter_that_the_trainer_trains(calculator, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", logger="async_rl")
     monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
-    monkeypatch.setattr(checksums, "_CANARY_S", 300.0)
     config = make_config(
         calculator,
         tmp_path,
@@ -241,7 +239,6 @@ async def test_engines_on_shared_devices_serve_the_adapter_that_the_trainer_trai
 ):
     caplog.set_level("INFO", logger="async_rl")
     monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
-    monkeypatch.setattr(checksums, "_CANARY_S", 300.0)
     config = make_config(
         calculator,
         tmp_path,
