@@ -142,6 +142,11 @@ class LeaseDispatcher:
         else:
             lease.withdrawn = True
 
+    @property
+    def has_capacity(self) -> bool:
+        """Whether an engine would be given a call now."""
+        return self._pause is None and self._balancer.choose_engine() is not None
+
     def admit_waiting(self) -> None:
         """Give engines to the calls that wait, in order, until one finds no capacity."""
         for _ in range(_GRANTS_PER_TURN):

@@ -121,6 +121,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     unheard_s: Mapping[str, float] = {}
     """Time since the last chunk, by engine."""
     engines: Sequence[EngineView] = ()
+    has_capacity: bool = True
+    """Whether an engine would be given a call now, if one serves."""
     queue: QueueView | None = None
     slots: SlotsView | None = None
 
@@ -346,11 +348,26 @@ class _Walk:
 
     def _any_engine(self, wait: Wait, path: tuple[WaitNode, ...], chain: tuple[str, ...]) -> None:
         if any(engine.state == "serving" for engine in self._engines.values()):
-            self._asleep(wait, chain)
+            if self._snapshot.has_capacity:
+                self._asleep(wait, chain)
+            else:
+                self._full_engines(wait, chain)
         for engine in self._engines.values():
             if not self._held_up(engine, wait, path, chain) and engine.state != "serving":
                 self._visit_all([REPAIR], wait, path, (*chain, _engine_link(engine)))
         if not self._engines:
+            self._leaf(wait, chain, age_s=wait.age_s)
+
+    def _full_engines(self, wait: Wait, chain: tuple[str, ...]) -> None:
+        """Follow the oldest call of each serving engine: another one begins when a call gets its tokens."""
+        calls: dict[str, Wait] = {}
+        for call in (call for waits in self._waits.values() for call in waits):
+            if call.on in ("first chunk", "chunk"):
+                calls[call.target] = max(calls.get(call.target, call), call, key=lambda each: each.age_s)
+        serving = [engine for engine in self._engines.values() if engine.state == "serving"]
+        for call in [calls[engine.engine_id] for engine in serving if engine.engine_id in calls]:
+            self._silent(call, (*chain, self._link(call)))
+        if not calls:
             self._leaf(wait, chain, age_s=wait.age_s)
 
     def _held_up(

@@ -115,6 +115,7 @@ class Doctor:
         """
         self._config = config.doctor
         self._engine = config.engine
+        self._worker_stall_s = config.rollout.worker_stall_s
         self.limits_s = wait_limits(config)
         """Longest duration of each kind of wait, seconds; kinds without a limit are missing."""
         self._waits = waits
@@ -189,6 +190,7 @@ class Doctor:
                 longest_s=waits.longest_s,
                 unheard_s={engine_id: now - heard_s for engine_id, heard_s in waits.heard_s.items()},
                 engines=self._engines(),
+                has_capacity=self._pool.dispatcher.has_capacity,
                 queue=queue.view() if queue is not None else None,
                 slots=slots.view() if slots is not None else None,
             )
@@ -216,7 +218,8 @@ class Doctor:
                 state=state,
                 running_calls=vitals[engine_id].calls,
                 patience_s=config.stall_s
-                + vitals[engine_id].prefill_tokens / config.min_prefill_tokens_per_s,
+                + vitals[engine_id].prefill_tokens / config.min_prefill_tokens_per_s
+                + self._worker_stall_s * vitals[engine_id].unobserved,
                 weight_version=pool.version_of(engine_id),
                 error=str(pool.error_of(engine_id) or ""),
             )

@@ -25,6 +25,8 @@ _ASKED: Final = "__worker_processes__"
 _MAX_POOLS: Final = 2
 """How many pools a call is tried in. One that kills its worker at once looks as if it had waited, so it may
 run twice."""
+_LOOK_S: Final = 1.0
+"""How often a call looks whether its pool has given up."""
 _JOIN_S: Final = 5.0
 """Killed processes end at once; the pool's threads may take longer on a busy machine."""
 
@@ -99,7 +101,7 @@ class WorkerProcesses:
                 self._pool = _new_pool(self._count)
             pool = self._pool
             try:
-                return await asyncio.wrap_future(pool.schedule(_call, args=[self._path, args, kwargs]))
+                return await _call_in_pool(pool, [self._path, args, kwargs])
             except BrokenProcessPool as error:
                 if pool.active:  # the function's own error
                     raise
@@ -111,6 +113,26 @@ class WorkerProcesses:
         """Kill all workers."""
         if self._pool is not None:
             _end_pool(self._pool)
+
+
+async def _call_in_pool(pool: ProcessPool, arguments: list[Any]) -> Any:
+    """Call a function in one of the processes of a pool.
+
+    Raises:
+        BrokenProcessPool: The pool has given up. It may have forgotten a call that it was just given.
+    """
+    try:
+        future = pool.schedule(_call, args=arguments)
+    except RuntimeError as error:  # since it was asked whether it is active
+        raise BrokenProcessPool(str(error)) from error
+    answer = asyncio.wrap_future(future)
+    try:
+        while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
+            if not pool.active:
+                raise BrokenProcessPool("the pool has forgotten a call")
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def _end_pool(pool: ProcessPool) -> None:

@@ -394,8 +394,9 @@ class InvariantChecker:
         self._unaware_until_s = max(self._unaware_until_s, self.now() + for_s)
 
     def clock_jumps(self, by_s: float) -> None:
-        """The clock is about to jump, so that nothing can happen in this time."""
-        self._unaware_until_s += by_s
+        """The clock is about to jump: messages to rollout workers that are under way arrive afterwards."""
+        if self._config.num_workers:
+            self._unaware_until_s = max(self._unaware_until_s, self.now() + _LINK_SLACK_S) + by_s
 
     def attempt_cancelled(self, ends_s: float, remaining_s: float) -> None:
         """The agent loop of a trajectory is cancelled: not by its limit while engines were held.

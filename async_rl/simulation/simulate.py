@@ -161,6 +161,8 @@ class Simulation:
         self._disk.die = self._kill_on_disk
         self._threads = random.Random(f"threads {scenario.seed}")
         self._injections = deque(scenario.injections)
+        self._blamed: dict[str, Exception | None] = {}
+        """The error of each engine's last quarantine, which is judged once."""
         self._steps = self._incarnation_steps = self._num_ids = 0
         self._now_s = 0.0
         self._run_dir = folder / "incarnation-0"
@@ -439,7 +441,11 @@ class Simulation:
 
         for engine in pool.engines(EngineState.QUARANTINED):
             assert isinstance(engine, FaultyEngine)
-            if isinstance(cause := pool.error_of(engine.engine_id), LocalShortage):
+            cause = pool.error_of(engine.engine_id)
+            if self._blamed.get(engine.engine_id) is cause:
+                continue  # it may move a payload again since
+            self._blamed[engine.engine_id] = cause
+            if isinstance(cause, LocalShortage):
                 checker.fail(f"{engine.engine_id} is blamed for a shortage of the driver: {cause}")
             if engine.moves_payload and any(silence in str(cause) for silence in _SILENCE):
                 checker.fail(f"{engine.engine_id} is blamed for silence while it moves a payload: {cause}")

@@ -3263,6 +3263,14 @@ MUTANTS: Final = (
         (f"{LEASES}::test_leases_of_a_silent_worker_expire_before_an_engine_is_interrupted",),
     ),
     Mutant(
+        "engine-is-blamed-for-a-deaf-worker",
+        "An engine is quarantined for calls that a worker which handles no messages has not begun.",
+        "async_rl/rollout/workers/relayed_leases.py",
+        " or now - self._heard_s > _DEAF_S",
+        "",
+        (f"{LEASES}::test_an_engine_is_not_blamed_for_calls_of_a_worker_that_handles_no_messages",),
+    ),
+    Mutant(
         "engine-is-blamed-for-a-silent-worker",
         "An engine is quarantined for the silence of a worker.",
         "async_rl/engines/health.py",
@@ -3539,6 +3547,14 @@ MUTANTS: Final = (
         "async_rl/observability/diagnosis.py",
         "if self._moves or (limit_s is not None and age_s <= limit_s):",
         "if limit_s is not None and age_s <= limit_s:",
+        (DIAGNOSIS,),
+    ),
+    Mutant(
+        "full-engines-are-a-missed-wake-up",
+        "A run is ended because calls wait for engines that are full.",
+        "async_rl/observability/diagnosis.py",
+        "            if self._snapshot.has_capacity:\n",
+        "            if True:\n",
         (DIAGNOSIS,),
     ),
     Mutant(

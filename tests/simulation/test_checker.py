@@ -155,3 +155,27 @@ def test_the_limit_of_an_attempt_is_not_that_of_one_that_another_worker_makes_ag
 
     run_virtual(run())
     assert checker.violations == []
+
+
+@pytest.mark.parametrize(("num_workers", "too_early"), [(0, True), (2, False)])
+def test_a_rollout_worker_may_not_have_heard_that_engines_are_held_when_the_clock_jumps(
+    num_workers: int, too_early: bool
+) -> None:
+    scenario = small_run(0)
+    checker = InvariantChecker(scenario, digests=False)
+    rollout = replace(scenario.config.rollout, num_workers=num_workers)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
+        checker.engines_serve(True)
+        ends_s = checker.attempt_begins(60.0)
+        loop.jump(10.0)
+        checker.engines_serve(False)
+        checker.clock_jumps(50.0)
+        loop.jump(50.0)
+        checker.attempt_cancelled(ends_s, 0.0)
+
+    run_virtual(run())
+    assert bool(checker.violations) == too_early

@@ -60,7 +60,7 @@ class FlakyReward:
 
 def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
     tree: dict[str, Any] = {
-        "run": {"name": "sim", "dir": str(tmp_path), "max_steps": 6, "drain_s": 5},
+        "run": {"name": "sim", "dir": str(tmp_path), "max_steps": 6, "drain_s": 600},
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
         "data": {"path": str(calculator / "data" / "tasks.jsonl")},
         "engine": {"kind": "simulated", "num_engines": 2, "decode_step_s": 0.001, "mean_new_tokens": 24},

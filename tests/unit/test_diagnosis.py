@@ -148,6 +148,28 @@ def test_calls_without_an_engine_wait_for_its_restart_and_for_the_service_that_d
     assert dead.state == "stalled"
 
 
+def test_calls_wait_for_others_when_the_engines_that_serve_are_full() -> None:
+    waits = [
+        wait(LOOP, "batch"),
+        wait(WaitNode("group", "g"), "trajectories"),
+        wait(WaitNode("trajectory", "g-0"), "engine", why="engine-0 serving"),
+        wait(WaitNode("trajectory", "h-0"), "first chunk", "engine-0", age_s=40.0),
+        wait(WaitNode("trajectory", "h-1"), "first chunk", "engine-0", age_s=390.0),
+    ]
+    engines = [EngineView(engine_id="engine-0", state="serving", patience_s=60)]
+    state = {"actors": group("g") + group("h"), "engines": engines, "unheard_s": {"engine-0": 390.0}}
+    silent = look(*waits, queue=queue("g"), has_capacity=False, **state)
+    assert [(cause.problem, cause.on) for cause in silent.causes] == [("silent", "first chunk")]
+    assert "trajectory h-1 waits for the first chunk of engine-0 (390 s" in silent.text
+    state["engines"] = [EngineView(engine_id="engine-0", state="serving", patience_s=500)]
+    slow = look(*waits, queue=queue("g"), has_capacity=False, **state)
+    assert (slow.state, slow.causes[0].problem) == ("quiet", "none")
+    missed = look(*waits, queue=queue("g"), **state)
+    assert (missed.state, missed.causes[0].problem) == ("stalled", "asleep")
+    paused = look(*waits[:3], queue=queue("g"), has_capacity=False, **state)
+    assert [(cause.problem, cause.on) for cause in paused.causes] == [("hangs", "engine")]
+
+
 def test_a_batch_waits_for_the_dispatcher_when_there_are_not_enough_groups() -> None:
     short = queue("g", num_ready=2)
     waits = [wait(LOOP, "batch"), wait(WaitNode("group", "g"), "capacity")]

@@ -59,12 +59,17 @@ async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
             bench.start(key, prompt=40)
         await settle()
         assert bench.order == ["t5", "t3"]  # 40 tokens fit, 80 do not
+        assert not bench.pool.dispatcher.has_capacity
         for stream, expected in ((0, ["t1"]), (1, ["t1", "t9"])):
             bench.engines["a"].say(stream, tokens(1))
             await settle()
             assert bench.order[2:] == expected
         for stream in range(4):
             bench.engines["a"].say(stream, END)
+        await settle()
+        assert bench.pool.dispatcher.has_capacity
+        bench.pool.dispatcher.pause_calls("no descriptors")
+        assert not bench.pool.dispatcher.has_capacity
 
 
 @in_virtual_time

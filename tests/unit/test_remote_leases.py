@@ -1040,3 +1040,20 @@ async def test_an_engine_is_not_blamed_for_the_silence_of_a_worker() -> None:
         assert not load("engine-0").unobserved
         assert load("engine-0").progress_s == driver.clock()  # the silence begins now
         driver.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+@in_virtual_time
+async def test_an_engine_is_not_blamed_for_calls_of_a_worker_that_handles_no_messages() -> None:
+    """Its heartbeats go on, but it does not hear that it may begin the calls."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        load = driver.pool.statistics.load_of
+        for number in range(2, 22):
+            await asyncio.sleep(0.25)
+            driver.leases.renew(Heartbeat(number=number), hears=False)
+        assert load("engine-0").unobserved
+        driver.leases.renew(Heartbeat(number=22))
+        assert not load("engine-0").unobserved
+        assert load("engine-0").progress_s == driver.clock()
+        driver.leases.handle_message(LeaseEnded(lease_id=1))

@@ -31,7 +31,7 @@ from tests.support.scripted_session import make_task
     ],
 )
 def test_answers_are_compared_as_mathematics(answer: object, text: str, reward: float) -> None:
-    assert math_answer(make_task(answer=answer), make_completion(text)) == reward
+    assert math_answer(make_task(answer=answer), make_completion(text), limit_s=200) == reward
 
 
 def test_a_reference_that_is_no_mathematics_is_an_error() -> None:
@@ -44,7 +44,7 @@ async def test_an_answer_that_computes_forever_is_wrong_and_delays_no_other(
 ) -> None:
     assert processes_asked(rewards_math.math_answer) == 2
     name = "agent_loops.rewards_math:math_answer"
-    settings = {"function": name, "processes": 1, "timeout_s": 100, "args": {"limit_s": 4}}
+    settings = {"function": name, "processes": 1, "timeout_s": 100, "args": {"limit_s": 15}}
     config = config_of(reward="math", rewards={"math": settings})
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
     try:

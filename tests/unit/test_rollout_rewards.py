@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from aiohttp import web
+from pebble import ProcessPool
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
@@ -331,6 +333,49 @@ async def test_a_process_that_is_killed_between_two_calls_is_replaced(noticed: b
             await asyncio.sleep(0.5)  # the pool looks ten times per second
         others = [workers.call(task_of(), completion_of("x")) for _ in range(3)]
         assert first not in await asyncio.gather(*others)
+    finally:
+        workers.close()
+
+
+async def test_a_call_that_a_broken_pool_has_forgotten_is_made_in_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pool finds its worker dead between taking a call from its caller and knowing it."""
+    schedule, lost = ProcessPool.schedule, []
+
+    def forget(pool: ProcessPool, *args: Any, **kwargs: Any) -> Any:
+        if not lost:
+            lost.append(Future())
+            pool.stop()
+            return lost[0]
+        return schedule(pool, *args, **kwargs)
+
+    workers = WorkerProcesses(f"{HERE}:pid", 1)
+    monkeypatch.setattr(ProcessPool, "schedule", forget)
+    try:
+        assert await workers.call(task_of(), completion_of("x")) != os.getpid()
+        assert lost[0].cancelled()
+    finally:
+        workers.close()
+
+
+async def test_a_call_is_made_in_another_pool_when_one_breaks_as_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule, pools = ProcessPool.schedule, []
+
+    def break_first(pool: ProcessPool, *args: Any, **kwargs: Any) -> Any:
+        if pool not in pools:
+            pools.append(pool)
+            if len(pools) == 1:
+                pool.stop()
+        return schedule(pool, *args, **kwargs)
+
+    workers = WorkerProcesses(f"{HERE}:pid", 1)
+    monkeypatch.setattr(ProcessPool, "schedule", break_first)
+    try:
+        assert await workers.call(task_of(), completion_of("x")) != os.getpid()
+        assert len(pools) == 2
     finally:
         workers.close()
 

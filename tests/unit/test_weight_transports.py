@@ -1,4 +1,3 @@
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.engine_protocol import TensorSpec
+from async_rl.engines.sglang.server import free_port
 from async_rl.errors import WeightSyncError
 from async_rl.weights.broadcast import open_store, send_buckets
 from async_rl.weights.buckets import fill_buckets, plan_buckets, size_of, spec_of
@@ -108,8 +108,7 @@ def test_sending_fails_when_no_group_is_left():
 
 
 def test_the_store_listens_on_its_host_only_and_waits_for_the_others():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(open_store, "127.0.0.1", port, 2, 20.0)
         other = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=20))
@@ -122,7 +121,6 @@ def test_the_store_listens_on_its_host_only_and_waits_for_the_others():
 
 
 def test_the_store_gives_up_when_the_others_do_not_come():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     with pytest.raises(RuntimeError, match="1/2"):
         open_store("127.0.0.1", port, 2, timeout_s=1.0)

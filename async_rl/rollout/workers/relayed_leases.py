@@ -53,6 +53,9 @@ _CLOCK_MARGIN_S: Final = 0.5
 _SILENT_S: Final = 1.0
 """A worker that has not reported for so long says nothing about the engines it calls. Four of its ticks."""
 
+_DEAF_S: Final = 2.0
+"""Neither does one that has handled no message of the driver for so long: it may make none of the calls."""
+
 
 class _RelayedLease:
     """One lease of the worker, from its request to its return. It has no task: messages are its events."""
@@ -149,6 +152,8 @@ class RelayedLeases(LeaseHolder):
         """Of engines that the worker cannot reach."""
         self._renewed_s = -math.inf
         """When leases were renewed last: the worker's own time of it is earlier."""
+        self._heard_s = -math.inf
+        """When it last reported that it handles messages."""
         self._handlers: dict[type[Message], Callable[[Any], None]] = {
             LeaseWanted: self._request_lease,
             CallStarted: self._record_start,
@@ -170,8 +175,13 @@ class RelayedLeases(LeaseHolder):
         handler(message)
         return True
 
-    def renew(self, heartbeat: Heartbeat) -> None:
-        """Take over what a heartbeat reports of calls, and renew the leases."""
+    def renew(self, heartbeat: Heartbeat, *, hears: bool = True) -> None:
+        """Take over what a heartbeat reports of calls, and renew the leases.
+
+        Args:
+            heartbeat: The worker's.
+            hears: Whether it shows that the worker handles the driver's messages.
+        """
         if self.is_silent:
             for relayed in self._leases.values():
                 if relayed.placed is not None:
@@ -187,6 +197,8 @@ class RelayedLeases(LeaseHolder):
             for pool in self._pools.values():
                 pool.forget_trajectory(key)
         self._renewed_s = self._clock()
+        if hears:
+            self._heard_s = self._renewed_s
         self._post(LeasesRenewed(number=heartbeat.number))
         self._ask_again()  # after that message: until then the worker may use no lease
 
@@ -195,7 +207,8 @@ class RelayedLeases(LeaseHolder):
     @property
     def is_silent(self) -> bool:
         """Implements `LeaseHolder.is_silent`."""
-        return self._clock() - self._renewed_s > _SILENT_S
+        now = self._clock()
+        return now - self._renewed_s > _SILENT_S or now - self._heard_s > _DEAF_S
 
     def begin_revocation(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
         """Implements `LeaseHolder.begin_revocation`, by one message for all engines of a turn."""

@@ -206,10 +206,12 @@ class WorkerHandle:
         completions = {each.path.rpartition("/")[0] for each in end.completions}
         return frames <= {(self.frame_node, self.frame_folder)} and completions <= {self.completion_folder}
 
-    def record_heartbeat(self, received: int) -> None:
-        """Note that it answers, if it has handled the messages that were sent before an earlier heartbeat."""
+    def record_heartbeat(self, received: int) -> bool:
+        """Return whether it has handled the messages that were sent before an earlier heartbeat."""
         if received >= self._expected:
             self.silent_ticks, self._expected = 0, self.link.numbers.sent
+            return True
+        return False
 
     def record_lease(self, trajectory_id: str, version: int | None) -> None:
         """Note the version under which a trajectory samples; None when its call has ended."""
@@ -648,11 +650,11 @@ class WorkerBackend(RolloutBackend):
             return
         match message:
             case Heartbeat():
-                worker.record_heartbeat(message.received)
+                hears = worker.record_heartbeat(message.received)
                 worker.waits = message.waits
                 add_increments(message.increments, self._metrics)
                 self._apply_progress(worker, message)
-                worker.leases.renew(message)
+                worker.leases.renew(message, hears=hears)
             case AttemptEnded(request_id=request_id, end=end):
                 if not worker.has_written(end):
                     raise WorkerLost("it sent references to files that are not in its folder")
