@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -86,6 +86,15 @@ _attempt: ContextVar[int] = ContextVar("attempt", default=0)
 def group_score(sampled: np.ndarray) -> float:
     """Return the reward of a trajectory by the tokens that it sampled, where one call rewards a group."""
     return zlib.crc32(sampled.astype("<i4").tobytes()) % 1000 / 1000
+
+
+class AttemptLimit(NamedTuple):
+    """The time limit of an attempt."""
+
+    ends_s: float
+    """The `InvariantChecker.served_s` at which it is reached."""
+    begun_s: float
+    """When the attempt began."""
 
 
 class InvariantChecker:
@@ -372,12 +381,8 @@ class InvariantChecker:
         self._served_s = self.served_s
         self._serving_since_s = self.now() if serve else None
 
-    def attempt_begins(self, remaining_s: float) -> float:
-        """The agent loop of a trajectory starts from its prompt, with so much time.
-
-        Returns:
-            The `served_s` at which it reaches its limit.
-        """
+    def attempt_begins(self, remaining_s: float) -> AttemptLimit:
+        """The agent loop of a trajectory starts from its prompt, with so much time."""
         root = _task_name()
         self.note(f"{root} starts")
         self.decided("admit", *self._numbered("trajectory", root))
@@ -387,7 +392,7 @@ class InvariantChecker:
         # later.
         for name in self._heads.pop(root, ()):
             self._unaccounted[name] += 1
-        return self.served_s + remaining_s
+        return AttemptLimit(self.served_s + remaining_s, self.now())
 
     def worker_is_unaware(self, for_s: float) -> None:
         """A rollout worker goes on, and does not hear for so long that engines are held."""
@@ -398,18 +403,18 @@ class InvariantChecker:
         if self._config.num_workers:
             self._unaware_until_s = max(self._unaware_until_s, self.now() + _LINK_SLACK_S) + by_s
 
-    def attempt_cancelled(self, ends_s: float, remaining_s: float) -> None:
+    def attempt_cancelled(self, limit: AttemptLimit, remaining_s: float) -> None:
         """The agent loop of a trajectory is cancelled: not by its limit while engines were held.
 
         Args:
-            ends_s: What `attempt_begins` returned for this attempt; a worker that is cut off may still run
+            limit: What `attempt_begins` returned for this attempt; a worker that is cut off may still run
                 one that another worker has made again.
             remaining_s: What it had left by its own clock.
         """
         limit_s, root = self._config.rollout.trajectory_timeout_s, _task_name()
-        if self.now() < self._unaware_until_s:
+        if limit.begun_s < self._unaware_until_s:  # its worker's clock went on while engines were held
             return
-        early_s = ends_s - self.served_s
+        early_s = limit.ends_s - self.served_s
         slack_s = _LINK_SLACK_S if self._config.num_workers else _ROUNDING_S
         if remaining_s <= 0.0 and early_s > slack_s:
             served_s = limit_s - early_s

@@ -51,7 +51,7 @@ from async_rl.runtime.supervision import first_error, observer
 from async_rl.runtime.waits import acting
 from async_rl.simulation.faults import ENGINE_FAULTS, TRAINER_FAULTS
 from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
-from async_rl.simulation.invariant_checker import InvariantChecker, spooled_files
+from async_rl.simulation.invariant_checker import AttemptLimit, InvariantChecker, spooled_files
 from async_rl.simulation.scenario import FACTS, NODES, Death, Injection, Scenario, draw
 from async_rl.simulation.simulated_disk import Disk
 from async_rl.simulation.simulated_workers import SimulatedNodes
@@ -560,7 +560,7 @@ class Simulation:
 
     # -- what the run is given ----------------------------------------------------------------------------
 
-    def attempt_begins(self, remaining_s: float) -> float:
+    def attempt_begins(self, remaining_s: float) -> AttemptLimit:
         """The agent loop of a trajectory starts from its prompt, in the trajectory's task."""
         return self._checker.attempt_begins(remaining_s)
 

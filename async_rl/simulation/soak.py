@@ -43,6 +43,7 @@ from async_rl.observability.records import TrajectoryCounts
 from async_rl.simulation import growth
 from async_rl.simulation.faults import FAULTS, FaultKind, Setting, fault_table
 from async_rl.simulation.growth import Growth, regress
+from async_rl.simulation.invariant_checker import AttemptLimit
 from async_rl.simulation.scenario import NODES, Death, Ending, Injection, Scenario, Speeds, draw_task
 from async_rl.simulation.scratch import scratch
 from async_rl.simulation.simulate import Simulation
@@ -462,7 +463,7 @@ class Soak(Simulation):
             "disk": growth.disk_bytes(self._run_dir),
         }
 
-    def attempt_begins(self, remaining_s: float) -> float:
+    def attempt_begins(self, remaining_s: float) -> AttemptLimit:
         """Count an attempt; plant the leak that the soak must find."""
         if not self._checker.deaf:
             self.attempts += 1

@@ -19,14 +19,14 @@ from async_rl.errors import ConfigError, InvariantError
 from async_rl.rollout.session.api import Session, Turn
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.threads import call_in_thread
-from async_rl.simulation.invariant_checker import group_score, reward_source
+from async_rl.simulation.invariant_checker import AttemptLimit, group_score, reward_source
 from async_rl.types import Completion, Int32Array, StopReason, Task
 
-attempt_begins: ContextVar[Callable[[float], float]] = ContextVar("attempt_begins")
+attempt_begins: ContextVar[Callable[[float], AttemptLimit]] = ContextVar("attempt_begins")
 """Told when the loop of a trajectory starts from its prompt, with its session's remaining seconds, in the
-trajectory's task; returns the served seconds at which it reaches its limit."""
+trajectory's task; returns its limit."""
 
-attempt_cancelled: ContextVar[Callable[[float, float], None]] = ContextVar("attempt_cancelled")
+attempt_cancelled: ContextVar[Callable[[AttemptLimit, float], None]] = ContextVar("attempt_cancelled")
 """Told when that loop is cancelled, with what the other returned and its session's remaining seconds."""
 
 count_fault: ContextVar[Callable[[str], None]] = ContextVar("count_fault", default=lambda kind: None)
@@ -96,11 +96,11 @@ class TurnsLoop:
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Run the loop on a task."""
-        ends_s = attempt_begins.get()(session.remaining_s)
+        limit = attempt_begins.get()(session.remaining_s)
         try:
             return await self._play(task, session)
         except asyncio.CancelledError:
-            attempt_cancelled.get()(ends_s, session.remaining_s)
+            attempt_cancelled.get()(limit, session.remaining_s)
             raise
 
     async def _play(self, task: Task, session: Session) -> StopReason | None:

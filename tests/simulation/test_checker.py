@@ -129,9 +129,9 @@ def test_only_a_rollout_worker_of_this_incarnation_may_learn_late_that_engines_a
         assert isinstance(loop, VirtualTimeLoop)
         checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
         checker.engines_serve(True)
-        ends_s = checker.attempt_begins(60.0)
+        limit = checker.attempt_begins(60.0)
         loop.jump(59.0)
-        checker.attempt_cancelled(ends_s, 0.0)
+        checker.attempt_cancelled(limit, 0.0)
 
     run_virtual(run())
     assert bool(checker.violations) == too_early
@@ -170,12 +170,36 @@ def test_a_rollout_worker_may_not_have_heard_that_engines_are_held_when_the_cloc
         assert isinstance(loop, VirtualTimeLoop)
         checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
         checker.engines_serve(True)
-        ends_s = checker.attempt_begins(60.0)
+        limit = checker.attempt_begins(60.0)
         loop.jump(10.0)
         checker.engines_serve(False)
         checker.clock_jumps(50.0)
         loop.jump(50.0)
-        checker.attempt_cancelled(ends_s, 0.0)
+        checker.attempt_cancelled(limit, 0.0)
+
+    run_virtual(run())
+    assert bool(checker.violations) == too_early
+
+
+@pytest.mark.parametrize(("begins_later", "too_early"), [(False, False), (True, True)])
+def test_the_clock_of_a_worker_that_was_unaware_stays_ahead(begins_later: bool, too_early: bool) -> None:
+    scenario = small_run(0)
+    checker = InvariantChecker(scenario, digests=False)
+    rollout = replace(scenario.config.rollout, num_workers=2)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
+        checker.engines_serve(True)
+        checker.worker_is_unaware(10.0)
+        loop.jump(20.0 if begins_later else 0.0)
+        limit = checker.attempt_begins(60.0)
+        checker.engines_serve(False)
+        loop.jump(10.0)
+        checker.engines_serve(True)
+        loop.jump(50.0)
+        checker.attempt_cancelled(limit, 0.0)
 
     run_virtual(run())
     assert bool(checker.violations) == too_early

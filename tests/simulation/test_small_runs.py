@@ -98,10 +98,10 @@ def test_the_checker_reports_it_when_a_loop_reaches_its_limit_while_engines_are_
     checker = InvariantChecker(scenario)
     source = reward_source.set("trajectory a")
     checker.engines_serve(True)
-    ends_s = checker.attempt_begins(limit_s - waited_s)
+    limit = checker.attempt_begins(limit_s - waited_s)
     checker.engines_serve(not held)
     checker.now = lambda: limit_s - waited_s
-    checker.attempt_cancelled(ends_s, 0.0)
+    checker.attempt_cancelled(limit, 0.0)
     reward_source.reset(source)
     early = f"trajectory a reached its limit of {limit_s} s in 0.00 s in which an engine served"
     assert checker.violations == ([early] if held else [])
