@@ -14,7 +14,7 @@ USED_SHARE: Final = 0.8
 """Attempts use at least this share of what a lost worker's journal has of trajectories that go on. The rest
 is of attempts that had just failed and begun again, which the journal did not know yet."""
 
-JOURNAL_DELAY_S: Final = 10.0
+JOURNAL_DELAY_S: Final = 5.0
 """On a busy machine tokens may be in the journal so much later than after `queue.journal_s`."""
 
 
