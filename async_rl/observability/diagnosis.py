@@ -218,6 +218,7 @@ class _Walk:
             if actor.parent is not None:
                 self._children[actor.parent].append(actor.who)
         self._waits: dict[WaitNode, list[Wait]] = defaultdict(list)
+        self._follows_full_engines = False
         self._waiters: dict[tuple[str, str], int] = defaultdict(int)
         for wait in sorted(snapshot.waits, key=lambda wait: -wait.age_s):
             self._waits[wait.who].append(wait)
@@ -359,15 +360,22 @@ class _Walk:
             self._leaf(wait, chain, age_s=wait.age_s)
 
     def _full_engines(self, wait: Wait, chain: tuple[str, ...]) -> None:
-        """Follow the oldest call of each serving engine: another one begins when a call gets its tokens."""
+        """Follow the oldest call of each serving engine: another one begins when a call gets its tokens.
+
+        Only for the first of the calls that wait: all wait for the same.
+        """
+        if self._follows_full_engines:
+            return
+        self._follows_full_engines = True
         calls: dict[str, Wait] = {}
         for call in (call for waits in self._waits.values() for call in waits):
             if call.on in ("first chunk", "chunk"):
                 calls[call.target] = max(calls.get(call.target, call), call, key=lambda each: each.age_s)
-        serving = [engine for engine in self._engines.values() if engine.state == "serving"]
-        for call in [calls[engine.engine_id] for engine in serving if engine.engine_id in calls]:
+        serving = [engine.engine_id for engine in self._engines.values() if engine.state == "serving"]
+        oldest = [calls[engine_id] for engine_id in serving if engine_id in calls]
+        for call in oldest:
             self._silent(call, (*chain, self._link(call)))
-        if not calls:
+        if not oldest:
             self._leaf(wait, chain, age_s=wait.age_s)
 
     def _held_up(

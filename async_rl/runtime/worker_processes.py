@@ -85,6 +85,7 @@ class WorkerProcesses:
         self._path = path
         self._count = count
         self._pool: ProcessPool | None = None
+        self._is_closed = False
 
     async def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function in a worker; a cancellation kills the worker.
@@ -105,12 +106,13 @@ class WorkerProcesses:
             except BrokenProcessPool as error:
                 if pool.active:  # the function's own error
                     raise
-                if number == _MAX_POOLS - 1:
-                    raise ChildProcessError(f"the worker processes of {self._path} have died") from error
+                if self._is_closed or number == _MAX_POOLS - 1:
+                    raise ChildProcessError(f"the worker processes of {self._path} have ended") from error
         raise AssertionError("the last pool returns or raises")
 
     def close(self) -> None:
-        """Kill all workers."""
+        """Kill all workers. Calls that are left fail."""
+        self._is_closed = True
         if self._pool is not None:
             _end_pool(self._pool)
 

@@ -16,7 +16,7 @@ from async_rl.simulation.faulty_engines import FaultyEngine
 from async_rl.simulation.invariant_checker import InvariantChecker, caller_is_given_up, versions_of_rows
 from async_rl.simulation.scenario import FACTS, Injection
 from async_rl.simulation.simulated_trainer import Broadcasts
-from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
+from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time, run_virtual
 from tests.support.small_run import small_run
 
 
@@ -116,90 +116,71 @@ def test_payloads_that_go_on_at_the_moment_at_which_others_arrive_are_no_violati
     assert checker.violations == []
 
 
-@pytest.mark.parametrize(("num_workers", "too_early"), [(0, True), (2, False)])
-def test_only_a_rollout_worker_of_this_incarnation_may_learn_late_that_engines_are_held(
-    num_workers: int, too_early: bool
-) -> None:
-    scenario = small_run(0)
-    checker = InvariantChecker(scenario, digests=False)
-    rollout = replace(scenario.config.rollout, num_workers=num_workers)
+class LimitBench:
+    """A checker of an incarnation whose engines serve, with its clock."""
 
-    async def run() -> None:
+    def __init__(self, num_workers: int = 0) -> None:
+        config = small_run(0).config
+        config = replace(config, rollout=replace(config.rollout, num_workers=num_workers))
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
-        checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
-        checker.engines_serve(True)
-        limit = checker.attempt_begins(60.0)
-        loop.jump(59.0)
-        checker.attempt_cancelled(limit, 0.0)
-
-    run_virtual(run())
-    assert bool(checker.violations) == too_early
+        self.jump = loop.jump
+        self.checker = InvariantChecker(small_run(0), digests=False)
+        self.checker.begin_incarnation(config, loop.time)
+        self.checker.engines_serve(True)
 
 
-def test_the_limit_of_an_attempt_is_not_that_of_one_that_another_worker_makes_again() -> None:
+@pytest.mark.parametrize(("num_workers", "too_early"), [(0, True), (2, False)])
+@in_virtual_time
+async def test_only_a_rollout_worker_of_this_incarnation_may_learn_late_that_engines_are_held(
+    num_workers: int, too_early: bool
+) -> None:
+    bench = LimitBench(num_workers)
+    limit = bench.checker.attempt_begins(60.0)
+    bench.jump(59.0)
+    bench.checker.attempt_cancelled(limit, 0.0)
+    assert bool(bench.checker.violations) == too_early
+
+
+@in_virtual_time
+async def test_the_limit_of_an_attempt_is_not_that_of_one_that_another_worker_makes_again() -> None:
     """A worker that is cut off runs on until it hears of it: an attempt may have begun a second time."""
-    scenario = small_run(0)
-    checker = InvariantChecker(scenario, digests=False)
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        checker.begin_incarnation(scenario.config, loop.time)
-        checker.engines_serve(True)
-        first = checker.attempt_begins(60.0)
-        loop.jump(40.0)
-        checker.attempt_begins(60.0)
-        loop.jump(20.0)
-        checker.attempt_cancelled(first, 0.0)
-
-    run_virtual(run())
-    assert checker.violations == []
+    bench = LimitBench()
+    first = bench.checker.attempt_begins(60.0)
+    bench.jump(40.0)
+    bench.checker.attempt_begins(60.0)
+    bench.jump(20.0)
+    bench.checker.attempt_cancelled(first, 0.0)
+    assert bench.checker.violations == []
 
 
 @pytest.mark.parametrize(("num_workers", "too_early"), [(0, True), (2, False)])
-def test_a_rollout_worker_may_not_have_heard_that_engines_are_held_when_the_clock_jumps(
+@in_virtual_time
+async def test_a_rollout_worker_may_not_have_heard_that_engines_are_held_when_the_clock_jumps(
     num_workers: int, too_early: bool
 ) -> None:
-    scenario = small_run(0)
-    checker = InvariantChecker(scenario, digests=False)
-    rollout = replace(scenario.config.rollout, num_workers=num_workers)
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
-        checker.engines_serve(True)
-        limit = checker.attempt_begins(60.0)
-        loop.jump(10.0)
-        checker.engines_serve(False)
-        checker.clock_jumps(50.0)
-        loop.jump(50.0)
-        checker.attempt_cancelled(limit, 0.0)
-
-    run_virtual(run())
-    assert bool(checker.violations) == too_early
+    bench = LimitBench(num_workers)
+    limit = bench.checker.attempt_begins(60.0)
+    bench.jump(10.0)
+    bench.checker.engines_serve(False)
+    bench.checker.clock_jumps(50.0)
+    bench.jump(50.0)
+    bench.checker.attempt_cancelled(limit, 0.0)
+    assert bool(bench.checker.violations) == too_early
 
 
 @pytest.mark.parametrize(("begins_later", "too_early"), [(False, False), (True, True)])
-def test_the_clock_of_a_worker_that_was_unaware_stays_ahead(begins_later: bool, too_early: bool) -> None:
-    scenario = small_run(0)
-    checker = InvariantChecker(scenario, digests=False)
-    rollout = replace(scenario.config.rollout, num_workers=2)
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        checker.begin_incarnation(replace(scenario.config, rollout=rollout), loop.time)
-        checker.engines_serve(True)
-        checker.worker_is_unaware(10.0)
-        loop.jump(20.0 if begins_later else 0.0)
-        limit = checker.attempt_begins(60.0)
-        checker.engines_serve(False)
-        loop.jump(10.0)
-        checker.engines_serve(True)
-        loop.jump(50.0)
-        checker.attempt_cancelled(limit, 0.0)
-
-    run_virtual(run())
-    assert bool(checker.violations) == too_early
+@in_virtual_time
+async def test_the_clock_of_a_worker_that_was_unaware_stays_ahead(
+    begins_later: bool, too_early: bool
+) -> None:
+    bench = LimitBench(num_workers=2)
+    bench.checker.worker_is_unaware(10.0)
+    bench.jump(20.0 if begins_later else 0.0)
+    limit = bench.checker.attempt_begins(60.0)
+    bench.checker.engines_serve(False)
+    bench.jump(10.0)
+    bench.checker.engines_serve(True)
+    bench.jump(50.0)
+    bench.checker.attempt_cancelled(limit, 0.0)
+    assert bool(bench.checker.violations) == too_early

@@ -359,6 +359,16 @@ async def test_a_call_that_a_broken_pool_has_forgotten_is_made_in_another_one(
         workers.close()
 
 
+async def test_a_call_fails_when_its_workers_are_closed(tmp_path: Path) -> None:
+    workers = WorkerProcesses(f"{HERE}:pid", 1)
+    os.mkfifo(note := tmp_path / "pid")
+    call = asyncio.ensure_future(workers.call(task_of(), completion_of(f"hang in {note}")))
+    await asyncio.to_thread(note.read_text)
+    await asyncio.to_thread(workers.close)
+    with pytest.raises(ChildProcessError, match="have ended"):
+        await call
+
+
 async def test_a_call_is_made_in_another_pool_when_one_breaks_as_it_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
