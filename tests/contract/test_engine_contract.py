@@ -116,7 +116,7 @@ async def test_a_call_is_refused_at_once_when_rows_are_to_start_outside_its_prom
     subject: Subject, start: int
 ) -> None:
     asked = msgspec.structs.replace(request(PROMPT, 5), routing_start=start)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(RequestRefused, match=f"{asked.request_id}.*{start}"):
             await Call(subject.engine, asked).run()
         assert len((await call(subject.engine, PROMPT, 2)).token_ids) == 2

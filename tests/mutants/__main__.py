@@ -44,6 +44,7 @@ def main() -> int:
     begin_s = time.monotonic()
     end_s = begin_s + 60 * (float("inf") if options.minutes is None else options.minutes)
     counts = dict.fromkeys(("killed", "survived", "error"), 0)
+    failed: list[str] = []
     with (
         tempfile.TemporaryDirectory(prefix="async-rl-mutants-") as folder,
         ThreadPoolExecutor(options.jobs) as threads,
@@ -56,13 +57,15 @@ def main() -> int:
             if result is None:
                 continue
             counts[result.verdict] += 1
-            print(
-                f"{mutant.name:<42} {result.seconds:5.1f} s  {result.verdict:<8}  {result.detail}",
-                flush=True,
-            )
-            if options.verbose and result.verdict != "killed":
-                print(result.output)
+            line = f"{mutant.name:<42} {result.seconds:5.1f} s  {result.verdict:<8}  {result.detail}"
+            print(line, flush=True)
+            if result.verdict != "killed":
+                failed.append(line)
+                if options.verbose:
+                    print(result.output)
     tried, took_s = sum(counts.values()), time.monotonic() - begin_s
+    if failed:  # once more, where the end of a long log has them
+        print("\nnot killed:", *failed, sep="\n")
     verdicts = ", ".join(f"{number} {what}" for what, number in counts.items())
     print(f"{tried} of {len(chosen)} mutants in {took_s:.0f} s: {verdicts}")
     return int(counts["killed"] < max(tried, 1))

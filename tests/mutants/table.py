@@ -1983,7 +1983,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "silent-worker-condemns-its-engines",
-        "An engine is quarantined because a silent worker's leases last longer than its own time limit.",
+        "An engine is quarantined because the leases of a worker that hears nothing outlast its limit.",
         "async_rl/engines/pool.py",
         "            for request in slot.bounded_requests if slot is not None else ():\n",
         "            for request in ():\n",

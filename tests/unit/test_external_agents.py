@@ -108,7 +108,7 @@ async def test_a_connection_is_closed_when_its_handshake_takes_too_long(
     monkeypatch.setattr(tls_module, "HANDSHAKE_S", 0.1)
     async with served(files) as access:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(access.base_url))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
         monkeypatch.undo()  # a slow client has time again
@@ -117,7 +117,7 @@ async def test_a_connection_is_closed_when_its_handshake_takes_too_long(
 
 async def test_the_server_ends_while_a_client_is_in_its_handshake(files: tuple[Path, Path]) -> None:
     async with AsyncExitStack() as silent:
-        async with asyncio.timeout(5), served(files) as access:
+        async with asyncio.timeout(30), served(files) as access:
             _, writer = await asyncio.open_connection("127.0.0.1", port_of(access.base_url))
             silent.callback(writer.close)
             await asyncio.sleep(0.05)
@@ -141,7 +141,7 @@ async def test_a_request_sent_with_the_end_of_the_handshake_is_answered(files: t
         client.write(f"Authorization: Bearer {access.api_key}\r\n\r\n".encode())
         writer.write(outgoing.read())
         answered = b""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while b"policy" not in answered:
                 incoming.write(await reader.read(1 << 16))
                 try:

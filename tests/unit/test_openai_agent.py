@@ -189,14 +189,14 @@ async def test_a_program_may_leave_something_behind_and_ends_the_trajectory_all_
 
 LEAVES_A_SESSION = """
 import subprocess, sys
-subprocess.Popen(["sleep", "30"], start_new_session=True)  # it inherits stdout, as browsers and servers do
+subprocess.Popen(["sleep", "90"], start_new_session=True)  # it inherits stdout, as browsers and servers do
 sys.exit("it is done")
 """
 
 
 async def test_the_trajectory_ends_with_a_program_although_another_session_holds_its_output():
     loop = OpenAIAgentLoop(command=[sys.executable, "-c", LEAVES_A_SESSION])
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         with pytest.raises(AgentLoopError, match="ended with 1: it is done"):
             await play(loop)
 

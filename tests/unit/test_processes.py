@@ -39,9 +39,9 @@ def test_a_process_is_killed_when_it_is_stopped() -> None:
     process, _ = started(SLEEPER)
     with process:
         process.send_signal(signal.SIGSTOP)
-        assert kill(described(process.pid), limit_s=10)
+        assert kill(described(process.pid), limit_s=60)
         assert process.wait(10) == -signal.SIGKILL
-    assert kill(Process("here", process.pid, "0"), limit_s=10)  # it has ended already
+    assert kill(Process("here", process.pid, "0"), limit_s=60)  # it has ended already
 
 
 def test_a_process_is_killed_when_more_descriptors_are_open_than_select_can_take() -> None:
@@ -54,7 +54,7 @@ def test_a_process_is_killed_when_more_descriptors_are_open_than_select_can_take
         while not opened or opened[-1] < 1024:
             opened.append(os.open("/dev/null", os.O_RDONLY))
         with process:
-            assert kill(described(process.pid), limit_s=10)
+            assert kill(described(process.pid), limit_s=60)
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -65,7 +65,7 @@ def test_another_process_is_left_alone_when_it_has_the_number_now() -> None:
     process, _ = started(SLEEPER)
     with process:
         earlier = msgspec.structs.replace(described(process.pid), started="1")
-        assert kill(earlier, limit_s=10)
+        assert kill(earlier, limit_s=60)
         assert process.poll() is None
         process.kill()
 

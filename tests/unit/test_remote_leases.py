@@ -773,6 +773,46 @@ async def test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away() -> 
 
 
 @in_virtual_time
+async def test_a_lent_engines_limit_begins_when_the_borrowers_workers_send_it_nothing() -> None:
+    """The run that takes it away has no calls on it whose workers could be asked."""
+    async with Nursery() as nursery:
+        borrower = Driver(nursery)
+        run = EnginePool(Metrics(), borrower.clock)
+        run.add_engine(borrower.engine)
+        run.serve_engine("engine-0", 3)
+        run.lend_engine("engine-0")
+        run.lease_holders[borrower.pool] = None
+        await borrower.lease()
+        began_s = borrower.clock()
+        async with run.bounded_request("engine-0", 4.0):
+            await run.interrupt_engine(borrower.engine, "abort")
+            await asyncio.sleep(3.9)
+        assert borrower.clock() - began_s > LEASE_S + 3.9
+
+
+@in_virtual_time
+async def test_the_limit_of_an_engine_begins_when_a_worker_that_hears_nothing_is_ended() -> None:
+    """Its heartbeats go on, so its leases do not expire."""
+    async with Nursery() as nursery:
+        driver = Driver(nursery)
+        await driver.lease()
+        driver.pool.hold_engine("engine-0")
+
+        async def be_deaf() -> None:
+            for number in range(2, 14):
+                await asyncio.sleep(1.0)
+                driver.leases.renew(Heartbeat(number=number), hears=False)
+            driver.leases.close()
+
+        began_s = driver.clock()
+        nursery.start_task("deaf", be_deaf())
+        async with driver.pool.bounded_request("engine-0", 4.0):
+            await driver.pool.interrupt_engine(driver.engine, "abort")
+            await asyncio.sleep(3.9)
+        assert driver.clock() - began_s == pytest.approx(12.0 + 3.9)
+
+
+@in_virtual_time
 async def test_calls_of_a_worker_are_dropped_when_their_engine_is_quarantined() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)

@@ -236,7 +236,7 @@ async def test_the_connection_is_left_where_rows_begin_when_an_aborted_call_need
     last = event([12], 3, finish_reason=finish("abort"), cached_tokens=2, routed_experts="A" * (1 << 20))
     begin = last.index(b'"routed_experts":"') + 18
     server.streams = [[event([10, 11], 2), last[: begin + sent], HANG]]
-    async with server.client() as engine, asyncio.timeout(10):
+    async with server.client() as engine, asyncio.timeout(60):
         token_ids, ended = await collect(engine, unwanted(8))
     assert token_ids == [10, 11, 12]
     assert (ended.reason, ended.routing, ended.cached_tokens) == ("abort", None, 2)
@@ -269,7 +269,7 @@ async def test_versions_are_left_open_when_they_follow_rows_that_are_not_read(se
     last = event([10], 1, finish_reason=finish("abort"), routed_experts="A" * (1 << 20))
     last = last.replace(b'"weight_version":"0",', b"")
     server.streams = [[last[:-40], HANG]]
-    async with server.client() as engine, asyncio.timeout(10):
+    async with server.client() as engine, asyncio.timeout(60):
         token_ids, ended = await collect(engine, unwanted(8))
     assert (token_ids, ended.version_spans) == ([10], ())
 
@@ -495,7 +495,7 @@ async def test_one_connection_serves_calls_in_turn_and_each_concurrent_call_has_
             assert (await call(engine, PROMPT, 1)).token_ids == [1]
         assert len(connections) == 1
         waiting[0] = True
-        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for _ in range(150):
                 group.create_task(call(engine, PROMPT, 1))
         assert len(connections) == 150
@@ -528,7 +528,7 @@ async def test_the_connection_is_dropped_when_a_stream_is_left() -> None:
     async with raw_server(answer) as (engine, connections):
         async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
             await anext(stream)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await dropped.wait()
 
 
@@ -784,13 +784,14 @@ async def test_aborts_are_repeated_when_a_request_missed_the_first(server: FakeS
 
 async def test_an_interrupt_times_out_when_calls_do_not_end(server: FakeSGLang) -> None:
     server.streams = [[event([10], 1), HANG]]
-    async with server.client(request_timeout_s=0.5) as engine:
+    async with server.client(request_timeout_s=1.5) as engine:
         async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
             await anext(stream)
-            with pytest.raises(EngineTimeout, match=r"still runs 1 calls and has sent nothing for 0\.5 s"):
+            with pytest.raises(EngineTimeout, match=r"still runs 1 calls and has sent nothing for 1\.5 s"):
                 await engine.interrupt("abort")
-    # Less and less often: 20, 60, 140 and 300 ms after the first. The last one is of the call that is left.
-    assert 3 <= len(server.requests("abort_request")) <= 5 + 1
+    # Less and less often: 20, 60, 140, 300, 620 and 1,260 ms after the first. The last one is of the call that
+    # is left.
+    assert 3 <= len(server.requests("abort_request")) <= 7 + 1
 
 
 @pytest.mark.parametrize("size", [16_000, 10])
@@ -798,7 +799,7 @@ async def test_an_interrupt_waits_as_long_as_pieces_of_a_payload_arrive(
     server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Rows of an aborted call may take longer than any answer; each piece is progress, but not each byte."""
-    monkeypatch.setattr(client, "ABORT_RESEND_S", (0.05, 0.05))
+    monkeypatch.setattr(client, "ABORT_RESEND_S", (0.2, 0.2))
     monkeypatch.setattr(client, "PIECE_BYTES", 8_000)
     pieces = [asyncio.Event() for _ in range(8)]
     numbers = iter(pieces)
@@ -816,7 +817,7 @@ async def test_an_interrupt_waits_as_long_as_pieces_of_a_payload_arrive(
     for arrives, part in zip(pieces, parts, strict=False):
         stream += [arrives, part]
     server.streams = [[*stream, *parts[len(pieces) :]]]
-    async with server.client(request_timeout_s=0.2, facts=facts(max_position_embeddings=1 << 14)) as engine:
+    async with server.client(request_timeout_s=0.9, facts=facts(max_position_embeddings=1 << 14)) as engine:
         calls = engine.generate(request([5] * 7000, 8))
         await anext(calls)
 

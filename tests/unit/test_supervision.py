@@ -367,7 +367,7 @@ async def main():
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", program], timeout=30, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -262,7 +262,7 @@ async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Pat
     await run.ready("c", tokens=6000)
     run.dispatch("d")
     with pytest.raises(SpoolFull, match="raise it"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await run.put(make_group("d", tokens=6000))
     run.queue.close()
 
