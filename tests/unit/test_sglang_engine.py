@@ -789,8 +789,8 @@ async def test_an_interrupt_times_out_when_calls_do_not_end(server: FakeSGLang) 
             await anext(stream)
             with pytest.raises(EngineTimeout, match=r"still runs 1 calls and has sent nothing for 1\.5 s"):
                 await engine.interrupt("abort")
-    # Less and less often: 20, 60, 140, 300, 620 and 1,260 ms after the first. The last one is of the call that
-    # is left.
+    # Less and less often: 20, 60, 140, 300, 620 and 1,260 ms after the first. The last one is of the call
+    # that is left.
     assert 3 <= len(server.requests("abort_request")) <= 7 + 1
 
 
