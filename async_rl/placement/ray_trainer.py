@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -19,8 +19,10 @@ from async_rl.types import StoredTrajectory, TakenBatch
 
 T = TypeVar("T")
 
-_SEND_LIMIT_S: Final = 120.0
-"""The time for a node to put its frames of a batch into Ray's store."""
+_PORTION_BYTES: Final = 256 << 20
+_PORTION_LIMIT_S: Final = 120.0
+"""A node puts its frames of a batch into Ray's store in portions of this size or one frame, each within this
+time, however large the batch is."""
 
 _MAX_DELIVERIES: Final = 3
 """How often the frames of a batch are sent whose readers end before ranks have read them."""
@@ -149,13 +151,12 @@ class RayTrainer(Trainer):
         for index in sorted(set().union(*needed.values())):
             by_source.setdefault(places[index], []).append(index)
 
-        def stored(indices: Iterable[int]) -> list[StoredTrajectory]:
-            return [batch.trajectories[index] for index in indices]
-
         async def send(node: str, indices: list[int]) -> list[Any]:
+            objects: list[Any] = []
             try:
-                async with asyncio.timeout(_SEND_LIMIT_S):
-                    objects: list[Any] = await self._call_reader(node, "send_frames", stored(indices))
+                for portion in _portions(batch.trajectories[index] for index in indices):
+                    async with asyncio.timeout(_PORTION_LIMIT_S):
+                        objects += await self._call_reader(node, "send_frames", portion)
             except (RayError, NodeUnreachable, TimeoutError) as error:
                 if node == self._driver_node or _is_fault_of_reader(error):
                     raise
@@ -296,6 +297,20 @@ class RayTrainer(Trainer):
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
         return [task.result() for task in answers]
+
+
+def _portions(stored: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
+    """Divide frames into portions of `_PORTION_BYTES` at most, or of one frame."""
+    portion: list[StoredTrajectory] = []
+    free_bytes = _PORTION_BYTES
+    for each in stored:
+        if portion and each.nbytes > free_bytes:
+            yield portion
+            portion, free_bytes = [], _PORTION_BYTES
+        portion.append(each)
+        free_bytes -= each.nbytes
+    if portion:
+        yield portion
 
 
 async def _on_nodes(limit_s: float, calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:

@@ -1733,6 +1733,14 @@ MUTANTS: Final = (
         ("tests/unit/test_ray_trainer.py",),
     ),
     Mutant(
+        "large-batches-make-nodes-absent",
+        "A node has the same time for all its frames of a batch, however many there are.",
+        "async_rl/placement/ray_trainer.py",
+        "        if portion and each.nbytes > free_bytes:",
+        "        if portion and False:",
+        ("tests/unit/test_ray_trainer.py",),
+    ),
+    Mutant(
         "defect-of-a-reader-is-waited-out",
         "A defect of a process that reads frames is taken for an absent node.",
         "async_rl/placement/ray_trainer.py",

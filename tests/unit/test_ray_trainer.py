@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from async_rl.placement import frame_readers
 from async_rl.placement.frame_readers import SharedFrames, map_frame
 from async_rl.placement.ray_trainer import CallFrameReader, RayTrainer
 from async_rl.queue.frames import read_columns
+from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_group
@@ -255,6 +257,34 @@ async def test_only_a_node_that_may_send_later_is_waited_for(
     trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", fail)
     with pytest.raises(expected):
         await trainer.read_batch(batch)
+
+
+@pytest.mark.parametrize(("portion_s", "in_time"), [(100.0, True), (130.0, False)])
+@in_virtual_time
+async def test_a_node_may_take_long_for_many_frames_but_not_for_a_few(
+    tmp_path: Path, portion_s: float, in_time: bool
+) -> None:
+    batch = stored_on("b", taken_batch(tmp_path, [make_group("g", size=4)], 0))
+    large = tuple(msgspec.structs.replace(each, nbytes=120 << 20) for each in batch.trajectories)
+    batch = msgspec.structs.replace(batch, trajectories=large)
+    readers = {name: Reader() for name in ("a", "b")}
+    call, sizes = calls_of(readers), list[int]()
+
+    async def call_slowly(node: str, method: str, *arguments: Any) -> Any:
+        if method == "send_frames":
+            sizes.append(len(arguments[0]))
+            await asyncio.sleep(portion_s)
+        return await call(node, method, *arguments)
+
+    rank = ReadingRank(0, 1)
+    trainer = RayTrainer([rank], ["a"], [tmp_path / "log"], CONFIG, "here", call_slowly)
+    if in_time:
+        assert await trainer.read_batch(batch) == {}
+        assert sizes == [2, 2]
+        assert tuple(rank.read) == batch.trajectory_ids
+    else:
+        with pytest.raises(NodeUnreachable, match="node b does not send"):
+            await trainer.read_batch(batch)
 
 
 async def test_a_batch_waits_when_the_node_of_a_frame_is_lost(tmp_path: Path) -> None:
