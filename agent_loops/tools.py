@@ -14,6 +14,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, ToolError
 from async_rl.runtime.loading import load_object
+from async_rl.runtime.printable import without_surrogates
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import contained, finished
 from async_rl.runtime.threads import call_in_thread, start_in_thread
@@ -317,7 +318,7 @@ def _read_docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[
 
 def _as_text(name: str, result: Any) -> str:
     if isinstance(result, str):
-        return result.encode(errors="replace").decode()  # tokenizers reject half of a surrogate pair
+        return without_surrogates(result)
     try:
         return msgspec.json.encode(result).decode()
     except (TypeError, ValueError) as error:

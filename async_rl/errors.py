@@ -147,6 +147,9 @@ class NodeUnreachable(AsyncRLError):
 class WorkerLost(AsyncRLError):
     """A rollout worker ended or stopped responding; its attempts continue in another one."""
 
+    in_call = False
+    """Whether the attempt was waiting for an engine: then its own code was not what ended the worker."""
+
 
 class RolloutError(AsyncRLError):
     """One trajectory failed; its outcome records the error."""

@@ -31,8 +31,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from async_rl.data.control_tokens import ControlTokens, has_control_shape, without_surrogates
+from async_rl.data.control_tokens import ControlTokens, has_control_shape
 from async_rl.errors import ConfigError
+from async_rl.runtime.printable import without_surrogates
 from async_rl.types import BoolArray, Int32Array
 
 _TAG = re.compile(r"tool|think|python_tag|arg_(key|value)")

@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from async_rl.runtime.printable import without_surrogates
+
 _SHAPE: Final = re.compile(r"<[|｜].+[|｜]>")
 """Control tokens that some tokenizers do not declare as special, such as DeepSeek's `<｜User｜>`."""
 _FIRST_MARK: Final = 0xDC00
@@ -28,11 +30,6 @@ Encode = Callable[[str], list[int]]
 def has_control_shape(text: str) -> bool:
     """Return whether a token is a control token by its looks."""
     return _SHAPE.fullmatch(text) is not None
-
-
-def without_surrogates(text: str) -> str:
-    """Return text with halves of surrogate pairs, which no tokenizer accepts, replaced by question marks."""
-    return text.encode(errors="replace").decode()
 
 
 class ControlTokens:

@@ -336,6 +336,8 @@ class SimulatedEngine:
         self._running: list[SimulatedCall] = []
         self.missing: set[MemoryPart] = set()
         """The parts of its device memory that it has released."""
+        self.weight_groups: set[str] = set()
+        """The groups that it has joined and not left; its process knows them by name."""
         self._releases = 0
         self._calls: dict[SimulatedCall, None] = {}  # ordered, so that a run can be repeated
         self._idle = asyncio.Event()
@@ -619,12 +621,16 @@ class SimulatedEngine:
             call.changed.set()
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
-        """Implements `Engine.join_weight_group`. There is nothing to join."""
+        """Implements `Engine.join_weight_group`. As in torch, a name that is in use is refused."""
         self._check_alive()
+        if invite.group_name in self.weight_groups:
+            raise WeightSyncError(f"{self._engine_id} is already in a group {invite.group_name}")
+        self.weight_groups.add(invite.group_name)
 
     async def leave_weight_group(self, group_name: str) -> None:
         """Implements `Engine.leave_weight_group`."""
         self._check_alive()
+        self.weight_groups.discard(group_name)
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Implements `Engine.release_memory`. An invalid request kills it, as it kills a server."""
@@ -730,6 +736,7 @@ class SimulatedEngine:
         self._version = self._model_version = 0
         self._prefix_cache.clear()
         self.missing.clear()
+        self.weight_groups.clear()
 
     async def close(self) -> None:
         """Implements `Engine.close`."""

@@ -31,13 +31,13 @@ from async_rl.data.dataset import Dataset
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardError, WorkerLost
+from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardError
 from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import Archive
 from async_rl.queue.spool import AnswerSpool
-from async_rl.rollout.attempt import ATTEMPT_ERRORS, MAX_LOST_WORKERS, Attempt, AttemptEnd, attempt_boundary
+from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, AttemptEnd, LostWorkers, attempt_boundary
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.rollout.workers.worker_backend import OpenWorker
@@ -317,7 +317,7 @@ class _EvaluationRun:
 
     async def _run_attempt(self, name: str, number: int, group: _AnswerGroup) -> AttemptEnd:
         """Run an attempt; if its worker ends, run it again in another one, from the prompt."""
-        losses_left = MAX_LOST_WORKERS - 1
+        losses = LostWorkers()
         while True:
             attempt = Attempt(group.task, name, group.group_id, number, started_s=self._inputs.clock())
             try:
@@ -326,8 +326,7 @@ class _EvaluationRun:
             except ATTEMPT_ERRORS as error:
                 failed = attempt.failed(error)
                 self.sampled_tokens += failed.num_sampled_tokens
-                if losses_left and isinstance(error, WorkerLost):
-                    losses_left -= 1
+                if losses.may_go_on(error, attempt):
                     continue
                 if self._archive is not None:
                     self._archive.failed(failed, number, error)

@@ -29,6 +29,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
 from async_rl.observability.records import BATCH, STEP_FIGURES, TRAINER, StepRecord, is_finite
 from async_rl.observability.step_figures import Section
+from async_rl.runtime.printable import without_surrogates
 
 PREFIX = "async_rl_"
 
@@ -816,6 +817,7 @@ class Metrics(
 
     def tool_label(self, tool: str) -> str:
         """Return the label of a tool: its name, which an agent may choose, or `other` after 100 names."""
+        tool = without_surrogates(tool)
         if len(self._tools) < _MAX_TOOLS and len(tool) <= _MAX_TOOL_CHARS:
             self._tools.add(tool)
         return tool if tool in self._tools else "other"

@@ -31,6 +31,7 @@ from async_rl.openai_api.history import (
     find_repeated,
 )
 from async_rl.rollout.session.api import Session, Turn
+from async_rl.runtime.printable import without_surrogates
 from async_rl.runtime.supervision import Nursery
 
 _MAX_WAITING: Final = 64
@@ -232,7 +233,9 @@ class RequestHandler:
         parts = split_turn(turn.text, self._format_of(exchange.request))
         calls = tuple(
             FunctionCall(
-                id=f"call_{exchange.number}_{i}", name=_encodable(name), arguments=json.dumps(arguments)
+                id=f"call_{exchange.number}_{i}",
+                name=without_surrogates(name),
+                arguments=json.dumps(arguments),
             )
             for i, (name, arguments) in enumerate(parts.calls)
         )
@@ -257,11 +260,6 @@ class RequestHandler:
             tools=request.tools,
             opens_thought=self._opens_thought,
         )
-
-
-def _encodable(text: str) -> str:
-    """Return text without lone surrogates, which the JSON that a policy writes may contain."""
-    return text.encode(errors="replace").decode()
 
 
 def trajectory_over() -> ApiError:

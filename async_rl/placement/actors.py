@@ -25,7 +25,7 @@ from async_rl.runtime.files import private_folder
 from async_rl.runtime.loading import add_import_folder, load_object
 from async_rl.runtime.package_warnings import hide_package_warnings
 from async_rl.runtime.processes import Process, die_with_parent, this_process
-from async_rl.weights.weight_folder import WeightFolder
+from async_rl.weights.weight_folder import WeightFolder, remove_left_folders
 
 
 class ActorSetup(msgspec.Struct, frozen=True):
@@ -151,9 +151,10 @@ class EngineActor(NodeActor):
             node_rank=node_rank,
         )
         run = hashlib.sha256(str(Path(log_dir).absolute()).encode()).hexdigest()[:16]
-        # The next incarnation of the run uses the same name and removes what this one left.
-        name = f"async_rl-weights-{run}-{index}"
-        self._folder = WeightFolder(Path(parsed.weights.local_dir) / name)
+        # The next incarnation of the run uses the same names and removes what this one left.
+        folders, prefix = Path(parsed.weights.local_dir), f"async_rl-weights-{run}-"
+        self._folder = WeightFolder(folders / f"{prefix}{index}")
+        remove_left_folders(folders, prefix)
 
     def join_run(self, setup: ActorSetup, log_path: str | None) -> Process:
         """Join the run as `NodeActor.join_run` does, and check that the driver can reach the server.

@@ -22,7 +22,13 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rl.codec import ALIGNMENT, Bytes, map_file
@@ -57,7 +63,7 @@ _DELETIONS: Final = "deletions"
 
 _GROUPS: Final = {_PINGS: 1, _DELETIONS: 1}
 
-_ENDED: Final = RayActorError, ActorUnschedulableError
+_ENDED: Final = RayActorError, ActorUnschedulableError, OutOfMemoryError
 """The errors of calls to an actor that has ended, or whose node has."""
 
 
@@ -69,6 +75,7 @@ class FrameReaderActor(NodeActor):
         os.environ["OMP_NUM_THREADS"] = "1"
         self._local = LocalFrameReader(None if directory is None else Path(directory))
         self._held: SharedFrames | None = None
+        self._num_journals = 0
 
     def ping(self) -> None:
         """Answer."""
@@ -93,7 +100,15 @@ class FrameReaderActor(NodeActor):
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]
     ) -> dict[str, JournalSummary]:
         """Read how far trajectories are in the journals on this node."""
-        return read_journals(Path(base), alive, restarts)
+
+        def count() -> None:
+            self._num_journals += 1
+
+        return read_journals(Path(base), alive, restarts, count)
+
+    def num_journals_read(self) -> int:
+        """Return how many journals it has read."""
+        return self._num_journals
 
     def delete_journals(self, folders: Sequence[str]) -> None:
         """Delete folders of journals."""
@@ -284,8 +299,25 @@ class RayFrameReader(FrameReader):
     def begin_read_journals(
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]
     ) -> Callable[[], dict[str, JournalSummary]]:
-        """Implements `NodeJournals.begin_read_journals`."""
-        return self._answer(self._actor.read_journals.remote(base, alive, restarts), _ANSWER_LIMIT_S)
+        """Implements `NodeJournals.begin_read_journals`: the limit is that of each journal."""
+        reference = self._actor.read_journals.remote(base, alive, restarts)
+        wait = self._answer(reference, _ANSWER_LIMIT_S)
+
+        def wait_for_all() -> dict[str, JournalSummary]:
+            num_read = 0
+            while True:
+                try:
+                    summaries: dict[str, JournalSummary] = wait()
+                    return summaries
+                except NodeUnreachable as error:
+                    if not isinstance(error.__cause__, GetTimeoutError):
+                        raise
+                    before = num_read
+                    num_read = self._ask(self._actor.num_journals_read, _PINGS, _ANSWER_LIMIT_S)()
+                    if num_read == before:
+                        raise
+
+        return wait_for_all
 
     def begin_delete_journals(self, folders: Sequence[str]) -> Callable[[], None]:
         """Implements `NodeJournals.begin_delete_journals`."""

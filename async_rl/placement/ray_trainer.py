@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayError, RayTaskError
 
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
@@ -273,15 +273,16 @@ class RayTrainer(Trainer):
         async def answer(rank: int, reference: Any) -> Any:
             try:
                 return await reference
-            except RayActorError as error:
-                raise TrainerError(
-                    f"trainer rank {rank} died during {method}; see the end of {self._log_paths[rank]}"
-                ) from error
             except RayTaskError as error:
                 failure = TrainerError(
                     f"trainer rank {rank} failed in {method}: {last_line(error)}; see {self._log_paths[rank]}"
                 )
                 raise cause_of(error, failure) from error
+            except RayError as error:  # of its process: killed, out of memory, on a lost node
+                how = " by Ray's memory monitor" if isinstance(error, OutOfMemoryError) else ""
+                raise TrainerError(
+                    f"trainer rank {rank} died during {method}{how}; see the end of {self._log_paths[rank]}"
+                ) from error
 
         try:
             async with asyncio.timeout(limit_s):

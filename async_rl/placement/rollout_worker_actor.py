@@ -104,12 +104,15 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
     cpus = config.placement.cpus_per_rollout_worker or MIN_CPUS
     resources = dict(config.placement.resources_per_rollout_worker)
     strategy: Any = "SPREAD"
-    if spec.node:
-        alive = await asyncio.to_thread(node_addresses)
-        if ids := [node_id for node_id, address in alive.items() if address == spec.node]:
-            strategy = NodeAffinitySchedulingStrategy(ids[0], soft=True)
-    options = {"num_cpus": cpus, "resources": resources, "scheduling_strategy": strategy}
-    actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
+    try:
+        if spec.node:
+            alive = await asyncio.to_thread(node_addresses)
+            if ids := [node_id for node_id, address in alive.items() if address == spec.node]:
+                strategy = NodeAffinitySchedulingStrategy(ids[0], soft=True)
+        options = {"num_cpus": cpus, "resources": resources, "scheduling_strategy": strategy}
+        actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
+    except RayError as error:
+        raise EnvironmentNotReady(f"Ray cannot start {name}: {last_line(error)}") from error
     process: Process | None = None
     link: Link | None = None
     graceful = False
@@ -124,9 +127,9 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
                 running = actor.run_worker.remote(given, *folders, *address)
                 link = await _accept_link(listener, running)
                 (link.peer_node,) = await asyncio.to_thread(addresses_of, [process.host])
-        except (RayError, TimeoutError) as error:
+        except (RayError, OSError) as error:  # TimeoutError is an OSError
             slow = f"it took too long, or no node has enough of {resources | {'CPU': cpus}}"
-            why = last_line(error) if isinstance(error, RayError) else slow
+            why = slow if isinstance(error, TimeoutError) else last_line(error)
             failure = f"{name} did not start within rollout.worker_start_timeout_s = {limit_s}: {why}"
             raise cause_of(error, EnvironmentNotReady(failure)) from error
         log.info("%s is process %d of node %s", name, process.pid, process.host)

@@ -183,7 +183,7 @@ class InspectedTrajectories:
         """Write the file of an attempt; a failure is logged."""
         try:
             codec.write_frame(self._path(trajectory.trajectory_id, attempt), without_routing(trajectory))
-        except (OSError, TypeError) as error:
+        except (OSError, TypeError, ValueError, OverflowError) as error:
             log.warning("trajectory %s is not kept for inspection: %s", trajectory.trajectory_id, error)
 
     def read_file(self, trajectory_id: str, attempt: int) -> ArchivedTrajectory:

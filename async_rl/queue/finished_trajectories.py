@@ -79,7 +79,9 @@ class FinishedTrajectories:
             self._spool.discard(self._unscored.pop(name, ()))
         self._spool.discard(stored)
 
-    def recover_trajectories(self, group: GroupRecord, version: int) -> dict[str, StoredTrajectory]:
+    def recover_trajectories(
+        self, group: GroupRecord, version: int, flaws: Mapping[str, str]
+    ) -> dict[str, StoredTrajectory]:
         """Return the finished trajectories of a group that an earlier process left in flight.
 
         A trajectory and its branches are made by one agent loop: if any of them is missing or damaged, all of
@@ -89,10 +91,10 @@ class FinishedTrajectories:
             group: The group, from the ledger.
             version: The version that engines serve. Versions above it were undone by the restart: tokens that
                 they sampled count as sampled by this one.
+            flaws: What is wrong with frames, by trajectory.
         """
-        flaws = self._spool.find_flaws_here(group.stored.values())
-        for trajectory_id, flaw in flaws.items():
-            log.warning("trajectory %s is sampled again: %s", trajectory_id, flaw)
+        for trajectory_id in group.stored.keys() & flaws.keys():
+            log.warning("trajectory %s is sampled again: %s", trajectory_id, flaws[trajectory_id])
         intact = group.stored.keys() - flaws.keys()
         unfinished = {root_of(name) for name in group.in_flight - intact}
         finished: dict[str, StoredTrajectory] = {}

@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 _EPOCH_BITS: Final = 40
 """Owners of one incarnation of the driver, as a power of two: more attempts than any run makes."""
 
+_MAX_FOLDERS: Final = 2
+"""Folders that a process reads at the same time: all journals of another process are in memory meanwhile."""
+
 _MAX_READS: Final = 5
 """How often a journal is read whose files change meanwhile, because its process still compacts it."""
 
@@ -174,7 +177,10 @@ class OtherNodes(NamedTuple):
 
 
 def read_journals(
-    base: Path, alive: Collection[str], restarts: Mapping[int, int]
+    base: Path,
+    alive: Collection[str],
+    restarts: Mapping[int, int],
+    on_read: Callable[[], None] = lambda: None,
 ) -> dict[str, JournalSummary]:
     """Read all journals on a node, by the names of their folders.
 
@@ -182,11 +188,15 @@ def read_journals(
         base: Their parent.
         alive: The trajectories in flight.
         restarts: As that of `JournalFolders`.
+        on_read: Called after each folder.
     """
     if not base.is_dir():
         return {}
-    folders = sorted(path for path in base.iterdir() if path.is_dir())
-    return {path.name: _read_known(path, alive, _newest_version(path.name, restarts)) for path in folders}
+    summaries: dict[str, JournalSummary] = {}
+    for path in sorted(path for path in base.iterdir() if path.is_dir()):
+        summaries[path.name] = _read_known(path, alive, _newest_version(path.name, restarts))
+        on_read()
+    return summaries
 
 
 def _newest_version(name: str, restarts: Mapping[int, int]) -> int | None:
@@ -231,6 +241,7 @@ class JournalReader:
         self._metrics = metrics
         self._wanted: defaultdict[str, list[_WantedTree]] = defaultdict(list)  # by folder
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._reads = asyncio.Semaphore(_MAX_FOLDERS)
 
     async def read_claim(
         self, claim: JournalClaim, trajectory_id: str, attempt: int
@@ -264,9 +275,10 @@ class JournalReader:
                     if ours.tree is None:
                         unread = [each for each in all_wanted if each.tree is None]
                         names = {each.root_id for each in unread}
-                        found = await wait_out_shortage(
-                            lambda: asyncio.to_thread(read_trees, Path(source.folder), names)
-                        )
+                        async with self._reads:
+                            found = await wait_out_shortage(
+                                lambda: asyncio.to_thread(read_trees, Path(source.folder), names)
+                            )
                         for each in unread:
                             each.tree = found[each.root_id]
         finally:

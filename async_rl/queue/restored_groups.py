@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 from async_rl.queue.admission import Admission
 from async_rl.queue.finished_trajectories import FinishedTrajectories
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.outstanding import OutstandingGroups, RestoredGroup
 from async_rl.queue.progress import ProgressReport
-from async_rl.queue.spool import Spool
-from async_rl.types import root_of
+from async_rl.queue.spool import Spool, relocated
+from async_rl.types import StoredTrajectory, root_of
 
 log = logging.getLogger(__name__)
+
+
+def frames_in_flight(ledger: Ledger, directory: Path, node: str = "") -> list[StoredTrajectory]:
+    """Return the finished trajectories of groups in flight whose frames a process on this node can read.
+
+    Args:
+        ledger: Knows them.
+        directory: The spool in the run's folder.
+        node: The address of this node.
+    """
+    return [
+        relocated(entry, directory)
+        for group in ledger.outstanding()
+        if not group.queued
+        for entry in group.stored.values()
+        if entry.node in ("", node)
+    ]
 
 
 class GroupRestorer:
     """Adds the outstanding groups of the ledger to a queue that has none yet.
 
-    Frames of ready groups are verified with their batch, those of groups in flight now: a damaged one is
+    Frames of ready groups are verified with their batch, those of groups in flight before: a damaged one is
     sampled again beside its siblings. Frames that belong to no group are deleted.
     """
 
@@ -38,15 +56,18 @@ class GroupRestorer:
         self._admission = admission
         self._finished = finished
 
-    def restore_groups(self, journalled: Mapping[str, ProgressReport]) -> None:
+    def restore_groups(self, journalled: Mapping[str, ProgressReport], flaws: Mapping[str, str]) -> None:
         """Restore all groups; blocking.
 
         Args:
             journalled: How far trajectories in flight and their branches are in the journals, by id.
+            flaws: What is wrong with frames of groups in flight, by trajectory.
         """
         outstanding = self._ledger.outstanding()
         for group in outstanding:  # the run's folder may have been moved
-            group.stored = {name: self._spool.relocated(entry) for name, entry in group.stored.items()}
+            group.stored = {
+                name: relocated(entry, self._spool.directory) for name, entry in group.stored.items()
+            }
         sampled = oldest_by_root(journalled)
         self._spool.recover_frames(
             early=[entry for group in outstanding if not group.queued for entry in group.stored.values()],
@@ -56,7 +77,7 @@ class GroupRestorer:
             if group.queued:
                 self._restore_queued(group)
             else:
-                self._groups.restore_in_flight(self._in_flight(group, sampled))
+                self._groups.restore_in_flight(self._in_flight(group, sampled, flaws))
         self._drop_excess()
         self._ledger.flush()
         self._spool.delete_discarded()
@@ -68,15 +89,18 @@ class GroupRestorer:
         oldest = min(group.weight_version, ceiling, self._admission.next)
         self._groups.restore_ready(group.group_id, oldest)
 
-    def _in_flight(self, group: GroupRecord, sampled: Mapping[str, int]) -> RestoredGroup:
+    def _in_flight(
+        self, group: GroupRecord, sampled: Mapping[str, int], flaws: Mapping[str, str]
+    ) -> RestoredGroup:
         """Return a group in flight with its finished trajectories.
 
         Args:
             group: The group, from the ledger.
             sampled: By trajectory, the oldest version that sampled what the journal has of it.
+            flaws: As that of `restore_groups`.
         """
         version = self._admission.next
-        ended = self._finished.recover_trajectories(group, version)
+        ended = self._finished.recover_trajectories(group, version, flaws)
         versions = [trajectory.oldest_weight_version for trajectory in ended.values()]
         versions += [sampled[name] for name in group.in_flight if name in sampled]
         return RestoredGroup(

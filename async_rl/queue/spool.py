@@ -48,7 +48,7 @@ from async_rl.queue.frame_reader import (
     files_in,
     folder_number,
 )
-from async_rl.queue.frames import encode_completion, encode_trajectory, find_flaws
+from async_rl.queue.frames import encode_completion, encode_trajectory
 from async_rl.runtime.shortages import is_shortage
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
@@ -227,6 +227,14 @@ def _of_node(node: str) -> str:
 class _HeldFrame(NamedTuple):
     node: str
     nbytes: int
+
+
+def relocated(stored: StoredTrajectory, directory: Path) -> StoredTrajectory:
+    """Return the reference to the same file in a run's spool: the run's folder may have been moved."""
+    if stored.node:
+        return stored
+    folder, name = os.path.split(stored.path)
+    return msgspec.structs.replace(stored, path=f"{directory}/{os.path.basename(folder)}/{name}")
 
 
 def no_other_nodes(node: str) -> FrameReader:
@@ -459,10 +467,6 @@ class Spool(FrameStore):
 
     # -- nodes --------------------------------------------------------------------------------------------
 
-    def find_flaws_here(self, stored: Iterable[StoredTrajectory]) -> dict[str, str]:
-        """Return what is wrong with frames on this node that are damaged or missing, by trajectory."""
-        return find_flaws(entry for entry in stored if entry.node in self._local)
-
     def find_missing(self, stored: Iterable[StoredTrajectory]) -> set[str]:
         """Return the trajectories whose frames are on nodes (`queue.spool_dir`) that have no file of them.
 
@@ -592,14 +596,6 @@ class Spool(FrameStore):
             return None
 
     # -- restart ------------------------------------------------------------------------------------------
-
-    def relocated(self, stored: StoredTrajectory) -> StoredTrajectory:
-        """Return the reference to the same file in this folder: the run's folder may have been moved."""
-        if stored.node:
-            return stored
-        folder, name = os.path.split(stored.path)
-        path = f"{self.directory}/{os.path.basename(folder)}/{name}"
-        return msgspec.structs.replace(stored, path=path)
 
     def recover_frames(self, early: Collection[StoredTrajectory], used: Collection[StoredTrajectory]) -> None:
         """Keep the frames of earlier processes that the ledger names, and delete all other files.

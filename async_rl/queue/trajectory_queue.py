@@ -31,6 +31,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import msgspec
 
@@ -168,7 +169,11 @@ class TrajectoryQueue:
 
     # -- restart ------------------------------------------------------------------------------------------
 
-    def restore_groups(self, journalled: Mapping[str, ProgressReport] | None = None) -> DataPosition:
+    def restore_groups(
+        self,
+        journalled: Mapping[str, ProgressReport] = MappingProxyType({}),
+        flaws: Mapping[str, str] = MappingProxyType({}),
+    ) -> DataPosition:
         """Restore the groups that an earlier process left; before anything else, blocking.
 
         A damaged frame settles its group as `corrupt` and makes its position pending; frames that belong to
@@ -176,12 +181,13 @@ class TrajectoryQueue:
 
         Args:
             journalled: How far trajectories in flight and their branches are in the journals, by id.
+            flaws: What is wrong with frames of groups in flight, by trajectory.
 
         Returns:
             Where the sequence of tasks continues, including the positions of damaged groups.
         """
         restorer = GroupRestorer(self._ledger, self._spool, self._groups, self._admission, self.finished)
-        restorer.restore_groups(journalled or {})
+        restorer.restore_groups(journalled, flaws)
         return self._ledger.data_position()
 
     @property

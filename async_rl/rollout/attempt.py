@@ -7,6 +7,7 @@ the run, unless a rule of this program is violated.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import traceback
@@ -21,6 +22,7 @@ from async_rl.config import RolloutConfig
 from async_rl.errors import (
     AgentLoopError,
     AlignmentError,
+    AsyncRLError,
     EngineError,
     InvariantError,
     RolloutError,
@@ -56,8 +58,11 @@ ATTEMPT_ERRORS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
 _KEPT_ERRORS: Final = (*ATTEMPT_ERRORS, SpoolFull, InvariantError, AssertionError)
 """What `attempt_boundary` does not turn into another error."""
 
-MAX_LOST_WORKERS: Final = 3
-"""An attempt fails after it has lost this many rollout workers: it may be what ends them."""
+_MAX_LOST_WORKERS: Final = 3
+"""An attempt fails after it has lost so many rollout workers for which it may be to blame."""
+
+_MAX_LOST_IN_ALL: Final = 30
+"""And after so many in all: code of a branch may end workers while other branches wait for engines."""
 
 CLEAN_UP_S: Final = 30.0
 """How long an agent loop may release what it holds after it was cancelled."""
@@ -75,9 +80,9 @@ _NOTHING: Final[Mapping[str, TrajectoryProgress]] = MappingProxyType({})
 class attempt_boundary:
     """Turn every error of an attempt into one of `ATTEMPT_ERRORS`.
 
-    What users' code, the policy and the machine cause belongs to the attempt. A full spool does not: the
-    attempt goes on when there is space. An `InvariantError` and a failed assertion are bugs of this program
-    and end the run.
+    What users' code, the policy and the machine cause belongs to the attempt. So does a `CancelledError` of
+    its own, as of a future that others share and have cancelled. A full spool does not: the attempt goes on
+    when there is space. An `InvariantError` and a failed assertion are bugs of this program and end the run.
 
     Example:
         >>> with attempt_boundary():
@@ -94,8 +99,15 @@ class attempt_boundary:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, _KEPT_ERRORS):
+        is_own = isinstance(error, asyncio.CancelledError) and not _is_cancelled()
+        if (isinstance(error, Exception) and not isinstance(error, _KEPT_ERRORS)) or is_own:
             raise RolloutError(f"the attempt raised {type(error).__name__}: {error}") from error
+
+
+def _is_cancelled() -> bool:
+    """Return whether this task was cancelled; user code may raise `CancelledError` by itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def user_frames(error: BaseException) -> str:
@@ -207,6 +219,35 @@ class Attempt:
                 outcome=outcome,
             )
         )
+
+
+class LostWorkers:
+    """Counts the rollout workers that an attempt has lost, to find out whether it is what ends them.
+
+    All attempts of a worker lose it, and most are not to blame: those that were waiting for an engine, and
+    those that have made progress since the loss before. Attempts that are ended for others' faults would end
+    the run by `rollout.max_failed_share`.
+
+    Example:
+        >>> losses = LostWorkers()
+        >>> [losses.may_go_on(WorkerLost("killed"), attempt) for _ in range(3)]
+        [True, True, False]
+    """
+
+    def __init__(self) -> None:
+        """Begin without a loss."""
+        self._blamed = self._all = self._reached = 0
+
+    def may_go_on(self, error: AsyncRLError, attempt: Attempt) -> bool:
+        """Return whether an attempt with this error goes on in another worker, which counts as a loss."""
+        if not isinstance(error, WorkerLost):
+            return False
+        self._all += 1
+        far = sum(each.num_turns + each.num_sampled_tokens for each in attempt.progress.values())
+        if far > self._reached:
+            self._blamed, self._reached = 0, far
+        self._blamed += not error.in_call
+        return self._blamed < _MAX_LOST_WORKERS and self._all < _MAX_LOST_IN_ALL
 
 
 class AttemptEntries:

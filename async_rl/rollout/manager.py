@@ -25,13 +25,13 @@ from typing import Final
 from async_rl.config import Config
 from async_rl.data.feeder import Feeder
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull, WorkerLost
+from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull
 from async_rl.queue.archive import Observer
 from async_rl.queue.journal_folders import JournalClaim, JournalFolders
 from async_rl.queue.outstanding import RestoredGroup
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.attempt import ATTEMPT_ERRORS, MAX_LOST_WORKERS, Attempt, attempt_boundary
+from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, LostWorkers, attempt_boundary
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.groups import (
     STRAGGLER,
@@ -354,7 +354,7 @@ class RolloutManager:
     ) -> Sequence[StoredTrajectory]:
         """Run an attempt; if its worker ends or has no space, go on from what the journal has."""
         known = self._journalled.pop(trajectory_id, {})
-        losses_left = MAX_LOST_WORKERS - 1
+        losses = LostWorkers()
         while True:
             attempt = self._new_attempt(trajectory_id, number, work, known)
             work.begin_attempt(trajectory_id, attempt.progress)
@@ -363,12 +363,11 @@ class RolloutManager:
                 with attempt_boundary():
                     end = await self._backend.run_attempt(attempt)
             except ATTEMPT_ERRORS as error:
-                if not (losses_left and isinstance(error, WorkerLost)):
+                if not losses.may_go_on(error, attempt):
                     self._observer.failed(attempt.failed(error), number, error)
                     raise
                 log.warning("trajectory %s goes on in another worker: %s", trajectory_id, error)
-                progressed()  # at most MAX_LOST_WORKERS times
-                losses_left -= 1
+                progressed()  # a bounded number of times
                 known = {name: ProgressReport.of(each) for name, each in attempt.progress.items()}
                 continue
             except SpoolFull as error:

@@ -20,6 +20,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -32,13 +33,16 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue import archive, spool
 from async_rl.queue.archive import Archive
 from async_rl.queue.frame_reader import FrameReader
+from async_rl.queue.frames import find_flaws
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_folders import JournalFolders, OtherNodes
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.progress import ProgressReport
+from async_rl.queue.restored_groups import frames_in_flight
 from async_rl.queue.spool import Spool, no_other_nodes
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.files import replace_file
+from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import observer
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
@@ -54,6 +58,9 @@ _LEDGER_S: Final = 1.0
 
 _NODE_FOLDERS: Final = "node_folders.txt"
 """The file in the run's folder that names the folders on nodes."""
+
+_FRAMES_AT_A_TIME: Final = 16
+"""Frames that are verified before the event loop comes round."""
 
 _ARCHIVE_S: Final = 1.0
 """Interval between writes of finished trajectories, seconds."""
@@ -99,6 +106,8 @@ class RestoredProgress(NamedTuple):
     """The journals of the run; None where `queue.journal_s` asks for none."""
     journalled: Mapping[str, ProgressReport]
     """How far trajectories in flight and their branches are in the journals, by id."""
+    flaws: Mapping[str, str]
+    """What is wrong with frames on this node of finished trajectories whose groups are in flight, by id."""
 
 
 async def restore_progress(
@@ -111,7 +120,7 @@ async def restore_progress(
     node: str = "",
     others: OtherNodes | None = None,
 ) -> RestoredProgress:
-    """Roll the ledger back to a checkpoint, and read the journals.
+    """Roll the ledger back to a checkpoint, read the journals, and verify frames of groups in flight.
 
     Args:
         config: The settings of the journals.
@@ -129,8 +138,9 @@ async def restore_progress(
     ledger = Ledger(run_dir / "ledger.sqlite")
     try:
         ledger.rollback(step)
+        flaws = await _find_flaws(ledger, run_dir / spool.FOLDER, node, report)
         if config.journal_s is None:
-            return RestoredProgress(ledger, None, {})
+            return RestoredProgress(ledger, None, {}, flaws)
         journals = JournalFolders(
             journal_folder(config, run_dir),
             ledger.incarnation,
@@ -139,10 +149,33 @@ async def restore_progress(
             node=None if config.journal_dir is None else node,
             others=None if config.journal_dir is None else others,
         )
-        return RestoredProgress(ledger, journals, await journals.restore(ledger.in_flight, report))
+        journalled = await journals.restore(ledger.in_flight, report)
+        return RestoredProgress(ledger, journals, journalled, flaws)
     except BaseException:
         ledger.close()
         raise
+
+
+async def _find_flaws(
+    ledger: Ledger, directory: Path, node: str, report: Callable[[str], None]
+) -> dict[str, str]:
+    """Verify the frames on this node of finished trajectories whose groups are in flight.
+
+    There may be gigabytes of them: a few are read at a time, in a thread, so that signals and requests for
+    metrics are answered meanwhile.
+    """
+    frames = frames_in_flight(ledger, directory, node)
+    if frames:
+        report(f"verifying {len(frames)} finished trajectories of unfinished groups")
+    flaws: dict[str, str] = {}
+    done = 0
+    with waiting("disk", why=lambda: f"{done} of {len(frames)} finished trajectories are verified") as wait:
+        while done < len(frames):
+            some = frames[done : done + _FRAMES_AT_A_TIME]
+            flaws |= await wait_out_shortage(partial(asyncio.to_thread, find_flaws, some))
+            done += len(some)
+            wait.renew()
+    return flaws
 
 
 class RecoveredState:
@@ -190,7 +223,7 @@ class RecoveredState:
         Raises:
             SpoolFull: The disk has no space for the journal.
         """
-        ledger, self.journals, self.journalled = progress
+        ledger, self.journals, self.journalled, flaws = progress
         self._every_s = config.queue.journal_s
         self.archive: Archive | None = None
         if config.run.keep_trajectories:
@@ -230,7 +263,7 @@ class RecoveredState:
             read_batch=read_batch,
             clock=clock,
         )
-        self.queue.restore_groups(self.journalled)
+        self.queue.restore_groups(self.journalled, flaws)
         order = order_of(tasks, config.run.seed, config.data.shuffle)
         for left in tuple(self.queue.restored_groups):
             if tasks[order.task_at(left.position)].task_id != left.task_id:

@@ -25,6 +25,14 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
+def without_surrogates(text: str) -> str:
+    """Return text with halves of surrogate pairs replaced by question marks.
+
+    The JSON that a policy writes may contain them, and no tokenizer, file or message can.
+    """
+    return text.encode(errors="replace").decode()
+
+
 def print_text(text: str, *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
     """Print text without control characters; to stdout by default."""
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)

@@ -158,9 +158,14 @@ class ReleasedBy:
         self.__exit__()
 
 
+def is_settled() -> bool:
+    """Return whether no process of an ended scope can be left."""
+    return _owner.is_settled
+
+
 async def settle() -> None:
     """Wait a few seconds until no process of an ended scope is left; return at once if there was none."""
-    if not _owner.is_settled:
+    if not is_settled():
         await asyncio.to_thread(_owner.settle, _SETTLE_S)
 
 
@@ -377,6 +382,7 @@ class _Owner:
         while True:
             with self._lock:
                 sweep = self._num_urgent > 0 or time.monotonic() - swept_s >= _SWEEP_S
+                over = self._scopes_with_processes - self._live.keys()
                 request = {
                     "upto": self._next,
                     "begun": sorted(self._begun),
@@ -404,6 +410,8 @@ class _Owner:
             with self._lock:
                 self._num_sweeps += sweep
                 self._num_over = answer["num_over"] if sweep else self._num_over
+                if sweep and not self._num_over:
+                    self._scopes_with_processes -= over
                 self._known_held = self._held.keys() - self._new_held
                 self._lock.notify_all()
             if not self._num_urgent:

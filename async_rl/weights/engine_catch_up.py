@@ -7,7 +7,7 @@ serves only if that is still the current version when it has loaded it; else it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Final
 
@@ -41,6 +41,7 @@ class EngineCatchUp:
         sync_lock: NamedLock,
         trainer_busy: NamedLock,
         trainer_restarted: bool,
+        is_external: Callable[[str], bool],
     ) -> None:
         """Wire the parts.
 
@@ -53,6 +54,7 @@ class EngineCatchUp:
             sync_lock: Held while engines are updated to a new version.
             trainer_busy: Held while the trainer's weights are ahead of the current version.
             trainer_restarted: Whether engines may have part of what an earlier trainer sent.
+            is_external: Returns whether an engine was started by others, so that it outlives the run.
         """
         self._config = config
         self._pool = pool
@@ -62,6 +64,9 @@ class EngineCatchUp:
         self._sync_lock = sync_lock
         self._trainer_busy = trainer_busy
         self._trainer_restarted = trainer_restarted
+        # A driver that is killed while weights are sent leaves such an engine with part of them, and with the
+        # version that it had before.
+        self._may_have_part = is_external if config.transport in {"distributed", "tensor"} else None
         self._locks: dict[str, asyncio.Lock] = {}
         """By engine: held while it catches up, so that none is interrupted by a second one once it serves."""
         self._publishes_on_demand = config.transport != "disk"
@@ -189,7 +194,8 @@ class EngineCatchUp:
                 same_model = not health.model_path or absolute(health.model_path) == path
                 # Weights of the model alone are no version of a run with adapters: its first one is loaded.
                 fresh = version == health.weight_version == 0 and same_model and not self._publisher.adapters
-                if self._trainer_restarted or not fresh:
+                part = self._may_have_part is not None and self._may_have_part(engine.engine_id)
+                if self._trainer_restarted or part or not fresh:
                     # A server started by others may still run our calls.
                     await self._pool.interrupt_engine(engine, "abort")
                     await engine.update_weights(self._publisher.update_from(path, version), flush=True)
@@ -202,7 +208,7 @@ class EngineCatchUp:
         An engine that was restarted since has lost what it loaded: its restart brings it to the version.
         """
         if self._groups is not None:
-            async with self._bounded(engine):
+            async with self._groups.opening, self._bounded(engine):
                 await self._groups.open_group(engine)
         if self._pool.snapshot_of(engine.engine_id) == loaded:
             self._pool.serve_engine(engine.engine_id, self._publisher.current_version)

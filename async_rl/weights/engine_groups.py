@@ -5,16 +5,22 @@ With a group of its own, an engine that died stalls no other engine's update.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from async_rl.engine_protocol import Engine, GroupInvite
-from async_rl.errors import TrainerError, WeightSyncError
+from async_rl.errors import EngineError, TrainerError, WeightSyncError
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.waits import NamedLock
 from async_rl.trainer_protocol import Trainer
 
 log = logging.getLogger(__name__)
+
+_LEAVE_LIMIT_S: Final = 30.0
+"""How long an engine may take to leave its group at the end of a run, which then ends all the same."""
 
 
 class EngineGroups:
@@ -28,7 +34,6 @@ class EngineGroups:
         *,
         backend: str,
         tp_size: int,
-        generation: int,
     ) -> None:
         """Start without groups.
 
@@ -38,19 +43,20 @@ class EngineGroups:
             trainer_busy: Held while the trainer closes a group of an engine that left.
             backend: `gloo` or `nccl`.
             tp_size: Ranks of one engine in its group.
-            generation: Number of trainers before this one: engines may still be in their groups, by name.
         """
         self._trainer = trainer
         self._open_port = open_port
         self._trainer_busy = trainer_busy
         self._backend = backend
         self._tp_size = tp_size
-        self._generation = generation
-        self._names: dict[str, str] = {}
-        self._num_opened = 0
+        self._groups: dict[str, tuple[str, Engine]] = {}
+        """By engine: the group's name, and the engine."""
+        self.opening = NamedLock("trainer lock")
+        """Held while a group is opened: trainer rank 0 opens one at a time anyway. So each port is in use
+        before the next one is chosen, and an engine's time limit begins with its turn."""
 
     def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._names
+        return engine_id in self._groups
 
     def name_of(self, engine_id: str) -> str:
         """Returns the name of an engine's group.
@@ -58,17 +64,19 @@ class EngineGroups:
         Raises:
             WeightSyncError: When it has joined none.
         """
-        name = self._names.get(engine_id)
-        if name is None:
+        if engine_id not in self._groups:
             raise WeightSyncError(f"engine {engine_id} has joined no weight-update group")
-        return name
+        return self._groups[engine_id][0]
 
     async def open_group(self, engine: Engine) -> None:
-        """Let trainer rank 0 and an engine join a new group; close the engine's group before it."""
+        """Let trainer rank 0 and an engine join a new group; close the engine's group before it.
+
+        The caller holds `opening`.
+        """
         host, port = await self._open_port()
-        self._num_opened += 1
         invite = GroupInvite(
-            group_name=f"weights-{engine.engine_id}-{self._generation}-{self._num_opened}",
+            # The engine may still be in groups of earlier trainers and runs, and knows them by name.
+            group_name=f"weights-{engine.engine_id}-{secrets.token_hex(8)}",
             backend="nccl" if self._backend == "nccl" else "gloo",
             host=host,
             port=port,
@@ -81,25 +89,39 @@ class EngineGroups:
                 nursery.start_task("engine joins", engine.join_weight_group(invite))
         except ExceptionGroup as group:
             raise first_error(group) from group
-        stale = self._names.pop(engine.engine_id, None)
-        self._names[engine.engine_id] = invite.group_name
+        stale = self._groups.pop(engine.engine_id, None)
+        self._groups[engine.engine_id] = invite.group_name, engine
         if stale is not None:
-            await self._trainer.close_weight_group(stale)
+            await self._trainer.close_weight_group(stale[0])
 
     async def close_group(self, engine_id: str) -> None:
         """Close the group of an engine that has left for good, if it has one.
 
         A trainer that fails at that, or is restarted meanwhile, shows it at its next call: the engine leaves.
         """
-        if (name := self._names.pop(engine_id, None)) is not None:
+        if (group := self._groups.pop(engine_id, None)) is not None:
             try:
                 async with self._trainer_busy:
-                    await self._trainer.close_weight_group(name)
+                    await self._trainer.close_weight_group(group[0])
             except TrainerError as error:
                 log.warning("the weight group of engine %s was not closed: %s", engine_id, error)
 
     async def close(self) -> None:
-        """Leave all groups."""
-        for name in self._names.values():
-            await self._trainer.close_weight_group(name)
-        self._names.clear()
+        """Leave all groups on both sides: an engine that outlives the run would keep its communicator."""
+        try:
+            async with Nursery() as nursery:
+                for engine_id, (name, engine) in self._groups.items():
+                    nursery.start_task(f"{engine_id} leaves", _leave_group(engine, name))
+                for name, _ in self._groups.values():
+                    await self._trainer.close_weight_group(name)
+        except ExceptionGroup as group:
+            raise first_error(group) from group
+        self._groups.clear()
+
+
+async def _leave_group(engine: Engine, name: str) -> None:
+    try:
+        async with asyncio.timeout(_LEAVE_LIMIT_S):
+            await engine.leave_weight_group(name)
+    except (EngineError, TimeoutError) as error:
+        log.warning("engine %s has not left its weight group: %s", engine.engine_id, error or "no answer")

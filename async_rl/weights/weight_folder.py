@@ -7,10 +7,15 @@ No other user of the host can read it or make it first.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import os
 import shutil
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,8 @@ import numpy as np
 
 from async_rl.runtime.files import private_folder
 from async_rl.weights.delta import Change, DeltaHeader, DeltaRefused, Raw, decode, read_header
+
+log = logging.getLogger(__name__)
 
 
 class WeightFolder:
@@ -37,6 +44,7 @@ class WeightFolder:
         self._root = root
         self._held: tuple[int, Path] | None = None
         self._lock = threading.Lock()
+        self._in_use = ExitStack()
         self.clear_folder()
 
     def copy_version(self, path: str, version: int) -> str:
@@ -81,10 +89,13 @@ class WeightFolder:
         """Remove all versions, which frees the memory."""
         self._held = None
         shutil.rmtree(self._root, ignore_errors=True)
+        self._in_use.close()
 
     def _write_version(self, source: Path, version: int, delta: tuple[DeltaHeader, Raw] | None) -> str:
         self._root.parent.mkdir(parents=True, exist_ok=True)
         private_folder(self._root)
+        if self._held is None:
+            self._in_use.enter_context(_locked(self._root))
         final = self._root / f"version_{version}"
         scratch = self._root / f".version_{version}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -101,6 +112,33 @@ class WeightFolder:
         if before is not None and before[1] != final:
             shutil.rmtree(before[1], ignore_errors=True)
         return str(final)
+
+
+def remove_left_folders(parent: Path, prefix: str) -> None:
+    """Remove folders of killed processes on this host, whose names begin so and which no process uses.
+
+    An engine removes the folder of its own number by itself. But after a restart of the run the engines of
+    this host may have other numbers, and the copy of a large model is half of the host's memory.
+    """
+    for folder in parent.glob(f"{prefix}*"):
+        with suppress(OSError), _locked(folder):
+            log.info("removing weights that a killed process left in %s", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Mark a folder as used, until the block or the process ends.
+
+    Raises:
+        OSError: Another process uses it, or it is no folder.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)
 
 
 def patch(folder: Path, header: DeltaHeader, data: Raw) -> None:

@@ -98,7 +98,7 @@ class WeightSync:
             folder_of: Returns the weight folder on an engine's host, for deltas; None where there is none.
             backend: `gloo` or `nccl`, for the distributed transport.
             tp_size: Ranks of one engine in its group.
-            generation: Number of trainers before this one: engines may still be in their groups, by name.
+            generation: Number of trainers before this one: engines may have part of what they sent.
             adapters: Whether the trainer publishes adapters for the model's weights, which engines keep.
         """
         self._config = config
@@ -136,7 +136,6 @@ class WeightSync:
                 self.trainer_busy,
                 backend=backend,
                 tp_size=tp_size,
-                generation=generation,
             )
             self._sender = BroadcastSender(trainer, self._groups, config.bucket_bytes)
         elif config.transport == "tensor":
@@ -159,6 +158,7 @@ class WeightSync:
             sync_lock=self._lock,
             trainer_busy=self.trainer_busy,
             trainer_restarted=generation > 0,
+            is_external=lambda engine_id: folder_of(engine_id) is None,
         )
 
     async def start_from_version(

@@ -19,6 +19,7 @@ from async_rl.engine_protocol import (
     TensorUpdate,
     WeightUpdate,
 )
+from async_rl.errors import WeightSyncError
 from async_rl.types import RoutingTrace, VersionSpan
 from async_rl.weights.checksums import CANARY_SUFFIX
 
@@ -70,6 +71,7 @@ class ScriptedEngine:
         self.lie: int | None = None
         self.buckets: list[list[bytes]] = []
         self.updates: list[WeightUpdate] = []
+        self.groups: set[str] = set()
         self.fused: str | None = None
         """What a parameter sums to in place of the version."""
         self.sums: dict[str, str] | None = None
@@ -110,9 +112,13 @@ class ScriptedEngine:
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
         self._step("join")
+        if invite.group_name in self.groups:
+            raise WeightSyncError(f"{self.engine_id} is already in a group {invite.group_name}")
+        self.groups.add(invite.group_name)
 
     async def leave_weight_group(self, group_name: str) -> None:
         self._step("leave")
+        self.groups.remove(group_name)
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         self._step("update flush" if flush else "update")

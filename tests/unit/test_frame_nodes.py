@@ -95,8 +95,6 @@ def test_frames_stay_on_the_nodes_of_their_processes(nodes: Nodes) -> None:
     assert (nodes.files("driver"), nodes.files()) == (["ours"], ["theirs"])
     assert list(nodes.spool.directory.glob("*/*")) == []
     assert stored[0].node == NODE
-    Path(stored[0].path).write_bytes(b"")
-    assert nodes.spool.find_flaws_here(stored) == {}  # only those of the driver's node
 
 
 def test_completions_are_in_the_folder_of_the_run_until_they_are_scored(nodes: Nodes) -> None:

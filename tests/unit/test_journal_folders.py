@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -358,6 +359,30 @@ def test_attempts_that_wait_for_a_journal_share_a_read_of_it(
     assert len(reads) <= 2
     (segment,) = found[0][names[0]].segments
     assert segment.token_ids.base is None, "a view would keep the whole file in memory"
+
+
+def test_only_a_few_journals_are_in_memory_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = most = 0
+
+    def read_slowly(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.01)
+        running -= 1
+        return {}, 0
+
+    monkeypatch.setattr(journal_folders, "read_journal", read_slowly)
+
+    async def read_all() -> None:
+        reader = JournalReader(Metrics())
+        folders = [tmp_path / f"{number:06}-w0-1" for number in range(20)]
+        await asyncio.gather(*(reader.read_claim(claim_of(folder), NAME, 1) for folder in folders))
+
+    asyncio.run(read_all())
+    assert most == 2
 
 
 def test_contexts_and_turns_are_kept_when_a_state_is_copied(tmp_path: Path) -> None:

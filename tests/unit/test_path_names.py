@@ -133,8 +133,9 @@ def test_a_private_folder_is_refused_when_something_else_has_its_name(tmp_path: 
 
 
 @pytest.fixture
-def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process be another user, to whom nothing that exists belongs."""
+    tmp_path_factory.getbasetemp()  # pytest would refuse one that it makes as another user
     monkeypatch.setattr(os, "getuid", lambda: 4321)
 
 

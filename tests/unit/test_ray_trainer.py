@@ -12,7 +12,15 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
-from ray.exceptions import ObjectStoreFullError, OwnerDiedError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayError,
+    RayTaskError,
+)
 
 from async_rl.config import parse_config
 from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightSyncError
@@ -45,6 +53,27 @@ async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles(
     )
     with pytest.raises(WeightSyncError, match="every weight-update group failed"):
         await trainer.send_weights(["weights-engine-0-1-2"], 1 << 20)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("killed by the memory monitor"),
+        ActorDiedError(),
+        ActorUnavailableError("x", bytes(16)),
+    ],
+)
+async def test_the_trainer_is_restarted_when_a_rank_dies_however_ray_calls_it(
+    tmp_path: Path, error: RayError
+) -> None:
+    async def call(*_: Any) -> Any:
+        raise error
+
+    rank = SimpleNamespace(call_worker=SimpleNamespace(remote=call))
+    trainer = RayTrainer([rank], ["here"], [tmp_path / "trainer-0.log"], CONFIG, "here", no_reader)
+    with pytest.raises(TrainerError, match="trainer rank 0 died during train_step") as failed:
+        await trainer.train_step(None, 1)
+    assert failed.value.restartable
 
 
 def stored_on(node: str, batch: TakenBatch) -> TakenBatch:

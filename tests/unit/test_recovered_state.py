@@ -1,6 +1,8 @@
 """What the queue, the archive and the retries of an incarnation take from the config."""
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -11,12 +13,13 @@ from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.data.dataset import order_of
 from async_rl.data.feeder import TaskRetries
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.frames import find_flaws
 from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
 from async_rl.run.recovery import RecoveredState, node_folder, restore_progress
 from async_rl.simulation.scenario import FACTS
-from async_rl.types import Group
+from async_rl.types import Group, StoredTrajectory
 from tests.support.small_run import small_run
 from tests.support.trajectories import make_trajectory
 
@@ -102,6 +105,41 @@ def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None
     assert second.journalled.keys() == {"a", "a.1", "b"}
     assert second.journals is not None
     assert second.journals.take_released() == ["b"]  # the data has no such task now
+    second.write_and_close()
+    second.queue.close()
+
+
+def test_frames_of_groups_in_flight_are_verified_while_the_event_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be gigabytes of them: signals and requests for metrics are answered meanwhile."""
+    scenario = small_run(0)
+    task = scenario.tasks[
+        order_of(scenario.tasks, scenario.config.run.seed, scenario.config.data.shuffle).task_at(0)
+    ]
+    names = [f"t{number:02}" for number in range(40)]
+    first = recover(scenario.config, tmp_path)
+    work = GroupInFlight("g", task, 0, names, "wait")
+    first.queue.dispatch_group("g", task.task_id, 0, names, 0, work)
+    for name in names:
+        first.queue.finished.add_tree(*first.spool.store_tree([make_trajectory(name, "g")]))
+    first.write_and_close()
+    first.queue.close()
+    damaged = next((tmp_path / "spool").glob("*/t07-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    threads: list[threading.Thread] = []
+
+    def verify(stored: Sequence[StoredTrajectory]) -> dict[str, str]:
+        assert len(stored) <= 16
+        threads.append(threading.current_thread())
+        return find_flaws(stored)
+
+    monkeypatch.setattr(recovery, "find_flaws", verify)
+    second = recover(scenario.config, tmp_path)
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
+    (left,) = second.queue.restored_groups
+    assert sorted(left.finished) == [name for name in names if name != "t07"]
     second.write_and_close()
     second.queue.close()
 

@@ -17,6 +17,7 @@ from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import read_columns
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.progress import ProgressReport
+from async_rl.queue.restored_groups import frames_in_flight
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
@@ -44,7 +45,7 @@ def open_queue(
         **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
     )
     SPOOLS[queue] = spool
-    queue.restore_groups(dict(journalled))
+    queue.restore_groups(dict(journalled), frames.find_flaws(frames_in_flight(ledger, spool.directory)))
     return queue
 
 

@@ -9,7 +9,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Awaitable, Mapping, Set
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -26,9 +26,11 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import (
     AgentLoopError,
     AsyncRLError,
+    ConfigError,
     EnvironmentNotReady,
     PromptTooLong,
     RewardError,
+    RolloutError,
     SpoolFull,
     WorkerLost,
 )
@@ -39,10 +41,10 @@ from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frames import read_columns, verify_frame
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import read_journal
-from async_rl.queue.journal_folders import JournalFolders
+from async_rl.queue.journal_folders import JournalClaim, JournalFolders, JournalSource
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.queue.spool import Spool
-from async_rl.rollout.attempt import Attempt, AttemptEnd, UnscoredCompletion
+from async_rl.rollout.attempt import Attempt, AttemptEnd, LostWorkers, UnscoredCompletion, attempt_boundary
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
@@ -188,6 +190,54 @@ def reward(task: Task, completion: Completion) -> float:
 
 def group_reward(task: Task, completions: list[Completion]) -> list[float]:
     return [float(completion.token_ids.sum() % 89) for completion in completions]
+
+
+HALF = "\ud83d"
+"""Half of a surrogate pair, which no message can hold. A policy can write it as an escape of JSON."""
+
+
+def quoting_reward(task: Task, completion: Completion) -> float:
+    raise ValueError(f"the answer has no unit {HALF}")
+
+
+def quoting_group_reward(task: Task, completions: list[Completion]) -> list[float]:
+    raise ValueError(f"the answer has no unit {HALF}")
+
+
+def named_by_policy(task: Task, completions: list[Completion]) -> list[dict[str, float]]:
+    return [{"reward": 1.0, HALF: 1.0} for _ in completions]
+
+
+class UsesHalfATool(OneTurn):
+    async def run(self, task: Task, session: Session) -> None:
+        await super().run(task, session)
+        session.record_tool_call(error=False, tool=HALF)
+        await asyncio.sleep(1.0)  # heartbeats report the tool
+
+
+class AwaitsWhatOthersCancel:
+    """Awaits a future that somebody else has cancelled."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        shared: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        shared.cancel()
+        await shared
+
+
+def awaits_what_others_cancel(task: Task, completion: Completion) -> asyncio.Future[float]:
+    shared: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    shared.cancel()
+    return shared
+
+
+class SleepsInCode:
+    """Works for long after its turn."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate(max_new_tokens=2)
+        await asyncio.sleep(600)
 
 
 def config_of(loop: str = "OneTurn", **rollout: Any) -> Config:
@@ -472,6 +522,44 @@ async def test_a_worker_journals_on_time_when_a_write_takes_long(
     assert [now - before for before, now in pairwise(begins)] == pytest.approx([every_s] * (len(begins) - 1))
 
 
+@in_virtual_time
+async def test_attempts_that_go_on_from_the_same_journals_share_a_worker_up_to_its_share(
+    tmp_path: Path,
+) -> None:
+    """After a restart each worker reads the journals of one worker before, and not of all."""
+    limits = {"max_context_tokens": 2048, "max_new_tokens": 1900, "max_concurrent_trajectories": 12}
+    async with WorkerBench(num_workers=3, journals=tmp_path, **limits) as workers:
+        workers.policy.stop_at = frozenset()
+        await asyncio.sleep(1.0)
+        async with asyncio.TaskGroup() as tasks:
+
+            async def places(*journals: str) -> dict[str, set[str]]:
+                """Start attempts that go on from these journals; return the workers of each journal."""
+                found: dict[str, set[str]] = {}
+                for number, journal in enumerate(journals):
+                    sources = (JournalSource(folder=str(tmp_path / journal)),)
+                    claim = JournalClaim(owner_epoch=number + 1, sources=sources)
+                    each = Attempt(TASK, f"{number:032}", f"g{number}", 1, started_s=0.0, claim=claim)
+                    running.append(tasks.create_task(workers.backend.run_attempt(each)))
+                    await asyncio.sleep(0)
+                    (owner,) = (w for w in workers.backend.workers.values() if each in w.attempts.values())
+                    found.setdefault(journal, set()).add(owner.name)
+                return found
+
+            running: list[asyncio.Task[AttemptEnd]] = []
+            found = await places(*"abcabcabcabc")
+            assert sorted(map(len, found.values())) == [1, 1, 1]
+            assert len(set.union(*found.values())) == 3
+            for task in running:
+                task.cancel()
+            await asyncio.sleep(1.0)
+            running.clear()
+            found = await places(*"dddddd")  # of one worker that has ended: four are the share of another one
+            assert len(found["d"]) == 2
+            for task in running:
+                task.cancel()
+
+
 @pytest.mark.parametrize("worker", ["comes back", "comes up elsewhere", "does not start"])
 @in_virtual_time
 async def test_an_attempt_goes_on_at_the_node_that_has_its_journal(worker: str, tmp_path: Path) -> None:
@@ -543,13 +631,16 @@ async def test_a_worker_is_started_again_when_its_loop_could_not_be_entered_for_
     assert CannotEnter.failures == 0
 
 
-def leave_no_place(workers: WorkerBench, names: Set[str]) -> None:
-    """Let workers of these names find no node to start on."""
+NO_PLACE = EnvironmentNotReady("no node has enough of {'CPU': 64}")
+
+
+def leave_no_place(workers: WorkerBench, names: Set[str], error: Exception = NO_PLACE) -> None:
+    """Let workers of these names find no node to start on, or fail to start otherwise."""
     node_of = workers.processes.nodes.node_of
 
     def place(name: str) -> str:
         if name in names:
-            raise EnvironmentNotReady("no node has enough of {'CPU': 64}")
+            raise error
         return node_of(name)
 
     workers.processes.nodes.node_of = place  # type: ignore[method-assign]
@@ -768,6 +859,139 @@ async def test_the_attempt_fails_and_its_worker_goes_on_when_messages_cannot_be_
         with pytest.raises(AsyncRLError, match="object"):
             await workers.backend.run_attempt(attempt())
         assert len(workers.processes.metrics) == 1
+
+
+@in_virtual_time
+async def test_a_task_that_no_message_can_hold_fails_and_leaves_nothing_in_the_driver() -> None:
+    """Else its attempts would count for their worker, which in the end would be given no others."""
+    task = Task(task_id="t", messages=TASK.messages, answer=2**70)
+    async with WorkerBench() as workers:
+        await asyncio.sleep(1.0)
+        with pytest.raises(RolloutError, match=r"task t cannot be sent .* of more than 64 bits"):
+            await workers.backend.run_attempt(Attempt(task, "0" * 32, "g", 1, started_s=0.0))
+        with pytest.raises(RolloutError, match="64 bits"):
+            await workers.backend.score_group(task, [])
+        (worker,) = workers.backend.workers.values()
+        assert (worker.inboxes, worker.attempts, worker.by_trajectory) == ({}, {}, {})
+        await workers.backend.run_attempt(attempt())
+        assert len(workers.processes.metrics) == 1
+
+
+@pytest.mark.parametrize(
+    ("loop", "reward", "words"),
+    [
+        ("OneTurn", "quoting_reward", r"no unit \?"),
+        ("OneTurn", "quoting_group_reward", r"no unit \?"),
+        ("OneTurn", "named_by_policy", "surrogates not allowed"),
+        ("UsesHalfATool", "reward", None),
+    ],
+)
+@in_virtual_time
+async def test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair(
+    loop: str, reward: str, words: str | None
+) -> None:
+    async with WorkerBench(loop, reward=f"{HERE}:{reward}") as workers:
+        with nullcontext() if words is None else pytest.raises(RolloutError, match=words):
+            end = await workers.backend.run_attempt(attempt())
+            for score in await workers.backend.score_group(TASK, end.completions) if end.unscored else ():
+                if isinstance(score, RewardError):
+                    raise score
+        await asyncio.sleep(1.0)
+        assert len(workers.processes.metrics) == 1
+
+
+@pytest.mark.parametrize("where", ["worker", "driver"])
+@pytest.mark.parametrize(
+    ("loop", "reward"), [("AwaitsWhatOthersCancel", "reward"), ("OneTurn", "awaits_what_others_cancel")]
+)
+@in_virtual_time
+async def test_an_attempt_fails_when_its_code_is_cancelled_by_others(
+    loop: str, reward: str, where: str
+) -> None:
+    async with WorkerBench(loop, reward=f"{HERE}:{reward}") as workers:
+        backend = workers.backend if where == "worker" else workers.local_backend()
+        async with asyncio.timeout(60.0), AsyncExitStack() as stack:
+            if isinstance(backend, LocalBackend):
+                await stack.enter_async_context(backend)
+            with pytest.raises(RolloutError):
+                await backend.run_attempt(attempt())
+
+
+@in_virtual_time
+async def test_a_worker_starts_again_although_it_could_not_load_its_code_for_a_while() -> None:
+    """Its file was being edited, or its new node lacks a package."""
+    broken: set[str] = set()
+    workers = WorkerBench(num_workers=2)
+    leave_no_place(workers, broken, ConfigError("my_rewards.py: invalid syntax"))
+    async with workers:
+        await workers.trajectories()
+        broken.add(sorted(workers.processes.ends)[0])
+        workers.processes.kill(0)
+        await asyncio.sleep(60.0)
+        assert len(workers.backend.workers) == 1
+        await workers.trajectories()
+        broken.clear()
+        await asyncio.sleep(60.0)
+        assert len(workers.backend.workers) == 2
+
+
+@in_virtual_time
+async def test_a_run_does_not_start_when_a_worker_cannot_load_its_code() -> None:
+    workers = WorkerBench(num_workers=2)
+    leave_no_place(workers, {"rollout-worker-0"}, ConfigError("my_rewards.py: invalid syntax"))
+    with pytest.raises(ExceptionGroup) as errors:
+        async with workers:
+            await asyncio.sleep(60.0)
+    assert isinstance(first_error(errors.value), ConfigError)
+
+
+@pytest.mark.parametrize(("loop", "in_call"), [("OneTurn", True), ("SleepsInCode", False)])
+@in_virtual_time
+async def test_an_attempt_knows_whether_it_waited_for_an_engine_when_its_worker_ended(
+    loop: str, in_call: bool
+) -> None:
+    async with WorkerBench(loop, max_context_tokens=2048, max_new_tokens=1900) as workers:
+        workers.policy.stop_at = frozenset()
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))
+            await asyncio.sleep(5.0)
+            workers.processes.kill(0)
+        assert playing.result().in_call == in_call
+
+
+async def test_code_that_is_cancelled_by_others_fails_its_attempt_and_not_what_waits_for_it() -> None:
+    with pytest.raises(RolloutError, match="CancelledError"), attempt_boundary():
+        raise asyncio.CancelledError
+
+    async def cancelled_inside() -> None:
+        with attempt_boundary():
+            await asyncio.sleep(60.0)
+
+    task = asyncio.create_task(cancelled_inside())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_only_attempts_that_may_have_ended_their_workers_fail_by_it() -> None:
+    def goes_on(*losses: tuple[int, bool]) -> list[bool]:
+        """Lose a worker after so many tokens, while it waited for an engine or not."""
+        count, ours = LostWorkers(), attempt()
+        results = []
+        for num_tokens, in_call in losses:
+            ours.progress[ours.trajectory_id] = ProgressReport(num_sampled_tokens=num_tokens)
+            lost = WorkerLost("it was killed")
+            lost.in_call = in_call
+            results.append(count.may_go_on(lost, ours))
+        return results
+
+    assert goes_on(*[(0, False)] * 3) == [True, True, False]
+    assert goes_on(*[(0, True)] * 29) == [True] * 29
+    assert goes_on(*[(0, True)] * 30)[-1] is False
+    assert goes_on((5, False), (5, False), (9, False), (9, False), (9, False)) == [True] * 4 + [False]
+    assert goes_on((9, False), (5, False), (9, False)) == [True, True, False]  # it samples the same again
+    assert not LostWorkers().may_go_on(RewardError("none"), attempt())
 
 
 @in_virtual_time

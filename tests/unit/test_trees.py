@@ -10,8 +10,10 @@ from msgspec.structs import replace
 from async_rl.config import parse_config
 from async_rl.errors import InvariantError
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.frames import find_flaws
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.ledger import Ledger
+from async_rl.queue.restored_groups import frames_in_flight
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import GroupInFlight
@@ -24,10 +26,9 @@ from tests.support.trajectories import MadeGroup, make_trajectory
 def open_queue(folder: Path, metrics: Metrics | None = None) -> TrajectoryQueue:
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.rollback(0)
-    queue = TrajectoryQueue(
-        ledger, Spool(folder / "spool", None), groups_per_batch=1, max_staleness=1, metrics=metrics
-    )
-    queue.restore_groups()
+    spool = Spool(folder / "spool", None)
+    queue = TrajectoryQueue(ledger, spool, groups_per_batch=1, max_staleness=1, metrics=metrics)
+    queue.restore_groups(flaws=find_flaws(frames_in_flight(ledger, spool.directory)))
     return queue
 
 

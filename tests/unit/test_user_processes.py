@@ -32,6 +32,7 @@ from async_rl.runtime.user_processes import (
     ReleasedBy,
     attempt_scope,
     end_leftovers,
+    is_settled,
     read_reports,
     settle,
 )
@@ -281,6 +282,13 @@ async def test_a_release_command_runs_when_its_owner_is_killed(tmp_path: Path) -
         await until(lambda: (tmp_path / "released").exists())
         await until(lambda: bool(list((tmp_path / "logs" / "reaped").glob("*.json"))))
     assert read_reports(tmp_path) == {("sandbox", "owner_ended"): 1}
+
+
+async def test_scopes_are_forgotten_when_none_of_their_processes_is_left() -> None:
+    """A run has millions of attempts, of which each may start a process."""
+    with attempt_scope("trajectory 1", lambda kind, reason: None):
+        await (await asyncio.create_subprocess_exec("true")).wait()
+    await until(is_settled)
 
 
 async def test_a_release_command_runs_only_when_the_block_outlives_its_attempt(tmp_path: Path) -> None:

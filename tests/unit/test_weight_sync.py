@@ -1,12 +1,12 @@
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from async_rl.config import WeightsConfig
-from async_rl.engine_protocol import DistributedUpdate, Engine, EngineHealth, InterruptMode
+from async_rl.engine_protocol import DistributedUpdate, Engine, EngineHealth, GroupInvite, InterruptMode
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, TrainerError, WeightSyncError
 from async_rl.observability.metrics import Metrics
@@ -55,6 +55,7 @@ class Bench:
         tp_size: int = 1,
         generation: int = 0,
         adapters: bool = False,
+        open_port: Callable[[], Awaitable[tuple[str, int]]] | None = None,
         **changes: Any,
     ) -> None:
         self.pool = EnginePool(Metrics(), lambda: 0.0)
@@ -71,7 +72,7 @@ class Bench:
             directory=tmp_path,
             metrics=self.metrics,
             clock=lambda: 0.0,
-            open_port=a_port,
+            open_port=open_port or a_port,
             folder_of=self.folders.get,
             tp_size=tp_size,
             generation=generation,
@@ -212,6 +213,71 @@ async def test_weights_are_broadcast_into_each_engines_own_group_when_distribute
     assert updates[0].buckets[0][0].name == "w"
     await bench.sync.close()
     assert {a[0] for name, a in bench.trainer.calls if name == "close_weight_group"} == groups
+    assert not any(engine.groups for engine in bench.engines)
+
+
+@pytest.mark.parametrize(
+    ("transport", "external", "loads"),
+    [
+        ("distributed", True, True),
+        ("tensor", True, True),
+        ("distributed", False, False),
+        ("disk", True, False),
+    ],
+)
+async def test_an_engine_at_version_0_loads_it_if_a_killed_run_may_have_sent_it_a_part_of_the_next(
+    tmp_path, transport, external, loads
+):
+    """Such an engine still reports the version that it had before."""
+    bench = Bench(tmp_path, engines=1, transport=transport)
+    if not external:
+        bench.folders["engine-0"] = ScriptedFolder()
+    await bench.sync.start_from_version(0, Path("/model"))
+    assert ("update flush" in bench.engines[0].log) == loads
+
+
+async def test_engines_that_outlive_a_run_join_groups_of_the_next_one(tmp_path):
+    killed = Bench(tmp_path, transport="distributed")
+    await killed.start()
+    left = [set(engine.groups) for engine in killed.engines]
+    bench = Bench(tmp_path, transport="distributed")
+    for engine, before in zip(bench.engines, killed.engines, strict=True):
+        engine.groups = before.groups
+    await bench.start()
+    assert bench.serving() == {"engine-0": 0, "engine-1": 0}
+    await bench.sync.close()
+    assert [engine.groups for engine in bench.engines] == left
+
+
+@in_virtual_time
+async def test_a_run_ends_although_an_engine_does_not_leave_its_group(tmp_path):
+    bench = Bench(tmp_path, transport="distributed")
+    await bench.start()
+    Stopper(bench.engines[0], "leave_weight_group")
+    bench.engines[1].fail_in, bench.engines[1].error = "leave", EngineError("it has ended")
+    await bench.sync.close()
+    assert sum(name == "close_weight_group" for name, _ in bench.trainer.calls) == 2
+
+
+@in_virtual_time
+async def test_groups_are_opened_one_after_the_other_each_within_the_limit_of_its_engine(tmp_path):
+    """A port is free until someone listens on it: none is asked for before the last one is in use."""
+    ports: list[int] = []
+
+    async def next_port() -> tuple[str, int]:
+        ports.append(len(ports))
+        return "127.0.0.1", ports[-1]
+
+    bench = Bench(tmp_path, engines=4, transport="distributed", timeout_s=300.0, open_port=next_port)
+
+    async def open_slowly(invite: GroupInvite) -> None:
+        assert invite.port == ports[-1]
+        await asyncio.sleep(200.0)
+        assert invite.port == ports[-1]
+
+    bench.trainer.open_weight_group = open_slowly
+    await bench.start()
+    assert bench.serving() == {f"engine-{index}": 0 for index in range(4)}
 
 
 async def test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory_is_shared(tmp_path):
@@ -602,7 +668,7 @@ async def test_the_group_is_closed_when_an_engine_leaves(tmp_path):
     bench.pool.remove_engine("engine-0")
     await bench.sync.remove_engine("engine-0")
     closed = [arguments[0] for name, arguments in bench.trainer.calls if name == "close_weight_group"]
-    assert [name.rpartition("-")[0] for name in closed] == ["weights-engine-0-0"]
+    assert [name.rpartition("-")[0] for name in closed] == ["weights-engine-0"]
     await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-1": 1}
 

@@ -413,7 +413,13 @@ class _LocalRewardCall:
         if self._workers is not None:
             return await self._workers.call(*args, **kwargs)
         value = await call_in_thread(partial(self._function, *args, **kwargs), name=self._name)
-        return await value if inspect.isawaitable(value) else value
+        if not inspect.isawaitable(value):
+            return value
+
+        async def result() -> Any:
+            return await value
+
+        return await contained(result(), limit_s=_CLEAN_UP_S)
 
     async def close(self) -> None:
         if self._workers is not None:

@@ -49,6 +49,7 @@ from async_rl.queue.journal_folders import JournalClaim
 from async_rl.queue.progress import ProgressReport
 from async_rl.rollout.attempt import AttemptEnd, user_frames
 from async_rl.runtime.listeners import RepeatFilter
+from async_rl.runtime.printable import without_surrogates
 from async_rl.runtime.shortages import shortage_number
 from async_rl.types import StoredCompletion, StoredTrajectory, Task
 
@@ -332,7 +333,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Describe an error; a user's class counts as the class of `async_rl.errors` that it derives from."""
         ours = next((c.__name__ for c in type(error).__mro__ if vars(errors_of).get(c.__name__) is c), "")
         text = str(error) if ours else f"{type(error).__name__}: {error}"
-        return cls(kind=ours, text=text, frames=user_frames(error), shortage=shortage_number(error))
+        return cls(
+            kind=ours,
+            text=without_surrogates(text),  # user code may quote what the policy wrote
+            frames=without_surrogates(user_frames(error)),
+            shortage=shortage_number(error),
+        )
 
     @property
     def error(self) -> AsyncRLError:

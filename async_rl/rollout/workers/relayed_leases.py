@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -44,6 +44,7 @@ from async_rl.rollout.workers.messages import (
     RevokeLeases,
 )
 from async_rl.runtime.waits import acting, waiting
+from async_rl.types import root_of
 
 log = logging.getLogger(__name__)
 
@@ -251,6 +252,11 @@ class RelayedLeases(LeaseHolder):
         self._confirm_revocations()
 
     # -- the end of the worker -----------------------------------------------------------------------------
+
+    @property
+    def callers(self) -> Set[str]:
+        """The trajectories (the roots of branches) that wait for an engine or its tokens."""
+        return {root_of(relayed.wanted.key) for relayed in self._leases.values()}
 
     @property
     def is_closed(self) -> bool:

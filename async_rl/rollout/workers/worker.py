@@ -30,7 +30,7 @@ from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import FrameStore
-from async_rl.rollout.attempt import Attempt
+from async_rl.rollout.attempt import Attempt, attempt_boundary
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.messages import (
@@ -261,9 +261,10 @@ class RolloutWorker:
         )
         with acting("trajectory", request.trajectory_id):
             try:
-                end = await self._backend.run_attempt(attempt)
-                # Inside the block: messages of the loop may hold what cannot be encoded.
-                self._post(AttemptEnded(request_id=request.request_id, end=end))
+                with attempt_boundary():
+                    end = await self._backend.run_attempt(attempt)
+                    # Inside the block: messages of the loop may hold what cannot be encoded.
+                    self._post(AttemptEnded(request_id=request.request_id, end=end))
             except Exception as error:
                 cause = error.__cause__
                 if cause is not None and not isinstance(error, WorkerLost):
@@ -279,17 +280,18 @@ class RolloutWorker:
     async def _score_group(self, request: ScoreGroup) -> None:
         with acting("reward", str(request.request_id)):
             try:
-                results = await self._backend.score_group(request.task, request.completions)
+                with attempt_boundary():
+                    results = await self._backend.score_group(request.task, request.completions)
+                    scores = [
+                        TrajectoryScore(failure=Failure.of(result))
+                        if isinstance(result, RewardError)
+                        else TrajectoryScore(parts=result)
+                        for result in results
+                    ]
+                    # Inside the block: names of parts may hold what cannot be encoded.
+                    self._post(GroupScored(request_id=request.request_id, scores=tuple(scores)))
             except AsyncRLError as error:
                 self._post(GroupScored(request_id=request.request_id, failure=Failure.of(error)))
-                return
-            scores = [
-                TrajectoryScore(failure=Failure.of(result))
-                if isinstance(result, RewardError)
-                else TrajectoryScore(parts=result)
-                for result in results
-            ]
-            self._post(GroupScored(request_id=request.request_id, scores=tuple(scores)))
 
     async def _send_heartbeats(self) -> None:
         while True:

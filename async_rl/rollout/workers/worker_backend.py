@@ -30,9 +30,11 @@ from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import (
     AgentLoopError,
+    ConfigError,
     EnvironmentNotReady,
     RewardError,
     RewardUnavailable,
+    RolloutError,
     SpoolFull,
     WorkerLost,
 )
@@ -229,8 +231,26 @@ class WorkerHandle:
 
     def fail_requests(self, cause: str) -> None:
         """Fail everything that was requested of the worker."""
-        for inbox in self.inboxes.values():
-            inbox.put_message(WorkerLost(cause))
+        callers = self.leases.callers
+        for request_id, inbox in self.inboxes.items():
+            lost, attempt = WorkerLost(cause), self.attempts.get(request_id)
+            lost.in_call = attempt is not None and attempt.trajectory_id in callers
+            inbox.put_message(lost)
+
+
+def _post_task(worker: WorkerHandle, request: StartAttempt | ScoreGroup) -> None:
+    """Send a request to a worker.
+
+    Raises:
+        RolloutError: Its task holds something that messages cannot, such as an integer of more than 64 bits.
+    """
+    try:
+        worker.post(request)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RolloutError(
+            f"task {request.task.task_id} cannot be sent to a rollout worker ({error}): "
+            "write numbers of more than 64 bits as strings"
+        ) from error
 
 
 class _WorkerLoad:
@@ -328,8 +348,10 @@ class WorkerBackend(RolloutBackend):
         self._load = _WorkerLoad(self.workers)
         self._last_chosen: tuple[str, WorkerHandle] | None = None
         """The group of the last attempt, and its worker."""
-        share = config.rollout.max_concurrent_trajectories // max(1, config.num_workers)
+        share = self._share = -(-config.rollout.max_concurrent_trajectories // max(1, config.num_workers))
         self._slack = max(1, min(config.rollout.group_size, share // _SHARE_OF_SLACK))
+        self._readers: dict[str, WorkerHandle] = {}
+        """The worker that has read a folder of journals, or is reading it, by folder."""
         self._worker_free = asyncio.Event()
         self._request_ids = count(1)
         self._keepers = Nursery()
@@ -364,14 +386,15 @@ class WorkerBackend(RolloutBackend):
     async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
         node = None if self._folders is None else self._folders.node_of(attempt.claim)
-        worker = await self._choose_worker(self._max_attempts, node, attempt.group_id)
+        journal = attempt.claim.sources[-1].folder if attempt.claim.sources else None
+        worker = await self._choose_worker(self._max_attempts, node, attempt.group_id, journal)
+        if journal is not None:
+            self._readers[journal] = worker
         self._last_chosen = attempt.group_id, worker
         request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
-        worker.inboxes[request_id] = inbox
-        self._load.offer(worker)
-        worker.attempts[request_id] = worker.by_trajectory[name] = attempt
         loop = attempt.task.agent_loop or self._config.agent_loop
-        worker.post(
+        _post_task(
+            worker,
             StartAttempt(
                 request_id=request_id,
                 task=attempt.task,
@@ -379,8 +402,11 @@ class WorkerBackend(RolloutBackend):
                 group_id=attempt.group_id,
                 attempt=attempt.number,
                 claim=attempt.claim,
-            )
+            ),
         )
+        worker.inboxes[request_id] = inbox
+        self._load.offer(worker)
+        worker.attempts[request_id] = worker.by_trajectory[name] = attempt
         answer: Message | None = None
         if worker.folder is not None:
             attempt.on_start(worker.folder)
@@ -445,9 +471,10 @@ class WorkerBackend(RolloutBackend):
         for left in reversed(range(_MAX_SCORE_TRIES)):
             worker = await self._choose_worker()
             request_id, inbox = next(self._request_ids), _Inbox()
+            request = ScoreGroup(request_id=request_id, task=task, completions=tuple(completions))
+            _post_task(worker, request)
             worker.inboxes[request_id] = inbox
             self._load.offer(worker)
-            worker.post(ScoreGroup(request_id=request_id, task=task, completions=tuple(completions)))
             answer: Message | None = None
             try:
                 with waiting("reward", worker.name):
@@ -470,12 +497,18 @@ class WorkerBackend(RolloutBackend):
         raise AssertionError("the last try raises or returns")
 
     async def _choose_worker(
-        self, max_attempts: int | None = None, node: str | None = None, group_id: str | None = None
+        self,
+        max_attempts: int | None = None,
+        node: str | None = None,
+        group_id: str | None = None,
+        journal: str | None = None,
     ) -> WorkerHandle:
         """Wait until a worker is alive and has fewer attempts; return the one with the fewest requests.
 
         Siblings that begin one after the other have the same worker, which tokenises their prompt once,
-        unless it then has too many more requests than others.
+        unless it then has too many more requests than others. Attempts that go on from the same folder of
+        journals have the same worker up to its share of all, because it reads the whole folder: after a
+        restart each worker would otherwise read those of all workers.
 
         While a worker is missing, the others take over its attempts up to this limit, which bounds their
         memory. Where only one node has the journal of an attempt, it waits for a worker there while one is
@@ -491,6 +524,13 @@ class WorkerBackend(RolloutBackend):
                 node = None
             worker = None if node is not None or avoided else self._load.least_loaded()
             if worker is not None and has_capacity(worker):
+                reader = None if journal is None else self._readers.get(journal)
+                if (
+                    reader is not None
+                    and self.workers.get(reader.name) is reader
+                    and len(reader.attempts) < self._share
+                ):
+                    return reader
                 last_group, last = self._last_chosen or (None, worker)
                 if (
                     last_group == group_id
@@ -517,6 +557,7 @@ class WorkerBackend(RolloutBackend):
     async def _keep_worker(self, name: str) -> None:
         """Start a worker, receive its messages, and restart it when it ends."""
         failed_starts = failed_incarnations = idle_incarnations = 0
+        has_started = False
         node: str | None = None
         while True:
             worker: WorkerHandle | None = None
@@ -535,7 +576,7 @@ class WorkerBackend(RolloutBackend):
                             node=node,
                         )
                         link = await stack.enter_async_context(self._open_worker(spec))
-                    failed_starts = 0
+                    failed_starts, has_started = 0, True
                     self._count_failures(name, failed_incarnations)
                     on_node = spec.frames is not None and spec.config.queue.spool_dir is not None
                     frame_node = link.peer_node if on_node else ""
@@ -546,7 +587,9 @@ class WorkerBackend(RolloutBackend):
                     cause = await self._receive_messages(worker)
                     # Its process ends with the block. Until that is known its leases expire.
                     self._keepers.start_task(f"leases of {name}", worker.leases.expire())
-            except EnvironmentNotReady as error:
+            except (EnvironmentNotReady, ConfigError) as error:
+                if isinstance(error, ConfigError) and not has_started:
+                    raise  # later a file may have been changed, or this node may lack what others have
                 failed_starts += 1
                 node = None
                 self._starting.discard(name)
