@@ -40,6 +40,8 @@ _PREPARE: Final = (
     "{'__name__': 'code_test_child', 'namespace': globals()})"
 )
 
+_DISCARD_ERRORS: Final = "import os as _os\n_os.dup2(_os.open('/dev/null', _os.O_WRONLY), 2)\ndel _os"
+
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One test: of a program's output, or an assertion after it."""
@@ -161,10 +163,15 @@ async def _prepare(tests: Interpreter, cases: Sequence[Case]) -> None:
 
 
 async def _count_outputs(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on: bool) -> int:
-    """Return how many runs print the expected output, each in a new interpreter."""
+    """Return how many runs print the expected output, each in a new interpreter.
+
+    As for programming judges, what a program writes to its standard error is no output.
+    """
     passed = 0
     for case in cases:
-        ran = await sandbox.run_program(program, stdin=case.stdin)
+        async with sandbox.interpreter() as interpreter:
+            await interpreter.run_program(_DISCARD_ERRORS)
+            ran = await interpreter.run_program(program, stdin=case.stdin)
         if ran.ended in ("done", "exit") and _lines(ran.output) == _lines(case.stdout or ""):
             passed += 1
         elif not go_on:

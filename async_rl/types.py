@@ -279,8 +279,18 @@ def with_turn_rewards(parts: dict[str, float], turn_rewards: Sequence[TurnReward
     """Return the parts of a trajectory's reward with those of its turns, if it has a reward and they do."""
     if not parts or not turn_rewards:
         return parts
-    total = sum(each.reward for each in turn_rewards)
-    return parts | {"turn_rewards": total, "reward": parts["reward"] + total}
+    total, own = sum(each.reward for each in turn_rewards), parts["reward"]
+    return parts | {"turn_rewards": total, "reward_function": own, "reward": own + total}
+
+
+def without_turn_rewards(parts: dict[str, float]) -> dict[str, float]:
+    """Return the parts that the reward function gave: what `with_turn_rewards` was given."""
+    if "turn_rewards" not in parts or "reward_function" not in parts:
+        return parts
+    added = ("turn_rewards", "reward_function")
+    return {name: value for name, value in parts.items() if name not in added} | {
+        "reward": parts["reward_function"]
+    }
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

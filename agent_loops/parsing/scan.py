@@ -220,24 +220,34 @@ def _kinds(name: str, key: str, tools: Sequence[dict[str, Any]]) -> set[str]:
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            parameters = function.get("parameters") or {}
-            schema = (parameters.get("properties") or {}).get(key)
-            return set() if schema is None else _types(schema, parameters.get("$defs") or {}, depth=8)
+            parameters = _mapping(function.get("parameters"))
+            schema = _mapping(parameters.get("properties")).get(key)
+            return _types(schema, _mapping(parameters.get("$defs")), depth=8)
     return set()
 
 
-def _types(schema: Mapping[str, Any], definitions: Mapping[str, Any], depth: int) -> set[str]:
+def _types(schema: Any, definitions: Mapping[str, Any], depth: int) -> set[str]:
+    """Return the types of a schema, which may be anything: an agent sends it, and `true` is one."""
+    schema = _mapping(schema)
     if depth == 0:  # a schema may refer to itself
         return set()
     if (reference := schema.get("$ref")) is not None:
-        return _types(definitions.get(str(reference).rpartition("/")[2], {}), definitions, depth - 1)
+        return _types(definitions.get(str(reference).rpartition("/")[2]), definitions, depth - 1)
     if (kind := schema.get("type")) is not None:
-        return {kind} if isinstance(kind, str) else set(kind)
+        return {each for each in ([kind] if isinstance(kind, str) else _list(kind)) if isinstance(each, str)}
     if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return {"string"} if all(isinstance(value, str) for value in values) else set()
-    options = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+        values = _list(schema["enum"]) if "enum" in schema else [schema["const"]]
+        return {"string"} if values and all(isinstance(value, str) for value in values) else set()
+    options = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
     return {kind for option in options for kind in _types(option, definitions, depth - 1)}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -26,6 +26,7 @@ from async_rl.data.chat_format import load_chat_format
 from async_rl.data.order import DataOrder, Mixture, TaskOrder
 from async_rl.data.schemas import Schema, chosen_schema, detect_schema, keys_of, to_task
 from async_rl.errors import ConfigError
+from async_rl.observability.evaluation_record import EVERYTHING
 from async_rl.types import Task
 
 _MAX_NAMED: Final = 10
@@ -162,7 +163,14 @@ def load_tasks(config: DataConfig, prompts: PromptRule | None = None) -> TaskSet
 
 def load_validation(config: DataConfig, prompts: PromptRule | None = None) -> list[Dataset]:
     """Read the validation sets, in the same way as `load_tasks`."""
-    return _load_all(config.validation, config, "data.validation", prompts)
+    datasets = _load_all(config.validation, config, "data.validation", prompts)
+    for dataset in datasets:
+        if dataset.name == EVERYTHING:
+            raise ConfigError(
+                f"data.validation: {dataset.path} is called {EVERYTHING!r}, as are the scores of all sets "
+                "together; set a name"
+            )
+    return datasets
 
 
 def _load_all(

@@ -13,7 +13,7 @@ Source: verl's `docs/preparation/prepare_data.rst` and `utils/dataset/rl_dataset
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -42,7 +42,10 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_keys(self) -> set[str]:
-        """Top-level keys that do not become metadata; an object that a dotted key looks into does."""
+        """Top-level keys that do not become metadata.
+
+        An object that a dotted key looks into does, without the answer.
+        """
         names = {getattr(self, name) for name in self.__struct_fields__} | {_PROMPT}
         return {name for name in names if name}
 
@@ -112,7 +115,10 @@ def to_task(example: Any, number: int, where: str, keys: Keys) -> Task:
         task_id=f"row-{number}" if task_id is None else str(task_id),
         messages=_messages(_get(example, key), where, keys.messages),
         answer=_get(example, keys.answer),
-        metadata={name: value for name, value in example.items() if name not in keys.used_keys}
+        metadata=_without(
+            {name: value for name, value in example.items() if name not in keys.used_keys},
+            () if keys.answer in example else keys.answer.split("."),
+        )
         | _metadata(_get(example, keys.metadata), where, keys.metadata),
         agent_loop=names[keys.agent_loop],
         reward=names[keys.reward],
@@ -137,6 +143,17 @@ def _get(example: Mapping[str, Any], key: str | None) -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def _without(value: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Return an object without the value at a path: agents see metadata, and are not told the answer."""
+    if not path or path[0] not in value:
+        return value
+    name, *rest = path
+    if not rest:
+        return {key: each for key, each in value.items() if key != name}
+    inner = value[name]
+    return value | {name: _without(inner, rest)} if isinstance(inner, dict) else value
 
 
 def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:

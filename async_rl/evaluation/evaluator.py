@@ -44,7 +44,7 @@ from async_rl.rollout.workers.worker_backend import OpenWorker
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import acting, progressed, waiting
-from async_rl.types import StoredCompletion, StoredTrajectory, Task
+from async_rl.types import StoredCompletion, StoredTrajectory, Task, without_turn_rewards
 
 log = logging.getLogger(__name__)
 
@@ -365,7 +365,7 @@ class _EvaluationRun:
                 dataset=group.dataset,
                 source=group.task.data_source,
                 task_id=group.task.task_id,
-                parts=stored.reward_parts,
+                parts=without_turn_rewards(stored.reward_parts),
                 tokens=stored.num_sampled_tokens,
                 truncated=stored.stop_reason == "length",
             )

@@ -74,7 +74,8 @@ class RequestHandler:
         self._closed = False
         self._context_tokens = session.remaining_tokens
         self.exceeded: PromptTooLong | OutOfTurns | None = None
-        """The error of the budget for which the newest request was refused."""
+        """The error of the budget for which a request was refused, if no later one has been answered."""
+        self._exceeded_number = 0
 
     @property
     def has_answered(self) -> bool:
@@ -194,7 +195,7 @@ class RequestHandler:
                 on_text=on_text if request.stream else None,
             )
         except (PromptTooLong, OutOfTurns) as error:
-            self.exceeded = error
+            self.exceeded, self._exceeded_number = error, exchange.number
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "too_many_turns"
             _fail(exchange, ApiError(400, str(error), param="messages", code=code))
         except ConfigError as error:  # the chat template cannot render such messages
@@ -210,6 +211,8 @@ class RequestHandler:
             session.share_reward()
             answer = self._make_answer(session, exchange, turn, prompt_tokens)
             conversation.end_exchange(exchange, answer)
+            if exchange.number > self._exceeded_number:
+                self.exceeded = None  # the agent has gone on, in another conversation or with fewer messages
             _notify_listeners(exchange)
 
     def _check_size(self, session: Session, new: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:

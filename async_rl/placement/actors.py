@@ -99,6 +99,10 @@ def prepare_rank_environment(cpus: float) -> None:
     # Megatron starts an exchange right before the kernels that it overlaps with: in one hardware queue these
     # do not delay it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # torch rounds pinned memory up to a power of two, by which smaller blocks are reused. The buffer of a
+    # checkpoint may take 90 GB, and would take 137.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1024"
 
 
 class RankActor(NodeActor):

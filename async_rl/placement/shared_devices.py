@@ -1,8 +1,8 @@
 """Assigns to each trainer rank the GPU of an engine (`placement.shared`).
 
 Ray assigns the GPUs to the engines, which start first. A rank requests none: it runs on the node of an engine
-and sees that engine's GPU. Ranks follow the order of the engines' GPUs, so that neighbouring ranks use GPUs
-that are close to each other.
+and sees that engine's GPU. Ranks follow the order of the engines' GPUs on each node, so that neighbouring
+ranks use GPUs that are close to each other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rl.errors import EnvironmentNotReady
+from async_rl.placement.placements import group_by_node
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -25,7 +26,9 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def assign_devices(engines: Sequence[Sequence[Device]], num_ranks: int) -> list[Device]:
-    """Return the GPU of each rank: those of engine 0 in their order, then those of engine 1.
+    """Return the GPU of each rank: node by node, there those of one engine after those of another.
+
+    Neighbouring ranks exchange the most data, and Ray spreads engines over nodes one by one.
 
     Raises:
         EnvironmentNotReady: There are more ranks than GPUs.
@@ -37,7 +40,7 @@ def assign_devices(engines: Sequence[Sequence[Device]], num_ranks: int) -> list[
             "to share: a rank needs one of its own; raise engine.num_engines or engine.tp_size, or lower "
             "trainer.num_ranks"
         )
-    return devices[:num_ranks]
+    return [devices[index] for index in group_by_node([device.node for device in devices])[:num_ranks]]
 
 
 def options_beside(device: Device | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -92,3 +93,25 @@ def test_text_grows_to_what_all_tokens_decode_to_when_they_come_in_pieces(chunks
     assert whole.startswith("".join(told))
     if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # else it waits for the rest of a character
         assert "".join(told) == whole
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([b"\x80", b"\xf0", b"\xf0\x9f", "é".encode(), b"a"]), min_size=30, max_size=80)
+)
+def test_what_is_no_character_is_not_held_back_for_long(chunks: list[bytes]):
+    """Each token would decode all that are held back again."""
+    told: list[str] = []
+    largest = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal largest
+        largest = max(largest, len(token_ids))
+        return ByteTokenizer().decode(list(token_ids))
+
+    growing = GrowingText(decode, told.append)
+    for byte in b"".join(chunks):
+        growing.add_tokens([byte])
+    whole = ByteTokenizer().decode(list(b"".join(chunks)))
+    assert whole.startswith("".join(told))
+    assert largest <= 24

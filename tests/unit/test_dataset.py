@@ -207,7 +207,11 @@ def test_verls_row_is_a_task_as_it_is_when_it_is_parquet(tmp_path: Path):
     (task,) = tasks
     assert (task.messages, task.answer) == (MESSAGES, "4")
     assert (task.agent_loop, task.data_source) == ("tool_agent", "openai/gsm8k")
-    assert task.metadata == {key: VERL_ROW[key] for key in ("ability", "reward_model", "extra_info")}
+    assert task.metadata == {  # without the answer, which agents would see there
+        "ability": "math",
+        "reward_model": {"style": "rule"},
+        "extra_info": VERL_ROW["extra_info"],
+    }
     assert (tasks.datasets[0].schema, tasks.datasets[0].detected) == ("verl", True)
 
 
@@ -312,6 +316,24 @@ def test_datasets_are_one_when_there_are_several(tmp_path: Path):
 def test_tasks_come_by_weight_when_datasets_have_one(tmp_path: Path):
     order = load_tasks(several(tmp_path, 3.0, 1.0)).order(seed=0, shuffle=False)
     assert [order.task_at(position) < 4 for position in range(8)] == [True, True, False, True] * 2
+
+
+def test_a_validation_set_is_not_called_as_the_scores_of_all_sets_are(tmp_path: Path):
+    (tmp_path / "all.jsonl").write_text(json.dumps({"messages": MESSAGES, "answer": "4"}) + "\n")
+    sets = [DatasetConfig(path=str(tmp_path / "all.jsonl"))]
+    with pytest.raises(ConfigError, match=r"all\.jsonl is called 'all'.*; set a name"):
+        load_validation(DataConfig(path="train.jsonl", validation=sets))
+
+
+@pytest.mark.parametrize("key", ["solution.final", "solution"])
+def test_metadata_does_not_have_the_answer_wherever_that_is(tmp_path: Path, key: str):
+    row = {"messages": MESSAGES, "solution": {"final": "4", "steps": ["2 + 2"]}, "level": 1}
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (task,) = load_tasks(DataConfig(path=str(path), answer_key=key))
+    expected = {"solution": {"steps": ["2 + 2"]}} if "." in key else {}
+    assert task.metadata == {"level": 1, **expected}
+    assert task.answer == ("4" if "." in key else row["solution"])
 
 
 def test_config_error_when_two_datasets_have_one_name(tmp_path: Path):

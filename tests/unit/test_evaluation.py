@@ -269,6 +269,44 @@ def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator,
         evaluate(path, ["data.validation=[]"], model=calculator / "model", open_engines=simulated)
 
 
+class RewardsTurns:
+    """Gives its turn a reward of its own, as a loop of the rollouts may."""
+
+    async def run(self, task, session):
+        session.start(task.messages)
+        await session.generate()
+        session.reward_turn(-0.2)
+        await session.generate()
+        session.reward_turn(0.7)
+
+
+def score_one(task: Task, completion: Completion) -> dict[str, float]:
+    return {"reward": 1.0, "format": 0.5}
+
+
+@pytest.mark.parametrize("reward", ["score_one", "score_all"])
+def test_rewards_of_turns_do_not_count_in_an_evaluation(calculator, tmp_path, reward):
+    path, out = tmp_path / "run.yaml", tmp_path / "out"
+    tasks = {"path": str(calculator / "data" / "tasks.jsonl")}
+    tree = {
+        "model": {"path": str(calculator / "model")},
+        "data": tasks | {"validation": [tasks | {"name": "val"}]},
+        "engine": {"kind": "simulated", "decode_step_s": 0.0, "mean_new_tokens": 4},
+        "rollout": {
+            "max_context_tokens": 256,
+            "max_new_tokens": 16,
+            "agent_loop": f"{__name__}:RewardsTurns",
+            "reward": f"{__name__}:{reward}",
+        },
+    }
+    path.write_text(json.dumps(tree))
+    assert evaluate(path, [], out=out, console=TextConsole(), open_engines=simulated) == 0
+    (found,) = evaluation_record_log(out / "evaluations.jsonl").read()
+    score = found.scores["all"]
+    assert (score.reward.value, score.pass_at["1"].value) == (1.0, 1.0)
+    assert score.parts == ({"format": 0.5} if reward == "score_one" else {})
+
+
 def score_all(task: Task, completions: list[Completion]) -> list[float]:
     return [1.0] * len(completions)
 

@@ -89,6 +89,26 @@ def test_a_recipe_has_time_to_move_its_model_at_half_a_gigabyte_per_second(
     assert {what: limit_s for what, limit_s in limits.items() if limit_s < takes_s} == {}
 
 
+def test_a_trainer_has_time_to_restart_at_half_a_gigabyte_per_second_and_node(
+    recipe: tuple[str, list[str]],
+) -> None:
+    """It reads the model's files, and its checkpoint twice: to compare checksums, and to load it."""
+    config = load(recipe[1])
+    if config.adapters is not None:
+        return  # a checkpoint has megabytes
+    estimate = trainer.estimate_memory(config, cuda=True)
+    checkpoint_bytes = 7 * estimate.model_bytes  # weights in bfloat16 and float32, two moments in float32
+    nodes = math.ceil(config.trainer.num_ranks / 8)
+    takes_s = (estimate.model_bytes + 2 * checkpoint_bytes / nodes) / 0.5e9
+    assert takes_s < config.trainer.start_timeout_s
+
+
+def test_an_optimizer_on_the_host_has_several_cores(recipe: tuple[str, list[str]]) -> None:
+    config = load(recipe[1])
+    if config.trainer.megatron.get("optimizer_cpu_offload"):
+        assert config.placement.cpus_per_rank >= 8
+
+
 def test_the_page_has_the_figures_of_a_recipe(recipe: tuple[str, list[str]]) -> None:
     name, words = recipe
     assert row_of(name, load(words)) in PAGE.splitlines()

@@ -337,11 +337,26 @@ def test_what_a_missing_transformer_engine_means_is_said(tmp_path: Path) -> None
         check_fused_layers(config, "is not installed")
 
 
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, {"PYTORCH_ALLOC_CONF": "x:1"}])
+def test_large_pinned_memory_of_ranks_is_not_rounded_up_unless_the_user_sets_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in (*names, "NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "to be restored")
+        os.environ.pop(name)
+    os.environ.update(given)
+    prepare_rank_environment(1.0)
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    assert found == (given or {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1024"})
+
+
 @pytest.mark.parametrize("given", [{}, {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}])
 def test_ranks_have_the_settings_of_nccl_that_servers_have(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
 ) -> None:
-    for name in ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"):
+    names = ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF")
+    for name in names:
         monkeypatch.setenv(name, "to be restored")
         os.environ.pop(name)
     os.environ.update(given)

@@ -9,10 +9,12 @@ import re
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
@@ -49,6 +51,15 @@ async def too_much(task: Task, api: AgentAPI) -> None:
     while True:
         answer = await api.client.chat.completions.create(model=api.model, messages=messages)
         messages += [answer.choices[0].message, {"role": "user", "content": "x" * 5000}]
+
+
+async def fails_after_a_shorter_one(task: Task, api: AgentAPI) -> None:
+    """Is refused for its context, goes on with fewer messages, and fails for another reason."""
+    for text in ("x" * 9000, "In short?"):
+        messages: list[Any] = [{"role": "user", "content": text}]
+        with suppress(openai.BadRequestError):
+            await api.client.chat.completions.create(model=api.model, messages=messages)
+    raise KeyError("the database is gone")
 
 
 async def raising(task: Task, api: AgentAPI) -> None:
@@ -126,6 +137,13 @@ async def test_the_trajectory_ends_as_it_is_when_the_agent_gives_up_at_a_full_co
     bench, (reason, _) = await play(loop, "4", "Yes.")
     assert reason == "length"
     assert bench.session.last_turn.text == "Yes."
+
+
+async def test_an_agent_fails_although_an_earlier_request_of_it_was_too_long():
+    """It has gone on since, so that it does not end for its budget."""
+    loop = OpenAIAgentLoop(agent=f"{HERE}:fails_after_a_shorter_one")
+    with pytest.raises(KeyError, match="the database is gone"):
+        await play(loop, "Short.")
 
 
 async def test_a_task_is_too_long_when_nothing_could_be_asked():

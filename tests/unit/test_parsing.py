@@ -172,6 +172,31 @@ def test_value_has_the_type_of_the_schema_when_the_format_has_no_quotes(
     ]
 
 
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": True}},
+        {"properties": {"a": "string"}},
+        {"properties": {"a": None}},
+        {"properties": ["a"]},
+        {"properties": {"a": {"type": ["integer", 3, None]}}},
+        {"properties": {"a": {"type": 7}}},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"anyOf": [True, "x"], "oneOf": 3}}},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": [1]},
+        "anything",
+        True,
+    ],
+    ids=str,
+)
+def test_a_call_is_read_whatever_the_schema_of_its_tool_is(parser: str, parameters: object):
+    """An agent sends it; booleans are schemas, and some generators write them."""
+    schema = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    (call,) = parse(RENDERERS[parser][1]([("f", {"a": "3"})]), parser, [schema])
+    assert (call.name, call.arguments) == ("f", {"a": 3})
+
+
 def test_call_is_read_when_qwen3_coder_leaves_the_outer_tag_out():
     text = "Look:\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
     parsed = load_parser("qwen3_coder").parse(text)

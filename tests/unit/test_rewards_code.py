@@ -31,6 +31,8 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
         ("assert add(2, 2) == 4", f"```\n{ADD}```", 1.0, 1.0),
         ("assert add(2, 2) == 4", "import os\nos._exit(0)", 0.0, 0.0),
         ("assert True", "raise ValueError", 0.0, 0.0),
+        (PAIRS, f"{SUM}\nimport sys\nprint('debug', file=sys.stderr)\nx = 1\nx is 1", 1.0, 1.0),
+        (PAIRS, "import sys\nprint(sum(map(int, input().split())), file=sys.stderr)", 0.0, 0.0),
     ],
 )
 async def test_a_program_is_rewarded_when_its_tests_pass(

@@ -128,6 +128,34 @@ async def test_rows_are_recovered_by_a_prefill_without_tokens_when_the_last_call
     assert (trajectory.trace.rows[:, 0, 0] == 2).all()
 
 
+async def test_a_turn_that_is_continued_is_one_message_and_one_text():
+    """So that rewards see the whole answer."""
+    b = bench(
+        [
+            lambda r: sampled(4, "length", 0, prompt=PROMPT),
+            lambda r: sampled(3, "length", 0, prompt=PROMPT + 4, first=200),
+            lambda r: sampled(2, "stop", 0, prompt=PROMPT + 7, first=220),
+            lambda r: sampled(2, "stop", 0, prompt=len(r.input_ids), first=240),
+        ],
+        max_branches=1,
+    )
+    session, decode = b.session, b.context.chat.decode
+    first = await session.generate(max_new_tokens=4)
+    assert session.completion.text == first.text
+    async with session.branch() as other:
+        await other.generate(max_new_tokens=3)
+        assert [m["role"] for m in other.messages] == ["user", "assistant"]
+    turn = await session.generate()
+    whole = decode(np.array([100, 101, 102, 103, 220, 221]))
+    assert turn.text == decode(np.array([220, 221]))
+    assert session.completion.text == whole
+    assert session.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": whole}]
+    session.add_messages([{"role": "user", "content": "more"}])
+    last = await session.generate()
+    assert session.completion.text == last.text
+    assert [m["role"] for m in session.messages] == ["user", "assistant", "user", "assistant"]
+
+
 async def test_recovered_rows_of_weights_that_this_run_has_not_published_are_discarded():
     b = bench(
         [

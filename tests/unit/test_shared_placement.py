@@ -10,8 +10,14 @@ from async_rl.placement.shared_devices import Device, assign_devices, options_be
 ENGINES = [[Device("a", "2"), Device("a", "3")], [Device("b", "0"), Device("b", "1")]]
 
 
-def test_ranks_take_the_gpus_of_one_engine_after_the_other() -> None:
+def test_ranks_take_the_gpus_of_one_engine_after_the_other_on_a_node() -> None:
     assert assign_devices(ENGINES, 3) == [Device("a", "2"), Device("a", "3"), Device("b", "0")]
+
+
+def test_neighbouring_ranks_are_on_one_node_although_ray_spreads_engines() -> None:
+    engines = [[Device(node, f"{2 * number + gpu}") for gpu in (0, 1)] for number in (0, 1) for node in "ab"]
+    nodes = [device.node for device in assign_devices(engines, 8)]
+    assert nodes == ["a"] * 4 + ["b"] * 4
 
 
 def test_ranks_are_refused_when_there_are_more_than_gpus() -> None:

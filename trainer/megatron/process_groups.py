@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +86,8 @@ def start_process_groups(
         expert_tensor_parallel_size=layout.etp,
         # Only for a distributed optimizer that gathers its state on CPU, which ours does not.
         create_gloo_process_groups=False,
+        # Else 30 minutes, whatever the limit is: ranks wait in these groups while one of them reads weights.
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

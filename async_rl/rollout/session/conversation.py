@@ -118,6 +118,8 @@ class Conversation(Generic[Writer]):
         """Messages that the next turn reads, and their tokens."""
         self._turns: list[TurnRecord] = []
         self._last_turn: Turn | None = None
+        self._last_text = ""
+        """The text of the last turn, with the pieces that it continues."""
         self._turn_task: asyncio.Task[Any] | None = None
         """The task that awaits a turn."""
         self._exceeded: PromptTooLong | OutOfTurns | None = None
@@ -256,7 +258,6 @@ class Conversation(Generic[Writer]):
             num_interruptions=tokens.num_interruptions + tokens.num_failovers - interruptions,
             engine_s=tokens.engine_s - engine_s,
         )
-        self._turns.append(record)
         token_ids = tokens.token_ids[begin:].copy()
         sampled = [segment for segment in tokens.segments[first:] if isinstance(segment, Sampled)]
         turn = Turn(
@@ -270,9 +271,21 @@ class Conversation(Generic[Writer]):
                 [np.empty(0, np.float32), *(s.rollout_log_probs for s in sampled)]
             ),
         )
-        self.messages.append({"role": "assistant", "content": turn.text})
-        self._last_turn = turn
+        self._last_turn, self._last_text = turn, turn.text
+        if (whole := self._turn_begin(begin)) < begin:
+            self._last_text = chat.decode(tokens.token_ids[whole:])
+            del self.messages[-1]  # the piece before
+        self.messages.append({"role": "assistant", "content": self._last_text})
+        self._turns.append(record)
         return turn
+
+    def _turn_begin(self, begin: int) -> int:
+        """Return where the turn begins that is continued at a position: pieces of one turn are adjacent."""
+        for piece in reversed(self._turns):
+            if piece.end != begin:
+                break
+            begin = piece.start
+        return begin
 
     def add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
         """Implements `api.Session.add_messages`.
@@ -392,7 +405,7 @@ class Conversation(Generic[Writer]):
         other = self._open_sibling(inherits=True)
         other.messages = list(self.messages)
         other._pending = self._pending
-        other._last_turn = self._last_turn
+        other._last_turn, other._last_text = self._last_turn, self._last_text
         other.num_tool_calls, other.num_tool_errors = self.num_tool_calls, self.num_tool_errors
         return other
 
@@ -579,7 +592,7 @@ class Conversation(Generic[Writer]):
     def _own_completion(self) -> Completion:
         return Completion(
             messages=self.messages,
-            text="" if self._last_turn is None else self._last_turn.text,
+            text=self._last_text,
             stop_reason=self.stop_reason,
             num_tool_calls=self.num_tool_calls,
             num_tool_errors=self.num_tool_errors,

@@ -19,6 +19,9 @@ from async_rl.types import Int32Array, SamplingMask, Segment
 Scalar = TypeVar("Scalar", np.int32, np.int64, np.uint32, np.float32)
 
 _INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
+
+_MAX_INCOMPLETE: Final = 8
+"""The most tokens that are held back for the end of a character, which has at most four bytes."""
 """How tokenizers decode the bytes of an incomplete character."""
 
 
@@ -207,12 +210,19 @@ class GrowingText:
         self._new: list[int] = []
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
-        """Add tokens, and pass on their text once its last character is complete."""
+        """Add tokens, and pass on the text of those whose last character is complete."""
         self._new += (int(token_id) for token_id in token_ids)
-        text = self._decode(self._reported + self._new)
-        if text.endswith(_INCOMPLETE):
-            return
+        for end in range(len(self._new), max(0, len(self._new) - _MAX_INCOMPLETE), -1):
+            text = self._decode(self._reported + self._new[:end])
+            if not text.endswith(_INCOMPLETE):
+                break
+        else:
+            if len(self._new) <= _MAX_INCOMPLETE:
+                return
+            # The policy has sampled bytes that are no characters; before the last three none becomes one.
+            end = len(self._new) - 3
+            text = self._decode(self._reported + self._new[:end])
         known = self._decode(self._reported)
-        self._reported, self._new = self._new, []
+        self._reported, self._new = self._new[:end], self._new[end:]
         if len(text) > len(known):
             self._on_text(text[len(known) :])
