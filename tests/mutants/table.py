@@ -1900,7 +1900,7 @@ MUTANTS: Final = (
         "async_rl/rollout/session/tokens.py",
         "            if len(self._new) <= _MAX_INCOMPLETE:\n",
         "            if True:\n",
-        ("tests/property/test_openai_answers.py",),
+        ("tests/property/test_openai_answers.py::test_what_is_no_character_is_not_held_back_for_long",),
     ),
     Mutant(
         "a-continued-turn-is-rewarded-by-its-end",

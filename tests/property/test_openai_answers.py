@@ -100,16 +100,16 @@ def test_text_grows_to_what_all_tokens_decode_to_when_they_come_in_pieces(chunks
 def test_what_is_no_character_is_not_held_back_for_long(broken: bytes):
     """Each token would decode all that are held back again."""
     told: list[str] = []
-    largest = 0
+    largest, tokenizer = 0, ByteTokenizer()
 
     def decode(token_ids: Sequence[int]) -> str:
         nonlocal largest
         largest = max(largest, len(token_ids))
-        return ByteTokenizer().decode(list(token_ids))
+        return tokenizer.decode(list(token_ids))
 
     growing = GrowingText(decode, told.append)
     sampled = b"yes " + broken * 60 + "é".encode()
     for byte in sampled:
         growing.add_tokens([byte])
-    assert "".join(told) == ByteTokenizer().decode(list(sampled))
+    assert "".join(told) == tokenizer.decode(list(sampled))
     assert largest <= 24
