@@ -155,5 +155,5 @@ def test_the_invariant_checker_fails_when_engines_are_sent_what_the_trainer_has_
         return None
 
     monkeypatch.setattr("async_rl.simulation.simulated_trainer.SimulatedTrainer.take_snapshot", nothing)
-    outcome, _ = run(overlapping(SLOW_SEND, transport="distributed"), tmp_path)
+    outcome, _ = run(overlapping(SLOWEST_SEND, transport="distributed"), tmp_path)
     assert outcome.violations
