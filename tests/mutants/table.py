@@ -1738,7 +1738,9 @@ MUTANTS: Final = (
         "async_rl/rollout/workers/worker_backend.py",
         "(TypeError, ValueError, OverflowError, RecursionError) as error:\n        raise RolloutError(",
         "TypeError as error:\n        raise RolloutError(",
-        ("tests/unit/test_rollout_workers.py",),
+        (
+            "tests/unit/test_rollout_workers.py::test_a_task_that_no_message_can_hold_fails_and_leaves_nothing_in_the_driver",
+        ),
     ),
     Mutant(
         "an-error-with-half-a-pair-ends-its-worker",
@@ -1746,7 +1748,9 @@ MUTANTS: Final = (
         "async_rl/rollout/workers/messages.py",
         "            text=without_surrogates(text),",
         "            text=text,",
-        ("tests/unit/test_rollout_workers.py",),
+        (
+            "tests/unit/test_rollout_workers.py::test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair",
+        ),
     ),
     Mutant(
         "a-tool-with-half-a-pair-ends-its-worker",
@@ -1754,7 +1758,9 @@ MUTANTS: Final = (
         "async_rl/observability/metrics.py",
         "        tool = without_surrogates(tool)\n",
         "",
-        ("tests/unit/test_rollout_workers.py",),
+        (
+            "tests/unit/test_rollout_workers.py::test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair",
+        ),
     ),
     Mutant(
         "edited-rewards-end-the-run",
@@ -1762,7 +1768,9 @@ MUTANTS: Final = (
         "async_rl/rollout/workers/worker_backend.py",
         "if isinstance(error, ConfigError) and not has_started:",
         "if isinstance(error, ConfigError):",
-        ("tests/unit/test_rollout_workers.py",),
+        (
+            "tests/unit/test_rollout_workers.py::test_a_worker_starts_again_although_it_could_not_load_its_code_for_a_while",
+        ),
     ),
     Mutant(
         "all-attempts-are-blamed-for-their-worker",
@@ -1770,7 +1778,9 @@ MUTANTS: Final = (
         "async_rl/rollout/attempt.py",
         "        self._blamed += not error.in_call\n",
         "        self._blamed += 1\n",
-        ("tests/unit/test_rollout_workers.py",),
+        (
+            "tests/unit/test_rollout_workers.py::test_only_attempts_that_may_have_ended_their_workers_fail_by_it",
+        ),
     ),
     Mutant(
         "an-attempt-that-is-cancelled-by-others-vanishes",
@@ -1778,7 +1788,9 @@ MUTANTS: Final = (
         "async_rl/rollout/attempt.py",
         "        is_own = isinstance(error, asyncio.CancelledError) and not _is_cancelled()\n",
         "        is_own = False\n",
-        ("tests/unit/test_rollout_workers.py",),
+        (
+            "tests/unit/test_rollout_workers.py::test_code_that_is_cancelled_by_others_fails_its_attempt_and_not_what_waits_for_it",
+        ),
     ),
     Mutant(
         "ended-scopes-are-kept",
@@ -1836,7 +1848,9 @@ MUTANTS: Final = (
         "async_rl/rollout/workers/worker_backend.py",
         "                reader = None if journal is None else self._readers.get(journal)\n",
         "                reader = None\n",
-        ("tests/unit/test_rollout_workers.py",),
+        (
+            "tests/unit/test_rollout_workers.py::test_attempts_that_go_on_from_the_same_journals_share_a_worker_up_to_its_share",
+        ),
     ),
     Mutant(
         "all-journals-are-in-memory",
@@ -1852,7 +1866,7 @@ MUTANTS: Final = (
         "async_rl/evaluation/evaluator.py",
         "parts=without_turn_rewards(stored.reward_parts)",
         "parts=stored.reward_parts",
-        ("tests/unit/test_evaluation.py",),
+        ("tests/unit/test_evaluation.py::test_rewards_of_turns_do_not_count_in_an_evaluation",),
     ),
     Mutant(
         "a-refused-request-excuses-every-later-error",
@@ -1924,7 +1938,9 @@ MUTANTS: Final = (
         "async_rl/placement/actors.py",
         '        os.environ["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1024"\n',
         "        pass\n",
-        ("tests/unit/test_gpu_setup.py",),
+        (
+            "tests/unit/test_gpu_setup.py::test_large_pinned_memory_of_ranks_is_not_rounded_up_unless_the_user_sets_the_allocator",
+        ),
     ),
     Mutant(
         "weight-groups-have-the-names-of-the-run-before",
