@@ -287,7 +287,9 @@ def score_one(task: Task, completion: Completion) -> dict[str, float]:
 @pytest.mark.parametrize("reward", ["score_one", "score_all"])
 def test_rewards_of_turns_do_not_count_in_an_evaluation(calculator, tmp_path, reward):
     path, out = tmp_path / "run.yaml", tmp_path / "out"
-    tasks = {"path": str(calculator / "data" / "tasks.jsonl")}
+    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "tasks.jsonl").write_text("".join(lines[:3]))
+    tasks = {"path": str(tmp_path / "tasks.jsonl")}
     tree = {
         "model": {"path": str(calculator / "model")},
         "data": tasks | {"validation": [tasks | {"name": "val"}]},
