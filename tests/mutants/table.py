@@ -1943,6 +1943,14 @@ MUTANTS: Final = (
         ),
     ),
     Mutant(
+        "an-early-timer-never-expires-leases",
+        "Calls go on after their lease has expired, because the timer for that was a nanosecond early.",
+        "async_rl/rollout/workers/remote_calls.py",
+        "            self._begin_expiry()\n            return\n",
+        "            return\n",
+        ("tests/unit/test_remote_leases.py",),
+    ),
+    Mutant(
         "weight-groups-have-the-names-of-the-run-before",
         "A server that was started by others cannot take part in a second run with distributed weights.",
         "async_rl/weights/engine_groups.py",

@@ -243,6 +243,21 @@ async def test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated
     assert (end.reason, lease.interrupted) == ("abort", True)
 
 
+@pytest.mark.parametrize("early_s", [1e-9, 0.0009])
+@in_virtual_time
+async def test_a_lease_expires_also_when_the_timer_for_that_is_early(early_s: float) -> None:
+    """By the resolution of the event loop: a nanosecond of asyncio's, a millisecond of uvloop's."""
+    worker = Worker()
+    worker.calls.renew(worker.clock())
+    worker.stopped_s = -early_s
+    calling = asyncio.create_task(worker.call())
+    await asyncio.sleep(0)
+    worker.grant(1)
+    with pytest.raises(CallLost, match="lease has expired"):
+        await calling
+    assert worker.clock() == pytest.approx(LEASE_S, abs=0.01)
+
+
 @in_virtual_time
 async def test_an_expired_lease_closes_its_stream_and_sends_nothing() -> None:
     worker = Worker()

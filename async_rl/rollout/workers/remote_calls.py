@@ -64,6 +64,9 @@ log = logging.getLogger(__name__)
 ConnectEngine = Callable[[str, EngineAddress | None], Engine]
 """Makes the client of an engine, from its id and address."""
 
+_MIN_TIMER_S: Final = 0.001
+"""The resolution of timers."""
+
 _SHORTAGE_PAUSE_S: Final = 1.0
 """How long this worker asks for no leases when it has no descriptor for a connection."""
 
@@ -237,10 +240,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
     def renew(self, sent_s: float) -> None:
         """Prolong all leases: the driver has answered a heartbeat that was sent at this time."""
         self._valid_until_s = max(self._valid_until_s, sent_s + self._lease_s)
-        if self._expiry is not None:
-            self._expiry.cancel()
-        left_s = self._valid_until_s - self._clock()
-        self._expiry = asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire)
+        self._begin_expiry()
 
     def close(self) -> None:
         """End all calls: the link is lost."""
@@ -330,8 +330,15 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         """Whether leases may be used now."""
         return self._clock() < self._valid_until_s
 
+    def _begin_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        left_s = self._valid_until_s - self._clock()
+        self._expiry = asyncio.get_running_loop().call_later(max(_MIN_TIMER_S, left_s), self._expire)
+
     def _expire(self) -> None:
-        if self.is_valid:  # renewed since
+        if self.is_valid:  # timers are up to a millisecond early in uvloop
+            self._begin_expiry()
             return
         self._end_calls(f"its lease has expired: the driver has not renewed it for {self._lease_s} s")
 
