@@ -60,7 +60,7 @@ _NODE_FOLDERS: Final = "node_folders.txt"
 """The file in the run's folder that names the folders on nodes."""
 
 _FRAMES_AT_A_TIME: Final = 16
-"""Frames that are verified before the event loop comes round."""
+"""Frames that one call of a thread verifies."""
 
 _ARCHIVE_S: Final = 1.0
 """Interval between writes of finished trajectories, seconds."""

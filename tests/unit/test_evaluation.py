@@ -284,12 +284,17 @@ def score_one(task: Task, completion: Completion) -> dict[str, float]:
     return {"reward": 1.0, "format": 0.5}
 
 
+def three_tasks(calculator, folder):
+    """A source of three of the calculator's tasks."""
+    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
+    (folder / "tasks.jsonl").write_text("".join(lines[:3]))
+    return {"path": str(folder / "tasks.jsonl")}
+
+
 @pytest.mark.parametrize("reward", ["score_one", "score_all"])
 def test_rewards_of_turns_do_not_count_in_an_evaluation(calculator, tmp_path, reward):
     path, out = tmp_path / "run.yaml", tmp_path / "out"
-    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "tasks.jsonl").write_text("".join(lines[:3]))
-    tasks = {"path": str(tmp_path / "tasks.jsonl")}
+    tasks = three_tasks(calculator, tmp_path)
     tree = {
         "model": {"path": str(calculator / "model")},
         "data": tasks | {"validation": [tasks | {"name": "val"}]},
@@ -332,9 +337,7 @@ def test_only_the_answers_to_a_task_that_cannot_be_scored_are_dropped(
 
     monkeypatch.setattr(LocalBackend, "score_group", score_group)
     path, out = tmp_path / "run.yaml", tmp_path / "out"
-    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "tasks.jsonl").write_text("".join(lines[:3]))
-    tasks = {"path": str(tmp_path / "tasks.jsonl")}
+    tasks = three_tasks(calculator, tmp_path)
     tree = {
         "model": {"path": str(calculator / "model")},
         "data": tasks | {"validation": [tasks]},

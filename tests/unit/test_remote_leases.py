@@ -764,16 +764,22 @@ async def test_an_engine_that_still_gets_calls_is_not_interrupted() -> None:
             await driver.pool.interrupt_engine(driver.engine, "abort")
 
 
+def lender_of(borrower: Driver) -> EnginePool:
+    """The pool of a run that has lent the engine of an evaluation."""
+    run = EnginePool(Metrics(), borrower.clock)
+    run.add_engine(borrower.engine)
+    run.serve_engine("engine-0", 3)
+    run.lend_engine("engine-0")
+    run.lease_holders[borrower.pool] = None
+    return run
+
+
 @in_virtual_time
 async def test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away() -> None:
     """The run takes it from an evaluation: workers of the evaluation have leases of its own pool."""
     async with Nursery() as nursery:
         borrower = Driver(nursery)
-        run = EnginePool(Metrics(), borrower.clock)
-        run.add_engine(borrower.engine)
-        run.serve_engine("engine-0", 3)
-        run.lend_engine("engine-0")
-        run.lease_holders[borrower.pool] = None
+        run = lender_of(borrower)
         await borrower.lease()
         run.quarantine_engine("engine-0", EngineError("it is broken"))
         interrupting = nursery.start_task("interrupt", run.interrupt_engine(borrower.engine, "abort"))
@@ -792,11 +798,7 @@ async def test_a_lent_engines_limit_begins_when_the_borrowers_workers_send_it_no
     """The run that takes it away has no calls on it whose workers could be asked."""
     async with Nursery() as nursery:
         borrower = Driver(nursery)
-        run = EnginePool(Metrics(), borrower.clock)
-        run.add_engine(borrower.engine)
-        run.serve_engine("engine-0", 3)
-        run.lend_engine("engine-0")
-        run.lease_holders[borrower.pool] = None
+        run = lender_of(borrower)
         await borrower.lease()
         began_s = borrower.clock()
         async with run.bounded_request("engine-0", 4.0):

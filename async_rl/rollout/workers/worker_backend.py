@@ -351,7 +351,7 @@ class WorkerBackend(RolloutBackend):
         share = self._share = -(-config.rollout.max_concurrent_trajectories // max(1, config.num_workers))
         self._slack = max(1, min(config.rollout.group_size, share // _SHARE_OF_SLACK))
         self._readers: dict[str, WorkerHandle] = {}
-        """The worker that has read a folder of journals, or is reading it, by folder."""
+        """The living worker that has read a folder of journals, or is reading it, by folder."""
         self._worker_free = asyncio.Event()
         self._request_ids = count(1)
         self._keepers = Nursery()
@@ -388,7 +388,7 @@ class WorkerBackend(RolloutBackend):
         node = None if self._folders is None else self._folders.node_of(attempt.claim)
         journal = attempt.claim.sources[-1].folder if attempt.claim.sources else None
         worker = await self._choose_worker(self._max_attempts, node, attempt.group_id, journal)
-        if journal is not None:
+        if journal is not None and self.workers.get(worker.name) is worker:
             self._readers[journal] = worker
         self._last_chosen = attempt.group_id, worker
         request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
@@ -525,11 +525,7 @@ class WorkerBackend(RolloutBackend):
             worker = None if node is not None or avoided else self._load.least_loaded()
             if worker is not None and has_capacity(worker):
                 reader = None if journal is None else self._readers.get(journal)
-                if (
-                    reader is not None
-                    and self.workers.get(reader.name) is reader
-                    and len(reader.attempts) < self._share
-                ):
+                if reader is not None and len(reader.attempts) < self._share:
                     return reader
                 last_group, last = self._last_chosen or (None, worker)
                 if (
@@ -682,6 +678,7 @@ class WorkerBackend(RolloutBackend):
             return cause
         finally:
             del self.workers[worker.name]
+            self._readers = {path: reader for path, reader in self._readers.items() if reader is not worker}
             self._metrics.journal_bytes.dec(worker.journal_bytes)
             self._spool.writers[worker.frame_node] -= 1
             self._starting.add(worker.name)
