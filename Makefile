@@ -32,7 +32,7 @@ mutants: setup tools  ## Break the program in every way listed in tests/mutants/
 		$(if $(ORDER),--order $(ORDER))
 
 chaos: setup  ## Inject faults into the real loop (SEED=0 MINUTES=30 ONLY="engine:stuck_payload disk:disk_full").
-	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),30) $(if $(ONLY),--only $(ONLY))
+	@$(BIN)/python -m verification.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),30) $(if $(ONLY),--only $(ONLY))
 
 PYTHON ?= $(BIN)/python
 
@@ -50,10 +50,10 @@ SEEDS ?= 2000
 SEED_START ?= 0
 
 simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on; SEEDS=1 prints one in detail.
-	@$(BIN)/python -m async_rl.simulation --seeds $(SEEDS) --start $(SEED_START)
+	@$(BIN)/python -m verification.simulation --seeds $(SEEDS) --start $(SEED_START)
 
 soak: setup  ## Run 200,000 trajectories and every fault 50 times in virtual time; nothing may grow (SHORT=1).
-	@$(BIN)/python -m async_rl.simulation.soak --seed $(or $(SEED),0) $(if $(SHORT),--short)
+	@$(BIN)/python -m verification.simulation.soak --seed $(or $(SEED),0) $(if $(SHORT),--short)
 
 monitor: runs/.prometheus .tools/grafana.env  ## Start Prometheus and Grafana in Docker, on loopback; see monitoring/README.md.
 	@docker compose version >/dev/null 2>&1 || { echo "make monitor: needs Docker with compose. Without it," \

@@ -49,12 +49,12 @@ from async_rl.config.worker_count import TRAJECTORIES_PER_WORKER
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import step_record_log
+from async_rl.planning.process_costs import CostRow, fit_costs
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import Heartbeat
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.rollout.workers.worker import LEASE_S
-from async_rl.simulation.process_costs import CostRow, fit_costs
 from benchmarks.support.loop_pauses import FOLDER, longest_pauses
 from benchmarks.support.paced_server import Counts, Pace
 from tests.support.mortal_rank import PLAN
@@ -207,7 +207,7 @@ def run_config(folder: Path, workers: int, streams: int, longest: int, urls: Seq
         "engine": {"urls": list(urls), "device": "cpu", "max_running_requests": SLOTS},
         "rollout": {
             "agent_loop": "benchmarks.support.loop_pauses:PausesLoop",
-            "reward": "async_rl.simulation.workload:no_reward",
+            "reward": "async_rl.planning.workload:no_reward",
             "group_size": GROUP_SIZE,
             "max_concurrent_trajectories": streams,
             "max_staleness": 4 + 3 * streams // batch,

@@ -40,7 +40,6 @@ from async_rl.queue.spool import no_other_nodes
 from async_rl.rollout.session.tokens import GrowingArray
 from async_rl.run.orchestrator import Cluster, Orchestrator, RunInputs
 from async_rl.runtime.short_pauses import short_pauses
-from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import (
     Context,
@@ -52,6 +51,7 @@ from async_rl.types import (
     Task,
     VersionSpan,
 )
+from verification.simulation.users import SimulatedChat
 
 FACTS = EngineFacts(
     num_layers=4, moe_layers=(0, 1, 2, 3), num_experts=16, top_k=2, vocab_size=512, context_length=4096

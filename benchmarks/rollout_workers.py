@@ -48,9 +48,9 @@ from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.processes import die_with_parent
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation.scenario import FACTS
-from async_rl.simulation.users import SimulatedChat
 from async_rl.types import Completion, Task
+from verification.simulation.scenario import FACTS
+from verification.simulation.users import SimulatedChat
 
 TURNS = 3
 CONCURRENT = 64

@@ -7,7 +7,7 @@ tokens/s, unshared prompts of 512 tokens, groups of 8, answers lognormal (mean 8
 at 32768). Training a version takes 0.9 of its fluid generation time, updating engines 5 s. `rel` is trained
 trajectories a second over the fluid bound: engines always full, updates free, the trainer never waited for.
 
-async_rl runs `async_rl.simulation.planned_job.simulate`: the orchestrator, manager, queue, pool and weight
+async_rl runs `async_rl.planning.planned_job.simulate`: the orchestrator, manager, queue, pool and weight
 sync that run. A peer is modelled by what its scheduler decides, on the same engines: what may be in flight,
 what an update does to it, what a batch is made of, and what is thrown away. Each model says which project it
 follows.
@@ -33,11 +33,11 @@ from rich.table import Table
 
 from async_rl.config import Config, parse_config
 from async_rl.engine_protocol import Chunk, DiskUpdate, GenerateRequest, InterruptMode, SamplingParams
+from async_rl.planning.coarse_engine import CoarseEngine, EngineSpeed, mark
+from async_rl.planning.planned_job import PlannedRun, simulate
+from async_rl.planning.virtual_time import run_virtual
+from async_rl.planning.workload import EndlessTasks, Workload, fluid_rate
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation.coarse_engine import CoarseEngine, EngineSpeed, mark
-from async_rl.simulation.planned_job import PlannedRun, simulate
-from async_rl.simulation.virtual_time import run_virtual
-from async_rl.simulation.workload import EndlessTasks, Workload, fluid_rate
 
 ENGINES, SLOTS, GROUP, SCALE = 8, 128, 8, 64
 WORLD = Workload(shares_prompts=False)

@@ -1,11 +1,12 @@
 """What several kinds of tests share."""
 
+import asyncio
 import logging
 import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.runtime.listeners import RepeatFilter
 
 # Property tests look for counterexamples, not for speed: a loaded machine must not fail them.
@@ -20,6 +22,8 @@ settings.register_profile("async_rl", deadline=None)
 settings.load_profile("async_rl")
 
 pytest_plugins = ["tests.support.environment"]
+
+IN_VIRTUAL_TIME = ("tests/unit/", "tests/property/")
 
 PARTS_OF_MUTANTS = 24
 
@@ -50,6 +54,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
     if hasattr(config, "workerinput"):
         items.sort(key=place_in_queue)
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Runs asynchronous unit tests in virtual time, unless the mark `real_time` says what they need is real."""
+    if item.nodeid.startswith(IN_VIRTUAL_TIME) and item.get_closest_marker("real_time") is None:
+        return {"virtual": VirtualTimeLoop}
+    return {"real": asyncio.new_event_loop}
 
 
 def lane(file: str) -> str:

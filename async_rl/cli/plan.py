@@ -1,6 +1,6 @@
 """`async-rl plan CONFIG`: estimates the throughput of a job before there are machines for it.
 
-`async_rl.simulation.planned_job` runs the real scheduler in virtual time. This module is the command around
+`async_rl.planning.planned_job` runs the real scheduler in virtual time. This module is the command around
 it: flags and past runs become a `Workload`, plans become a table and a sentence on the bottleneck.
 """
 
@@ -24,11 +24,11 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.observability.text_console import TextConsole
+from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
+from async_rl.planning.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
+from async_rl.planning.workload import Workload
 from async_rl.run.preflight import require_tasks
 from async_rl.runtime.printable import print_text
-from async_rl.simulation.planned_job import JobPlan, PlannedRun, simulate
-from async_rl.simulation.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
-from async_rl.simulation.workload import Workload
 
 S = TypeVar("S", bound=msgspec.Struct)
 

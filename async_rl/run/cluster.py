@@ -1,6 +1,4 @@
-"""The interface by which a run starts its processes: `async_rl.placement`, and `async_rl.simulation` in
-tests.
-"""
+"""The interface by which a run starts its processes: `async_rl.placement`, and simulated ones in tests."""
 
 from __future__ import annotations
 

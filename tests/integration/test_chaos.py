@@ -1,11 +1,11 @@
-"""A short fight of the real loop: see tests/chaos. `make chaos` is the long one."""
+"""A short fight of the real loop: see verification/chaos. `make chaos` is the long one."""
 
 import itertools
 
 import pytest
 
-from tests.chaos.harness import Chaos, make_config
-from tests.chaos.plan import Kind, blows
+from verification.chaos.harness import Chaos, make_config
+from verification.chaos.plan import Kind, blows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(1800)]
 

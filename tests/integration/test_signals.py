@@ -121,7 +121,7 @@ def gated(calculator: Path, tmp_path: Path) -> Iterator:
 
 
 def assert_clean(run: GatedRun) -> None:
-    _, alive = psutil.wait_procs(run.left(), timeout=120)  # see STARTS_S in tests/chaos/harness.py
+    _, alive = psutil.wait_procs(run.left(), timeout=120)  # see STARTS_S in verification/chaos/harness.py
     assert not alive
     assert "Traceback" not in run.errors.read_text()
     assert not run.scratch.exists()

@@ -17,7 +17,7 @@ from async_rl import routing
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, InterruptMode, RoutingPayload
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import AlignmentError, EngineError, PromptTooLong
-from async_rl.simulation.virtual_time import run_virtual
+from async_rl.planning.virtual_time import run_virtual
 from async_rl.types import NEVER_COMPUTED, RoutingTrace, Trajectory, VersionSpan
 from tests.support.sessions import FACTS, Bench, row_versions
 from tests.support.trajectories import verify

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config import apply_override, parse_config, to_builtins
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import Ending, Scenario
-from async_rl.simulation.scratch import scratch
-from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
+from verification.simulation.faults import FaultKind
+from verification.simulation.scenario import Ending, Scenario
+from verification.simulation.scratch import scratch
+from verification.simulation.simulate import simulate
 
 
 class Conditions(NamedTuple):

@@ -17,19 +17,19 @@ from msgspec.structs import replace
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
-from async_rl.simulation.__main__ import run_branching_seed
-from async_rl.simulation.invariant_checker import InvariantChecker
-from async_rl.simulation.scenario import Ending, Scenario, branching
-from async_rl.simulation.simulate import simulate
 from async_rl.types import StoredTrajectory, TrainBatch, root_of
 from tests.support.small_run import small_run
+from verification.simulation.__main__ import run_branching_seed
+from verification.simulation.invariant_checker import InvariantChecker
+from verification.simulation.scenario import Ending, Scenario, branching
+from verification.simulation.simulate import simulate
 
 
 @pytest.mark.parametrize("start", [0, 8])
 def test_nothing_is_lost_or_trained_twice_when_loops_branch(start: int) -> None:
     outcomes = {seed: run_branching_seed(seed) for seed in range(start, start + 8)}
     failed = {seed: outcome.violations for seed, outcome in outcomes.items() if outcome.violations}
-    assert failed == {}, f"python -m async_rl.simulation --branches --seeds 1 --start {min(failed)}"
+    assert failed == {}, f"python -m verification.simulation --branches --seeds 1 --start {min(failed)}"
 
 
 def trees(death: Ending | None = None) -> Scenario:

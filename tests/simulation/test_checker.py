@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.sglang.routing_payload import MAX_RECEIVING
 from async_rl.engines.simulated import routing_rows
-from async_rl.simulation.faulty_engines import FaultyEngine
-from async_rl.simulation.invariant_checker import InvariantChecker, caller_is_given_up, versions_of_rows
-from async_rl.simulation.scenario import FACTS, Injection
-from async_rl.simulation.simulated_trainer import Broadcasts
-from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time, run_virtual
+from async_rl.planning.virtual_time import VirtualTimeLoop, in_virtual_time, run_virtual
 from tests.support.small_run import small_run
+from verification.simulation.faulty_engines import FaultyEngine
+from verification.simulation.invariant_checker import InvariantChecker, caller_is_given_up, versions_of_rows
+from verification.simulation.scenario import FACTS, Injection
+from verification.simulation.simulated_trainer import Broadcasts
 
 
 @pytest.mark.parametrize("newest", [0, 60, 61, 62, 400, 1009, 100_000])

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 
 from async_rl.data.feeder import Feeder
+from async_rl.planning.virtual_time import NumberedTask
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import Packer
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation import simulate
-from async_rl.simulation.scenario import Scenario
-from async_rl.simulation.simulate import SeedOutcome
-from async_rl.simulation.virtual_time import NumberedTask
 from tests.support.small_run import small_run
+from verification.simulation import simulate
+from verification.simulation.scenario import Scenario
+from verification.simulation.simulate import SeedOutcome
 
 Change = Callable[[pytest.MonkeyPatch], None]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.faulty_engines import SimulatedFolder
-from async_rl.simulation.simulate import simulate
 from async_rl.weights.delta import DeltaRefused
 from tests.simulation.test_overlap import SLOW_STEP, overlapping
+from verification.simulation.faults import FaultKind
+from verification.simulation.faulty_engines import SimulatedFolder
+from verification.simulation.simulate import simulate
 
 
 def delivered(

@@ -19,9 +19,9 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
+from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.run import orchestrator
 from async_rl.run.orchestrator import Orchestrator, RunInputs
-from async_rl.simulation.virtual_time import VirtualTimeLoop
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
 

@@ -23,17 +23,17 @@ from async_rl.observability.evaluation_record import EvaluationRecord, evaluatio
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Summary, step_record_log
+from async_rl.planning.virtual_time import run_virtual
 from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.user_processes import settle
 from async_rl.runtime.waits import acting
-from async_rl.simulation.scenario import FACTS
-from async_rl.simulation.users import SimulatedChat
-from async_rl.simulation.virtual_time import run_virtual
 from async_rl.types import Completion, Task, Trajectory
 from tests.support.local_cluster import LocalCluster
 from tests.support.run_config import MOE
+from verification.simulation.scenario import FACTS
+from verification.simulation.users import SimulatedChat
 
 WHERE = {"workers": 0}
 

@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from async_rl.simulation import faults
-from async_rl.simulation.faults import FAMILIES, FAULTS, SHARED_STREAM, Family, FaultRow
-from async_rl.simulation.scenario import Injection, draw
+from verification.simulation import faults
+from verification.simulation.faults import FAMILIES, FAULTS, SHARED_STREAM, Family, FaultRow
+from verification.simulation.scenario import Injection, draw
 
 
 def test_every_fault_has_a_family_and_the_first_ones_share_a_stream() -> None:

@@ -11,17 +11,17 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import AsyncRLError, WorkerLost
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.attempt import AttemptEnd
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.manager import RolloutManager
 from async_rl.runtime.waits import Waits, acting
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import Ending, Scenario
-from async_rl.simulation.simulate import simulate
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.small_run import small_run
+from verification.simulation.faults import FaultKind
+from verification.simulation.scenario import Ending, Scenario
+from verification.simulation.simulate import simulate
 
 
 def violations(scenario: Scenario, folder: Path) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from async_rl.queue import frame_reader
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.simulation.__main__ import run_seed, run_worker_seed
-from async_rl.simulation.scenario import NODES, Injection, Scenario
-from async_rl.simulation.simulate import SeedOutcome, simulate
 from tests.support.small_run import small_run
+from verification.simulation.__main__ import run_seed, run_worker_seed
+from verification.simulation.scenario import NODES, Injection, Scenario
+from verification.simulation.simulate import SeedOutcome, simulate
 
 
 def scenario_with(*, workers: int, full_s: float) -> Scenario:

@@ -14,10 +14,10 @@ import pytest
 from agent_loops.base import AgentLoop
 from async_rl.errors import AsyncRLError
 from async_rl.observability.records import Summary
+from async_rl.planning.virtual_time import run_virtual
 from async_rl.rollout.session.api import Session
 from async_rl.run import orchestrator
 from async_rl.runtime.supervision import first_error
-from async_rl.simulation.virtual_time import run_virtual
 from async_rl.types import Completion, Task
 from tests.simulation.test_loop import make_config
 from tests.support.local_cluster import LocalCluster

@@ -9,8 +9,8 @@ import pytest
 
 from async_rl.errors import AsyncRLError
 from async_rl.observability.metrics import value_of
+from async_rl.planning.virtual_time import in_virtual_time, run_virtual
 from async_rl.runtime.supervision import first_error
-from async_rl.simulation.virtual_time import in_virtual_time, run_virtual
 from async_rl.types import Completion, Task
 from tests.support.heavy_tail import World, distance
 

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from async_rl.queue.outstanding import OutstandingGroups
 from async_rl.queue.spool import Spool
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import NODES, Injection, Scenario, draw, evaluating, with_workers
-from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
+from verification.simulation.faults import FaultKind
+from verification.simulation.scenario import NODES, Injection, Scenario, draw, evaluating, with_workers
+from verification.simulation.simulate import simulate
 
 
 def on_nodes(fault: FaultKind, step: int, *, num_workers: int) -> Scenario:

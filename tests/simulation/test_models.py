@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from async_rl.engines.simulated import scored_tokens
-from async_rl.simulation.__main__ import run_model_seed, run_model_worker_seed
-from async_rl.simulation.simulate import SeedOutcome
-from async_rl.simulation.simulated_models import score_seed
 from tests.simulation.test_loop import make_config, run
 from tests.support.local_cluster import LocalCluster
+from verification.simulation.__main__ import run_model_seed, run_model_worker_seed
+from verification.simulation.simulate import SeedOutcome
+from verification.simulation.simulated_models import score_seed
 
 
 @pytest.mark.parametrize("run_one", [run_model_seed, run_model_worker_seed])

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from async_rl.errors import TrainerError
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.runtime.waits import NamedLock
-from async_rl.simulation.cancellation_sweep import sweep
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import Injection, Scenario
-from async_rl.simulation.simulate import SeedOutcome, simulate
-from async_rl.simulation.simulated_trainer import SimulatedTrainer
 from async_rl.weights.weight_sync import SyncReport, WeightSync
 from tests.support.small_run import small_run
+from verification.simulation.cancellation_sweep import sweep
+from verification.simulation.faults import FaultKind
+from verification.simulation.scenario import Injection, Scenario
+from verification.simulation.simulate import SeedOutcome, simulate
+from verification.simulation.simulated_trainer import SimulatedTrainer
 
 SLOW_SEND = {"train_s": 0.3, "update_s": 0.4}
 """The next step ends before the weights are published and loaded, and waits with its own."""
@@ -154,6 +154,6 @@ def test_the_invariant_checker_fails_when_engines_are_sent_what_the_trainer_has_
     async def nothing(self: Any, weight_version: int) -> None:
         return None
 
-    monkeypatch.setattr("async_rl.simulation.simulated_trainer.SimulatedTrainer.take_snapshot", nothing)
+    monkeypatch.setattr("verification.simulation.simulated_trainer.SimulatedTrainer.take_snapshot", nothing)
     outcome, _ = run(overlapping(SLOWEST_SEND, transport="distributed"), tmp_path)
     assert outcome.violations

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from async_rl.cli.plan import bottleneck, coarsening, with_engines
 from async_rl.config import Config, apply_override, parse_config
-from async_rl.simulation.planned_job import PlannedRun, simulate
-from async_rl.simulation.workload import EndlessTasks, Workload, fluid_rate
+from async_rl.planning.planned_job import PlannedRun, simulate
+from async_rl.planning.workload import EndlessTasks, Workload, fluid_rate
 
 SHORT = PlannedRun(versions=4, warmup=2)
 

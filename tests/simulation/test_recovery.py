@@ -26,6 +26,7 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedCall
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.queue.frames import read_columns
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Conservation, Ledger
@@ -33,12 +34,11 @@ from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime import shortages
 from async_rl.runtime.supervision import first_error
-from async_rl.simulation.users import SimulatedChat
-from async_rl.simulation.virtual_time import VirtualTimeLoop
 from async_rl.types import Completion, Sampled, StoredTrajectory, Task, TrainBatch
 from tests.support.journals import read_journals
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 from tests.support.run_config import write_run
+from verification.simulation.users import SimulatedChat
 
 TICK_S, TOKEN_S = 0.25, 0.05
 

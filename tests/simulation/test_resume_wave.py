@@ -12,8 +12,8 @@ import numpy as np
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import run_virtual
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation.virtual_time import run_virtual
 
 ENGINES, TRAJECTORIES = 8, 256
 RATE = 20_000.0

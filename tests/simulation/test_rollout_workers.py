@@ -13,12 +13,12 @@ from async_rl.engines.pool import EnginePool
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.journal_folders import JournalClaim, JournalReader
-from async_rl.simulation.__main__ import run_worker_seed
-from async_rl.simulation.cancellation_sweep import sweep
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import Injection, Scenario, branching
-from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
+from verification.simulation.__main__ import run_worker_seed
+from verification.simulation.cancellation_sweep import sweep
+from verification.simulation.faults import FaultKind
+from verification.simulation.scenario import Injection, Scenario, branching
+from verification.simulation.simulate import simulate
 
 
 def with_two_workers(scenario: Scenario) -> Scenario:
@@ -29,7 +29,7 @@ def with_two_workers(scenario: Scenario) -> Scenario:
 def test_nothing_is_lost_stale_or_stuck_when_loops_run_in_workers() -> None:
     outcomes = {seed: run_worker_seed(seed) for seed in range(6)}
     failed = {seed: outcome.violations for seed, outcome in outcomes.items() if outcome.violations}
-    assert failed == {}, f"python -m async_rl.simulation --workers --seeds 1 --start {min(failed)}"
+    assert failed == {}, f"python -m verification.simulation --workers --seeds 1 --start {min(failed)}"
     faults = sum((Counter(outcome.faults) for outcome in outcomes.values()), Counter[str]())
     assert faults["kill_worker"] > 0
     assert faults["mute_worker"] > 0

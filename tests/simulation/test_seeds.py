@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rl.simulation.__main__ import run_seed, run_worker_seed
-from async_rl.simulation.simulate import SeedOutcome
+from verification.simulation.__main__ import run_seed, run_worker_seed
+from verification.simulation.simulate import SeedOutcome
 
 CHUNK = 25
 
@@ -35,7 +35,7 @@ def test_a_seed_replays_itself_when_another_process_runs_it(
     run: Callable[[int], SeedOutcome], seed: int
 ) -> None:
     program = (
-        f"from async_rl.simulation.__main__ import {run.__name__} as run; o = run({seed}); "
+        f"from verification.simulation.__main__ import {run.__name__} as run; o = run({seed}); "
         "print(o.trace, o.decisions)"
     )
     other = subprocess.run(

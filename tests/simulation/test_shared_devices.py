@@ -14,14 +14,14 @@ from async_rl.engines.device_phases import DevicePhases
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.records import step_record_log
 from async_rl.run.device_sharing import SharedDevices
-from async_rl.simulation.__main__ import run_shared_seed
-from async_rl.simulation.cancellation_sweep import sweep
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.faulty_engines import FaultyEngine
-from async_rl.simulation.scenario import Ending, Scenario, sharing, with_adapters
-from async_rl.simulation.simulate import SeedOutcome, simulate
-from async_rl.simulation.simulated_trainer import SimulatedTrainer
 from tests.support.small_run import small_run
+from verification.simulation.__main__ import run_shared_seed
+from verification.simulation.cancellation_sweep import sweep
+from verification.simulation.faults import FaultKind
+from verification.simulation.faulty_engines import FaultyEngine
+from verification.simulation.scenario import Ending, Scenario, sharing, with_adapters
+from verification.simulation.simulate import SeedOutcome, simulate
+from verification.simulation.simulated_trainer import SimulatedTrainer
 
 SEEDS = range(8)
 
@@ -41,7 +41,7 @@ def outcome_of(scenario: Scenario, folder: Path) -> SeedOutcome:
 
 def test_nothing_is_lost_stale_or_stuck_when_devices_are_shared_and_a_seed_decides_what_goes_wrong() -> None:
     failed = {seed: outcome.violations for seed in SEEDS if (outcome := run_shared_seed(seed)).violations}
-    assert failed == {}, f"replay: python -m async_rl.simulation --shared --start {min(failed)} --seeds 1"
+    assert failed == {}, f"replay: python -m verification.simulation --shared --start {min(failed)} --seeds 1"
 
 
 def test_interrupted_answers_go_on_after_the_trainers_turn(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.invariant_checker import InvariantChecker, reward_source
-from async_rl.simulation.scenario import Ending, draw
-from async_rl.simulation.simulate import simulate
 from async_rl.types import TrainBatch
 from tests.support.small_run import small_run
+from verification.simulation.faults import FaultKind
+from verification.simulation.invariant_checker import InvariantChecker, reward_source
+from verification.simulation.scenario import Ending, draw
+from verification.simulation.simulate import simulate
 
 SEEDS = 8
 

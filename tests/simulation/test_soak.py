@@ -10,13 +10,13 @@ import sys
 import numpy as np
 import pytest
 
-from async_rl.simulation.compact_set import CompactSet
-from async_rl.simulation.growth import regress
+from verification.simulation.compact_set import CompactSet
+from verification.simulation.growth import regress
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "async_rl.simulation.soak", "--short", *arguments]
+    command = [sys.executable, "-m", "verification.simulation.soak", "--short", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

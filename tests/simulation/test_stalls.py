@@ -24,6 +24,7 @@ from async_rl.errors import StallError
 from async_rl.observability.diagnosis import Diagnosis
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
+from async_rl.planning.virtual_time import run_virtual
 from async_rl.queue.admission import Admission
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import GroupInFlight
@@ -33,7 +34,6 @@ from async_rl.rollout.slots import Slots
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import Nursery, first_error, service_of, services
 from async_rl.runtime.waits import acting
-from async_rl.simulation.virtual_time import run_virtual
 from async_rl.trainer_protocol import StepResult, Trainer
 from async_rl.types import Completion, Group, Task
 from tests.simulation.test_loop import assert_conserved, make_config

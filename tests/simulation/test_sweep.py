@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from async_rl.runtime import supervision
-from async_rl.simulation.cancellation_sweep import sweep
-from async_rl.simulation.faults import FaultKind
 from tests.support.small_run import small_run
+from verification.simulation.cancellation_sweep import sweep
+from verification.simulation.faults import FaultKind
 
 FAULTS: tuple[FaultKind, ...] = ("die_in_call", "hang", "step_fails", "partial_update")
 

@@ -22,6 +22,7 @@ from async_rl.data.order import TaskOrder
 from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.coarse_engine import CoarseEngine, EngineSpeed, mark
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.lengths import LengthDrift
@@ -32,7 +33,6 @@ from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import services
-from async_rl.simulation.coarse_engine import CoarseEngine, EngineSpeed, mark
 from async_rl.types import Completion, TakenBatch, Task
 
 PROMPT = 8

@@ -18,11 +18,11 @@ from async_rl.observability.records import FIGURES
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import find_flaws
 from async_rl.queue.spool import no_other_nodes
-from async_rl.simulation.simulated_models import SimulatedModel
-from async_rl.simulation.simulated_workers import SimulatedWorkers
-from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
+from verification.simulation.simulated_models import SimulatedModel
+from verification.simulation.simulated_workers import SimulatedWorkers
+from verification.simulation.users import SimulatedChat
 
 
 class CheckingTrainer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from async_rl.config import parse_config
-from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.scenario import Death, Ending, Injection, Scenario, Speeds, draw
+from verification.simulation.faults import FaultKind
+from verification.simulation.scenario import Death, Ending, Injection, Scenario, Speeds, draw
 
 
 def small_run(
@@ -34,8 +34,8 @@ def small_run(
             "max_restarts": 1000,
         },
         "rollout": {
-            "agent_loop": "async_rl.simulation.users:TurnsLoop",
-            "reward": "async_rl.simulation.users:reward",
+            "agent_loop": "verification.simulation.users:TurnsLoop",
+            "reward": "verification.simulation.users:reward",
             "group_size": 2,
             "max_concurrent_trajectories": 8,
             "max_staleness": 2,

@@ -13,6 +13,7 @@ import pytest
 
 from async_rl.config import RolloutConfig
 from async_rl.errors import AgentLoopError, EnvironmentNotReady
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.attempt import run_agent_loop
 from async_rl.rollout.loops import AgentLoops
@@ -21,7 +22,6 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import first_error
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Task
 from tests.support.sessions import Bench
 

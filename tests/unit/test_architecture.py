@@ -26,7 +26,7 @@ LAYERS = (
     "rollout.workers",
     "evaluation",
     "run",
-    "placement simulation",
+    "placement planning",
     "sft",
     "cli",
 )

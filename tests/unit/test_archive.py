@@ -18,10 +18,10 @@ from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.run.recovery import RecoveredState, restore_progress
-from async_rl.simulation.simulate import simulate
 from async_rl.types import StoredTrajectory
 from tests.support.small_run import small_run
 from tests.support.trajectories import FACTS, archive_failure, archive_trajectory, make_group, make_trajectory
+from verification.simulation.simulate import simulate
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from async_rl.engines.pool import EngineState
 from async_rl.engines.sglang.refusals import explain_refusal, parse_retry_after
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import CallLost, EngineBusy, LocalShortage, RequestRefused
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.engine_calls import call
 from tests.support.fake_sglang import FakeSGLang, event, finish
 from tests.support.manual_engines import END, ManualPool, settle, tokens

@@ -15,10 +15,9 @@ import pybase64
 import pytest
 
 from async_rl.queue.journal import Journal
-from async_rl.simulation.faults import FAULTS
 from async_rl.types import Context, Sampled
-from tests.chaos.audit import Finding
-from tests.chaos.engine_faults import (
+from verification.chaos.audit import Finding
+from verification.chaos.engine_faults import (
     PADDING,
     EngineFaults,
     FaultMiddleware,
@@ -26,7 +25,7 @@ from tests.chaos.engine_faults import (
     TooBusy,
     row_digests,
 )
-from tests.chaos.lost_journals import (
+from verification.chaos.lost_journals import (
     LostJournal,
     calls_under_way,
     count_left,
@@ -34,9 +33,10 @@ from tests.chaos.lost_journals import (
     oldest_loss_s,
     read_journals,
 )
-from tests.chaos.plan import DECK, blows
-from tests.chaos.shortages import DescriptorShortage, FullDisk
-from tests.chaos.strikes import Strikes
+from verification.chaos.plan import DECK, blows
+from verification.chaos.shortages import DescriptorShortage, FullDisk
+from verification.chaos.strikes import Strikes
+from verification.simulation.faults import FAULTS
 
 PROMPT = [5, 6, 7]
 ANSWER = [8, 9]

@@ -15,10 +15,10 @@ from async_rl.placement import actor_shutdown, rollout_worker_actor
 from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.placement.ray_trainer import RayTrainer
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.processes import this_process
 from async_rl.runtime.supervision import Nursery, first_error
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.run_config import MOE
 
 

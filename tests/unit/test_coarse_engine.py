@@ -8,8 +8,8 @@ from itertools import count
 import pytest
 
 from async_rl.engine_protocol import Chunk, DiskUpdate, Finish, GenerateRequest, SamplingParams
-from async_rl.simulation.coarse_engine import CoarseEngine, EngineSpeed, mark
-from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.planning.coarse_engine import CoarseEngine, EngineSpeed, mark
+from async_rl.planning.virtual_time import in_virtual_time
 
 SPEED = EngineSpeed(
     slots=2,

@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.engines.device_phases import DevicePhases, Phase
 from async_rl.errors import InvariantError
-from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.planning.virtual_time import in_virtual_time
 
 WAY_TO: dict[Phase, tuple[Phase, ...]] = {
     "engines": (),

@@ -15,10 +15,10 @@ from async_rl.engines.pool import EnginePool
 from async_rl.errors import StallError
 from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import VirtualTimeLoop, run_virtual
 from async_rl.run.doctor import Doctor, recording_waits, wait_limits
 from async_rl.runtime.supervision import contained, services
 from async_rl.runtime.waits import Waits, acting, waiting
-from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
 from tests.support.run_config import write_run
 
 

@@ -13,6 +13,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, LocalShortage, WorkerLost
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.workers.messages import (
     CallProgress,
     CallStarted,
@@ -26,7 +27,6 @@ from async_rl.rollout.workers.messages import (
 from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.runtime.supervision import first_error, services
 from async_rl.runtime.waits import Waits, acting
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.sessions import Watched, simulated
 
 LIMIT_S = 30.0

@@ -14,8 +14,8 @@ from async_rl.engine_protocol import AdapterUpdate, DiskUpdate, MemoryPart
 from async_rl.engines.device_memory import EmptyEngine, LoadableEngine, StoppedEngine, stop_engine
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineBusy, EngineError, InvariantError, WeightSyncError
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import first_error
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import VersionSpan
 from tests.support.engine_calls import Call, call, request
 
@@ -185,7 +185,7 @@ def test_no_other_module_touches_the_memory_of_an_engine() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in calls
     }
-    assert found <= {"async_rl/engines/device_memory.py", "async_rl/simulation/faulty_engines.py"}
+    assert found <= {"async_rl/engines/device_memory.py", "verification/simulation/faulty_engines.py"}
 
 
 def test_there_is_no_way_to_a_state_but_through_the_one_before_it() -> None:

@@ -21,9 +21,9 @@ from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation.simulated_workers import SimulatedNodes
 from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch
 from tests.support.trajectories import FACTS, make_trajectory
+from verification.simulation.simulated_workers import SimulatedNodes
 
 NODE = "node-1-0"
 

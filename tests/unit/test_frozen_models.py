@@ -17,11 +17,11 @@ from async_rl.engines.lease import EngineState
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.run.preflight import check_config
 from async_rl.runtime.supervision import services
-from async_rl.simulation.simulated_models import SimulatedModel
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.run_config import MOE, write_run, write_weights
+from verification.simulation.simulated_models import SimulatedModel
 
 TREE: Final = {"model": {"path": "policy"}, "models": {"teacher": {"path": "big"}}}
 

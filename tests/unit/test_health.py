@@ -18,9 +18,9 @@ from async_rl.engines.lease import EngineLoad
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import CallLost
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import Nursery, services
 from async_rl.runtime.waits import Waits, acting
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.engine_calls import request
 from tests.support.fake_sglang import HANG, FakeSGLang, event
 from tests.support.manual_engines import END, ManualPool, settle, tokens

@@ -12,11 +12,11 @@ import pytest
 
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue import journal as journal_module
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalRecord, read_journal
 from async_rl.rollout.session.tokens import GrowingArray
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Sampled, SamplingSettings, VersionSpan
 
 

@@ -24,8 +24,8 @@ from async_rl.queue.journal_folders import (
 )
 from async_rl.queue.ledger import Ledger
 from async_rl.runtime.waits import Waits, acting
-from async_rl.simulation.simulated_workers import SimulatedNodes
 from async_rl.types import Context, Sampled
+from verification.simulation.simulated_workers import SimulatedNodes
 
 NAME = "a" * 32
 ENTRIES: dict[tuple[Journal, str], JournalEntry] = {}

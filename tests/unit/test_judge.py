@@ -14,15 +14,15 @@ from async_rl.engine_protocol import Chunk
 from async_rl.engines.simulated import Fault
 from async_rl.errors import ConfigError, RequestRefused, RewardError, RolloutError, VersionMismatch
 from async_rl.observability.metrics import Metrics, value_of
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.model_answers import ModelAnswers
 from async_rl.rollout.rewards.judge_calls import JudgeCall, fill_template, find_score
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.runtime.model_questions import ask_model, asking
 from async_rl.runtime.supervision import services
-from async_rl.simulation.users import SimulatedChat
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Completion, Task
 from tests.unit.test_frozen_models import frozen_model
+from verification.simulation.users import SimulatedChat
 
 TASK = Task(task_id="t", messages=[{"role": "user", "content": "2 + 2?"}], answer=4)
 

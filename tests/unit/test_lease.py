@@ -9,8 +9,8 @@ import pytest
 from async_rl.engine_protocol import Finish
 from async_rl.engines.pool import EngineState
 from async_rl.errors import CallLost, EngineError
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 

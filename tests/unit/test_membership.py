@@ -17,8 +17,8 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.membership import REREAD_S, EngineMembership, diff_urls
 from async_rl.engines.pool import EngineState
 from async_rl.errors import ConfigError
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import Nursery, first_error, services
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.manual_engines import END, ManualEngine, ManualPool, settle, tokens
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

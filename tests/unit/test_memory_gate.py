@@ -16,7 +16,7 @@ import pytest
 
 from async_rl.engines.sglang import memory_gate
 from async_rl.engines.sglang.memory_gate import MemoryGate
-from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.planning.virtual_time import in_virtual_time
 
 fastapi = pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")

@@ -18,8 +18,8 @@ from async_rl.cli.plan import (
 from async_rl.config import parse_config
 from async_rl.config.worker_count import TRAJECTORIES_PER_WORKER
 from async_rl.errors import ConfigError
-from async_rl.simulation.planned_job import JobPlan
-from async_rl.simulation.process_costs import (
+from async_rl.planning.planned_job import JobPlan
+from async_rl.planning.process_costs import (
     MAX_LOAD,
     MEASURED_COSTS,
     CostRow,
@@ -29,7 +29,7 @@ from async_rl.simulation.process_costs import (
     process_load,
     read_costs,
 )
-from async_rl.simulation.workload import Workload
+from async_rl.planning.workload import Workload
 
 ALONE = ProcessCosts(
     workers=0,

@@ -18,10 +18,10 @@ from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
 from async_rl.run.recovery import RecoveredState, node_folder, restore_progress
-from async_rl.simulation.scenario import FACTS
 from async_rl.types import Group, StoredTrajectory
 from tests.support.small_run import small_run
 from tests.support.trajectories import make_trajectory
+from verification.simulation.scenario import FACTS
 
 
 def recover(

@@ -19,6 +19,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
 from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError, RequestRefused, VersionMismatch
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.workers.messages import (
     CallProgress,
     DropCall,
@@ -36,7 +37,6 @@ from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.rollout.workers.remote_calls import ModelCalls, RemoteCalls
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.sessions import Watched, simulated
 
 LEASE_S = 10.0

@@ -18,8 +18,8 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EngineState
 from async_rl.engines.repair import EngineRepair, RestartBackoff
 from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import Nursery, first_error, services
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.manual_engines import ManualEngine, ManualPool, settle
 
 CONFIG = SimulatedEngines(

@@ -25,11 +25,11 @@ from pebble import ProcessPool
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.rewards.http_rewards import RewardClient, RewardUnreachable
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.rewards.signatures import parts_of, style_of
 from async_rl.runtime.worker_processes import WorkerProcesses
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Completion, Task
 from tests.support import reward_functions
 from tests.support.processes import wait_gone

@@ -36,6 +36,7 @@ from async_rl.errors import (
 )
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.placement.rollout_worker_actor import config_per_worker
+from async_rl.planning.virtual_time import VirtualTimeLoop, in_virtual_time
 from async_rl.queue import journal as journal_module
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frames import read_columns, verify_frame
@@ -72,12 +73,11 @@ from async_rl.rollout.workers.remote_progress import RemoteProgress
 from async_rl.rollout.workers.worker_backend import WorkerBackend, WorkerSpec
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import first_error
-from async_rl.simulation import simulated_workers
-from async_rl.simulation.simulated_workers import LinkFault, MemoryLink, SimulatedWorkers
-from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task, Trajectory
 from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 from tests.support.trajectories import make_trajectory
+from verification.simulation import simulated_workers
+from verification.simulation.simulated_workers import LinkFault, MemoryLink, SimulatedWorkers
 
 HERE = __name__
 TASK = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])

@@ -17,10 +17,10 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, step_record_log
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.runtime.supervision import Nursery
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import StoredTrajectory, TakenBatch, TokenSpan
 from async_rl.weights.weight_sync import SyncReport

@@ -6,9 +6,9 @@ import pytest
 
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.serving_clock import ServingClock, serving_timeout
 from async_rl.runtime.waits import Waits, acting, waiting
-from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.manual_engines import ManualEngine
 
 

@@ -20,9 +20,9 @@ from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.routing import invalid_rows, recomputed_rows
 from async_rl.runtime.supervision import services
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated

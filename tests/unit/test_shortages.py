@@ -9,8 +9,8 @@ import sqlite3
 import pytest
 
 from async_rl.errors import AgentLoopError
+from async_rl.planning.virtual_time import run_virtual
 from async_rl.runtime.shortages import MAX_SHORTAGE_S, is_shortage, wait_out_shortage
-from async_rl.simulation.virtual_time import run_virtual
 
 
 def caused_by(cause: BaseException) -> AgentLoopError:

@@ -24,9 +24,9 @@ from async_rl.engine_protocol import (
 )
 from async_rl.engines.simulated import Fault, SimulatedEngine, routing_rows
 from async_rl.errors import AlignmentError, EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
-from async_rl.simulation.simulated_workers import DistantEngine
-from async_rl.simulation.virtual_time import run_virtual
+from async_rl.planning.virtual_time import run_virtual
 from tests.support.engine_calls import Call, call, request
+from verification.simulation.simulated_workers import DistantEngine
 
 PROMPT = list(range(40, 60))
 CONFIG = SimulatedEngines(max_running_requests=2, decode_step_s=0.01, prefill_tokens_per_s=1000.0)

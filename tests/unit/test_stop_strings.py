@@ -11,8 +11,8 @@ import pytest
 
 from async_rl.data.chat_format import load_chat_format
 from async_rl.engine_protocol import Chunk, EngineFacts
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.session.stop_strings import StopStringAtSeam
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Trajectory
 from tests.support.scripted import ScriptedEngine, sampled
 from tests.support.sessions import PROMPT, Bench, Watched, row_versions, rows_under, simulated

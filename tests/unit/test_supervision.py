@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import EngineError, ServiceExited, StallError
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import (
     Nursery,
     contained,
@@ -23,7 +24,6 @@ from async_rl.runtime.supervision import (
     services,
 )
 from async_rl.runtime.waits import Waits, acting
-from async_rl.simulation.virtual_time import in_virtual_time
 
 
 async def forever() -> None:

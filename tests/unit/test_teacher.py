@@ -18,11 +18,10 @@ from async_rl.engine_protocol import Finish
 from async_rl.engines.simulated import Fault, scored_tokens
 from async_rl.errors import AlignmentError, ConfigError, RequestRefused, RolloutError
 from async_rl.observability.metrics import Metrics, value_of
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue.batching import read_trajectories
 from async_rl.rollout.teacher import Teacher
 from async_rl.runtime.supervision import services
-from async_rl.simulation.simulated_models import score_seed
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Context, Group, SamplingMask, Trajectory
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_trajectory
@@ -31,6 +30,7 @@ from trainer.losses.kl import teacher_advantages
 from trainer.losses.objectives import ppo
 from trainer.losses.policy_loss import SUMS, TrainedTokens, policy_sums
 from trainer.losses.sequences import Sequences
+from verification.simulation.simulated_models import score_seed
 
 NEW_ID = iter(range(1 << 20)).__next__
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.threads import run_uncancellable
-from async_rl.simulation.virtual_time import in_virtual_time
 
 
 async def test_work_is_waited_for_and_its_result_kept_when_its_caller_is_cancelled() -> None:

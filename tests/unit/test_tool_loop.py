@@ -8,8 +8,8 @@ from agent_loops import tools
 from agent_loops.single_turn import SingleTurnLoop
 from agent_loops.tool_loop import ToolLoop
 from async_rl.errors import ConfigError
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.waits import Waits, acting
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import StopReason, Task
 from tests.support.scripted_session import ScriptedSession
 

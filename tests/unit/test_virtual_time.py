@@ -6,7 +6,7 @@ import gc
 import weakref
 from unittest.mock import Mock
 
-from async_rl.simulation.virtual_time import VirtualTimeLoop
+from async_rl.planning.virtual_time import VirtualTimeLoop
 
 
 def test_a_closed_loop_holds_no_work_of_threads() -> None:

@@ -10,8 +10,8 @@ from async_rl.engine_protocol import DistributedUpdate, Engine, EngineHealth, Gr
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, TrainerError, WeightSyncError
 from async_rl.observability.metrics import Metrics
+from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import Nursery, first_error
-from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.weight_sync import WeightSync

@@ -1,0 +1,501 @@
+"""A configured job in virtual time: the scheduler that runs, on engines and a trainer that only take time.
+
+```
+ Config + Workload ─► Orchestrator, RolloutManager, TrajectoryQueue, EnginePool, WeightSync   (the real ones)
+                          │ engines            │ trainer            │ tasks
+                          CoarseEngine         sleeps               lengths, drawn by seed and task
+                      ─► Plan: throughput against the fluid bound, idle shares, staleness, memory
+```
+
+`relative` is the measured rate over the fluid bound (see `workload`). What is missing from 1 is accounted
+for: engines paused, prefilled, or had empty slots.
+
+Simulated tokens stand for `scale` real ones each, and one simulated trajectory for `coarsen` real ones (an
+engine then has fewer slots, and each counts more in its step time): neither changes what a rate is relative
+to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from io import StringIO
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from async_rl.config import Config, EvaluationConfig, SGLangEngines, TeacherConfig
+from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpec
+from async_rl.errors import EngineError
+from async_rl.observability.console_report import RunProgress
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import FIGURES, StepRecord, Summary
+from async_rl.observability.text_console import TextConsole
+from async_rl.planning.coarse_engine import MARKS, CoarseEngine, EngineSpeed, Usage
+from async_rl.planning.virtual_time import run_virtual
+from async_rl.planning.workload import (
+    EndlessTasks,
+    PlannedChat,
+    PlannedLoop,
+    Workload,
+    fluid_rate,
+    no_reward,
+)
+from async_rl.queue.spool import no_other_nodes
+from async_rl.rollout.workers.worker_backend import WorkerSpec
+from async_rl.run.orchestrator import Orchestrator, RunInputs
+from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
+from async_rl.types import Int32Array, TakenBatch
+
+_MIN_TOKENS: Final = 128
+"""Simulated tokens of a mean answer, at least: lengths are then right to a few thousandths."""
+
+_EVER_S: Final = 1e9
+"""Coarse engines say nothing before a call ends: silence is no sign of anything here."""
+
+FRAME_BYTES: Final = 8
+"""Bytes of a token in a frame: its id and its log-prob."""
+
+_BATCH_BYTES: Final = 14
+"""Bytes of a token in a batch: in addition its version and two masks."""
+
+
+class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """How a plan is simulated."""
+
+    versions: int = 12
+    """Steps that are measured."""
+    warmup: int = 8
+    """Steps before them: it takes the longest answer until all ages are in the queue."""
+    seed: int = 0
+    coarsen: int = 1
+    """Real trajectories that one simulated trajectory stands for."""
+    scale: int | None = None
+    """Real tokens that one simulated token stands for; None takes as many as lengths allow."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be simulated."""
+        for name in ("versions", "warmup", "coarsen"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+
+
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to expect of a job. Shares are of the measured time, tokens and trajectories are real ones."""
+
+    engines: int
+    slots: int
+    """The usage of one engine."""
+    groups_per_batch: int
+    max_staleness: int
+    seconds: float
+    trajectories_per_s: float
+    """Trained."""
+    tokens_per_s: float
+    """Sampled and trained."""
+    fluid_trajectories_per_s: float
+    relative: float
+    """Trained trajectories a second over the fluid bound."""
+    trainer_idle: float
+    """Share of time in which the trainer did not train."""
+    trainer_waits: float
+    """The part of it in which it waited for a batch."""
+    trainer_syncs: float
+    """The part in which it was paused for its weights: copied, or published and brought to engines."""
+    engines_empty: float
+    """Share of the engines' capacity lost to slots without a call."""
+    engines_prefill: float
+    """Share of the engines' time in which decoding waited for prefills."""
+    engines_still: float
+    """Share of the engines' time in which an update paused them."""
+    staleness: list[float]
+    """Share of the trained trajectories by staleness, from 0 on."""
+    staleness_mean: float
+    staleness_p99: int
+    staleness_max: int
+    dropped: float
+    """Dropped trajectories over dropped and trained."""
+    masked: float
+    """Sampled tokens that were too old to be trained on, over all of the trained trajectories."""
+    prefilled: float
+    """Prefilled tokens over sampled ones; an uninterrupted job has prompt over answer."""
+    ks_lengths: float
+    """Kolmogorov-Smirnov distance of the trained lengths from those that were given out."""
+    queue_bytes: int
+    """Mean of the frames of finished groups, with their routing rows."""
+    queue_bytes_peak: int
+    batch_bytes: int
+    """One packed batch."""
+    admission_closed: float
+    """Share of time in which the staleness bound let no further group be dispatched."""
+    coarsen: int
+    scale: int
+
+
+def simulate(
+    config: Config,
+    workload: Workload,
+    simulation: PlannedRun | None = None,
+    *,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> JobPlan:
+    """Run a job in virtual time.
+
+    Args:
+        config: Its scheduling is used as it is; model, data, agent loop and reward are not looked at.
+        workload: Lengths and speeds.
+        simulation: How long and how coarse.
+        on_step: Called with the number of each step that ends, those of the warm-up included.
+
+    Returns:
+        What was measured after the warm-up.
+
+    Raises:
+        ExceptionGroup: With the error that ended the simulated run.
+    """
+    simulation = simulation or PlannedRun()
+    shared = Path("/dev/shm")  # memory, where there is some: only the CPU time of files is of interest
+    parent = shared if os.access(shared, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="async-rl-plan-", dir=parent) as folder:
+        job = _Job(config, workload, simulation, Path(folder), on_step)
+        run_virtual(job.run())
+        return job.measure()
+
+
+class _Job:
+    """One simulated run, and what is observed of it."""
+
+    def __init__(
+        self,
+        config: Config,
+        workload: Workload,
+        simulation: PlannedRun,
+        folder: Path,
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._config = config
+        self._workload = workload
+        self._simulation = simulation
+        self._folder = folder
+        coarsen = simulation.coarsen
+        urls = config.engine.urls if isinstance(config.engine, SGLangEngines) else ()
+        self.engines = len(urls) or config.engine.num_engines
+        self.slots = config.engine.max_running_requests
+        self.scale = simulation.scale or max(
+            1, min(workload.prompt_tokens // MARKS, int(workload.mean_tokens / _MIN_TOKENS))
+        )
+        scale = self.scale
+        self.speed = EngineSpeed(
+            slots=max(1, self.slots // coarsen),
+            decode_base_s=workload.decode_base_s * scale,
+            decode_per_call_s=workload.decode_per_call_s * scale * coarsen,
+            prefill_tokens_per_s=workload.prefill_tokens_per_s / scale / coarsen,
+            update_s=workload.sync_s,
+            shares_prompts=workload.shares_prompts,
+        )
+        self.groups_per_batch = max(1, config.trainer.groups_per_batch // coarsen)
+        self.config = self._simulated(config)
+        self.tasks = EndlessTasks(workload, scale, simulation.seed, config.rollout.group_size)
+        self.fluid = fluid_rate(self.engines, self.slots, workload)
+        self.trainer = _TimedTrainer(
+            self.train_s,
+            publish_s=workload.publish_s,
+            snapshot_s=workload.snapshot_s,
+            warmup=simulation.warmup,
+        )
+        self.observer = _Observer(simulation.warmup, self._usage, on_step)
+        self.cluster: _PlannedCluster | None = None
+
+    def _simulated(self, config: Config) -> Config:
+        """The config as it runs here: its own scheduling, our agent loop, model and lengths."""
+        workload, scale, simulation = self._workload, self.scale, self._simulation
+        longest = -(-workload.max_tokens // scale)
+        prompts = max(MARKS, workload.prompt_tokens // scale) + workload.turns * (
+            MARKS + workload.tool_tokens // scale
+        )
+        engine = replace(config.engine, stall_s=_EVER_S, probe_s=_EVER_S)
+        if isinstance(engine, SGLangEngines):
+            engine = replace(engine, context_length=None)  # limits real tokens
+        # The first counts real tokens, too; a plan has no engines of other models.
+        loss = replace(config.trainer.loss, overlong_buffer_tokens=None, teacher=TeacherConfig())
+        return replace(
+            config,
+            run=replace(config.run, max_steps=simulation.warmup + simulation.versions, seed=simulation.seed),
+            models={},
+            rollout=replace(
+                config.rollout,
+                agent_loop=f"{PlannedLoop.__module__}:{PlannedLoop.__name__}",
+                agent_loop_args={},
+                agent_loops={},
+                num_workers=0,
+                rewards={},
+                rewards_by_source={},
+                reward=f"{no_reward.__module__}:{no_reward.__name__}",
+                max_concurrent_trajectories=max(
+                    1, config.rollout.max_concurrent_trajectories // simulation.coarsen
+                ),
+                max_new_tokens=longest + workload.turns,
+                max_context_tokens=longest + prompts + 2 * workload.turns,
+            ),
+            data=replace(config.data, shuffle=False, epochs=None),
+            engine=engine,
+            doctor=replace(config.doctor, action="report", stall_s=_EVER_S, look_s=_EVER_S),
+            routing=replace(config.routing, replay="off"),
+            queue=replace(config.queue, max_bytes=1 << 50, journal_s=None),
+            evaluation=EvaluationConfig(),
+            trainer=replace(
+                config.trainer,
+                loss=loss,
+                updates_per_batch=1,
+                groups_per_batch=self.groups_per_batch,
+                checkpoint_every=0,
+            ),
+        )
+
+    def train_s(self, tokens: int, sampled: int) -> float:
+        """Seconds of a step with so many simulated tokens."""
+        workload, real = self._workload, self.scale * self._simulation.coarsen
+        if workload.train_tokens_per_s is None:
+            generation_s = sampled * real / (self.fluid * workload.expected_tokens)
+            return workload.train_base_s + 0.9 * generation_s
+        return workload.train_base_s + tokens * real / workload.train_tokens_per_s
+
+    async def run(self) -> Summary:
+        """The whole run."""
+        clock = asyncio.get_running_loop().time
+        engines = [CoarseEngine(f"engine-{i}", self.speed) for i in range(self.engines)]
+        self.cluster = _PlannedCluster(engines, self.trainer)
+        ids = count()
+        for name in ("checkpoints", "logs"):
+            (self._folder / name).mkdir()
+        facts = EngineFacts(
+            num_layers=1,
+            moe_layers=(),
+            num_experts=0,
+            top_k=0,
+            vocab_size=1,
+            context_length=self.config.rollout.max_context_tokens,
+        )
+        orchestrator = Orchestrator(
+            self.config,
+            self._folder,
+            asyncio.Event(),
+            self.cluster,
+            Metrics(),
+            clock,
+            RunInputs(self.tasks, PlannedChat(), facts, lambda: f"{next(ids):032x}"),
+            progress=self.observer,
+        )
+        return await orchestrator.run()
+
+    def _usage(self) -> Usage:
+        """The usage of all engines together."""
+        total = Usage()
+        for engine in self.cluster.engines if self.cluster else ():
+            usage = engine.usage()
+            for name in usage.__struct_fields__:
+                setattr(total, name, getattr(total, name) + getattr(usage, name))
+        return total
+
+    def measure(self) -> JobPlan:
+        """Everything between the end of the warm-up and the last step."""
+        observer, trainer, workload = self.observer, self.trainer, self._workload
+        coarsen, scale = self._simulation.coarsen, self.scale
+        records = observer.records[self._simulation.warmup :]
+        seconds = observer.ends_s[-1] - observer.ends_s[self._simulation.warmup - 1]
+        first, last = observer.usages
+        used = Usage(**{n: getattr(last, n) - getattr(first, n) for n in last.__struct_fields__})
+        engine_s = seconds * self.engines
+        trained = sum(record.trajectories for record in records)
+        rate = trained * coarsen / seconds
+        ages = np.concatenate(trainer.staleness)
+        lengths = np.concatenate(trainer.lengths)
+        dropped = records[-1].dropped - observer.records[self._simulation.warmup - 1].dropped
+        queued = np.array(observer.queued) * coarsen
+        rows, tokens = workload.routing_row_bytes, workload.trajectory_tokens
+        frame_bytes = tokens * (FRAME_BYTES + rows)
+        limit = self.config.max_outstanding_groups * self.config.rollout.group_size
+        return JobPlan(
+            engines=self.engines,
+            slots=self.slots,
+            groups_per_batch=self._config.trainer.groups_per_batch,
+            max_staleness=self._config.rollout.max_staleness,
+            seconds=seconds,
+            trajectories_per_s=rate,
+            tokens_per_s=float(lengths.sum()) * scale * coarsen / seconds,
+            fluid_trajectories_per_s=self.fluid,
+            relative=rate / self.fluid,
+            trainer_idle=1 - sum(record.step_s for record in records) / seconds,
+            trainer_waits=sum(record.wait_s for record in records) / seconds,
+            trainer_syncs=sum(record.handover_s for record in records) / seconds,
+            engines_empty=used.empty_s / engine_s,
+            engines_prefill=used.prefill_s / engine_s,
+            engines_still=used.pause_s / engine_s,
+            staleness=[float(share) for share in np.bincount(ages) / len(ages)],
+            staleness_mean=float(ages.mean()),
+            staleness_p99=int(np.percentile(ages, 99)),
+            staleness_max=int(ages.max()),
+            dropped=dropped / max(1, dropped + trained),
+            masked=1 - trainer.trained_tokens / max(1, int(lengths.sum())),
+            prefilled=used.prefilled_tokens / max(used.decoded_tokens, 1.0),
+            ks_lengths=self.tasks.ks_distance(lengths),
+            queue_bytes=int(queued.mean() * frame_bytes),
+            queue_bytes_peak=int(queued.max() * frame_bytes),
+            batch_bytes=int(self._config.batch_trajectories * tokens * (_BATCH_BYTES + rows)),
+            admission_closed=float(np.mean(np.array(observer.outstanding) >= limit)),
+            coarsen=coarsen,
+            scale=scale,
+        )
+
+
+class _TimedTrainer:
+    """Takes the time of a step and looks at what it is given. See `training.Trainer`."""
+
+    def __init__(
+        self, train_s: Callable[[int, int], float], *, publish_s: float, snapshot_s: float, warmup: int
+    ) -> None:
+        self._train_s = train_s
+        self._publish_s = publish_s
+        self._snapshot_s = snapshot_s
+        self._warmup = warmup
+        self.staleness: list[Int32Array] = []
+        """Of each trajectory, by its oldest token that is trained on, after the warm-up."""
+        self.lengths: list[Int32Array] = []
+        """Sampled tokens of each trajectory, after the warm-up."""
+        self.trained_tokens = 0
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        return TrainerState(step=0)
+
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        return {}
+
+    async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        num_tokens, num_sampled = batch.num_tokens, batch.num_sampled_tokens
+        if step > self._warmup:
+            self.staleness.append(np.array(batch.staleness, np.int32))
+            self.lengths.append(np.array(batch.sampled_lengths, np.int32))
+            self.trained_tokens += num_sampled - batch.num_masked_tokens
+        seconds = self._train_s(num_tokens, num_sampled)
+        await asyncio.sleep(seconds)
+        figures = dict.fromkeys(FIGURES, 0.0)
+        known = {"tokens": num_tokens, "trained_tokens": num_sampled, "step_s": seconds}
+        return StepResult(step=step, metrics=figures | known)
+
+    async def take_snapshot(self, weight_version: int) -> None:
+        await asyncio.sleep(self._snapshot_s)
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        await asyncio.sleep(self._publish_s)
+
+    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        await asyncio.sleep(self._publish_s)
+        return base is not None
+
+    async def open_weight_group(self, invite: GroupInvite) -> None: ...
+
+    async def close_weight_group(self, group_name: str) -> None: ...
+
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        return ()
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None: ...
+
+    async def checksums(self) -> dict[str, str]:
+        return {}
+
+    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        return [b""] * copies
+
+    async def offload(self) -> None: ...
+
+    async def reload(self) -> None: ...
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None: ...
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        return Saved()
+
+    async def close(self) -> None: ...
+
+
+class _PlannedCluster:
+    """See `async_rl.run.cluster.Cluster`: nothing dies here."""
+
+    weight_backend = "gloo"
+    node = ""
+    other_nodes = staticmethod(tuple)
+    open_frame_reader = staticmethod(no_other_nodes)
+
+    def __init__(self, engines: list[CoarseEngine], trainer: _TimedTrainer) -> None:
+        self.engines = engines
+        self._trainer = trainer
+
+    def engines_of(self, model: str) -> NoReturn:
+        raise AssertionError(f"a plan has no engines of {model}")
+
+    async def start_engines(self) -> list[Engine]:
+        return list(self.engines)
+
+    async def place_trainer(self) -> None: ...
+
+    async def start_trainer(self) -> Trainer:
+        return self._trainer
+
+    def connect_engine(self, engine_id: str, url: str) -> Engine:
+        raise AssertionError(f"{engine_id} at {url} joins")
+
+    async def disconnect_engine(self, engine_id: str) -> None: ...
+
+    async def stop_engine(self, engine_id: str) -> None: ...
+
+    async def restart_engine(self, engine_id: str) -> None: ...
+
+    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        await asyncio.Future()
+
+    async def open_port(self) -> tuple[str, int]:
+        return "127.0.0.1", 0
+
+    def local_folder(self, engine_id: str) -> None: ...
+
+    def rollout_worker(self, spec: WorkerSpec) -> NoReturn:
+        raise AssertionError(f"{spec.name}: a plan is of a run whose agent loops are in the driver")
+
+
+class _Observer(RunProgress):
+    """Sees the run as a terminal would, and notes down what the plan is made of."""
+
+    def __init__(self, warmup: int, usage: Callable[[], Usage], on_step: Callable[[int], None]) -> None:
+        super().__init__(TextConsole(file=StringIO()))
+        self._on_step = on_step
+        self._warmup = warmup
+        self._usage = usage
+        self.records: list[StepRecord] = []
+        self.ends_s: list[float] = []
+        self.queued: list[int] = []
+        """Finished trajectories, once a second."""
+        self.outstanding: list[int] = []
+        self.usages: list[Usage] = []
+        """At the end of the warm-up and of the last step."""
+
+    def phase(self, text: str) -> None:
+        pass
+
+    def flow(self, *, in_flight: int, queued: int, waiting_for: str) -> None:
+        if len(self.records) >= self._warmup:
+            self.queued.append(queued)
+            self.outstanding.append(in_flight + queued)
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+        self.ends_s.append(record.time_s)
+        self._on_step(record.step)
+        if len(self.records) >= self._warmup:
+            self.usages[1:] = [self._usage()]

@@ -1,0 +1,249 @@
+"""The work of a planned job: how long answers are, how fast what makes them, and the loop that asks for them.
+
+**The fluid bound.** With E engines of S slots, a decode step of base + slope · S seconds and answers of m
+tokens in the mean, engines that are always full, weight updates that take no time and a trainer that is never
+waited for would finish
+
+    R = E · S / (base + slope · S) / m    trajectories a second.
+
+Prompts cost nothing in it. Answers are lognormal and cut: m is the mean after the cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, overload
+
+import msgspec
+import numpy as np
+
+from async_rl.planning.coarse_engine import MARKS, mark
+from async_rl.rollout.session.api import Session
+from async_rl.types import Completion, Int32Array, Task
+
+_NUM_TASKS: Final = 1 << 40
+"""As good as endless."""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What a config does not say of a job: how long answers are, and how fast engines and trainer."""
+
+    prompt_tokens: int = 512
+    mean_tokens: float = 8192.0
+    """Parameters of the lognormal that answer lengths are drawn from, before the cut at `max_tokens`."""
+    sigma: float = 0.8
+    """Of its logarithm; 0 makes all answers equal."""
+    max_tokens: int = 32768
+    """Longest answer, all turns together."""
+    turns: int = 1
+    """An answer is written in so many turns of equal length."""
+    tool_tokens: int = 0
+    """Read between two turns."""
+    tool_s: float = 0.0
+    """Passes between two turns."""
+    decode_base_s: float = 0.012
+    """Fixed cost of a decode step, whatever the number of calls."""
+    decode_per_call_s: float = 0.00006
+    """More of it for each running call."""
+    prefill_tokens_per_s: float = 30000.0
+    sync_s: float = 5.0
+    """How long a weight update pauses an engine, seconds."""
+    publish_s: float = 0.0
+    """The trainer writes weights while engines go on."""
+    snapshot_s: float = 0.0
+    """With `weights.overlap`: how long copying its weights pauses the trainer."""
+    train_tokens_per_s: float | None = None
+    """Prompts and answers; None takes 0.9 of a batch's fluid generation time for a step."""
+    train_base_s: float = 0.0
+    """Fixed cost of a trainer step of any size."""
+    shares_prompts: bool = True
+    """Siblings find their prompt in the engine's prefix cache."""
+    routing_row_bytes: int = 0
+    """Routing rows of one token, for the queue's memory."""
+    network_bytes_per_s: float = 3e9
+    """What a node receives at most: 25 Gbit/s."""
+    disk_bytes_per_s: float = 2e9
+    """What a node writes at most: one NVMe drive."""
+    engines_per_node: float = 4.0
+    """Engines on one node: rollout workers are spread over as many nodes as the engines need."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be simulated."""
+        for name in (
+            "prompt_tokens",
+            "mean_tokens",
+            "max_tokens",
+            "turns",
+            "prefill_tokens_per_s",
+            "network_bytes_per_s",
+            "disk_bytes_per_s",
+            "engines_per_node",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
+        for name in (
+            "sigma",
+            "tool_tokens",
+            "tool_s",
+            "decode_base_s",
+            "decode_per_call_s",
+            "sync_s",
+            "snapshot_s",
+            "routing_row_bytes",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 0")
+        if self.decode_base_s + self.decode_per_call_s <= 0:
+            raise ValueError("a decode step takes no time: raise decode_base_s or decode_per_call_s")
+        if self.train_tokens_per_s is not None and self.train_tokens_per_s <= 0:
+            raise ValueError(f"train_tokens_per_s is {self.train_tokens_per_s}, expected more than 0")
+
+    def step_s(self, running: int) -> float:
+        """A decode step of so many calls, seconds."""
+        return self.decode_base_s + self.decode_per_call_s * running
+
+    @property
+    def trajectory_tokens(self) -> float:
+        """Mean of a whole trajectory: prompt, answer and what tools say."""
+        return self.prompt_tokens + self.expected_tokens + (self.turns - 1) * self.tool_tokens
+
+    @property
+    def expected_tokens(self) -> float:
+        """Mean answer after the cut: the mean of min(X, c) for a lognormal X.
+
+        Source: E[min(X, c)] = m F((ln c - u - s²)/s) + c (1 - F((ln c - u)/s)), with u = ln m - s²/2, s the
+        standard deviation of ln X and F the normal distribution function.
+        """
+        if self.sigma == 0:
+            return min(self.mean_tokens, float(self.max_tokens))
+        z = (math.log(self.max_tokens / self.mean_tokens) + self.sigma**2 / 2) / self.sigma
+        return self.mean_tokens * _normal(z - self.sigma) + self.max_tokens * (1 - _normal(z))
+
+    def share_up_to(self, tokens: float) -> float:
+        """The distribution function of the answers' lengths."""
+        if tokens >= self.max_tokens:
+            return 1.0
+        if self.sigma == 0:
+            return float(tokens >= self.mean_tokens)
+        return _normal((math.log(max(tokens, 1.0) / self.mean_tokens) + self.sigma**2 / 2) / self.sigma)
+
+    def answer_tokens(self, generator: random.Random) -> int:
+        """Draw the length of one answer."""
+        drawn = generator.lognormvariate(math.log(self.mean_tokens) - self.sigma**2 / 2, self.sigma)
+        return max(self.turns, min(round(drawn), self.max_tokens))
+
+
+def fluid_rate(engines: int, slots: int, workload: Workload) -> float:
+    """The fluid bound, trajectories a second; see the module for the formula."""
+    return engines * slots / workload.step_s(slots) / workload.expected_tokens
+
+
+class EndlessTasks(Sequence[Task]):
+    """Tasks without an end; a task's answers depend on seed and index only, not on the order of requests."""
+
+    def __init__(self, workload: Workload, scale: int, seed: int, group_size: int) -> None:
+        self._workload = workload
+        self._scale = scale
+        self._seed = seed
+        self.group_size = group_size
+
+    def __len__(self) -> int:
+        return _NUM_TASKS
+
+    def answers(self, index: int) -> list[int]:
+        """Simulated tokens of each sibling's answer."""
+        generator = random.Random(self._seed * _NUM_TASKS + index)
+        draws = (self._workload.answer_tokens(generator) for _ in range(self.group_size))
+        return [max(self._workload.turns, round(tokens / self._scale)) for tokens in draws]
+
+    def ks_distance(self, answers: Int32Array) -> float:
+        """Largest distance between the distribution function of some answers and that of all there are.
+
+        Source: the one-sample Kolmogorov-Smirnov statistic; n answers drawn at random come to 0.87 / sqrt(n)
+        in the mean.
+        """
+        lengths, counts = np.unique(answers, return_counts=True)
+        seen = np.cumsum(counts) / len(answers)
+        # A simulated length stands for all real ones that are rounded to it.
+        law = np.array([self._workload.share_up_to((n + 0.5) * self._scale) for n in lengths])
+        below = np.array([self._workload.share_up_to((n - 0.5) * self._scale) for n in lengths])
+        return float(max(np.abs(seen - law).max(), np.abs(np.r_[0.0, seen[:-1]] - below).max()))
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        workload = self._workload
+        return Task(
+            task_id=str(index),
+            messages=[],
+            metadata={
+                "number": index,
+                "answers": self.answers(index),
+                "prompt_tokens": max(MARKS, workload.prompt_tokens // self._scale),
+                "turns": workload.turns,
+                "tool_tokens": max(MARKS, workload.tool_tokens // self._scale),
+                "tool_s": workload.tool_s,
+            },
+        )
+
+
+class PlannedLoop:
+    """The agent loop of a plan: turns of given lengths, with a tool's time in between."""
+
+    def __init__(self) -> None:
+        self._started: Counter[int] = Counter()
+
+    async def run(self, task: Task, session: Session) -> None:
+        """Implements `AgentLoop.run`."""
+        plan = task.metadata
+        number, answers, turns = plan["number"], plan["answers"], plan["turns"]
+        sibling = self._started[number] % len(answers)
+        self._started[number] += 1
+        tokens, length = answers[sibling], plan["prompt_tokens"]
+        identity = {"trajectory": number * len(answers) + sibling + 1, "group": number + 1}
+        for turn in range(turns):
+            share = tokens * (turn + 1) // turns - tokens * turn // turns
+            if turn:
+                await asyncio.sleep(plan["tool_s"])
+                length += plan["tool_tokens"]
+                session.add_messages([{"length": plan["tool_tokens"], "stop_at": length + share}])
+            else:
+                session.start([{"length": length, "stop_at": length + share, **identity}])
+            await session.generate()
+            length += share
+
+
+class PlannedChat:
+    """Renders the messages of `PlannedLoop`: as many tokens as they say, marked for the engine."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    end_of_turn_id = 0
+
+    def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Any = ()) -> Int32Array:
+        """Implements `ChatFormat`."""
+        return mark(**messages[0])
+
+    def append_ids(self, messages: Sequence[dict[str, Any]], *, after_length: bool = False) -> Int32Array:
+        """Implements `ChatFormat`."""
+        return mark(**messages[0])
+
+    def decode(self, token_ids: Any) -> str:
+        """Implements `ChatFormat`."""
+        return ""
+
+
+async def no_reward(task: Task, completion: Completion) -> float:
+    """The reward of a plan."""
+    return 0.0
+
+
+def _normal(z: float) -> float:
+    return 0.5 * math.erfc(-z / math.sqrt(2))

@@ -1,0 +1,351 @@
+"""A trainer that takes time: what it is given goes to the checker, its step into the run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from async_rl.config import Config
+from async_rl.engine_protocol import GroupInvite, TensorSpec
+from async_rl.errors import InvariantError, TrainerError, WeightSyncError
+from async_rl.observability.records import FIGURES
+from async_rl.queue.batching import read_trajectories
+from async_rl.queue.frames import find_flaws
+from async_rl.runtime.files import replace_file
+from async_rl.trainer_protocol import Saved, StepResult, TrainerState
+from async_rl.types import TakenBatch, TrainBatch
+from verification.simulation.faults import FaultKind
+from verification.simulation.invariant_checker import InvariantChecker
+from verification.simulation.scenario import Speeds
+
+_JOIN_S: Final = 3.0
+"""How long both ends of a weight-update group wait for each other."""
+
+
+_ASKS_EVERY_S: Final = 1.0
+"""Between two questions whether a step may end."""
+
+
+class Broadcasts:
+    """Where trainer and engines meet for distributed updates: events by group name."""
+
+    def __init__(self) -> None:
+        self._joined: dict[str, dict[str, asyncio.Event]] = {}
+        self._receiving: dict[str, asyncio.Event] = {}
+        self._sent: dict[str, asyncio.Event] = {}
+        self._content: dict[str, str] = {}
+
+    async def join(self, group_name: str, side: str, other: str) -> None:
+        """Wait until both ends have joined.
+
+        Raises:
+            WeightSyncError: When the other one has not in time.
+        """
+        sides = self._joined.setdefault(group_name, {"trainer": asyncio.Event(), "engine": asyncio.Event()})
+        sides[side].set()
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                await sides[other].wait()
+        except TimeoutError as error:
+            raise WeightSyncError(f"the {other} did not join {group_name} in {_JOIN_S} s") from error
+
+    async def receive(self, group_name: str) -> str:
+        """An engine listens, as long as it takes; the weights that were sent."""
+        self._sent[group_name] = asyncio.Event()
+        self._event(group_name).set()
+        try:
+            await self._sent[group_name].wait()
+        finally:
+            self._event(group_name).clear()
+        return self._content[group_name]
+
+    async def send(self, group_name: str, weights: str) -> bool:
+        """Wait until the engine listens, and send; False when it does not in time."""
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                await self._event(group_name).wait()
+        except TimeoutError:
+            return False
+        self._content[group_name] = weights
+        self._sent[group_name].set()
+        return True
+
+    def _event(self, group_name: str) -> asyncio.Event:
+        return self._receiving.setdefault(group_name, asyncio.Event())
+
+
+class _Writing(msgspec.Struct):
+    """A checkpoint that is being written beside the training."""
+
+    directory: Path
+    step: int
+    end_s: float
+    """On the loop's clock."""
+    fails: bool
+    stands: bool = False
+
+
+class SimulatedTrainer:
+    """Implements `async_rl.trainer_protocol.Trainer`."""
+
+    def __init__(
+        self,
+        config: Config,
+        speeds: Speeds,
+        checker: InvariantChecker,
+        broadcasts: Broadcasts,
+        look: Callable[[], None],
+    ) -> None:
+        """Start at step 0.
+
+        Args:
+            config: Of the run.
+            speeds: How long things take.
+            checker: Who looks at every batch.
+            broadcasts: Where engines listen.
+            look: Called before each step and each checkpoint.
+        """
+        self._config = config
+        self._speeds = speeds
+        self._checker = checker
+        self._broadcasts = broadcasts
+        self._look = look
+        self._step = 0
+        self.offloaded = True
+        """Whether it holds nothing of its devices; before `setup` there is no process."""
+        self._writing: _Writing | None = None
+        self._snapshot: int | None = None
+        """The version of the copy."""
+        self._readers = 0
+        self._read: tuple[tuple[str, ...], TrainBatch] | None = None
+        self._kept: int | None = None
+        """The version that a delta can be of."""
+        self.faults: list[FaultKind] = []
+        """To come, in order."""
+        self.own_files: Callable[[], AbstractContextManager[object]] = nullcontext
+        """A context in which files can be opened: the ranks are other processes than the driver."""
+        self.require_node: Callable[[str], None] = lambda node: None
+        """Raises `NodeUnreachable` where a node does not answer."""
+        self.may_end: Callable[[], bool] = lambda: True
+        """Whether a step may end; asked until it may."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._step
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """Implements `TrainerRank.setup`."""
+        path = Path(checkpoint_dir or "") / "latest.json"
+        self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
+        self._snapshot, self._readers = None, 0
+        self._read = None
+        self._writing = self._kept = None
+        self._checker.restored(self._step)
+        self.offloaded = False
+        return TrainerState(step=self._step)
+
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """Implements `Trainer.read_batch`."""
+        self._read = None
+        await asyncio.sleep(self._speeds.latency_s)
+        for node in sorted({trajectory.node for trajectory in batch.trajectories}):
+            self.require_node(node)
+        with self.own_files():
+            if flaws := find_flaws(batch.trajectories):
+                return flaws
+            self._read = batch.trajectory_ids, read_trajectories(batch)
+        return {}
+
+    async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        """Implements `TrainerRank.train_step`."""
+        self._look()
+        self._needs_memory("train")
+        fault = self._fault("step_fails", "step_is_nan", "step_is_slow")
+        slow = 10.0 if fault == "step_is_slow" else 1.0
+        read, self._read = self._read, None
+        if read is None or read[0] != batch.trajectory_ids:
+            raise InvariantError(f"{batch.batch_id} is trained and was not read")
+        tokens = read[1]
+        try:
+            await asyncio.sleep(slow * self._speeds.train_s)
+            while not self.may_end():  # noqa: ASYNC110 - time is virtual
+                await asyncio.sleep(_ASKS_EVERY_S)
+        finally:
+            # A step that remote ranks have begun goes on even if its caller stops waiting.
+            if fault != "step_fails":
+                self._checker.trains(tokens, self._step, step)
+                self._step = step
+        if fault == "step_fails":
+            raise TrainerError("the simulated trainer broke")
+        figures: dict[str, float] = dict.fromkeys(FIGURES, 0.0)
+        if fault == "step_is_nan":
+            figures["loss"] = math.nan
+        figures |= {
+            "tokens": batch.num_tokens,
+            "trained_tokens": int(tokens.loss_mask.sum()),
+            "routing_rows": 0
+            if tokens.routing_valid is None
+            else tokens.num_tokens - tokens.num_trajectories,
+            "step_s": self._speeds.train_s,
+        }
+        return StepResult(step=step, metrics=figures)
+
+    async def take_snapshot(self, weight_version: int) -> None:
+        """Implements `TrainerRank.take_snapshot`."""
+        if self._readers:
+            self._checker.fail(f"the copy of version {self._snapshot} is overwritten while it is read")
+        if self._step % 2 and self._fault("publish_fails"):
+            raise TrainerError("the simulated trainer could not copy its weights")
+        await asyncio.sleep(self._speeds.update_s / 4)
+        if weight_version != self._step:
+            self._checker.fail(f"version {weight_version} is copied from a trainer at step {self._step}")
+        self._snapshot = weight_version
+
+    @asynccontextmanager
+    async def _giving_away(self) -> AsyncIterator[Callable[[], int]]:
+        """Weights are read; which version they are, at any moment in between."""
+        self._readers += 1
+        try:
+            yield lambda: self._step if self._snapshot is None else self._snapshot
+        finally:
+            self._readers -= 1
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        """Implements `TrainerRank.publish`."""
+        fault = self._fault("publish_fails")
+        self._needs_memory("publish")
+        async with self._giving_away() as version:
+            await asyncio.sleep(self._speeds.update_s)
+            if fault is not None:
+                raise TrainerError("the simulated trainer could not publish")
+            if weight_version != version():
+                self._checker.fail(f"version {weight_version} is published from weights of {version()}")
+            _write(Path(directory) / "weights", self._checker.weights_of(weight_version).encode())
+
+    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        """Implements `TrainerRank.publish_delta`."""
+        fault = self._fault("publish_fails")
+        self._needs_memory("publish")
+        base, self._kept = base if base == self._kept else None, None
+        async with self._giving_away() as version:
+            await asyncio.sleep(self._speeds.update_s)
+            if fault is not None:
+                raise TrainerError("the simulated trainer could not publish a delta")
+            if weight_version != version():
+                self._checker.fail(f"version {weight_version} is a delta from weights of {version()}")
+            if base is not None:
+                both = self._checker.weights_of(base), self._checker.weights_of(weight_version)
+                _write(Path(path), " ".join(both).encode())
+            self._kept = weight_version
+            return base is not None
+
+    async def offload(self) -> None:
+        """Implements `TrainerRank.offload`."""
+        if self._fault("offload_fails"):
+            raise TrainerError("the simulated trainer could not move its memory to the host")
+        try:
+            await asyncio.sleep(self._speeds.update_s / 4)
+        finally:
+            self.offloaded = True  # remote ranks go on even if their caller stops waiting
+
+    async def reload(self) -> None:
+        """Implements `TrainerRank.reload`."""
+        if self._fault("reload_fails"):
+            raise TrainerError("the simulated trainer could not take its memory back")
+        self.offloaded = False
+        await asyncio.sleep(self._speeds.update_s / 4)
+
+    def _needs_memory(self, doing: str) -> None:
+        if self.offloaded:
+            self._checker.fail(f"the trainer is to {doing}, and its memory is on the host")
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """Implements `TrainerRank.save_checkpoint`."""
+        self._look()
+        self._needs_memory("copy its state")
+        await asyncio.sleep(self._speeds.latency_s)
+        if extra["weight_version"] != self._step:
+            self._checker.fail(f"the checkpoint {extra} is of a trainer at step {self._step}")
+        end_s = asyncio.get_running_loop().time() + self._speeds.train_s / 2
+        self._writing = _Writing(
+            Path(directory), self._step, end_s, self._fault("checkpoint_fails") is not None
+        )
+        if self._step % 2:
+            self._finish_writing()  # it may stand for long before anybody knows
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        """Implements `TrainerRank.saved_checkpoint`."""
+        if self._writing is not None:
+            left_s = self._writing.end_s - asyncio.get_running_loop().time()
+            if left_s > 0 and not wait:
+                return Saved(writing=True)
+            await asyncio.sleep(max(left_s, 0.0))
+            self._finish_writing()
+            failed, self._writing = self._writing.fails, None
+            return Saved(failure="the simulated trainer could not write a checkpoint" if failed else None)
+        return Saved()
+
+    def _finish_writing(self) -> None:
+        writing = self._writing
+        if writing is not None and not writing.fails and not writing.stands:
+            writing.stands = True
+            _write(writing.directory / "latest.json", msgspec.json.encode({"step": writing.step}))
+            self._checker.saved(writing.step)
+
+    async def open_weight_group(self, invite: GroupInvite) -> None:
+        """Implements `TrainerRank.open_weight_group`."""
+        await self._broadcasts.join(invite.group_name, "trainer", "engine")
+
+    async def close_weight_group(self, group_name: str) -> None:
+        """Implements `TrainerRank.close_weight_group`."""
+
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Implements `TrainerRank.plan_buckets`."""
+        return tuple((TensorSpec(name=f"w{i}", dtype="float32", shape=(1,)),) for i in range(3))
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+        """See `TrainerRank.send_weights`: one group's failure is not another's."""
+        fault = None if self._snapshot is None else self._fault("publish_fails")
+        async with self._giving_away() as version:
+            await asyncio.sleep(self._speeds.update_s)
+            if fault is not None:
+                raise TrainerError("the simulated trainer died while it sent weights")
+            weights = self._checker.weights_of
+            reached = [await self._broadcasts.send(name, weights(version())) for name in group_names]
+        if group_names and not any(reached):
+            raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
+
+    async def checksums(self) -> dict[str, str]:
+        """Implements `TrainerRank.checksums`."""
+        await asyncio.sleep(self._speeds.update_s / 4)
+        return {"weights": str(self._step)}
+
+    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        """See `TrainerRank.share_bucket`: what is shared says which version it is of."""
+        if self._snapshot is not None and number and self._fault("publish_fails"):
+            raise TrainerError("the simulated trainer died while it sent weights")
+        async with self._giving_away() as version:
+            await asyncio.sleep(self._speeds.update_s / 3)
+            return [self._checker.weights_of(version()).encode()] * copies
+
+    async def close(self) -> None:
+        """Implements `TrainerRank.close`."""
+
+    def _fault(self, *kinds: FaultKind) -> FaultKind | None:
+        for index, kind in enumerate(self.faults):
+            if kind in kinds:
+                self._checker.met(kind)
+                return self.faults.pop(index)
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, data)
