@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup hashes tools quickstart test test-long mutants check bench simulate soak monitor prometheus docs chaos setup-gpu gpu-proof
+.PHONY: help setup hashes tools quickstart test test-real test-long mutants check bench simulate soak monitor prometheus docs chaos setup-gpu gpu-proof
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -21,15 +21,19 @@ tools:  ## Get Prometheus and Chromium for the tests, from the PATH or Debian's 
 quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on this CPU.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/calculator/quickstart.sh
 
-test: setup tools  ## Set up and run the tests (under 25 minutes on 2 cores after set-up).
-	@$(BIN)/python -m pytest -n 2 -m "not long" $(TESTS)
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts.
-	@$(BIN)/python -m pytest -n 2 -m long $(TESTS)
+test: setup tools  ## Set up and run the tests (6 minutes on 2 cores after set-up).
+	@$(PYTEST) -m "not real and not long" $(TESTS)
 
-mutants: setup tools  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME" MINUTES=N ORDER=TEXT).
-	@$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) \
-		$(if $(ORDER),--order $(ORDER))
+test-real: setup tools  ## Test SGLang, Megatron and Ray at depth (11 minutes on 2 cores).
+	@$(PYTEST) -m "real and not long" $(TESTS)
+
+test-long: setup tools  ## Run the other tests: more layouts, models and seeds, kills, a cluster, mutants (MINUTES=N ORDER=TEXT).
+	@$(PYTEST) -m long $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ORDER),--order $(ORDER)) $(TESTS)
+
+mutants: setup tools  ## Break each promise of CONTRIBUTING.md in one function; a test must notice each (ONLY="NAME NAME").
+	@$(BIN)/python -m verification.mutants --jobs 2 $(if $(ONLY),--only $(ONLY))
 
 chaos: setup  ## Inject faults into the real loop (SEED=0 MINUTES=30 ONLY="engine:stuck_payload disk:disk_full").
 	@$(BIN)/python -m verification.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),30) $(if $(ONLY),--only $(ONLY))

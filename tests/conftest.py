@@ -5,14 +5,11 @@ import logging
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.runtime.listeners import RepeatFilter
@@ -21,11 +18,12 @@ from async_rl.runtime.listeners import RepeatFilter
 settings.register_profile("async_rl", deadline=None)
 settings.load_profile("async_rl")
 
-pytest_plugins = ["tests.support.environment"]
+pytest_plugins = ["tests.support.environment", "tests.support.time_limit"]
 
 IN_VIRTUAL_TIME = ("tests/unit/", "tests/property/")
 
-PARTS_OF_MUTANTS = 24
+LONGEST = ("tests/integration/", "tests/contract/", "tests/simulation/")
+"""Folders whose files workers take first, so that a short file comes last and no worker waits long."""
 
 GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
@@ -52,52 +50,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [
             item for item in items if wanted & {n for mark in item.iter_markers("case") for n in mark.args}
         ]
-    if hasattr(config, "workerinput"):
-        items.sort(key=place_in_queue)
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Runs asynchronous unit tests in virtual time, unless the mark `real_time` says what they need is real."""
+    """Runs asynchronous unit tests in virtual time, except those with the mark `real_time`."""
     if item.nodeid.startswith(IN_VIRTUAL_TIME) and item.get_closest_marker("real_time") is None:
         return {"virtual": VirtualTimeLoop}
     return {"real": asyncio.new_event_loop}
-
-
-def lane(file: str) -> str:
-    """Returns what runs on one worker, one test after the other: all trainers, all servers, or a file."""
-    if file.startswith(("tests/integration/test_trainer_", "tests/integration/test_kl_")):
-        return "trainers"
-    return "servers" if file.startswith(("tests/contract/", "tests/integration/")) else file
-
-
-class Lanes(LoadScopeScheduling):
-    """Gives one worker the trainers and another the servers: several of a kind would be in each other's way.
-
-    The files of other tests follow where a worker is free, the short ones last.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file, _, test = nodeid.partition("::")
-        if file.startswith("tests/mutants/"):  # as long as all others together: both workers take parts
-            return f"{file} {zlib.crc32(test.encode()) % PARTS_OF_MUTANTS}"
-        return lane(file)
-
-
-def place_in_queue(item: pytest.Item) -> int:
-    """Returns when a worker of several gets a test: the longest lanes first, what can be divided last."""
-    found = lane(item.nodeid.partition("::")[0])
-    if "/" not in found:
-        return 0
-    if found.startswith("tests/mutants/"):
-        return 3
-    return 1 if found.startswith(("tests/settings/", "tests/simulation/")) else 2
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
-    config.option.loadscopereorder = False  # which would put files with many tests first
-    return Lanes(config, log)
 
 
 @pytest.fixture(autouse=True)
