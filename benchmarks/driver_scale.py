@@ -20,7 +20,6 @@ its own process, or of the driver.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -57,6 +56,7 @@ from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.rollout.workers.worker import LEASE_S
 from benchmarks.support.loop_pauses import FOLDER, longest_pauses
 from benchmarks.support.paced_server import Counts, Pace
+from benchmarks.support.tables import argument_parser, write_json
 from tests.support.mortal_rank import PLAN
 
 ROOT: Final = Path(__file__).parent.parent
@@ -88,7 +88,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     seconds: tuple[float, ...]
     """How long each length is measured."""
     quick: bool
-    routing: bool = False
 
 
 class ProcessTimes(msgspec.Struct, frozen=True):
@@ -437,9 +436,8 @@ def _seconds_for(lengths: Sequence[int], given: Sequence[float] | None, *, quick
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer streams and rows, about a minute")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--workers", type=int, nargs="+", help="numbers of rollout workers")
     parser.add_argument("--tokens-per-event", type=int, nargs="+", help="0 lets the client choose")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of an answer, increasing")
@@ -464,9 +462,8 @@ def main() -> None:
         write_inputs(folder)
         for _, interval, workers in product(range(o.rounds), plan.intervals, plan.workers):
             rows += asyncio.run(measure_run(plan, folder, workers, interval))
-            if o.json is not None:
-                o.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     finally:
+        write_json(o.json, rows)
         shutil.rmtree(folder, ignore_errors=True)
     show(rows)
 

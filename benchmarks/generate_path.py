@@ -4,27 +4,30 @@
 
 The server is another process that answers at once (a 1024-token prompt, 4 tokens back, one event each), so
 that what is measured is the client. Reported for each concurrency: calls/s, p50 latency, CPU of the client
-process a call, p99 lag of its event loop; then how long an aborted call takes until its first new token. Each
-figure is the median of the rounds, ratios are of the same round, with their smallest and largest. "client" is
-the engine client alone, "session" a whole turn: pool, session, segments and metrics around the same call.
+process a call, p99 lag of its event loop. Each figure is the median of the rounds, ratios are of the same
+round, with their smallest and largest. "client" is the engine client alone, "session" a whole turn: pool,
+session, segments and metrics around the same call.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
 import re
 import statistics
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from multiprocessing.connection import Connection
-from typing import ClassVar, cast
+from pathlib import Path
+from typing import cast
 
 import aiohttp
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.config import RolloutConfig, RoutingConfig
 from async_rl.data.chat_format import ChatFormat
@@ -38,11 +41,10 @@ from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.types import Task
+from benchmarks.support.tables import argument_parser, write_json
 
 PROMPT = np.arange(1024, dtype=np.int32) % 500
 TOKENS = 4
-HELD = 1_000_000
-"""`max_new_tokens` of a call that the server holds after its first token, until it is aborted."""
 
 FACTS = facts_of({"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 10**7})
 
@@ -72,14 +74,10 @@ def _event(index: int, reason: str | None) -> bytes:
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 _ANSWER = _HEAD + b"".join(_event(i, "length" if i == TOKENS - 1 else None) for i in range(TOKENS)) + _DONE
-_ABORTED = _event(1, "abort") + _DONE
-_EMPTY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
 class _Server(asyncio.Protocol):
     """Just enough HTTP: bodies with a length, one request at a time on a connection."""
-
-    held: ClassVar[set[asyncio.Transport]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -93,20 +91,8 @@ class _Server(asyncio.Protocol):
             size = end + 4 + (int(found[1]) if found else 0)
             if len(self.buffer) < size:
                 return
-            request, self.buffer = self.buffer[:size], self.buffer[size:]
-            if request.startswith(b"POST /abort_request"):
-                self.transport.write(_EMPTY)
-                for transport in self.held:
-                    transport.write(_ABORTED)
-                self.held.clear()
-            elif b'"max_new_tokens":%d' % HELD in request:
-                self.transport.write(_HEAD + _event(0, None))
-                self.held.add(self.transport)
-            else:
-                self.transport.write(_ANSWER)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.held.discard(self.transport)
+            self.buffer = self.buffer[size:]
+            self.transport.write(_ANSWER)
 
 
 def _serve(ready: Connection) -> None:
@@ -121,11 +107,11 @@ def _serve(ready: Connection) -> None:
 # -- the clients ----------------------------------------------------------------------------------------
 
 
-def _request(number: int, max_new_tokens: int = TOKENS) -> GenerateRequest:
+def _request(number: int) -> GenerateRequest:
     return GenerateRequest(
         request_id=f"{number:032x}",
         input_ids=PROMPT,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=TOKENS,
         sampling=SamplingParams(),
     )
 
@@ -231,31 +217,6 @@ async def _measure(call: Callable[[int], Awaitable[int]], concurrency: int, call
     }
 
 
-async def _abort_to_resume(engine: SGLangEngine, concurrency: int) -> float:
-    """Milliseconds from the interruption until the last of the aborted calls has a new token."""
-    started, resumed_s = asyncio.Semaphore(0), []
-
-    async def trajectory(number: int) -> None:
-        async with aclosing(engine.generate(_request(number, HELD))) as stream:
-            async for event in stream:
-                if isinstance(event, Chunk):
-                    started.release()
-        async with aclosing(engine.generate(_request(number))) as stream:
-            await anext(stream)
-            resumed_s.append(time.perf_counter())
-            async for _ in stream:
-                pass
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(concurrency):
-            group.create_task(trajectory(number))
-        for _ in range(concurrency):
-            await started.acquire()
-        begin = time.perf_counter()
-        await engine.interrupt("abort")
-    return 1e3 * (max(resumed_s) - begin)
-
-
 async def _run(url: str, quick: bool) -> list[dict[str, object]]:
     engine = SGLangEngine("engine-0", url, FACTS)
     rows: list[dict[str, object]] = []
@@ -287,14 +248,6 @@ async def _run(url: str, quick: bool) -> list[dict[str, object]]:
                 ]
                 row["ratio_calls_per_s"] = [round(f(ratios), 3) for f in (statistics.median, min, max)]
                 rows.append(row)
-        times = [await _abort_to_resume(engine, 64) for _ in range(1 + 2 * rounds)][1:]
-        rows.append(
-            {
-                "concurrency": 64,
-                "client": "client",
-                "abort_to_resume_ms": [round(f(times), 2) for f in (statistics.median, min, max)],
-            }
-        )
     await engine.close()
     return rows
 
@@ -305,10 +258,6 @@ def _print(rows: list[dict[str, object]]) -> None:
         f"{'lag p99 ms':>11}  ratio"
     )
     for row in rows:
-        if "abort_to_resume_ms" in row:
-            median, least, most = row["abort_to_resume_ms"]
-            print(f"\nabort to first new token of all {row['concurrency']}: {median} ms ({least} to {most})")
-            continue
         ratio = row.get("ratio_calls_per_s")
         spread = f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})" if isinstance(ratio, list) else ""
         print(
@@ -318,11 +267,8 @@ def _print(rows: list[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a quarter of the calls, fewer rounds")
-    parser.add_argument("--json", metavar="FILE", help="write the same rows there")
     arguments = parser.parse_args()
     receiver, sender = multiprocessing.Pipe(duplex=False)
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(sender,), daemon=True)
@@ -334,9 +280,7 @@ def main() -> None:
         server.terminate()
         server.join()
     _print(rows)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures memory and time of log-probs from hidden states, forward and backward, at a real vocabulary.
 
-    python benchmarks/logits_memory.py [--quick] [--tokens N ...] [--hidden N] [--device cuda] [--json [FILE]]
+    python benchmarks/logits_memory.py [--quick] [--tokens N ...] [--hidden N] [--device cuda] [--json FILE]
 
 bfloat16, one rank. `peak_bytes` counts what a forward and backward pass allocates at most beyond its inputs:
 every tensor, by a dispatch mode, or torch's own counter on a GPU. `hidden_bytes` is the size of the hidden
@@ -10,7 +10,6 @@ of interleaved pairs, null where the plain way does not fit into memory.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
+from benchmarks.support.tables import argument_parser, write_json
 from trainer.losses.log_probs import vocab_parallel_log_probs
 
 PLAIN_BYTES = 24
@@ -177,20 +177,15 @@ def show(rows: list[Measured], size: int, console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="few tokens and a small hidden state")
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens")
     parser.add_argument("--hidden", type=int, help="size of a hidden state")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved pairs of passes that are timed")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--json", metavar="FILE", nargs="?", const="-", help="write the rows; without FILE, print"
-    )
     options = parser.parse_args()
-    tokens = options.tokens or ([512, 1024] if options.quick else [2048, 8192, 32768])
+    tokens = options.tokens or ([256, 512] if options.quick else [2048, 8192, 32768])
     size = options.hidden or (64 if options.quick else 256)
     rows = [
         measure(
@@ -200,9 +195,7 @@ def main() -> None:
         for e in (False, True)
     ]
     show(rows, size, Console(stderr=options.json == "-"))
-    if options.json is not None:
-        text = msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n"
-        Path("/dev/stdout" if options.json == "-" else options.json).write_text(text)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

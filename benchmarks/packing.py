@@ -12,7 +12,6 @@ are CPU times; memory is what the passes add to the peak of their process.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import resource
@@ -23,16 +22,14 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
-from benchmarks.batch_assembly import memory
+from benchmarks.support.tables import Row, argument_parser, row, show, write_json
 from benchmarks.trainer_step import batch_of, build_model
-from benchmarks.trajectory_queue import Row, row, show
 from tests.support.trainers import started, trainer_config
 from trainer.megatron.packing import MicroBatch, Packing, pack_micro_batch, plan_micro_batches
 
@@ -131,26 +128,35 @@ def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
     size = {way: f"{batch.num_trajectories} in {tokens[way]} tokens" for way in WAYS}
     return [
         *(row(way, size[way], times[way], "padded", times["padded"]) for way in WAYS),
-        *(
-            memory(f"memory of {way} (bytes)", size[way], grown[way], grown["padded"], reference="padded")
-            for way in WAYS
-        ),
+        *(memory(f"memory of {way} (bytes)", size[way], grown[way], grown["padded"]) for way in WAYS),
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def memory(what: str, size: str, taken: int, against: int) -> Row:
+    """Returns a row of bytes, in the columns of times."""
+    ratio = taken / against
+    return Row(
+        what=what,
+        size=size,
+        p50_us=taken,
+        p99_us=taken,
+        reference="padded",
+        reference_us=against,
+        ratio=ratio,
+        ratio_low=ratio,
+        ratio_high=ratio,
     )
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a smaller batch, 3 rounds in place of 5")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
     batch = batch_of(32, 128, 1024) if options.quick else batch_of(96, 256, 2048)
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(build_model(Path(scratch) / "model"), batch, 3 if options.quick else 5)
     show(rows, "packed against padded")
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -231,14 +230,3 @@ class Mismatch:
             k3=float((np.expm1(d) - d).mean()),
             share_above_0_1=float((np.abs(d) > 0.1).mean()),
         )
-
-
-def write_json(where: str | None, rows: list[dict[str, Any]]) -> None:
-    """Writes the rows as a JSON list to a file, or to the standard output for `-`."""
-    if where is None:
-        return
-    text = msgspec.json.format(msgspec.json.encode(rows), indent=1).decode()
-    if where == "-":
-        print(text)
-    else:
-        Path(where).write_text(text + "\n")

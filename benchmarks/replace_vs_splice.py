@@ -1,6 +1,6 @@
 """Compares the rows of an interrupted trajectory: the newest answer's (replace) or the older ones (splice).
 
-    python benchmarks/replace_vs_splice.py [--quick] [--seeds N] [--dtype NAME] [--live] [--json FILE]
+    python benchmarks/replace_vs_splice.py [--quick] [--seeds N] [--dtype NAME] [--json FILE]
 
 Trajectories are interrupted 0, 1, 3 or 7 times at equal distances, and each time the weights change a little
 (every tensor by a share of its own standard deviation, `small` or `large`). Then the trainer, at the newest
@@ -24,14 +24,11 @@ better by itself; for y2, sampled with the trainer's own weights, all of it is e
 over the tokens of a seed (another model, other weights, other prompts), then over the seeds, with the half
 width of its 95% interval; `s-r` is the paired difference, splice minus replace.
 
-One call runs at a time with a fixed number of tokens, so that everything follows from the seeds: it
-leaves engine and answer as an abort after as many tokens does, and as a pause in place when the next call
-finds its prefix in the cache. `--live` interrupts calls while they run, many at a time; it is not repeatable.
+Calls are interrupted while they run, all prompts of a seed at a time: a run does not repeat to the token.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import math
@@ -39,7 +36,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,8 +60,8 @@ from benchmarks.real_parts import (
     trace_of,
     trainer_log_probs,
     training,
-    write_json,
 )
+from benchmarks.support.tables import argument_parser, write_json
 from tests.support.engine_calls import Call, request
 from trainer.worker import TrainerWorker
 
@@ -179,12 +176,10 @@ async def roll_out(
     prompts: Sequence[Int32Array],
     tokens: int,
     setting: Setting,
-    *,
-    live: bool = False,
 ) -> list[Mixed]:
     """Sample `tokens` tokens for each prompt, with the weights of the chain one after the other."""
     await engine.update_weights(DiskUpdate(weight_version=0, path=str(chain[0])), flush=True)
-    if live and setting.cache == "in_place":
+    if setting.cache == "in_place":
         for _ in range(_MAX_PAUSES):
             found = await _pause_in_place(engine, chain, prompts, tokens, setting)
             if all(len(mixed.parts) == setting.interruptions + 1 for mixed in found):
@@ -198,36 +193,20 @@ async def roll_out(
     sequences = list(prompts)
     for version, end in enumerate(_boundaries(tokens, setting.interruptions)):
         if version:
-            flush = setting.cache == "flush"
-            await engine.update_weights(
-                DiskUpdate(weight_version=version, path=str(chain[version])), flush=flush
-            )
+            update = DiskUpdate(weight_version=version, path=str(chain[version]))
+            await engine.update_weights(update, flush=True)
         held = [len(sequence) - len(prompt) for sequence, prompt in zip(sequences, prompts, strict=True)]
         # A call that runs on meanwhile leaves at least a token to each of those that follow.
-        most = tokens - (setting.interruptions - version) if live else end
-        limits = [most - count for count in held]
+        most = tokens - (setting.interruptions - version)
         calls = [
-            Call(engine, request(sequence.tolist(), limit, temperature=1.0))
-            for sequence, limit in zip(sequences, limits, strict=True)
+            Call(engine, request(sequence.tolist(), most - count, temperature=1.0))
+            for sequence, count in zip(sequences, held, strict=True)
         ]
-        if live:
-            await _abort_after(engine, calls, [max(1, end - n) for n in held], last=end == tokens)
-        else:
-            for call in calls:
-                await call.run()
+        await _abort_after(engine, calls, [max(1, end - n) for n in held], last=end == tokens)
         for j, call in enumerate(calls):
-            if version and setting.cache == "in_place":
-                _expect_cached(call, len(sequences[j]) - 1)
             parts[j].append(_part(call, version))
             sequences[j] = np.array(call.sequence, np.int32)
     return [Mixed(prompt, tuple(found)) for prompt, found in zip(prompts, parts, strict=True)]
-
-
-def _expect_cached(call: Call, count: int) -> None:
-    """All that was fed before the weights changed is still there, as it is after a pause in place."""
-    assert call.finish is not None
-    if call.finish.cached_tokens != count:
-        raise RuntimeError(f"{call.finish.cached_tokens} tokens were in the prefix cache, expected {count}")
 
 
 def _boundaries(tokens: int, interruptions: int) -> list[int]:
@@ -294,13 +273,9 @@ class Measured:
     """mean|Δ| of the tokens before the last interruption; nan when there was none."""
     y2: float
     """mean|Δ| of those after it."""
-    both: float
-    """mean|Δ| of all."""
     ppo_kl_bypass: float
     """Mean of rollout minus trainer over all, as the trainer reports it where it takes the rollout log-probs
     for the old ones. Recomputed old log-probs replay the same rows: that ppo_kl is 0 under every merge."""
-    above_0_1: float
-    """Share of |Δ| > 0.1 among all."""
     flips: float
     """`routing_flip_ratio` between the two merges, over the rows of y1; nan without an interruption."""
 
@@ -382,13 +357,10 @@ def _measured(setting: Setting, rolled: Sequence[Mixed], differences: Sequence[F
     cuts = [mixed.num_old(setting.interruptions) for mixed in rolled]
     y1 = np.concatenate([d[:cut] for d, cut in zip(differences, cuts, strict=True)], dtype=np.float64)
     y2 = np.concatenate([d[cut:] for d, cut in zip(differences, cuts, strict=True)], dtype=np.float64)
-    both = np.concatenate([y1, y2])
     return Measured(
         y1=float(np.abs(y1).mean()) if len(y1) else math.nan,
         y2=float(np.abs(y2).mean()),
-        both=float(np.abs(both).mean()),
-        ppo_kl_bypass=float(-both.mean()),
-        above_0_1=float((np.abs(both) > 0.1).mean()),
+        ppo_kl_bypass=float(-np.concatenate([y1, y2]).mean()),
         flips=_flips(rolled, cuts),
     )
 
@@ -450,7 +422,7 @@ Found = dict[tuple[Setting, Merge], list[Measured]]
 
 
 async def roll_out_seeds(
-    worlds: Sequence[dict[str, list[Path]]], size: Size, dtype: str, logs: Path, *, live: bool
+    worlds: Sequence[dict[str, list[Path]]], size: Size, dtype: str, logs: Path
 ) -> list[dict[Setting, list[Mixed]]]:
     """Samples for all seeds on one server."""
     result = []
@@ -460,12 +432,12 @@ async def roll_out_seeds(
             rolled = {}
             for setting in settings(size.interruptions):
                 chain = chains[setting.delta]
-                rolled[setting] = await roll_out(engine, chain, prompts, size.tokens, setting, live=live)
+                rolled[setting] = await roll_out(engine, chain, prompts, size.tokens, setting)
             result.append(rolled)
     return result
 
 
-def measure(size: Size, seeds: int, dtype: str, *, live: bool = False) -> Found:
+def measure(size: Size, seeds: int, dtype: str) -> Found:
     """Samples and scores all seeds."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -474,7 +446,7 @@ def measure(size: Size, seeds: int, dtype: str, *, live: bool = False) -> Found:
             base = build_model("qwen3_moe", folder / f"seed_{seed}" / "base", seed=seed)
             length = max(size.interruptions) + 1
             worlds.append({delta: weight_chain(base, base.parent, delta, length, seed) for delta in DELTAS})
-        rolled = asyncio.run(roll_out_seeds(worlds, size, dtype, folder, live=live))
+        rolled = asyncio.run(roll_out_seeds(worlds, size, dtype, folder))
         facts = load_facts(worlds[0]["small"][0])
         found: Found = defaultdict(list)
         for chains, of_seed in zip(worlds, rolled, strict=True):
@@ -526,9 +498,7 @@ def table(found: Found, title: str) -> str:
     for field, heading in (
         ("y1", "mean|Δ| of y1, sampled before the last interruption"),
         ("y2", "mean|Δ| of y2, sampled after it"),
-        ("both", "mean|Δ| of all tokens"),
         ("ppo_kl_bypass", "ppo_kl_bypass, the mean of rollout minus trainer log-probs, of all tokens"),
-        ("above_0_1", "share of |Δ| > 0.1, of all tokens"),
     ):
         names = [*MERGES, "s-r"]
         lines += ["", heading, f"{'':<18}{'flips':<8}" + "".join(f"{name:<20}" for name in names)]
@@ -546,52 +516,27 @@ def _number(value: float) -> str:
 
 
 def json_rows(found: Found, dtype: str) -> list[dict[str, Any]]:
-    """One row a setting and merge; `_ci` is the half width of the 95% interval over the seeds."""
-    rows = []
-    for (setting, merge), measured in found.items():
-        row: dict[str, Any] = {
-            "interruptions": setting.interruptions,
-            "delta": setting.delta if setting.interruptions else None,
-            "cache": setting.cache if setting.interruptions else None,
-            "merge": merge,
-            "dtype": dtype,
-            "seeds": len(measured),
-        }
-        for name, field in (
-            ("mean_abs_y1", "y1"),
-            ("mean_abs_y2", "y2"),
-            ("mean_abs", "both"),
-            ("ppo_kl_bypass", "ppo_kl_bypass"),
-            ("share_above_0_1", "above_0_1"),
-            ("routing_flip_ratio", "flips"),
-        ):
-            mean, half = interval([getattr(m, field) for m in measured])
-            row |= {name: _finite(mean), f"{name}_ci": _finite(half)}
-        rows.append(row)
-    return rows
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    """Returns a row for each setting, merge and seed; figures that do not exist are null."""
+    return [
+        {"setting": setting.name, "merge": merge, "dtype": dtype, "seed": seed, **asdict(measured)}
+        for (setting, merge), by_seed in found.items()
+        for seed, measured in enumerate(by_seed)
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="3 seeds, fewer and shorter answers")
     parser.add_argument("--seeds", type=int, help="models, weights and prompts (default: 8)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of both programs"
     )
-    parser.add_argument("--live", action="store_true", help="interrupt calls while they run")
-    parser.add_argument("--json", metavar="FILE", help="write the rows; - is the standard output")
     arguments = parser.parse_args()
     size = QUICK if arguments.quick else FULL
     seeds = arguments.seeds or (3 if arguments.quick else 8)
     torch.set_num_threads(1)
 
-    found = measure(size, seeds, arguments.dtype, live=arguments.live)
+    found = measure(size, seeds, arguments.dtype)
     title = (
         f"qwen3_moe, {arguments.dtype} in both programs, {seeds} seeds x {size.trajectories} trajectories of "
         f"{size.tokens} tokens; nats, mean ± 95% interval over the seeds"

@@ -20,7 +20,6 @@ that is not what the engine chose. --dtype is the trainer's; bfloat16 holds the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import statistics
@@ -51,8 +50,8 @@ from benchmarks.real_parts import (
     serving,
     trainer_log_probs,
     training,
-    write_json,
 )
+from benchmarks.support.tables import argument_parser, write_json
 from tests.support.engine_calls import request
 from trainer.worker import TrainerWorker
 
@@ -234,14 +233,11 @@ def _ratio(values: Sequence[float], off: Sequence[np.ndarray], field: str) -> st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, fewer and shorter answers")
     parser.add_argument("--model", nargs="+", choices=tuple(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="of the trainer")
     parser.add_argument("--seeds", type=int, help="models and prompts (default: 3)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows; - is the standard output")
     arguments = parser.parse_args()
     seeds = arguments.seeds or (1 if arguments.quick else 3)
     prompts, tokens = (16, 32) if arguments.quick else (64, 64)

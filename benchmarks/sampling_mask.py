@@ -11,19 +11,18 @@ log-probs of the same tokens. They are compared with the log-probs by which the 
     shifted   over those that it kept for the next token, and the token itself
 
 Only mask may be small. Where it is above 1e-5 nats, or shifted is not worse than mask, or none is not where
-sampling is truncated, the program says so and exits with 1. It also prints the bytes of the masks per sampled
-token beside those of routing, and at the end what each of them costs the loop; with --costs only that.
+sampling is truncated, the program says so and exits with 1. At the end it prints what masks and routing each
+cost the loop per sampled token, in bytes and CPU time; with --costs only that.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -62,8 +61,8 @@ from benchmarks.real_parts import (
     trace_of,
     trainer_log_probs,
     training,
-    write_json,
 )
+from benchmarks.support.tables import argument_parser, write_json
 from tests.support.engine_calls import request
 from tests.support.fake_sglang import event
 from tests.support.train_batches import random_rows
@@ -180,11 +179,10 @@ async def sample_all(
     return sampled
 
 
-def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row], list[str], list[str]]:
-    """Returns the rows of a model, what is wrong with them, and what masks and routing cost."""
+def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row], list[str]]:
+    """Returns the rows of a model, and what is wrong with them."""
     rows: list[Row] = []
     wrong: list[str] = []
-    costs: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         models = [
@@ -217,20 +215,7 @@ def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row]
                 )
                 for variant in VARIANTS
             ]
-            costs.append(_bytes(batch))
-    return rows, wrong, costs
-
-
-def _bytes(batch: TrainBatch) -> str:
-    """What masks and routing take per sampled token in a batch."""
-    mask, tokens = batch.sampling_mask, int(batch.loss_mask.sum())
-    assert mask is not None
-    assert batch.routed_experts is not None
-    mask_bytes = mask.counts.nbytes + mask.token_ids.nbytes
-    return (
-        f"{mask_bytes / tokens:6.1f} B of masks and {batch.routed_experts.nbytes / tokens:6.1f} B of routing "
-        f"per sampled token"
-    )
+    return rows, wrong
 
 
 # -- what they cost the loop ------------------------------------------------------------------------------
@@ -368,14 +353,11 @@ def print_costs(file: TextIO) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, fewer and shorter answers")
     parser.add_argument("--costs", action="store_true", help="only what masks and routing cost the loop")
     parser.add_argument("--model", nargs="+", choices=tuple(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--seeds", type=int, help="models and prompts (default: 3)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows; - is the standard output")
     arguments = parser.parse_args()
     seeds = arguments.seeds or (1 if arguments.quick else 3)
     prompts, tokens = (8, 32) if arguments.quick else (32, 64)
@@ -384,20 +366,20 @@ def main() -> int:
     rows: list[Row] = []
     wrong: list[str] = []
     for kind in () if arguments.costs else arguments.model:
-        found, violated, costs = measure(kind, seeds, prompts, tokens)
+        found, violated = measure(kind, seeds, prompts, tokens)
         rows += found
         wrong += violated
         print(f"{kind}: {seeds} x {prompts} answers of {tokens} tokens, mean|Δ| in nats", file=report)
         header = "".join(f"{variant:>11}" for variant in VARIANTS)
         print(f"{'temp':>5}{'top_p':>7}{'top_k':>7}{'min_p':>7}{'kept':>7}{header}", file=report)
-        for index, cost in enumerate(costs):
-            of_setting = found[index * len(VARIANTS) : (index + 1) * len(VARIANTS)]
+        for index in range(0, len(found), len(VARIANTS)):
+            of_setting = found[index : index + len(VARIANTS)]
             first = of_setting[0]
             values = "".join(f"{row.mean_abs:>11.2e}" for row in of_setting)
             settings = f"{first.temperature:>5g}{first.top_p:>7g}{first.top_k:>7}{first.min_p:>7g}"
-            print(f"{settings}{first.kept:>7.1f}{values}   {cost}", file=report, flush=True)
+            print(f"{settings}{first.kept:>7.1f}{values}", file=report, flush=True)
     print_costs(report)
-    write_json(arguments.json, [asdict(row) for row in rows])
+    write_json(arguments.json, rows)
     for sentence in wrong:
         print(f"WRONG: {sentence}", file=sys.stderr)
     return 1 if wrong else 0

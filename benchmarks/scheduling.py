@@ -1,6 +1,6 @@
 """Compares scheduling policies in virtual time: async_rl's production code and models of its peers.
 
-python benchmarks/scheduling.py [--quick] [--seeds N] [--json FILE]
+    python benchmarks/scheduling.py [--quick] [--seeds N] [--json FILE]
 
 The world: 8 engines of 128 slots, a decode step of 12 ms + 0.06 ms for each running call, prefill at 30k
 tokens/s, unshared prompts of 512 tokens, groups of 8, answers lognormal (mean 8192, sigma 0.8, cut
@@ -15,9 +15,7 @@ follows.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -31,6 +29,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
+
 from async_rl.config import Config, parse_config
 from async_rl.engine_protocol import Chunk, DiskUpdate, GenerateRequest, InterruptMode, SamplingParams
 from async_rl.planning.coarse_engine import CoarseEngine, EngineSpeed, mark
@@ -38,6 +38,7 @@ from async_rl.planning.planned_job import PlannedRun, simulate
 from async_rl.planning.virtual_time import run_virtual
 from async_rl.planning.workload import EndlessTasks, Workload, fluid_rate
 from async_rl.runtime.supervision import Nursery
+from benchmarks.support.tables import argument_parser, write_json
 
 ENGINES, SLOTS, GROUP, SCALE = 8, 128, 8, 64
 WORLD = Workload(shares_prompts=False)
@@ -609,12 +610,11 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="one seed, few versions: about a minute and a half"
     )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -640,8 +640,7 @@ def main() -> None:
                 rows.append(over_seeds([job(seed, length) for seed in seeds]))
                 print(f"{groups} groups: {policy}: rel {rows[-1].rel:.3f}", file=sys.stderr)
     show(rows)
-    if options.json is not None:
-        options.json.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ alternately. Times are CPU times.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import transformers
@@ -24,7 +22,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
-from benchmarks.trajectory_queue import Row, row, show
+from benchmarks.support.tables import argument_parser, row, show, write_json
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config
@@ -90,11 +88,8 @@ def step_times(model: Path, batch: TrainBatch, warm_up: TrainBatch, rounds: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a smaller batch, 3 rounds in place of 7")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     batch = batch_of(24, 128, 512) if options.quick else batch_of(64, 192, 1024)
@@ -103,12 +98,11 @@ def main() -> None:
         times = step_times(model, batch, warm_up, 3 if options.quick else 7)
     reference, *_ = VARIANTS
     size = f"{batch.num_trajectories} x {batch.num_tokens // batch.num_trajectories}"
-    rows: list[Row] = [row(name, size, times[name], reference, times[reference]) for name in VARIANTS]
+    rows = [row(name, size, times[name], reference, times[reference]) for name in VARIANTS]
     recomputed, both = "all recomputed", "all recomputed, replay r3"
     rows.append(row(both, size, times[both], recomputed, times[recomputed]))
     show(rows, "a trainer step")
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

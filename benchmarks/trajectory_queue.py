@@ -1,6 +1,6 @@
 """Compares the data plane with the physical limit: a group to another process, an admission decision.
 
-python benchmarks/trajectory_queue.py [--quick] [--json FILE] [--directory DIR]
+    python benchmarks/trajectory_queue.py [--quick] [--json FILE]
 
 Each row alternates with its reference in one run and is shown as their ratio: absolute times are those of
 this machine, ratios carry over.
@@ -8,12 +8,10 @@ this machine, ratios carry over.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import pickle
-import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,10 +19,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.codec import encode, encoded_size
 from async_rl.engine_protocol import EngineFacts
@@ -33,6 +30,7 @@ from async_rl.queue.spool import Spool
 from async_rl.routing import make_trace
 from async_rl.staleness import Backlog
 from async_rl.types import Context, Group, Outcome, Sampled, Trajectory
+from benchmarks.support.tables import Row, argument_parser, in_turns, row, show, timed, write_json
 
 LAYERS, TOP_K, EXPERTS, GROUP = 48, 8, 128, 8
 FACTS = EngineFacts(
@@ -43,21 +41,6 @@ FACTS = EngineFacts(
     vocab_size=1 << 17,
     context_length=1 << 15,
 )
-
-
-class Row(msgspec.Struct, kw_only=True):
-    """One line of the table; times in microseconds."""
-
-    what: str
-    size: str
-    p50_us: float
-    p99_us: float
-    reference: str = ""
-    reference_us: float = 0.0
-    ratio: float = 0.0
-    ratio_low: float = 0.0
-    ratio_high: float = 0.0
-    target: str = ""
 
 
 def trajectory(tokens: int, name: str, ids: np.ndarray) -> Trajectory:
@@ -104,70 +87,15 @@ def group_of(tokens: int, ids: np.ndarray) -> Group:
     )
 
 
-def in_turns(repetitions: int, **contestants: Callable[[], float]) -> dict[str, np.ndarray]:
-    """Returns the seconds of each, alternately, after two warm-up rounds."""
-    measured = {name: np.empty(repetitions) for name in contestants}
-    for round_ in range(-2, repetitions):
-        for name, contestant in contestants.items():
-            seconds = contestant()
-            if round_ >= 0:
-                measured[name][round_] = seconds
-    return measured
-
-
-def timed(work: Callable[[], Any]) -> Callable[[], float]:
-    """Returns the seconds that the work takes."""
-
-    def run() -> float:
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-
-    return run
-
-
-def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarray, target: str = "") -> Row:
-    """Ours against the reference, of the same round where there are as many of both: load comes and goes."""
-    ratios = np.percentile(ours / (other if len(other) == len(ours) else np.median(other)), [25, 50, 75])
-    return Row(
-        what=what,
-        size=size,
-        p50_us=float(np.median(ours)) * 1e6,
-        p99_us=float(np.percentile(ours, 99)) * 1e6,
-        reference=reference,
-        reference_us=float(np.median(other)) * 1e6,
-        ratio=float(ratios[1]),
-        ratio_low=float(ratios[0]),
-        ratio_high=float(ratios[2]),
-        target=target,
-    )
-
-
 def read_frames(connection: Connection) -> None:
     """Reads the requested frames in the other process and replies when done."""
     while (message := connection.recv()) is not None:
         kind, content = message
         if kind == "frames":
             last = [read_columns(stored) for stored in content][-1]["routed_experts"][-1, -1, -1]
-        elif kind == "pickle":
-            last = pickle.loads(content).trajectories[-1].trace.rows[-1, -1, -1]
         else:
-            last = msgspec.msgpack.decode(content)["trajectories"][-1]["rows"][-1][-1][-1]
+            last = pickle.loads(content).trajectories[-1].trace.rows[-1, -1, -1]
         connection.send(int(last))
-
-
-def as_lists(group: Group) -> dict[str, Any]:
-    """Converts arrays to lists of numbers, the naive method."""
-    return {
-        "trajectories": [
-            {
-                "token_ids": t.token_ids.tolist(),
-                "log_probs": t.rollout_log_probs.tolist(),
-                "rows": t.trace.rows.tolist() if t.trace is not None else [],
-            }
-            for t in group.trajectories
-        ]
-    }
 
 
 def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetitions: int) -> list[Row]:
@@ -188,9 +116,9 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
             spool.delete_discarded()
             return seconds
 
-        def exchange(kind: str, content: Callable[[], bytes]) -> float:
-            connection.send((kind, content()))
-            return float(connection.recv())
+        def pickled(group: Group = group) -> None:
+            connection.send(("pickle", pickle.dumps(group, protocol=5)))
+            connection.recv()
 
         times = in_turns(
             max(10, min(repetitions, (1 << 33) // size)),
@@ -199,16 +127,8 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
         )
         name = f"8 x {tokens // 1024}k, {size / 1e6:.0f} MB"
         rows.append(row("put, read and verify", name, times["verified"], "memcpy", times["memcpy"]))
-        naive = {"pickle": lambda g=group: exchange("pickle", lambda: pickle.dumps(g, protocol=5))}
-        if tokens == lengths[0]:  # larger ones take minutes
-            naive["msgpack of lists"] = lambda g=group: exchange(
-                "lists", lambda: msgspec.msgpack.encode(as_lists(g))
-            )
-        slow = in_turns(3, **{what: timed(work) for what, work in naive.items()})
-        rows += [
-            row(f"{what} through a pipe", name, times_, "put, read and verify", times["verified"])
-            for what, times_ in slow.items()
-        ]
+        slow = in_turns(3, pickle=timed(pickled))["pickle"]
+        rows.append(row("pickle through a pipe", name, slow, "put, read and verify", times["verified"]))
     return rows
 
 
@@ -246,51 +166,13 @@ def decide(repetitions: int) -> list[Row]:
     ]
 
 
-def show(rows: list[Row], title: str) -> None:
-    """Prints the rows as a table."""
-    table = Table(title=title)
-    for column in ("", "size", "p50", "p99", "reference", "its p50", "ratio", "quartiles", "target"):
-        table.add_column(column, justify="left" if column in ("", "size", "reference", "target") else "right")
-    for r in rows:
-        amount = _bytes if "(bytes)" in r.what else _time
-        table.add_row(
-            r.what,
-            r.size,
-            amount(r.p50_us),
-            amount(r.p99_us),
-            r.reference,
-            amount(r.reference_us),
-            f"{r.ratio:.2f}",
-            f"{r.ratio_low:.2f}-{r.ratio_high:.2f}",
-            r.target,
-        )
-    Console(width=150).print(table)
-
-
-def _time(microseconds: float) -> str:
-    if microseconds >= 1e6:
-        return f"{microseconds / 1e6:.2f} s"
-    return f"{microseconds / 1000:.2f} ms" if microseconds >= 100 else f"{microseconds:.2f} us"
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e6:.0f} MB"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller, about 15 s")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    shared = Path("/dev/shm")
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        default=shared if shared.is_dir() else Path(tempfile.gettempdir()),
-        help="folder of the spool: shared memory where there is some",
-    )
     options = parser.parse_args()
     repetitions = 20 if options.quick else 100
-    folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-", dir=options.directory))
+    shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-", dir=shared))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=read_frames, args=(theirs,), daemon=True)
     process.start()
@@ -304,9 +186,7 @@ def main() -> None:
         process.join()
         shutil.rmtree(folder)
     show(rows, "trajectory queue")
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB, spool in {folder}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

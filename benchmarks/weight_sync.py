@@ -18,7 +18,6 @@ is what `weights.verify=checksum` adds: the engine's sums over its weights, and 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 import socket
@@ -40,7 +39,8 @@ from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite,
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import free_port
 from async_rl.weights.relay import BucketRelay
-from benchmarks.real_parts import serving, write_json
+from benchmarks.real_parts import serving
+from benchmarks.support.tables import argument_parser, write_json
 from tests.support.live_bytes import LiveBytes
 from tests.support.sglang_world import in_trainer_order
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
@@ -311,11 +311,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, 3 rounds: under a minute")
-    parser.add_argument("--json", metavar="FILE", help="write the rows; - is the standard output")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:

@@ -22,7 +22,6 @@ do not raise it above the correct ones' mean. `--plot` draws a JSON file of befo
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -30,14 +29,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.observability.records import step_record_log
-from benchmarks.real_parts import write_json
+from benchmarks.support.tables import argument_parser, write_json
 
 ROOT: Final = Path(__file__).parent.parent
 
@@ -156,11 +155,8 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def main() -> int:
     """Runs the command. Returns 1 when the mismatch does not tell wrong rows from right ones."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=20, help="steps of each of the eight runs")
-    parser.add_argument("--json", metavar="FILE", help="write one row per step, or read it with --plot")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the rows of --json, to here")
     options = parser.parse_args()
     if options.plot is not None:
@@ -177,8 +173,7 @@ def main() -> int:
         for variant in VARIANTS:
             kl, mismatch, reward = (mean_of(rows, variant, mode, f) for f in ("ppo_kl", "mismatch", "reward"))
             print(f"{variant:<14}{mode:<15}{kl:>12.2e}{mismatch:>12.2e}{reward:>9.3f}")
-    built: list[dict[str, Any]] = [msgspec.to_builtins(row) for row in rows]
-    write_json(options.json, built)
+    write_json(options.json, rows)
     for violation in (problems := violations(rows)):
         print(f"VIOLATION {violation}")
     return int(bool(problems))

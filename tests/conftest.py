@@ -20,7 +20,7 @@ settings.load_profile("async_rl")
 
 pytest_plugins = ["tests.support.environment", "tests.support.time_limit"]
 
-IN_VIRTUAL_TIME = ("tests/unit/", "tests/property/")
+IN_VIRTUAL_TIME = ("tests/unit/", "tests/property/", "tests/simulation/")
 
 LONGEST = ("tests/integration/", "tests/contract/", "tests/simulation/")
 """Folders whose files workers take first, so that a short file comes last and no worker waits long."""
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Runs asynchronous unit tests in virtual time, except those with the mark `real_time`."""
+    """Runs asynchronous tests of these folders in virtual time, except those with the mark `real_time`."""
     if item.nodeid.startswith(IN_VIRTUAL_TIME) and item.get_closest_marker("real_time") is None:
         return {"virtual": VirtualTimeLoop}
     return {"real": asyncio.new_event_loop}

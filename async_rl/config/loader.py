@@ -22,15 +22,6 @@ DEFAULT_ENGINE: Final = "sglang"
 DEFAULT_REWARD: Final = "function"
 """The `kind` of a reward in `rollout.rewards` that names none."""
 
-RENAMED: Final = {"rollout.overage": "rollout.staleness_policy"}
-"""Settings of earlier versions, and their present names."""
-
-REMOVED: Final = dict.fromkeys(
-    ("engine.vocab_size", "engine.num_layers", "engine.num_experts", "engine.top_k"),
-    "simulated engines take the dimensions of the model at model.path",
-)
-"""Settings of earlier versions that had no effect, and what applies instead."""
-
 _YES_AND_NO: Final = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """What YAML 1.1 reads as a boolean and YAML 1.2 as text."""
 
@@ -97,12 +88,6 @@ def parse_config(tree: dict[str, Any], source: str = "config", *, overrides: Seq
     Raises:
         ConfigError: With the place, the actual value, what was expected, and what to do.
     """
-    for old, new in RENAMED.items():
-        if _has(tree, old):
-            raise ConfigError(f"{_blame(old, source, overrides)}: {old} was renamed: use {new}")
-    for old, instead in REMOVED.items():
-        if _has(tree, old):
-            raise ConfigError(f"{_blame(old, source, overrides)}: {old} was removed: {instead}; leave it out")
     engine = tree.setdefault("engine", {})
     if isinstance(engine, dict):
         engine.setdefault("kind", DEFAULT_ENGINE)
@@ -128,15 +113,6 @@ def to_builtins(config: Config) -> dict[str, Any]:
     """Return the config as plain values, with every default filled in."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return plain
-
-
-def _has(tree: dict[str, Any], key: str) -> bool:
-    node: Any = tree
-    for part in key.split("."):
-        if not isinstance(node, dict) or part not in node:
-            return False
-        node = node[part]
-    return True
 
 
 def _place(message: str) -> str:

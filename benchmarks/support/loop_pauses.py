@@ -40,44 +40,28 @@ class Pauses(msgspec.Struct):
 
 
 class PauseRecorder:
-    """Records pauses of the running event loop until it is stopped.
+    """Writes the pauses of the running event loop to a file, a line a second."""
 
-    Example:
-        >>> recorder = PauseRecorder()
-        >>> recorder.start()
-        >>> recorder.pauses.longest_s
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Write a line a second to a file, if there is one; otherwise add up."""
-        self.pauses = Pauses()
+    def __init__(self, path: Path) -> None:
+        self._pauses = Pauses()
         self._path = path
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Begin."""
         self._loop = asyncio.get_running_loop()
         self._written_s = self._loop.time()
         self._await_tick()
 
-    def stop(self) -> None:
-        """End."""
-        if self._timer is not None:
-            self._timer.cancel()
-
     def _await_tick(self) -> None:
         self._cpu_s, due_s = time.thread_time(), self._loop.time() + TICK_S
-        self._timer = self._loop.call_later(TICK_S, self._tick, due_s)
+        self._loop.call_later(TICK_S, self._tick, due_s)
 
     def _tick(self, due_s: float) -> None:
-        now, pauses = self._loop.time(), self.pauses
+        now, pauses = self._loop.time(), self._pauses
         pauses.longest_s = max(pauses.longest_s, now - due_s)
         pauses.longest_cpu_s = max(pauses.longest_cpu_s, time.thread_time() - self._cpu_s)
-        if self._path is not None and now >= self._written_s + 1.0:
+        if now >= self._written_s + 1.0:
             self._written_s, pauses.time_s = now, time.time()
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(pauses) + b"\n")
-            self.pauses = Pauses()
+            self._pauses = Pauses()
         self._await_tick()
 
 
@@ -105,5 +89,4 @@ class PausesLoop(SingleTurnLoop):
         """Implements `AgentLoop.run`."""
         if PausesLoop._recorder is None:
             PausesLoop._recorder = PauseRecorder(Path(os.environ[FOLDER]) / f"pauses-{os.getpid()}.jsonl")
-            PausesLoop._recorder.start()
         await super().run(task, session)

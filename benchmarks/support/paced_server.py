@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import gc
 import random
 import re
@@ -65,9 +64,6 @@ class Counts(msgspec.Struct):
     late_steps: int = 0
     """Steps that were left out, because this process was late or a reader was slow."""
     running: int = 0
-    updates: int = 0
-    """Weight updates of single engines."""
-    cpu_s: float = 0.0
 
 
 class _Sampling(msgspec.Struct):
@@ -79,8 +75,6 @@ class _GenerateBody(msgspec.Struct):
     rid: str
     input_ids: list[int]
     sampling_params: _Sampling
-    return_routed_experts: bool = False
-    routed_experts_start_len: int = 0
 
 
 _decode_generate = msgspec.json.Decoder(_GenerateBody).decode
@@ -101,14 +95,6 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def interval_of(self, body: _GenerateBody) -> int:
         """Return the tokens of one event of a call."""
         return self.stream_interval or body.sampling_params.stream_interval or 1
-
-
-class RoutingShape(msgspec.Struct, frozen=True):
-    """Dimensions of the routing rows."""
-
-    num_layers: int = 0
-    top_k: int = 0
-    num_experts: int = 1
 
 
 class _Stream:
@@ -140,14 +126,13 @@ class PacedEngine:
     """One engine: a port, a weight version, and streams that advance together.
 
     Example:
-        >>> engine = PacedEngine(Pace(step_s=0.02), RoutingShape(), Counts(), seed=0)
+        >>> engine = PacedEngine(Pace(step_s=0.02), Counts(), seed=0)
         >>> server = await asyncio.get_running_loop().create_server(engine.connection, "127.0.0.1", 0)
         >>> await engine.run_steps()
     """
 
-    def __init__(self, pace: Pace, routing: RoutingShape, counts: Counts, seed: int) -> None:
+    def __init__(self, pace: Pace, counts: Counts, seed: int) -> None:
         self._pace = pace
-        self._routing = routing
         self._counts = counts
         self._random = random.Random(seed)
         self._version, self._path = "0", "model"
@@ -237,10 +222,6 @@ class PacedEngine:
             "cached_tokens": 0,
             "output_token_logprobs": [[_LOG_PROB, token, None] for token in ids],
         }
-        rows = len(body.input_ids) + total - 1 - body.routed_experts_start_len
-        if body.return_routed_experts and rows > 0:
-            text = _routing_text(rows, self._routing)
-            meta["routed_experts"] = msgspec.Raw(b'"%b"' % text)
         document = {"text": "x", "output_ids": ids, "meta_info": meta}
         data = b"data: " + msgspec.json.encode(document) + b"\n\n"
         stream.transport.write(b"%x\r\n%b\r\n%b" % (len(data), data, _DONE))
@@ -273,7 +254,6 @@ class PacedEngine:
             case "model_info":
                 return {"model_path": self._path, "weight_version": self._version}
             case "counts":
-                self._counts.cpu_s = time.process_time()
                 return self._counts
             case "pace":
                 self.set_pace(msgspec.convert(body, Pace))
@@ -298,7 +278,6 @@ class PacedEngine:
         self._end(stream, 0, {"type": "abort", "message": "Aborted"})
 
     def _serve_version(self, version: str) -> None:
-        self._counts.updates += 1
         self._version = version
         for stream in self._streams.values():
             stream.sample_under(version)
@@ -363,21 +342,10 @@ def _event_parts(total: int, new: int) -> tuple[bytes, bytes]:
     return head, tail
 
 
-@lru_cache(maxsize=16)
-def _routing_text(rows: int, shape: RoutingShape) -> bytes:
-    """Return rows of experts, `[rows, layers, top_k]` int32 in base64: distinct within each layer."""
-    layers = (
-        ((layer + choice) % shape.num_experts).to_bytes(4, "little")
-        for layer in range(shape.num_layers)
-        for choice in range(shape.top_k)
-    )
-    return base64.b64encode(b"".join(layers) * rows)
-
-
-async def serve_engines(num_engines: int, pace: Pace, routing: RoutingShape) -> None:
+async def serve_engines(num_engines: int, pace: Pace) -> None:
     """Serve engines on free ports of the loopback, print their URLs, and never return."""
     counts, loop = Counts(), asyncio.get_running_loop()
-    engines = [PacedEngine(pace, routing, counts, seed) for seed in range(num_engines)]
+    engines = [PacedEngine(pace, counts, seed) for seed in range(num_engines)]
     servers = [await loop.create_server(e.connection, "127.0.0.1", 0, backlog=4096) for e in engines]
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
     print(msgspec.json.encode(urls).decode(), flush=True)
@@ -392,13 +360,10 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.02, help="seconds per token of a stream")
     parser.add_argument("--answer-tokens", type=int, default=1 << 40, help="length of an answer")
     parser.add_argument("--stream-interval", type=int, help="tokens per event, whatever requests say")
-    for name in ("num-layers", "top-k", "num-experts"):
-        parser.add_argument(f"--{name}", type=int, default=int(name == "num-experts"), help="of routing rows")
     o = parser.parse_args()
     gc.disable()  # streams have no reference cycles, and a collection would delay steps
     die_with_parent()
-    pace = Pace(o.step_s, o.answer_tokens, o.stream_interval)
-    asyncio.run(serve_engines(o.engines, pace, RoutingShape(o.num_layers, o.top_k, o.num_experts)))
+    asyncio.run(serve_engines(o.engines, Pace(o.step_s, o.answer_tokens, o.stream_interval)))
 
 
 if __name__ == "__main__":

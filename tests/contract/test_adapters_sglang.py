@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import LoraConfig, WeightsConfig
-from async_rl.engine_protocol import AdapterUpdate, GenerateRequest
+from async_rl.engine_protocol import AdapterUpdate, Engine, GenerateRequest
 from async_rl.engines.device_memory import stop_engine
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
@@ -23,7 +23,6 @@ from async_rl.errors import RequestRefused, WeightSyncError
 from async_rl.observability.metrics import Metrics
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.checksums import VersionVerifier
-from tests.contract.test_session_sglang import NeverStops, Watched
 from tests.support.engine_calls import Call, request
 from tests.support.engine_through_worker import through_worker
 from tests.support.scripted import RecordingTrainer
@@ -31,25 +30,32 @@ from tests.support.sessions import Bench, row_versions
 from tests.support.sglang_world import SGLangWorld
 from tests.support.tiny_adapter import merged_weights, write_adapter
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
+from tests.support.watched_engine import NeverStops, WatchedEngine
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.sglang, pytest.mark.timeout(900)]
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("attention",))
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
-LONG = 500
+LONG = 200
 """Tokens of an answer that still runs when it is interrupted, also on a loaded machine."""
 
 
 class AdapterWorld(SGLangWorld):
     """One server, and two adapters for its model: `adapters[v % 2]` is the folder of version v."""
 
-    def __init__(self, folder: Path, build: Callable[..., Path] = build_tiny_qwen3_moe) -> None:
-        super().__init__(folder, build, adapters=LORA, shared=True)
+    def __init__(
+        self, folder: Path, build: Callable[..., Path] = build_tiny_qwen3_moe, index: int = 0
+    ) -> None:
+        super().__init__(folder, build, adapters=LORA, shared=True, index=index)
         self.model = self.weights[0]
         self.adapters = [
             write_adapter(folder / f"version_{version}", self.model, LORA, seed=version)
             for version in range(2)
         ]
+
+    async def load(self, engine: Engine, version: int, *, flush: bool = True) -> None:
+        path = str(self.adapters[version % 2])
+        await engine.update_weights(AdapterUpdate(weight_version=version, path=path), flush=flush)
 
     def expected(self, version: int | None, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs `[T - 1]` of tokens from the second on, and sorted experts `[T, L, K]`.
@@ -85,33 +91,18 @@ class AdapterWorld(SGLangWorld):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterWorld]:
-    made = AdapterWorld(tmp_path_factory.mktemp("adapters"))
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
-def latent_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterWorld]:
-    made = AdapterWorld(tmp_path_factory.mktemp("latent"), build_tiny_deepseek_v3)
-    made.start()
-    yield made
-    made.stop()
+    with AdapterWorld(tmp_path_factory.mktemp("adapters")) as made:
+        yield made
 
 
 @pytest.fixture
 async def engine(world: AdapterWorld) -> AsyncIterator[SGLangEngine]:
     made = world.engine()
     await made.wait_ready()
-    await load(made, world, 0)
+    await world.load(made, 0)
     yield made
     await made.interrupt("abort")
     await made.close()
-
-
-async def load(engine: SGLangEngine, world: AdapterWorld, version: int) -> None:
-    path = str(world.adapters[version % 2])
-    await engine.update_weights(AdapterUpdate(weight_version=version, path=path), flush=True)
 
 
 def asking(version: int, prompt: Sequence[int] = PROMPT, max_new_tokens: int = 12) -> GenerateRequest:
@@ -128,7 +119,7 @@ async def test_log_probs_and_experts_are_those_of_merged_weights_when_an_adapter
     world: AdapterWorld, engine: SGLangEngine
 ) -> None:
     for version in (0, 1):
-        await load(engine, world, version)
+        await world.load(engine, version)
         called = await Call(engine, asking(version)).run()
         log_probs, experts = world.expected(version, called.sequence)
         assert called.log_probs == pytest.approx(log_probs[-12:], abs=2e-5)
@@ -142,44 +133,40 @@ async def test_log_probs_and_experts_are_those_of_merged_weights_when_an_adapter
 
 @pytest.mark.megatron
 @pytest.mark.filterwarnings("ignore:::megatron", "ignore::DeprecationWarning")
-async def test_log_probs_are_those_of_merged_weights_when_attention_is_latent(
-    latent_world: AdapterWorld, tmp_path: Path
-) -> None:
+async def test_log_probs_are_those_of_merged_weights_when_attention_is_latent(tmp_path: Path) -> None:
     """Also of an adapter that the trainer publishes."""
     from tests.support.trainers import started, trainer_config
     from trainer.megatron.lora import adapted_weights
 
-    world, engine, published = latent_world, latent_world.engine(), tmp_path / "published"
+    world, published = AdapterWorld(tmp_path, build_tiny_deepseek_v3, index=1), tmp_path / "published"
     lora = {"rank": LORA.rank, "alpha": LORA.alpha, "targets": LORA.targets}
     with started(trainer_config(world.model, lora=lora)) as worker:
         for each in adapted_weights(worker.model.chunks):
             each.b.data.normal_(std=0.2)
         worker.publish(str(published), 2)
-    await engine.wait_ready()
-    for version, adapter in enumerate((*world.adapters, published)):
-        await engine.update_weights(AdapterUpdate(weight_version=version, path=str(adapter)), flush=True)
-        for prompt in (PROMPT, PROMPT * 6):
-            called = await Call(engine, asking(version, prompt)).run()
-            log_probs, _ = world.run_merged(adapter, called.sequence)
-            assert called.log_probs == pytest.approx(log_probs[-12:], abs=2e-5)
-            plain, _ = world.run_merged(None, called.sequence)
-            assert np.abs(plain[-12:] - log_probs[-12:]).max() > 0.1  # the control: the adapter matters
-    await engine.close()
+    with world:
+        engine = world.engine()
+        await engine.wait_ready()
+        for version, adapter in enumerate((*world.adapters, published)):
+            await engine.update_weights(AdapterUpdate(weight_version=version, path=str(adapter)), flush=True)
+            for prompt in (PROMPT, PROMPT * 6):
+                called = await Call(engine, asking(version, prompt)).run()
+                log_probs, _ = world.run_merged(adapter, called.sequence)
+                assert called.log_probs == pytest.approx(log_probs[-12:], abs=2e-5)
+                plain, _ = world.run_merged(None, called.sequence)
+                assert np.abs(plain[-12:] - log_probs[-12:]).max() > 0.1  # the control: the adapter matters
+        await engine.close()
 
 
 async def test_a_resumed_session_has_tokens_and_rows_of_both_adapters(
     world: AdapterWorld, engine: SGLangEngine
 ) -> None:
-    watched = Watched(cast(Any, engine))
+    watched = WatchedEngine(engine)
     weights = [str(path) for path in world.adapters]
     limits = {"max_context_tokens": 1024, "max_new_tokens": LONG}
+    chat = cast(Any, NeverStops())
     bench = Bench(
-        cast(Any, watched),
-        facts=world.facts,
-        weights=weights,
-        update=AdapterUpdate,
-        chat=cast(Any, NeverStops()),
-        **limits,
+        cast(Any, watched), facts=world.facts, weights=weights, update=AdapterUpdate, chat=chat, **limits
     )
     bench.start()
     async with asyncio.TaskGroup() as group:
@@ -209,18 +196,18 @@ async def test_a_prefix_is_not_used_under_the_next_adapter(world: AdapterWorld, 
     warm = await Call(engine, asking(0, prompt)).run()
     assert warm.finish.cached_tokens > cold.finish.cached_tokens == 0
     for version in (1, 2):  # the second has the first one's files again
-        await load(engine, world, version)
+        await world.load(engine, version)
         called = await Call(engine, asking(version, prompt)).run()
         assert called.finish.cached_tokens == 0
 
 
 async def test_one_adapter_is_loaded_after_many_updates(world: AdapterWorld, engine: SGLangEngine) -> None:
-    for version in range(1, 21):
-        await load(engine, world, version)
+    for version in range(1, 7):
+        await world.load(engine, version)
         assert await loaded(engine) == [f"policy-v{version}"]
-    assert (await engine.health()).weight_version == 20
-    await load(engine, world, 20)  # of a trainer that has restarted
-    assert await loaded(engine) == ["policy-v20"]
+    assert (await engine.health()).weight_version == 6
+    await world.load(engine, 6)  # of a trainer that has restarted
+    assert await loaded(engine) == ["policy-v6"]
 
 
 async def test_the_next_adapter_is_served_when_the_engine_was_without_its_memory(
@@ -232,7 +219,7 @@ async def test_the_next_adapter_is_served_when_the_engine_was_without_its_memory
     for version in (1, 2):
         stopped = await stop_engine(engine, engine.interrupt)
         loadable = await (await stopped.release_all(keeps_weights=True)).resume_weights()
-        await load(engine, world, version)  # before there is memory for a cache
+        await world.load(engine, version)  # before there is memory for a cache
         assert await loaded(engine) == [f"policy-v{version}"]
         await loadable.resume_rest()
         called = await Call(engine, asking(version, prompt)).run()
@@ -247,7 +234,7 @@ async def test_the_next_adapter_is_served_when_the_engine_was_without_its_memory
 async def test_a_call_is_refused_when_its_version_was_never_loaded(
     world: AdapterWorld, engine: SGLangEngine
 ) -> None:
-    await load(engine, world, 1)
+    await world.load(engine, 1)
     with pytest.raises(RequestRefused, match="policy-v99"):
         await Call(engine, asking(99)).run()
     assert len((await Call(engine, asking(1)).run()).token_ids) == 12
@@ -261,7 +248,7 @@ async def test_an_adapter_that_does_not_fit_is_refused(
         await engine.update_weights(AdapterUpdate(weight_version=1, path=str(wide)), flush=True)
     with pytest.raises(WeightSyncError, match="policy-v2"):
         await engine.update_weights(AdapterUpdate(weight_version=2, path=str(tmp_path / "no")), flush=True)
-    await load(engine, world, 3)
+    await world.load(engine, 3)
     assert await loaded(engine) == ["policy-v3"]
 
 

@@ -1,4 +1,7 @@
-"""What every engine promises: the simulated one, and a real SGLang server, also through a rollout worker."""
+"""What every engine promises: the simulated one, and a real SGLang server, also through a rollout worker.
+
+`make test` asks the simulated engine, `make test-real` the others.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,19 @@ from tests.support.engine_calls import Call, call, request
 from tests.support.engine_through_worker import through_worker
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
+MAX_RUNNING, CONTEXT_LENGTH = 4, 2048
+"""Of every engine here."""
 LONG = 1200
 """More tokens than any engine here samples before a test has done what it came for."""
+SOME = 200
+"""Tokens of a call that still runs when it is interrupted, and is then waited for."""
 
 
 class Subject:
     """An engine under test at weight version 0, and how to get it to version 1."""
 
-    def __init__(self, engine: Engine, max_running: int, context_length: int, weights: list[str]) -> None:
+    def __init__(self, engine: Engine, weights: list[str]) -> None:
         self.engine = engine
-        self.max_running = max_running
-        self.context_length = context_length
         self._weights = weights
 
     async def load(self, version: int, *, flush: bool = True) -> None:
@@ -45,21 +50,22 @@ class Subject:
         return (await call(self.engine, sequence, 0)).expert_sets
 
 
-@pytest.fixture(
-    params=["simulated", *(pytest.param(p, marks=pytest.mark.sglang) for p in ("sglang", "worker"))]
-)
+REAL = [pytest.mark.sglang, pytest.mark.real]
+
+
+@pytest.fixture(params=["simulated", *(pytest.param(name, marks=REAL) for name in ("sglang", "worker"))])
 async def subject(request: pytest.FixtureRequest):
     if request.param == "simulated":
-        config = SimulatedEngines(max_running_requests=4)
+        config = SimulatedEngines(max_running_requests=MAX_RUNNING)
         engine = SimulatedEngine(
             "engine-0",
             config,
             seed=1,
-            context_length=2048,
+            context_length=CONTEXT_LENGTH,
             policy=lambda prefix, rng: 3 + int(rng.random() * 290),
             keeps_weights=True,
         )
-        yield Subject(engine, 4, 2048, ["", ""])
+        yield Subject(engine, ["", ""])
         await engine.close()
         return
     world = request.getfixturevalue("sglang_world")
@@ -69,7 +75,7 @@ async def subject(request: pytest.FixtureRequest):
         await engine.wait_ready()
         if request.param == "worker":
             engine = await stack.enter_async_context(through_worker(engine, world.engine()))
-        subject = Subject(engine, 4, 2048, weights)
+        subject = Subject(engine, weights)
         await subject.load(0)
         yield subject
         await engine.interrupt("abort")
@@ -87,6 +93,7 @@ async def test_rows_are_prompt_plus_sampled_minus_one_when_a_call_ends_by_length
     assert ended.finish.routing.num_rows == 11
     check(ended.trace, 12, ended.trace.moe_layers)
     assert ended.trace.rows.dtype == np.uint8
+    assert max(ended.log_probs) <= 0
 
 
 @pytest.mark.case(1)
@@ -151,13 +158,6 @@ async def test_no_routing_comes_when_none_was_asked_for(subject: Subject) -> Non
 # -- how calls end --------------------------------------------------------------------------------------
 
 
-async def test_the_same_tokens_come_when_greedy_calls_are_repeated(subject: Subject) -> None:
-    first, second = [await call(subject.engine, PROMPT, 12) for _ in range(2)]
-    assert first.token_ids == second.token_ids
-    assert first.log_probs == pytest.approx(second.log_probs, abs=1e-4)
-    assert all(value <= 0 for value in first.log_probs)
-
-
 @pytest.mark.case(7)
 async def test_the_stop_token_is_delivered_when_it_ends_a_call(subject: Subject) -> None:
     free = await call(subject.engine, PROMPT, 12)
@@ -169,31 +169,18 @@ async def test_the_stop_token_is_delivered_when_it_ends_a_call(subject: Subject)
 
 
 async def test_a_call_is_refused_when_its_prompt_leaves_no_capacity(subject: Subject) -> None:
-    with pytest.raises(PromptTooLong, match=str(subject.context_length)):
-        await call(subject.engine, [50] * (subject.context_length + 1), 1)
-    with pytest.raises(PromptTooLong, match=str(subject.context_length)):
-        await call(subject.engine, [50] * (subject.context_length - 5), 6)
+    with pytest.raises(PromptTooLong, match=str(CONTEXT_LENGTH)):
+        await call(subject.engine, [50] * (CONTEXT_LENGTH + 1), 1)
+    with pytest.raises(PromptTooLong, match=str(CONTEXT_LENGTH)):
+        await call(subject.engine, [50] * (CONTEXT_LENGTH - 5), 6)
     assert len((await call(subject.engine, PROMPT, 2)).token_ids) == 2
 
 
 # -- interruption ---------------------------------------------------------------------------------------
 
 
-async def test_tokens_and_rows_are_kept_when_a_running_call_is_aborted(subject: Subject) -> None:
-    running = Call(subject.engine, request(PROMPT, LONG))
-    async with asyncio.TaskGroup() as group:
-        group.create_task(running.run())
-        await running.has_tokens(4)
-        await subject.engine.interrupt("abort")
-        assert running.finish is not None
-    assert running.finish.reason == "abort"
-    assert 4 <= len(running.token_ids) < LONG
-    check(running.trace, len(running.sequence), running.trace.moe_layers)
-    assert check_partition(running.finish.version_spans, len(running.token_ids))
-
-
 async def test_a_call_ends_with_nothing_when_it_is_aborted_in_the_queue(subject: Subject) -> None:
-    running = [Call(subject.engine, request([60 + i, *PROMPT], LONG)) for i in range(subject.max_running)]
+    running = [Call(subject.engine, request([60 + i, *PROMPT], LONG)) for i in range(MAX_RUNNING)]
     async with asyncio.TaskGroup() as group:
         for one in running:
             group.create_task(one.run())
@@ -224,6 +211,11 @@ async def test_the_answer_is_as_if_uninterrupted_when_an_aborted_call_is_resumed
         group.create_task(first.run())
         await first.has_tokens(3)
         await subject.engine.interrupt("abort")
+        assert first.finish is not None
+    assert first.finish.reason == "abort"
+    assert 3 <= len(first.token_ids) < LONG
+    check(first.trace, len(first.sequence), first.trace.moe_layers)
+    assert check_partition(first.finish.version_spans, len(first.token_ids))
     await subject.engine.resume_generation("abort")
     left = max(1, budget - len(first.token_ids))
     second = await call(subject.engine, first.sequence, left)
@@ -293,7 +285,7 @@ async def test_only_the_call_that_is_left_ends_when_another_id_ends_like_its_own
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_call_goes_on_under_new_weights_when_it_stood_still(subject: Subject, mode: str) -> None:
     flush = mode == "retract"
-    running = Call(subject.engine, request(PROMPT, 500))
+    running = Call(subject.engine, request(PROMPT, SOME))
     async with asyncio.TaskGroup() as group:
         group.create_task(running.run())
         await running.has_tokens(4)
@@ -302,7 +294,7 @@ async def test_a_call_goes_on_under_new_weights_when_it_stood_still(subject: Sub
         await subject.engine.resume_generation(mode)
     spans = running.finish.version_spans
     assert running.finish.reason == "length"
-    assert check_partition(spans, 500)
+    assert check_partition(spans, SOME)
     assert [span.weight_version for span in spans] == [0, 1]
     check(running.trace, len(running.sequence), running.trace.moe_layers)
     # The session tells retractions of updates from others by the change of the version.
@@ -318,8 +310,8 @@ async def test_a_call_goes_on_under_new_weights_when_it_stood_still(subject: Sub
 
 
 async def test_no_token_comes_twice_when_a_retracted_call_is_aborted(subject: Subject) -> None:
-    whole = await call(subject.engine, PROMPT, 500)
-    running = Call(subject.engine, request(PROMPT, 500))
+    whole = await call(subject.engine, PROMPT, SOME)
+    running = Call(subject.engine, request(PROMPT, SOME))
     async with asyncio.TaskGroup() as group:
         group.create_task(running.run())
         await running.has_tokens(5)
@@ -328,14 +320,14 @@ async def test_no_token_comes_twice_when_a_retracted_call_is_aborted(subject: Su
     await subject.engine.resume_generation("retract")
     assert running.finish.reason == "abort"
     assert running.finish.routing is None
-    assert 5 <= len(running.token_ids) < 500
+    assert 5 <= len(running.token_ids) < SOME
     assert running.token_ids == whole.token_ids[: len(running.token_ids)]
     assert running.log_probs == pytest.approx(whole.log_probs[: len(running.log_probs)], abs=1e-4)
     assert check_partition(running.finish.version_spans, len(running.token_ids))
 
 
 async def test_all_calls_have_ended_when_the_engine_is_interrupted(subject: Subject) -> None:
-    calls = [Call(subject.engine, request([70 + i, *PROMPT], LONG)) for i in range(2 * subject.max_running)]
+    calls = [Call(subject.engine, request([70 + i, *PROMPT], LONG)) for i in range(2 * MAX_RUNNING)]
     async with asyncio.TaskGroup() as group:
         for one in calls:
             group.create_task(one.run())
@@ -346,7 +338,7 @@ async def test_all_calls_have_ended_when_the_engine_is_interrupted(subject: Subj
 
 
 async def test_a_slot_is_free_when_a_stream_is_left(subject: Subject) -> None:
-    others = [Call(subject.engine, request([80 + i, *PROMPT], LONG)) for i in range(subject.max_running - 1)]
+    others = [Call(subject.engine, request([80 + i, *PROMPT], LONG)) for i in range(MAX_RUNNING - 1)]
     async with asyncio.TaskGroup() as group:
         for one in others:
             group.create_task(one.run())
@@ -395,7 +387,7 @@ async def test_an_update_fails_when_running_calls_refuse_the_flush(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("async_rl.engines.sglang.client._FLUSH_LIMIT_S", 0.2)
-    running = Call(subject.engine, request(PROMPT, 500))
+    running = Call(subject.engine, request(PROMPT, SOME))
     async with asyncio.TaskGroup() as group:
         group.create_task(running.run())
         await running.has_tokens(2)
@@ -403,48 +395,29 @@ async def test_an_update_fails_when_running_calls_refuse_the_flush(
         with pytest.raises(WeightSyncError, match="has new weights but would not flush"):
             await subject.load(1, flush=True)
         await subject.engine.resume_generation("in_place")
-    assert len(running.token_ids) == 500
+    assert len(running.token_ids) == SOME
 
 
 # -- memory ---------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_answers_as_before_when_it_gave_its_memory_back_and_was_loaded_again(
-    subject: Subject,
+@pytest.mark.parametrize("keeps_weights", [False, True])
+async def test_an_engine_answers_as_before_when_it_was_without_its_memory(
+    subject: Subject, keeps_weights: bool
 ) -> None:
-    before = await call(subject.engine, PROMPT, 5)
-    empty = await (await stop_engine(subject.engine, subject.engine.interrupt)).release_all()
-    loadable = await empty.resume_weights()
-    await subject.load(0)
-    await loadable.resume_rest()
-    after = await call(subject.engine, PROMPT, 5)
-    assert after.token_ids == before.token_ids
-    assert after.finish.cached_tokens == 0
-
-
-async def test_an_engine_has_its_weights_when_it_kept_them_while_it_was_without_memory(
-    subject: Subject,
-) -> None:
-    before = await call(subject.engine, PROMPT, 5)
-    stopped = await stop_engine(subject.engine, subject.engine.interrupt)
-    empty = await stopped.release_all(keeps_weights=True)
-    await (await empty.resume_weights()).resume_rest()
-    after = await call(subject.engine, PROMPT, 5)
-    assert after.token_ids == before.token_ids
-    assert (await subject.engine.health()).weight_version == 0
-    assert after.finish.cached_tokens == 0
-
-
-async def test_a_call_ends_with_what_it_has_when_its_engine_is_to_give_its_memory_back(
-    subject: Subject,
-) -> None:
-    running = Call(subject.engine, request(PROMPT, LONG))
+    before, running = await call(subject.engine, PROMPT, 5), Call(subject.engine, request(PROMPT, LONG))
     async with asyncio.TaskGroup() as group:
         group.create_task(running.run())
         await running.has_tokens(2)
-        empty = await (await stop_engine(subject.engine, subject.engine.interrupt)).release_all()
+        stopped = await stop_engine(subject.engine, subject.engine.interrupt)
+        empty = await stopped.release_all(keeps_weights=keeps_weights)
     assert running.finish.reason == "abort"
     loadable = await empty.resume_weights()
-    await subject.load(0)
+    if not keeps_weights:
+        await subject.load(0)
     await loadable.resume_rest()
+    after = await call(subject.engine, PROMPT, 5)
+    assert after.token_ids == before.token_ids
+    assert after.finish.cached_tokens == 0
+    assert (await subject.engine.health()).weight_version == 0
     assert len((await call(subject.engine, running.sequence, 3)).token_ids) == 3

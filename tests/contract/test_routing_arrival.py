@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import resource
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,24 +12,19 @@ import numpy as np
 import pybase64
 import pytest
 
-from async_rl.engine_protocol import EngineFacts, Finish
+from async_rl.engine_protocol import Finish
 from async_rl.engines.sglang import routing_payload
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.routing_payload import SLABS
 from tests.support.engine_calls import request
-from tests.support.payload_server import make_ids, payload_server
+from tests.support.payload_server import PeakMemory, facts_of_long_calls, make_ids, payload_server
+
+pytestmark = pytest.mark.real  # of a gigabyte, over real HTTP
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 32768, 48, 8, 128
 ROWS = TOKENS - 1
 ROW_BYTES = LAYERS * TOP_K
-FACTS = EngineFacts(
-    num_layers=LAYERS,
-    moe_layers=tuple(range(LAYERS)),
-    num_experts=EXPERTS,
-    top_k=TOP_K,
-    vocab_size=512,
-    context_length=2 * TOKENS,
-)
+FACTS = facts_of_long_calls(TOKENS)
 PROMPT = np.zeros(ROWS, np.int32).tolist()
 MIB = 1 << 20
 
@@ -57,11 +51,6 @@ async def take(engine: SGLangEngine) -> np.ndarray:
     return (await asyncio.to_thread(engine.decode_routing, finish.routing)).rows
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 @pytest.mark.case(29)
 @pytest.mark.timeout(600)
 async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_at_once(
@@ -75,19 +64,12 @@ async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_a
         return decode(text, **options)
 
     monkeypatch.setattr(routing_payload.pybase64, "b64decode", count)
-    loop, peak = asyncio.get_running_loop(), 0
-    lent, before = SLABS.usage()[0], resident_bytes()
+    lent = SLABS.usage()[0]
     expected = make_ids(ROWS, LAYERS, TOP_K, EXPERTS)
-
-    def tick() -> None:
-        nonlocal peak, timer
-        peak = max(peak, resident_bytes() - before)
-        timer = loop.call_later(0.002, tick)
-
-    timer = loop.call_later(0.002, tick)
+    growth = PeakMemory()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(take(engine)) for _ in range(64)]
-    timer.cancel()
+    peak = growth.stop()
     rows = [task.result() for task in tasks]
     assert all(np.array_equal(one[::997], expected[::997]) for one in rows)
     assert SLABS.usage()[0] - lent == 64

@@ -1,95 +1,64 @@
-"""A session on a real SGLang server: rows over turns, interruptions and missing answers."""
+"""Sessions and leases of rollout workers on a real SGLang server.
+
+Sessions whose version changes, and an engine that stops, are in `test_real_parts.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import pytest
 
 from async_rl.data.chat_format import ChatFormat
-from async_rl.engine_protocol import Chunk, DiskUpdate, Engine, Finish, GenerateRequest
+from async_rl.engine_protocol import Engine, Finish
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.errors import CallLost
+from async_rl.openai_api.endpoint import Endpoint
 from async_rl.types import Trajectory
-from tests.support.engine_calls import call
-from tests.support.sessions import PROMPT, Bench, PlainChat, row_versions
+from tests.support.api import client_of, reply
+from tests.support.engine_calls import Call, call, request
+from tests.support.engine_through_worker import EngineThroughWorker, through_worker
+from tests.support.sessions import PROMPT, Bench
+from tests.support.sglang_world import SGLangWorld
+from tests.support.talk import ByteTokenizer
 from tests.support.trajectories import verify
+from tests.support.watched_engine import NeverStops, WatchedEngine
 
-pytestmark = pytest.mark.sglang
-GREEDY = {"top_k": 1, "max_context_tokens": 1024, "max_new_tokens": 900}
-LONG = 900
+pytestmark = [pytest.mark.real, pytest.mark.sglang]
+
+ANSWER = 200
 """Tokens of an answer that still runs when it is interrupted, also on a loaded machine."""
 
+LEASED = 1500
+"""Tokens of a leased call that still runs when it is interrupted; no test waits for its end."""
 
-class NeverStops(PlainChat):
-    """A chat format without stop tokens, so that a sampled answer lasts until its limit."""
+SHORT = [40, 41, 42, 43]
 
-    stop_token_ids = ()
-
-
-class Watched:
-    """An engine whose calls are written down, and may be made otherwise than they were asked for."""
-
-    def __init__(self, engine: Engine, *, always_full: bool = False) -> None:
-        self._engine = engine
-        self._always_full = always_full
-        self.mute = False
-        self.asked: list[int] = []
-        self.tokens = 0
-        self._changed = asyncio.Condition()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
-        if self._always_full:
-            request = msgspec.structs.replace(request, routing_start=0)
-        self.asked.append(request.routing_start)
-        async for event in self._engine.generate(request):
-            async with self._changed:
-                self.tokens += len(event.token_ids) if isinstance(event, Chunk) else 0
-                self._changed.notify_all()
-            if isinstance(event, Finish) and self.mute:
-                event = msgspec.structs.replace(event, routing=None)
-            yield event
-
-    async def has_tokens(self, count: int) -> None:
-        """Wait for this many tokens; a turn that ended early raises TimeoutError."""
-        async with asyncio.timeout(120), self._changed:
-            await self._changed.wait_for(lambda: self.tokens >= count)
+LEASE_S = 10.0
+"""No stall of the machine lets leases expire where no test wants it."""
 
 
-@pytest.fixture
-async def engine(sglang_world: Any) -> AsyncIterator[Engine]:
-    engine = sglang_world.engine()
-    await engine.wait_ready()
-    await load(engine, sglang_world, 0)
-    yield engine
-    await engine.interrupt("abort")
-    await engine.close()
+def bench_of(engine: Any, world: SGLangWorld, **changes: Any) -> Bench:
+    weights, limits = [str(path) for path in world.weights], {"top_k": 1, "max_new_tokens": ANSWER}
+    return Bench(engine, facts=world.facts, weights=weights, max_context_tokens=1024, **{**limits, **changes})
 
 
-async def load(engine: Engine, world: Any, version: int) -> None:
-    update = DiskUpdate(weight_version=version, path=str(world.weights[version % 2]))
-    await engine.update_weights(update, flush=True)
-
-
-def bench_of(engine: Any, world: Any, **changes: Any) -> Bench:
-    weights = [str(path) for path in world.weights]
-    bench = Bench(engine, facts=world.facts, weights=weights, **GREEDY, **changes)
-    bench.start()
-    return bench
-
-
-async def expert_sets(engine: Engine, world: Any, trajectory: Trajectory, version: int) -> np.ndarray:
-    """The experts of a trajectory under a version, computed afresh in one prefill."""
-    await load(engine, world, version)
-    return (await call(engine, trajectory.token_ids.tolist(), 0)).expert_sets
+async def assert_rows_are_of(world: SGLangWorld, engine: Engine, trajectory: Trajectory) -> None:
+    """Check the rows of a trajectory of version 0 against those of one prefill of it."""
+    assert trajectory.trace is not None
+    verify(trajectory.trace, trajectory.token_ids, world.facts.moe_layers)
+    assert trajectory.trace.valid.all()
+    fresh = await world.expert_sets(engine, trajectory.token_ids.tolist(), 0)
+    assert np.array_equal(np.sort(trajectory.trace.rows, axis=-1), fresh)
 
 
 async def converse(bench: Bench, turns: int) -> Trajectory:
+    bench.start()
     for turn in range(turns):
         if turn:
             bench.session.add_messages([{"role": "tool", "content": "4"}])
@@ -98,56 +67,27 @@ async def converse(bench: Bench, turns: int) -> Trajectory:
 
 
 @pytest.mark.case(23)
-async def test_deltas_are_the_full_fetch_over_five_turns(engine: Engine, sglang_world: Any) -> None:
-    delta, full = Watched(engine), Watched(engine, always_full=True)
+async def test_deltas_are_the_full_fetch_over_five_turns(
+    engine: SGLangEngine, sglang_world: SGLangWorld
+) -> None:
+    delta, full = WatchedEngine(engine), WatchedEngine(engine, always_full=True)
     found = await converse(bench_of(delta, sglang_world), 5)
     expected = await converse(bench_of(full, sglang_world), 5)
     assert np.array_equal(found.token_ids, expected.token_ids)
     assert found.trace.rows.tobytes() == expected.trace.rows.tobytes()
-    assert found.trace.valid.all()
-    verify(found.trace, found.token_ids, sglang_world.facts.moe_layers)
     assert delta.asked[0] == 0
     assert np.diff(delta.asked).min() >= 6
     assert full.asked == [0] * 5
-    fresh = await expert_sets(engine, sglang_world, found, 0)
-    assert np.array_equal(np.sort(found.trace.rows, axis=-1), fresh)
-
-
-@pytest.mark.case(10, 11, 12, 18, 20)
-@pytest.mark.parametrize("merge", ["replace", "splice"])
-async def test_rows_are_of_the_versions_that_the_merge_promises_when_an_update_interrupts(
-    engine: Engine, sglang_world: Any, merge: str
-) -> None:
-    watched = Watched(engine)
-    bench = bench_of(watched, sglang_world, merge=merge)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(bench.session.generate(max_new_tokens=LONG))
-        await watched.has_tokens(4)
-        await bench.bump(1)
-    trajectory = await bench.finish()
-    first, second = trajectory.sampled
-    assert (first.weight_version, second.weight_version) == (0, 1)
-    assert len(first.token_ids) >= 4
-    boundary = PROMPT + len(first.token_ids) - 1
-    wanted = trajectory.num_tokens - 1
-    assert watched.asked == [0, 0 if merge == "replace" else boundary]
-    old = 0 if merge == "replace" else boundary
-    assert row_versions(trajectory.trace) == [0] * old + [1] * (wanted - old)
-    assert trajectory.trace.valid.all()
-    assert bench.counted("routing_mixed_versions_total") == 0
-    found = np.sort(trajectory.trace.rows, axis=-1)
-    new_rows = await expert_sets(engine, sglang_world, trajectory, 1)
-    old_rows = await expert_sets(engine, sglang_world, trajectory, 0)
-    assert np.array_equal(found[old:], new_rows[old:])
-    assert np.array_equal(found[:old], old_rows[:old])
-    # The control: the two versions do choose different experts.
-    assert (old_rows[:boundary] == new_rows[:boundary]).all(axis=-1).mean() < 0.9
+    await assert_rows_are_of(sglang_world, engine, found)
 
 
 @pytest.mark.case(25)
-async def test_missing_rows_are_recovered_without_a_token(engine: Engine, sglang_world: Any) -> None:
-    watched = Watched(engine)
+async def test_missing_rows_are_recovered_without_a_token(
+    engine: SGLangEngine, sglang_world: SGLangWorld
+) -> None:
+    watched = WatchedEngine(engine)
     bench = bench_of(watched, sglang_world)
+    bench.start()
     await bench.session.generate(max_new_tokens=6)
     bench.session.add_messages([{"role": "tool", "content": "4"}])
     watched.mute = True
@@ -155,19 +95,19 @@ async def test_missing_rows_are_recovered_without_a_token(engine: Engine, sglang
     watched.mute = False
     left = bench.session.remaining_tokens
     trajectory = await bench.finish()
-    assert trajectory.num_tokens == GREEDY["max_context_tokens"] - left
+    assert trajectory.num_tokens == 1024 - left
     assert len(watched.asked) == 3
     assert watched.asked[2] == PROMPT + 5
-    assert trajectory.trace.valid.all()
-    assert len(trajectory.trace.rows) == trajectory.num_tokens - 1
-    fresh = await expert_sets(engine, sglang_world, trajectory, 0)
-    assert np.array_equal(np.sort(trajectory.trace.rows, axis=-1), fresh)
+    await assert_rows_are_of(sglang_world, engine, trajectory)
 
 
 @pytest.mark.parametrize("merge", ["replace", "splice"])
-async def test_a_branch_has_the_rows_of_its_whole_text(engine: Engine, sglang_world: Any, merge: str) -> None:
-    watched = Watched(engine)
+async def test_a_branch_has_the_rows_of_its_whole_text(
+    engine: SGLangEngine, sglang_world: SGLangWorld, merge: str
+) -> None:
+    watched = WatchedEngine(engine)
     bench = bench_of(watched, sglang_world, merge=merge, max_branches=1)
+    bench.start()
     session = bench.session
     await session.generate(max_new_tokens=8)
     async with session.branch() as other:
@@ -176,29 +116,15 @@ async def test_a_branch_has_the_rows_of_its_whole_text(engine: Engine, sglang_wo
     assert watched.asked[1:] == [PROMPT + 7] * 2, "what is held of the prefix is not asked for again"
     for each in session.tree:
         trajectory = await each.finish_trajectory("completed", {"reward": 1.0})
-        assert trajectory.trace is not None
-        verify(trajectory.trace, trajectory.token_ids, sglang_world.facts.moe_layers)
-        assert trajectory.trace.valid.all()
-        rows = np.sort(trajectory.trace.rows, axis=-1)
-        assert np.array_equal(rows, await expert_sets(engine, sglang_world, trajectory, 0))
+        await assert_rows_are_of(sglang_world, engine, trajectory)
 
 
 async def test_each_token_keeps_its_mask_when_updates_interrupt_truncated_sampling(
-    engine: Engine, sglang_world: Any
+    engine: SGLangEngine, sglang_world: SGLangWorld
 ) -> None:
-    watched = Watched(engine)
-    weights = [str(path) for path in sglang_world.weights]
-    limits = {"max_context_tokens": 1024, "max_new_tokens": LONG}
-    bench = Bench(
-        watched,
-        facts=sglang_world.facts,
-        weights=weights,
-        chat=cast(ChatFormat, NeverStops()),
-        top_p=0.8,
-        top_k=20,
-        temperature=0.9,
-        **limits,
-    )
+    watched = WatchedEngine(cast(Engine, engine))
+    sampling = {"top_p": 0.8, "top_k": 20, "temperature": 0.9}
+    bench = bench_of(watched, sglang_world, chat=cast(ChatFormat, NeverStops()), **sampling)
     bench.start()
     async with asyncio.TaskGroup() as group:
         turn = group.create_task(bench.session.generate())
@@ -217,3 +143,120 @@ async def test_each_token_keeps_its_mask_when_updates_interrupt_truncated_sampli
     assert mask.keeps(trajectory.token_ids).all()
     assert trajectory.rollout_log_probs[sampled].max() <= 0
     assert bench.counted("answers_discarded_total", reason="wrong_mask") == 0
+
+
+# -- an agent over HTTP ----------------------------------------------------------------------------------
+
+
+async def test_two_turns_are_a_trajectory_when_weights_change_while_the_first_is_streamed(
+    engine: SGLangEngine, sglang_world: SGLangWorld
+) -> None:
+    chat = ChatFormat(ByteTokenizer())
+    chat.stop_token_ids = ()
+    bench = bench_of(engine, sglang_world, chat=chat, top_k=-1)
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    endpoint = Endpoint()
+    async with endpoint.open_trajectory(bench.session, reader=None) as access, client_of(access) as client:
+        stream = await client.chat.completions.create(
+            model="policy", messages=messages, stream=True, max_tokens=ANSWER
+        )
+        said, updated = "", False
+        async for chunk in stream:
+            said += chunk.choices[0].delta.content or ""
+            if said and not updated:
+                updated = True
+                await bench.bump(1)
+        assert said == bench.session.last_turn.text
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Go on"}]
+        second = await client.chat.completions.create(
+            model="policy", messages=messages, max_tokens=8, logprobs=True
+        )
+    assert reply(second)["content"] == bench.session.last_turn.text
+    trajectory = await bench.finish()
+    first, *_ = turns = trajectory.turns
+    assert len(turns) == 2
+    versions = trajectory.weight_versions[first.start : first.end].tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+    assert set(trajectory.weight_versions[turns[1].start : turns[1].end].tolist()) == {1}
+    assert first.num_interruptions == 1
+    told = [token.logprob for token in second.choices[0].logprobs.content]
+    recorded = trajectory.rollout_log_probs[turns[1].start : turns[1].end].tolist()
+    assert told == pytest.approx(recorded)
+    verify(trajectory.trace, trajectory.token_ids, sglang_world.facts.moe_layers)
+    assert trajectory.trace.valid.all()
+
+
+# -- leases of rollout workers ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def subject(
+    request: pytest.FixtureRequest, sglang_world: SGLangWorld
+) -> AsyncIterator[EngineThroughWorker]:
+    engine, client = sglang_world.engine(), sglang_world.engine()
+    async with through_worker(engine, client, lease_s=getattr(request, "param", LEASE_S)) as made:
+        await sglang_world.load(made, 0)
+        yield made
+        await engine.interrupt("abort")
+        await made.close()
+
+
+async def is_idle(world: SGLangWorld) -> bool:
+    """Whether the scheduler has no request within a second: else it refuses a flush."""
+    return (await world.ask("POST", "flush_cache?timeout=1", world.server.admin_key)).status == 200
+
+
+async def test_nothing_runs_at_the_server_once_an_interruption_has_returned(
+    subject: EngineThroughWorker, sglang_world: SGLangWorld
+) -> None:
+    calls = [Call(subject, request([60 + i, *SHORT], LEASED)) for i in range(6)]  # more than run at a time
+    async with asyncio.TaskGroup() as tasks:
+        for one in calls:
+            tasks.create_task(one.run())
+        await calls[0].has_tokens(4)
+        assert not await is_idle(sglang_world)
+        await subject.interrupt("abort")
+        assert await is_idle(sglang_world)
+    assert {one.finish.reason for one in calls if one.finish is not None} == {"abort"}
+
+
+async def test_a_call_is_not_sent_when_its_engine_was_interrupted_after_the_lease(
+    subject: EngineThroughWorker, sglang_world: SGLangWorld
+) -> None:
+    async with subject.calls.lease("0" * 32, len(SHORT) + LEASED, prompt=len(SHORT)) as lease:
+        subject.pool.hold_engine(subject.engine_id)
+        await subject.pool.interrupt_engine(subject.engine, "in_place")
+        (end,) = [event async for event in lease.generate(request(SHORT, LEASED))]
+    assert isinstance(end, Finish)
+    assert end.reason == "abort"
+    await subject.resume_generation("in_place")
+    assert await is_idle(sglang_world)
+    assert len((await call(subject, SHORT, 3)).token_ids) == 3
+
+
+@pytest.mark.parametrize("subject", [4.0], indirect=True, ids=["4s"])
+async def test_nothing_runs_at_the_server_when_the_leases_of_a_silent_worker_have_expired(
+    subject: EngineThroughWorker, sglang_world: SGLangWorld
+) -> None:
+    running = Call(subject, request(SHORT, LEASED))
+
+    async def run() -> None:
+        with pytest.raises(CallLost, match="expired"):
+            await running.run()
+
+    group = sglang_world.server.pid
+    async with asyncio.TaskGroup() as tasks:
+        lost = tasks.create_task(run())
+        await running.has_tokens(4)
+        os.killpg(group, signal.SIGSTOP)  # a fast server would end the call before its lease expires
+        try:
+            subject.driver_answers = False
+            subject.calls.revoke = lambda message: None  # type: ignore[method-assign]
+            interruption = tasks.create_task(subject.interrupt("abort"))
+            await lost
+        finally:
+            os.killpg(group, signal.SIGCONT)
+        await interruption
+        assert await is_idle(sglang_world)
+    assert running.token_ids, "its session keeps them"

@@ -1,150 +1,65 @@
-"""What only a real SGLang server can show: its process, its keys, broadcast weights."""
+"""What only a real SGLang server can show: its process, its keys, its memory, its weights, and what it sends.
+
+`test_real_parts.py` sends weights by each transport.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import aiohttp
 import msgspec
 import numpy as np
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engine_protocol import (
-    Chunk,
-    DiskUpdate,
-    DistributedUpdate,
-    Finish,
-    GenerateRequest,
-    GroupInvite,
-    TensorUpdate,
-)
+from async_rl.config import WeightsConfig
+from async_rl.engine_protocol import Chunk, DiskUpdate, Finish, GenerateRequest
+from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.generate_call import encode_request
 from async_rl.engines.sglang.memory_gate import RETRY_AFTER_S
-from async_rl.engines.sglang.server import SGLangServer, free_port
-from async_rl.errors import ConfigError, EngineBusy, EngineError, EnvironmentNotReady, WeightSyncError
-from async_rl.weights.weight_folder import WeightFolder
+from async_rl.engines.sglang.server import SGLangServer
+from async_rl.errors import ConfigError, EngineBusy, EngineError, WeightSyncError
+from async_rl.observability.metrics import Metrics
+from async_rl.trainer_protocol import Trainer
+from async_rl.types import VersionSpan
+from async_rl.weights.checksums import VersionVerifier
 from tests.support.engine_calls import Call, call, request
-from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld, in_trainer_order
-from trainer.weights.weight_export import WeightExport
+from tests.support.scripted import RecordingTrainer
+from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld
+from tests.support.trainers import started, trainer_config
+from tests.support.weight_sender import WeightSender
+from trainer.checkpoints.hf_export import export_checkpoint
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.real, pytest.mark.sglang]
 
 PROMPT = [40, 41, 42, 43]
 
-
-@pytest.fixture
-async def engine(sglang_world: SGLangWorld):
-    made = sglang_world.engine()
-    await made.wait_ready()
-    await made.update_weights(DiskUpdate(weight_version=0, path=str(sglang_world.weights[0])), flush=True)
-    yield made
-    await made.close()
+LONG_PROMPT = [30 + i % 200 for i in range(1500)]
+"""Long enough that its rows do not arrive with its tokens."""
+BUDGET = 500
+"""Tokens of a call that is aborted before it has them all."""
 
 
-BUCKET_BYTES = 64 << 10
-
-
-class Sender:
-    """What the trainer has of weights, for the transports that send them piece by piece."""
-
-    def __init__(self, weights: Path, before: Path, scratch: Path) -> None:
-        self.before = before
-        self.scratch = scratch
-        self.tensors = in_trainer_order(load_file(weights / "model.safetensors"))
-        self.export = WeightExport(
-            lambda: iter(self.tensors.items()),
-            0,
-            torch.device("cpu"),
-            check=lambda specs: None,
-            group_timeout_s=30.0,
-        )
-        self.plan = self.export.plan_buckets(BUCKET_BYTES)
-
-    async def broadcast(self, engine: SGLangEngine, version: int) -> None:
-        invite = GroupInvite(
-            group_name="test",
-            backend="gloo",
-            host="127.0.0.1",
-            port=free_port("127.0.0.1"),
-            world_size=2,
-            rank_offset=1,
-        )
-        await asyncio.gather(
-            asyncio.to_thread(self.export.open_group, invite), engine.join_weight_group(invite)
-        )
-        update = DistributedUpdate(weight_version=version, group_name="test", buckets=self.plan)
-        await asyncio.gather(
-            asyncio.to_thread(self.export.send_weights, ["test"], BUCKET_BYTES),
-            engine.update_weights(update, flush=True),
-        )
-        await asyncio.gather(
-            asyncio.to_thread(self.export.close_group, "test"), engine.leave_weight_group("test")
-        )
-
-    async def share(
-        self, engine: SGLangEngine, version: int, before: Callable[[int], None] = lambda number: None
-    ) -> None:
-        async def buckets() -> AsyncGenerator[list[bytes], None]:
-            for number in range(len(self.plan)):
-                before(number)
-                yield self.export.share_bucket(number, BUCKET_BYTES, 1)
-
-        update = TensorUpdate(weight_version=version, num_buckets=len(self.plan), buckets=buckets)
-        await engine.update_weights(update, flush=True)
-
-    async def delta(self, engine: SGLangEngine, version: int) -> None:
-        now, folder = self.tensors, WeightFolder(self.scratch / "host")
-        self.tensors = in_trainer_order(load_file(self.before / "model.safetensors"))
-        assert not self.export.write_delta(self.scratch / "delta", None, version - 1)
-        self.tensors = now
-        assert self.export.write_delta(self.scratch / "delta", version - 1, version)
-        folder.copy_version(str(self.before), version - 1)
-        path = folder.apply_delta(str(self.scratch / "delta"))
-        await engine.update_weights(DiskUpdate(weight_version=version, path=path), flush=True)
-
-
-@pytest.fixture
-def sender(sglang_world: SGLangWorld, tmp_path: Path) -> Iterator[Sender]:
-    made = Sender(sglang_world.weights[1], sglang_world.weights[0], tmp_path)
-    assert len(made.plan) > 2
-    yield made
-    made.export.close()
-
-
-@pytest.mark.parametrize("transport", ["broadcast", "share", "delta"])
-async def test_the_weights_are_the_senders_bit_for_bit_when_they_are_sent(
-    sglang_world: SGLangWorld, engine: SGLangEngine, sender: Sender, transport: str
-) -> None:
-    (before,) = await engine.checksums()
-    await engine.update_weights(DiskUpdate(weight_version=1, path=str(sglang_world.weights[1])), flush=True)
-    expected = await call(engine, PROMPT, 12)
-    (loaded,) = await engine.checksums()
-    await engine.update_weights(DiskUpdate(weight_version=0, path=str(sglang_world.weights[0])), flush=True)
-
-    await getattr(sender, transport)(engine, 2)
-    after = await call(engine, PROMPT, 12)
-    assert (await engine.health()).weight_version == 2
-    assert after.token_ids == expected.token_ids
-    assert after.log_probs == expected.log_probs
-    assert [s.weight_version for s in after.finish.version_spans] == [2]
-    assert await engine.checksums() == (loaded,) == (sender.export.checksums(),)
-    assert all(before[name] != loaded[name] for name in loaded if "norm" not in name)
+# -- weights --------------------------------------------------------------------------------------------
 
 
 async def test_a_whole_update_follows_when_one_was_left_in_the_middle(
-    engine: SGLangEngine, sender: Sender
+    sglang_world: SGLangWorld, engine: SGLangEngine, tmp_path: Path
 ) -> None:
+    sender = WeightSender(sglang_world, tmp_path)
+
     def fail(number: int) -> None:
         if number == 2:
             raise WeightSyncError("the trainer is gone")
@@ -158,6 +73,7 @@ async def test_a_whole_update_follows_when_one_was_left_in_the_middle(
     assert {half[name] == whole[name] for name in half if before[name] != whole[name]} == {True, False}
     await sender.share(engine, 3)
     assert await engine.checksums() == (whole,)
+    sender.export.close()
 
 
 async def test_old_weights_stay_when_new_ones_cannot_be_read(engine: SGLangEngine, tmp_path: Path) -> None:
@@ -168,57 +84,107 @@ async def test_old_weights_stay_when_new_ones_cannot_be_read(engine: SGLangEngin
     assert (await call(engine, PROMPT, 4)).log_probs == pytest.approx(before.log_probs, abs=1e-5)
 
 
+@pytest.mark.parametrize("has_sums", [True, False])
+async def test_weights_that_stay_are_found_by_sums_and_by_the_canary(
+    sglang_world: SGLangWorld,
+    engine: SGLangEngine,
+    has_sums: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics, trainer = Metrics(), RecordingTrainer()
+    pool = EnginePool(metrics, lambda: 0.0)
+    config = WeightsConfig(watch_every=1)
+    verifier = VersionVerifier(config, pool=pool, trainer=cast(Trainer, trainer), metrics=metrics)
+    if not has_sums:
+
+        async def refuse() -> Any:
+            raise EngineError("404 for /weights_checker")
+
+        monkeypatch.setattr(engine, "checksums", refuse)
+
+    async def load(version: int, path: Path) -> float | None:
+        trainer.checksum_seed = version  # the trainer's weights change with every version
+        await engine.interrupt("abort")
+        await engine.update_weights(DiskUpdate(weight_version=version, path=str(path)), flush=True)
+        await verifier.expect_version(version)
+        await verifier.verify_version(engine, version, from_files=True)
+        labels = {"engine": "engine-0"}
+        return metrics.registry.get_sample_value("async_rl_served_weights_unchanged", labels)
+
+    old, new = sglang_world.weights
+    assert [await load(version, old) for version in (1, 2, 3)] == [0, 1, 1]
+    assert "serves the weights of version 1: no log-prob of a fixed text" in caplog.text
+    assert ("serves the weights of version 1: no checksum" in caplog.text) == has_sums
+    assert await load(4, new) == 0
+    assert await load(5, old) == 0
+    assert await load(6, old) == 1
+
+
+@pytest.mark.megatron
+@pytest.mark.filterwarnings("ignore:::megatron")
+async def test_the_weights_are_the_checkpoints_when_they_are_exported_in_shards(
+    sglang_world: SGLangWorld, engine: SGLangEngine, tmp_path: Path
+) -> None:
+    """What `async-rl export` writes."""
+    path = sglang_world.weights[1]
+    with started(trainer_config(path)) as worker:
+        worker.save_checkpoint(str(tmp_path / "checkpoints"), {})
+    export_checkpoint(tmp_path / "checkpoints", tmp_path / "exported", max_shard_bytes=100_000)
+    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 2
+    answers = []
+    for version, folder in enumerate((path, sglang_world.weights[0], tmp_path / "exported"), start=1):
+        await engine.update_weights(DiskUpdate(weight_version=version, path=str(folder)), flush=True)
+        answers.append(await call(engine, PROMPT, 12))
+    expected, other, exported = answers
+    assert exported.log_probs == expected.log_probs != other.log_probs
+    assert exported.token_ids == expected.token_ids
+
+
+# -- keys, processes and memory --------------------------------------------------------------------------
+
+
 async def test_each_key_opens_its_own_doors_when_both_are_set(
     sglang_world: SGLangWorld, engine: SGLangEngine
 ) -> None:
     server = sglang_world.server
-
-    async def status(method: str, endpoint: str, key: str | None) -> int:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with session.request(method, f"{server.url}/{endpoint}", headers=headers, json={}) as response:
-            return response.status
-
-    async with aiohttp.ClientSession() as session:
-        assert await status("GET", "model_info", None) == 401
-        assert await status("GET", "model_info", server.api_key) == 200
-        assert await status("POST", "flush_cache", None) == 401
-        assert await status("POST", "flush_cache", server.api_key) == 401
-        assert await status("POST", "flush_cache", server.admin_key) == 200
+    for method, endpoint, key, status in (
+        ("GET", "model_info", None, 401),
+        ("GET", "model_info", server.api_key, 200),
+        ("POST", "flush_cache", None, 401),
+        ("POST", "flush_cache", server.api_key, 401),
+        ("POST", "flush_cache", server.admin_key, 200),
+    ):
+        assert (await sglang_world.ask(method, endpoint, key)).status == status
 
 
 async def test_no_call_reaches_a_server_from_the_beginning_of_a_release_to_the_last_resume(
     sglang_world: SGLangWorld, engine: SGLangEngine
 ) -> None:
-    server = sglang_world.server
+    key = sglang_world.server.api_key
     generate = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
 
-    async def post(endpoint: str, key: str, body: object) -> tuple[int, str | None]:
-        headers = {"Authorization": f"Bearer {key}"}
-        async with session.post(f"{server.url}/{endpoint}", headers=headers, json=body) as response:
-            return response.status, response.headers.get("Retry-After")
+    async def try_to_generate() -> tuple[int, str | None]:
+        return (await sglang_world.ask("POST", "generate", key, generate))[:2]
 
-    async with aiohttp.ClientSession() as session:
-        running = Call(engine, request(PROMPT, 1500))
-        async with asyncio.TaskGroup() as tasks:
-            late = tasks.create_task(running.run())
-            await running.has_tokens(1)
-            assert await post("release_memory_occupation", server.api_key, {}) == (401, None)
-            await engine.release_memory(("kv_cache", "cuda_graph", "weights"))  # not interrupted before
-            await late
-        assert running.finish is not None
-        assert running.finish.reason == "abort"
-        assert await post("generate", server.api_key, generate) == (503, str(RETRY_AFTER_S))
-        with pytest.raises(EngineBusy):
-            await call(engine, PROMPT, 2)
-        async with session.get(f"{server.url}/health") as health:
-            assert health.status == 200
-        await engine.resume_memory(("weights",))
-        await engine.update_weights(
-            DiskUpdate(weight_version=0, path=str(sglang_world.weights[0])), flush=True
-        )
-        assert await post("generate", server.api_key, generate) == (503, str(RETRY_AFTER_S))
-        await engine.resume_memory(("kv_cache", "cuda_graph"))
-        assert await post("generate", server.api_key, generate) == (200, None)
+    running = Call(engine, request(PROMPT, 1500))
+    async with asyncio.TaskGroup() as tasks:
+        late = tasks.create_task(running.run())
+        await running.has_tokens(1)
+        assert (await sglang_world.ask("POST", "release_memory_occupation", key, {})).status == 401
+        await engine.release_memory(("kv_cache", "cuda_graph", "weights"))  # not interrupted before
+        await late
+    assert running.finish is not None
+    assert running.finish.reason == "abort"
+    assert await try_to_generate() == (503, str(RETRY_AFTER_S))
+    with pytest.raises(EngineBusy):
+        await call(engine, PROMPT, 2)
+    assert (await sglang_world.ask("GET", "health", None)).status == 200
+    await engine.resume_memory(("weights",))
+    await sglang_world.load(engine, 0)
+    assert await try_to_generate() == (503, str(RETRY_AFTER_S))
+    await engine.resume_memory(("kv_cache", "cuda_graph"))
+    assert await try_to_generate() == (200, None)
 
 
 async def test_a_server_survives_releases_of_its_memory_while_clients_call_and_leave(
@@ -248,9 +214,7 @@ async def test_a_server_survives_releases_of_its_memory_while_clients_call_and_l
                     pass
             await engine.release_memory(("kv_cache", "cuda_graph", "weights"))
             await engine.resume_memory(("weights",))
-            await engine.update_weights(
-                DiskUpdate(weight_version=0, path=str(sglang_world.weights[0])), flush=True
-            )
+            await sglang_world.load(engine, 0)
             await engine.resume_memory(("kv_cache", "cuda_graph"))
         for caller in callers:
             caller.cancel()
@@ -277,6 +241,76 @@ def test_the_server_listens_on_loopback_only_when_told_to(sglang_world: SGLangWo
         if connection.status == psutil.CONN_LISTEN
     }
     assert addresses == {"127.0.0.1"}  # the store that SGLang's own ranks meet at included
+
+
+async def test_the_admin_key_is_not_told_to_who_has_the_other_one(sglang_world: SGLangWorld) -> None:
+    answer = await sglang_world.ask("GET", "server_info", sglang_world.server.api_key)
+    assert '"tp_size"' in answer.text
+    assert sglang_world.server.admin_key not in answer.text
+
+
+def group_of(group: int | None) -> list[int]:
+    """The living processes of a group."""
+    members = []
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
+    return members
+
+
+@pytest.mark.case(3)
+@pytest.mark.timeout(400)  # it is started three times
+@pytest.mark.long
+async def test_a_server_can_be_killed_and_started_again(tmp_path: Path) -> None:
+    world = SGLangWorld(tmp_path, routing=False, index=1, max_running_requests=2)
+    server, engine, replaying = world.server, world.engine(), world.engine(routing=True)
+    try:
+        await server.start()
+        await engine.wait_ready()
+        with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+            await replaying.wait_ready()
+        # For the reason that is given: it does not refuse to leave routing out.
+        assert (await call(engine, PROMPT, 2)).finish.routing is None
+        running = Call(engine, request(PROMPT, 1500))
+        task = asyncio.create_task(running.run())
+        await running.has_tokens(3)
+        first = group_of(server.pid)
+        os.kill(max(first), signal.SIGKILL)  # the youngest: a child of the server proper
+        with pytest.raises(EngineError):
+            await task
+        await server.wait()
+        assert group_of(server.pid) == []
+        assert len(running.token_ids) >= 3
+        assert "ended with code" in await server.died()
+
+        await server.start()
+        await engine.wait_ready()
+        assert (await engine.health()).weight_version == 0
+        assert len((await call(engine, PROMPT, 5)).token_ids) == 5
+        sender = WeightSender(world, tmp_path)
+
+        def kill(number: int) -> None:
+            if number == 1:
+                os.killpg(server.pid, signal.SIGKILL)
+
+        with pytest.raises(EngineError):
+            await sender.share(engine, 2, before=kill)
+        await server.wait()
+        await server.start()
+        await engine.wait_ready()
+        await sender.share(engine, 3)  # from the same memory
+        assert (await engine.checksums()) == (sender.export.checksums(),)
+        sender.export.close()
+        os.killpg(server.pid, signal.SIGSTOP)  # one that is stopped, its guard too, can be ended
+    finally:
+        await engine.close()
+        await replaying.close()
+        await server.stop()
+    assert group_of(server.pid) == []
+
+
+# -- what it sends ---------------------------------------------------------------------------------------
 
 
 async def test_a_prompt_is_scored_as_it_was_sampled_and_in_any_pieces(engine: SGLangEngine) -> None:
@@ -311,115 +345,8 @@ async def test_a_prompt_with_the_last_token_of_the_vocabulary_is_scored(engine: 
         assert ended.finish.scores is not None
         return float(ended.finish.scores[0])
 
-    log_probs = [await score(token_id) for token_id in range(VOCAB_SIZE)]
+    log_probs = await asyncio.gather(*map(score, range(VOCAB_SIZE)))
     assert np.exp(log_probs).sum() == pytest.approx(1.0, abs=1e-4)  # it is not that of id 0 a second time
-
-
-async def test_the_admin_key_is_not_told_to_who_has_the_other_one(sglang_world: SGLangWorld) -> None:
-    server = sglang_world.server
-    headers = {"Authorization": f"Bearer {server.api_key}"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.get(f"{server.url}/server_info") as response,
-    ):
-        text = await response.text()
-    assert '"tp_size"' in text
-    assert server.admin_key not in text
-
-
-def group_of(group: int | None) -> list[int]:
-    """The living processes of a group."""
-    members = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            try:
-                state, _, of = (path / "stat").read_text().rpartition(")")[2].split()[:3]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(of) == group and state not in "ZX":
-                members.append(int(path.name))
-    return members
-
-
-@pytest.mark.case(3)
-@pytest.mark.timeout(400)  # it is started three times
-@pytest.mark.long
-async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorld, tmp_path: Path) -> None:
-    server = SGLangServer(
-        SGLangEngines(max_running_requests=2, max_total_tokens=4096),
-        ModelConfig(path=str(sglang_world.weights[0]), dtype="float32"),
-        routing=False,
-        index=1,
-        log_dir=tmp_path,
-        seed=0,
-    )
-    keys = {"api_key": server.api_key, "admin_key": server.admin_key}
-    engine = SGLangEngine("engine-1", server.url, sglang_world.facts, **keys, died=server.died)
-    replaying = SGLangEngine("engine-1", server.url, sglang_world.facts, **keys, routing=True)
-    try:
-        await server.start()
-        await engine.wait_ready()
-        with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
-            await replaying.wait_ready()
-        # For the reason that is given: it does not refuse to leave routing out.
-        assert (await call(engine, PROMPT, 2)).finish.routing is None
-        running = Call(engine, request(PROMPT, 1500))
-        task = asyncio.create_task(running.run())
-        await running.has_tokens(3)
-        first = group_of(server.pid)
-        os.kill(max(first), signal.SIGKILL)  # the youngest: a child of the server proper
-        with pytest.raises(EngineError):
-            await task
-        await server.wait()
-        assert group_of(server.pid) == []
-        assert len(running.token_ids) >= 3
-        assert "ended with code" in await server.died()
-
-        await server.start()
-        await engine.wait_ready()
-        assert (await engine.health()).weight_version == 0
-        assert len((await call(engine, PROMPT, 5)).token_ids) == 5
-        sender = Sender(sglang_world.weights[1], sglang_world.weights[0], tmp_path)
-
-        def kill(number: int) -> None:
-            if number == 1:
-                os.killpg(server.pid, signal.SIGKILL)
-
-        with pytest.raises(EngineError):
-            await sender.share(engine, 2, before=kill)
-        await server.wait()
-        await server.start()
-        await engine.wait_ready()
-        await sender.share(engine, 3)  # from the same memory
-        assert (await engine.checksums()) == (sender.export.checksums(),)
-        sender.export.close()
-        os.killpg(server.pid, signal.SIGSTOP)  # one that is stopped, its guard too, can be ended
-    finally:
-        await engine.close()
-        await replaying.close()
-        await server.stop()
-    assert group_of(server.pid) == []
-
-
-async def test_the_end_of_its_log_is_reported_when_a_server_does_not_start(tmp_path: Path) -> None:
-    server = SGLangServer(
-        SGLangEngines(max_total_tokens=4096, extra_args=["--no-such-option"]),
-        ModelConfig(path=str(tmp_path / "nowhere")),
-        routing=True,
-        index=2,
-        log_dir=tmp_path,
-        seed=0,
-    )
-    from tests.support.fake_sglang import facts
-
-    engine = SGLangEngine("engine-2", server.url, facts(), died=server.died)
-    await server.start()
-    try:
-        with pytest.raises(EnvironmentNotReady, match=r"ended with code 2(.|\n)*no-such-option"):
-            await engine.wait_ready()
-    finally:
-        await engine.close()
-        await server.stop()
 
 
 async def stream_sizes(
@@ -456,3 +383,94 @@ async def test_an_event_has_as_many_tokens_as_asked_for_and_an_abort_delivers_th
     assert finish.reason == "abort"
     # `CallAccount` compares the number of tokens that have come with the server's own: nothing is lost.
     assert sum(sizes) == finish.version_spans[-1].end < 1500
+
+
+async def last_event_of_an_abort(server: SGLangServer, *, omit: bool) -> str:
+    """Return the last event of a running call that is aborted, as the server sends it."""
+    asked = msgspec.structs.replace(request(LONG_PROMPT, BUDGET), rows_if_aborted=not omit)
+    keys = {"Authorization": f"Bearer {server.api_key}", "Content-Type": "application/json"}
+    admin = keys | {"Authorization": f"Bearer {server.admin_key}"}
+    last = ""
+    async with aiohttp.ClientSession(read_bufsize=1 << 20) as http:
+        body = encode_request(asked)
+        async with http.post(f"{server.url}/generate", data=body, headers=keys) as response:
+            aborted = False
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                last = line[6:].decode()
+                if not aborted and json.loads(last)["meta_info"]["completion_tokens"] >= 3:
+                    aborted = True
+                    async with http.post(
+                        f"{server.url}/abort_request", json={"abort_all": True}, headers=admin
+                    ) as done:
+                        assert done.status == 200
+    return last
+
+
+async def abort_unneeded(engine: SGLangEngine) -> Call:
+    running = Call(engine, msgspec.structs.replace(request(LONG_PROMPT, BUDGET), rows_if_aborted=False))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(running.run())
+        await running.has_tokens(3)
+        await engine.interrupt("abort")
+    return running
+
+
+def check_abort(running: Call) -> None:
+    assert isinstance(running.finish, Finish)
+    assert (running.finish.reason, running.finish.routing) == ("abort", None)
+    assert 3 <= len(running.token_ids) < BUDGET
+    span = VersionSpan(start=0, end=len(running.token_ids), weight_version=0)
+    assert running.finish.version_spans == (span,)
+
+
+async def test_everything_else_precedes_the_rows_when_sglang_ends_an_aborted_call(
+    sglang_world: SGLangWorld, engine: SGLangEngine
+) -> None:
+    event = await last_event_of_an_abort(sglang_world.server, omit=False)
+    meta = json.loads(event)["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    fields = ("output_ids", "finish_reason", "weight_version", "output_token_logprobs")
+    fields += ("completion_tokens", "cached_tokens", "weight_versions", "routed_experts")
+    places = [event.index(f'"{field}":') for field in fields]
+    assert all(before < after for before, after in pairwise(places)), dict(zip(fields, places, strict=True))
+    rows = len(LONG_PROMPT) + meta["completion_tokens"] - 1
+    facts = sglang_world.facts
+    assert len(meta["routed_experts"]) == -(-rows * facts.num_layers * facts.top_k * 4 // 3) * 4
+    aborted = await abort_unneeded(engine)
+    check_abort(aborted)
+    # All that was fed is still cached: a recovery returns the rows that the sampling used.
+    recovered = await call(engine, aborted.sequence, 0)
+    assert recovered.finish is not None
+    assert recovered.finish.cached_tokens == len(recovered.trace.rows) == len(aborted.sequence) - 1
+
+
+async def check_omitted(server: SGLangServer, engine: SGLangEngine) -> None:
+    """Check that aborted calls that ask for it have no rows, and all others have them."""
+    meta = json.loads(await last_event_of_an_abort(server, omit=True))["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert "routed_experts" not in meta
+    assert "routed_experts" in json.loads(await last_event_of_an_abort(server, omit=False))["meta_info"]
+    check_abort(await abort_unneeded(engine))
+    # A call that ends by itself has its rows, whatever it asks for in case of an abort.
+    whole = Call(engine, msgspec.structs.replace(request(LONG_PROMPT, 4), rows_if_aborted=False))
+    await whole.run()
+    assert whole.finish is not None
+    assert whole.finish.reason == "length"
+    assert len(whole.trace.rows) == len(LONG_PROMPT) + 3
+
+
+async def test_an_aborted_call_has_no_rows_when_we_start_the_server(
+    sglang_world: SGLangWorld, engine: SGLangEngine
+) -> None:
+    await check_omitted(sglang_world.server, engine)
+
+
+@pytest.mark.long
+async def test_an_aborted_call_has_no_rows_when_the_server_sends_narrow_ids(tmp_path: Path) -> None:
+    with SGLangWorld(tmp_path, index=1, narrow_routing=True) as world:
+        engine = world.engine()
+        await engine.wait_ready()
+        await check_omitted(world.server, engine)
+        await engine.close()

@@ -1,41 +1,47 @@
-"""One model on real SGLang servers that work differently: what they say of its routing is the same.
+"""Real SGLang servers that work differently: what they say of a model's routing is the same.
 
 The model has a dense layer between two with experts. The servers run one after the other, each asked the
-same; the later ones end a text with a token that the first one's answer came to.
+same; the later ones end a text with a token that the first one's answer came to. Further servers have too
+small a cache, or are started by `async-rl rollout`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 
-from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engine_protocol import SamplingParams
-from async_rl.engines.model_facts import load_facts
-from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.cli.main import main
+from async_rl.engine_protocol import Engine, SamplingParams
 from async_rl.engines.sglang.http_client import SGLangHttpClient
-from async_rl.engines.sglang.server import SGLangServer
-from async_rl.errors import AlignmentError
 from async_rl.routing import check
-from tests.support.engine_calls import Call, request
-from tests.support.sglang_world import VOCAB_SIZE
-from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
+from async_rl.types import Trajectory
+from tests.support.engine_calls import Call, call, request
+from tests.support.sessions import PROMPT, Bench
+from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld
+from tests.support.tiny_model import build_tiny_qwen3_moe
+from tests.support.trajectories import verify
+from tests.support.watched_engine import WatchedEngine
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(600)]
 
 PROMPTS = [[40, 41, 42, 43, 44, 45, 46], list(range(30, 80)), list(range(250, 150, -1))]
 SAMPLED = 12
-VARIANTS = {
-    "plain": SGLangEngines(),
-    "chunked": SGLangEngines(extra_args=["--chunked-prefill-size=16"]),
-    "chunked, no overlap, narrow": SGLangEngines(
-        narrow_routing=True, extra_args=["--chunked-prefill-size=16", "--disable-overlap-schedule"]
-    ),
+EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunked": {"extra_args": ["--chunked-prefill-size=16"]},
+    "chunked, no overlap, narrow": {
+        "narrow_routing": True,
+        "extra_args": ["--chunked-prefill-size=16", "--disable-overlap-schedule"],
+    },
 }
 
 
@@ -49,43 +55,21 @@ class Answers(msgspec.Struct, frozen=True, eq=False):
     stopped: Call
     """A call of the first prompt, stopped by a string."""
     info: dict
-    engine: SGLangEngine
 
 
 class Variants:
     """Asks one server after the other."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, folder / "model"
-        build_tiny_qwen3_moe(
-            self.model,
-            vocab_size=VOCAB_SIZE,
-            hidden_size=64,
-            max_position_embeddings=1024,
-            std=0.15,
-            dense_layers=(1,),
-        )
-        write_byte_tokenizer(self.model, vocab_size=VOCAB_SIZE)
+        self.folder = folder
         self.end_token = VOCAB_SIZE - 1
         self.stop_string = "never said"
 
-    async def ask(self, index: int, config: SGLangEngines) -> Answers:
+    async def ask(self, index: int, extra_args: tuple[str, ...] = (), **variant: Any) -> Answers:
         end = f'--json-model-override-args={{"eos_token_id": {self.end_token}}}'
-        config = msgspec.structs.replace(
-            config, max_running_requests=4, max_total_tokens=4096, extra_args=[*config.extra_args, end]
-        )
-        model = ModelConfig(path=str(self.model), dtype="float32")
-        server = SGLangServer(config, model, routing=True, index=index, log_dir=self.folder, seed=0)
-        engine = SGLangEngine(
-            "engine-0",
-            server.url,
-            load_facts(self.model),
-            api_key=server.api_key,
-            admin_key=server.admin_key,
-            routing=True,
-            narrow_routing=config.narrow_routing,
-            died=server.died,
-        )
+        build, folder = partial(build_tiny_qwen3_moe, dense_layers=(1,)), self.folder / str(index)
+        world = SGLangWorld(folder, build, index=index, extra_args=[*extra_args, end], **variant)
+        server, engine = world.server, world.engine()
         http = SGLangHttpClient("engine-0", server.url, server.api_key, server.admin_key, timeout_s=60.0)
 
         async def call(prompt: list[int], start: int = 0, stop: tuple[str, ...] = ()) -> Call:
@@ -101,7 +85,6 @@ class Variants:
                 later=await call(PROMPTS[-1], start=len(PROMPTS[-1])),
                 stopped=await call(PROMPTS[0], stop=(self.stop_string,)),
                 info=await http.get_info("server_info", dict),
-                engine=engine,
             )
         finally:
             await http.close()
@@ -112,7 +95,7 @@ class Variants:
         """Choose what later servers stop at, from what the first one said."""
         from transformers import PreTrainedTokenizerFast
 
-        decode = PreTrainedTokenizerFast.from_pretrained(self.model).decode
+        decode = PreTrainedTokenizerFast.from_pretrained(self.folder / "0" / "weights_0").decode
         first, *others = [call.token_ids for call in plain.calls]
         said = {token for tokens in others for token in tokens}
         new = [t for i, t in enumerate(first) if i >= 2 and t not in first[:i] and t not in said]
@@ -125,8 +108,8 @@ class Variants:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
     variants, found = Variants(tmp_path_factory.mktemp("variants")), {}
     with ThreadPoolExecutor(1) as thread:  # with a loop of its own, beside the tests'
-        for index, (name, config) in enumerate(VARIANTS.items()):
-            found[name] = thread.submit(asyncio.run, variants.ask(index, config)).result()
+        for index, (name, variant) in enumerate(VARIANTS.items()):
+            found[name] = thread.submit(asyncio.run, variants.ask(index, **variant)).result()
             if not index:
                 variants.learn(found[name])
                 found["end"] = variants.end_token
@@ -186,9 +169,53 @@ def test_fewer_bytes_mean_the_same_when_the_engine_narrows(answers) -> None:
     assert len(wide.finish.routing.data) == pytest.approx(6 * len(narrow.finish.routing.data), rel=0.02)
 
 
-def test_the_other_wire_is_refused_when_the_engine_narrows_and_we_do_not_know(answers) -> None:
-    engines = {"plain": answers["plain"], "narrow": answers["chunked, no overlap, narrow"]}
-    for ours, theirs, word in (("plain", "narrow", "with "), ("narrow", "plain", "without ")):
-        payload = engines[theirs].calls[1].finish.routing
-        with pytest.raises(AlignmentError, match=f"was started {word}engine.narrow_routing"):
-            engines[ours].engine.decode_routing(payload)
+async def test_rows_before_a_retraction_are_marked_when_calls_do_not_fit_the_cache(tmp_path: Path) -> None:
+    calls, new_tokens = 4, 150
+    admits_too_many = ["--schedule-conservativeness=0.01"]
+    cache = 400  # what two of the calls need, and a little more
+    world = SGLangWorld(tmp_path, max_total_tokens=cache, extra_args=admits_too_many)
+    engine = WatchedEngine(world.engine())
+
+    async def answer() -> tuple[Bench, Trajectory]:
+        limits = {"max_context_tokens": 512, "max_new_tokens": new_tokens}
+        bench = Bench(cast(Engine, engine), facts=world.facts, top_k=1, **limits)
+        bench.start()
+        await bench.session.generate()
+        return bench, await bench.finish()
+
+    with world:
+        await engine.wait_ready()
+        ended = await asyncio.gather(*(answer() for _ in range(calls)))
+        retractions = [each for finish in engine.ends for each in finish.retractions]
+        assert retractions
+        assert all(1 <= each.at_least <= each.at_most < new_tokens for each in retractions)
+        counted = sum(bench.counted("engine_retractions_total", engine="engine-0") for bench, _ in ended)
+        assert counted == sum(each.count for each in retractions)
+        ends = {PROMPT + finish.retractions[-1].at_most - 1 for finish in engine.ends if finish.retractions}
+        assert {trajectory.trace.recomputed for _, trajectory in ended} - {()} == {
+            ((0, end),) for end in ends
+        }
+        fresh = (await call(engine, ended[0][1].token_ids.tolist(), 0)).expert_sets
+        for _, trajectory in ended:
+            assert np.array_equal(trajectory.token_ids, ended[0][1].token_ids)
+            verify(trajectory.trace, trajectory.token_ids, world.facts.moe_layers)
+            assert trajectory.trace.valid.all()
+            assert np.array_equal(np.sort(trajectory.trace.rows, axis=-1), fresh)
+        await engine.close()
+
+
+def test_an_untrained_model_writes_trajectories_with_routing_when_nothing_runs_yet(
+    calculator: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"model.path={calculator / 'model'}", f"data.path={calculator / 'data' / 'tasks.jsonl'}"]
+    assert main(["rollout", str(EXAMPLE), *arguments, "--n", "3", "--json"]) == 0
+    captured = capsys.readouterr()
+    views = [json.loads(line) for line in captured.out.splitlines()]
+    assert len(views) == 3
+    for view in views:
+        assert view["error"] is None
+        assert view["weight_versions"] == [0]
+        assert view["trained_tokens"] > 0
+        assert view["routing"]["invalid"] == 0
+        assert view["log_probs"]["mean"] < -1, "an untrained model is sure of nothing"
+    assert "starting an SGLang server" in captured.err

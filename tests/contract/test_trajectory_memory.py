@@ -6,7 +6,6 @@ import asyncio
 import gc
 import multiprocessing
 import os
-import resource
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,6 @@ import pytest
 
 from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
-from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal import Journal
@@ -26,18 +24,13 @@ from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.session.api import Session
 from async_rl.run.memory_needs import trajectory_bytes
 from async_rl.types import Completion, Task
-from tests.support.payload_server import payload_server
+from tests.support.payload_server import PeakMemory, facts_of_long_calls, payload_server
 from tests.support.sessions import Bench, PlainChat
 
+pytestmark = pytest.mark.real  # of a gigabyte, over real HTTP
+
 ATTEMPTS, TOKENS = 24, 16384
-FACTS = EngineFacts(
-    num_layers=48,
-    moe_layers=tuple(range(48)),
-    num_experts=128,
-    top_k=8,
-    vocab_size=512,
-    context_length=2 * TOKENS,
-)
+FACTS = facts_of_long_calls(TOKENS)
 MARGIN = 32 << 20
 """What else the process takes meanwhile: connections, threads, what Python keeps."""
 ENDING: asyncio.Barrier
@@ -79,11 +72,6 @@ def config_with(replay: str) -> Config:
     )
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 async def run_attempts(config: Config, folder: Path, url: str) -> int:
     """Run all attempts at once, and return by how much the process grew at most, bytes."""
     global ENDING
@@ -95,24 +83,17 @@ async def run_attempts(config: Config, folder: Path, url: str) -> int:
     backend = LocalBackend(config, bench.context, SpoolFolder(folder / "frames"), None)
     (folder / "journal").mkdir()
     backend.journal = Journal(folder / "journal", Metrics())
-    loop, peak = asyncio.get_running_loop(), 0
     gc.collect()
-    before = resident_bytes()
-
-    def look() -> None:
-        nonlocal peak, timer
-        peak = max(peak, resident_bytes() - before)
-        timer = loop.call_later(0.002, look)
+    growth = PeakMemory()
 
     async def run_one(number: int) -> AttemptEnd:
         task = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])
         attempt = Attempt(task, f"{number:032x}", "g", 1, started_s=0.0)
         return await backend.run_attempt(attempt)
 
-    timer = loop.call_later(0.0, look)
     async with backend, asyncio.TaskGroup() as group:
         tasks = [group.create_task(run_one(number)) for number in range(ATTEMPTS)]
-    timer.cancel()
+    peak = growth.stop()
     backend.journal.close()
     await engine.close()
     for task in tasks:

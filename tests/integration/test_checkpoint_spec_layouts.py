@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,9 @@ from tests.support.layer_specs import (
 )
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import gathered_gradients, started, trainer_config, weights
+from tests.support.trainers import differing, gathered_gradients, started, trainer_config, weights
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.megatron,
-    pytest.mark.timeout(600),  # two processes import everything
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.megatron, pytest.mark.timeout(600)]
 
 MODELS = {
     "qwen3_moe": partial(
@@ -78,24 +71,19 @@ def batch(seed: int):
 
 def run_rank(rank: int, out: Path) -> None:
     """Goes through the layouts; runs in a process of its own."""
-    from trainer.worker import TrainerWorker
-
     torch.set_num_threads(1)
     for model in MODELS:
         before = "earlier"
         for spec, layout in CHAIN:
             name = f"{layout} {spec}"
-            gc.collect()  # threads of earlier process groups wake a hundred times a second
-            with layers_of(spec):
-                config = config_of(out / model, 2, LAYOUTS[layout])
-                worker = TrainerWorker(config, rank, 2, f"file://{out}/meet {model} {name}")
-                worker.setup(str(out / f"{model} {before}"))
-            worker.save_checkpoint(str(out / f"{model} {name}"), {})
-            metrics = worker.train_on(batch(2), 2).metrics
-            assert worker.saved_checkpoint(wait=True).failure is None
-            found = metrics, gathered_gradients(worker), weights(worker)
+            config, meeting = config_of(out / model, 2, LAYOUTS[layout]), out / f"meeting {model} {name}"
+            source = out / f"{model} {before}"
+            with layers_of(spec), started(config, source, rank=rank, meeting=meeting) as worker:
+                worker.save_checkpoint(str(out / f"{model} {name}"), {})
+                metrics = worker.train_on(batch(2), 2).metrics
+                assert worker.saved_checkpoint(wait=True).failure is None
+                found = metrics, gathered_gradients(worker), weights(worker)
             torch.save(found, out / f"{model} {name} {rank}.pt")
-            worker.close()
             before = name
 
 
@@ -123,9 +111,7 @@ def test_state_is_the_same_bit_for_bit_when_it_has_gone_through_layouts_of_both_
         first = stored_tensors(ran / f"{model} one" / "step_00000001")
         for spec, layout in CHAIN:
             again = stored_tensors(ran / f"{model} {layout} {spec}" / "step_00000001")
-            assert again.keys() == first.keys()
-            changed = [key for key, tensor in first.items() if not torch.equal(again[key], tensor)]
-            assert changed == [], (spec, layout)
+            assert not differing(again, first), (spec, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -135,5 +121,4 @@ def test_the_next_step_is_the_same_bit_for_bit_when_the_other_spec_resumes_a_lay
     for figure in ("loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm"):
         assert fused[figure] == pytest.approx(local[figure], rel=1e-6), figure
     for found, expected in zip(of_fused, of_local, strict=True):
-        assert found.keys() == expected.keys()
-        assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
+        assert not differing(found, expected)

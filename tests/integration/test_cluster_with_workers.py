@@ -19,12 +19,11 @@ from aiohttp import web
 from agent_loops.openai_agent import AgentAPI
 from agent_loops.tool_loop import ToolLoop
 from async_rl import placement
-from async_rl.config import Config, apply_override, parse_config
+from async_rl.config import Config
 from async_rl.engines.sglang.server import free_port
 from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.records import step_record_log
 from async_rl.queue.journal import Journal
-from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery
@@ -32,6 +31,7 @@ from async_rl.types import Completion, Context, StopReason, TakenBatch, Task
 from tests.support.certificates import make_certificate
 from tests.support.quick_server import QuickServer
 from tests.support.ray_nodes import RayNodes
+from tests.support.ray_runs import GROUP_SIZE, assert_ledger_holds, make_run_folder, real_config
 from tests.support.recording_worker import FOLDER, RecordingWorker
 
 pytestmark = [
@@ -51,7 +51,7 @@ SERVICE = "ASYNC_RL_TEST_SERVICE"
 SERVICE_HOST = "127.0.0.200"
 """Chosen before the nodes, whose addresses depend on how many starts fail."""
 
-GROUP_SIZE, STEPS = 4, 3
+STEPS = 3
 
 
 def note_place(what: str) -> None:
@@ -140,38 +140,12 @@ def make_config(nodes: RayNodes, calculator: Path, tmp_path: Path, *overrides: s
     held_out = tmp_path / "held_out.jsonl"
     rows = (calculator / "data" / "tasks.jsonl").read_text().splitlines()[:2]
     held_out.write_text("".join(row.replace('"id": "', '"id": "held-out-') + "\n" for row in rows))
-    tree: dict[str, Any] = {
-        "run": {"name": "apart", "dir": str(tmp_path), "max_steps": STEPS, "drain_s": 120},
-        "model": {"path": str(calculator / "model"), "dtype": "float32"},
-        "data": {
-            "path": str(calculator / "data" / "tasks.jsonl"),
-            "validation": [{"path": str(held_out)}],
-        },
-        "engine": {
-            "num_engines": 2,
-            "device": "cpu",
-            "max_running_requests": 4,
-            "max_total_tokens": 16384,
-            "context_length": 512,
-        },
-        "rollout": {
-            "agent_loop": f"{__name__}:PlacedLoop",
-            "agent_loop_args": {"tools": ["agent_loops.calculator:calculator"]},
-            "reward": f"{__name__}:placed_reward",
-            "group_size": GROUP_SIZE,
-            "max_concurrent_trajectories": 16,
-            "max_staleness": 2,
-            "max_context_tokens": 480,
-            "max_new_tokens": 48,
-        },
-        "trainer": {
-            "worker": f"{__name__}:PlacedRank",
-            "device": "cpu",
-            "num_ranks": 2,
-            "layout": {"ep": 2},
-            "groups_per_batch": 2,
-            "optimizer": {"lr": 1e-3},
-        },
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": "apart", "max_steps": STEPS},
+        "data": {"validation": [{"path": str(held_out)}]},
+        "engine": {"num_engines": 2},
+        "rollout": {"agent_loop": f"{__name__}:PlacedLoop", "reward": f"{__name__}:placed_reward"},
+        "trainer": {"worker": f"{__name__}:PlacedRank", "num_ranks": 2, "layout": {"ep": 2}},
         "evaluation": {"at_start": True, "samples": 2},
         "placement": {
             "ray_address": nodes.address,
@@ -181,13 +155,8 @@ def make_config(nodes: RayNodes, calculator: Path, tmp_path: Path, *overrides: s
             "resources_per_rollout_worker": {"workers": 1},
         },
     }
-    for override in overrides:
-        apply_override(tree, override)
-    config = parse_config(tree)
-    run_dir = Path(config.run.dir) / config.run.name
-    for name in ("checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True, exist_ok=True)
-    return config, run_dir
+    config = real_config(calculator, tmp_path, *overrides, sections=sections)
+    return config, make_run_folder(config)
 
 
 async def test_workers_are_spread_over_the_nodes_and_start_where_their_journals_are(
@@ -254,9 +223,7 @@ async def test_a_run_loses_nothing_when_engines_workers_and_ranks_are_on_separat
     assert [r.step for r in step_record_log(run_dir / "metrics.jsonl").read()] == list(range(1, STEPS + 1))
     (record,) = evaluation_record_log(run_dir / FILE).read()
     assert (record.status, record.asked, record.dropped) == ("done", 4, {})
-    ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.audit().holds
-    ledger.close()
+    assert_ledger_holds(run_dir)
 
 
 async def test_an_agent_on_another_node_reaches_the_policy_over_tls_at_its_workers_node(

@@ -16,7 +16,7 @@ from async_rl.rollout.session.api import Session
 from async_rl.types import Completion, Task
 from tests.support.quick_server import QuickServer
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.ray, pytest.mark.timeout(600)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 
@@ -68,19 +68,16 @@ def other_processes(tmp_path: Path) -> list[str]:
     return found
 
 
-def test_trajectories_are_tried_out_in_a_worker(
-    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [(False, "2 trajectories: mean reward 24"), (True, 'raise KeyError("no such tool")')],
+    ids=["ends", "raises"],
+)
+def test_trajectories_are_tried_out_in_a_worker_and_the_users_line_is_shown_when_their_loop_raises(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: bool, said: str
 ) -> None:
-    assert rollout(EXAMPLE, [*overrides, loop_args(tmp_path)], number=2) == 0
-    assert "2 trajectories: mean reward 24" in capsys.readouterr().out
-    assert len(other_processes(tmp_path)) == 1
-
-
-def test_the_users_line_is_shown_when_a_loop_raises_in_a_worker(
-    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert rollout(EXAMPLE, [*overrides, loop_args(tmp_path, fails=True)], number=1) == 1
-    assert 'raise KeyError("no such tool")' in capsys.readouterr().out
+    assert rollout(EXAMPLE, [*overrides, loop_args(tmp_path, fails=fails)], number=2) == int(fails)
+    assert said in capsys.readouterr().out
     assert len(other_processes(tmp_path)) == 1
 
 

@@ -9,13 +9,13 @@ import pytest
 import ray
 
 from async_rl import placement
-from async_rl.config import Config, parse_config
+from async_rl.config import Config
 from async_rl.observability.records import step_record_log
 from async_rl.placement.placements import Placements
 from async_rl.placement.ray_trainer import RayTrainer
-from async_rl.queue.ledger import Ledger
 from async_rl.runtime.supervision import Nursery
 from tests.support.ray_nodes import RayNodes
+from tests.support.ray_runs import GROUP_SIZE, assert_ledger_holds, make_run_folder, real_config
 
 pytestmark = [
     pytest.mark.long,
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-GROUP_SIZE, STEPS = 4, 4
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +38,17 @@ def nodes() -> Iterator[RayNodes]:
 
 
 def make_config(nodes: RayNodes, calculator: Path, folder: Path) -> tuple[Config, Path]:
-    tree: dict[str, Any] = {
-        "run": {"name": "wide", "dir": str(folder), "max_steps": STEPS, "drain_s": 120},
-        "model": {"path": str(calculator / "model"), "dtype": "float32"},
-        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": "wide", "max_steps": STEPS},
         "engine": {
-            "device": "cpu",
             "tp_size": 2,
             "num_nodes": 2,
             "max_running_requests": 8,
-            "max_total_tokens": 16384,
-            "context_length": 512,
             "restart_delay_s": 0.1,
             "max_outage_s": 3600,  # the only engine, whose parts may take long to start again
         },
         "weights": {"transport": "distributed"},
-        "rollout": {
-            "agent_loop": "agent_loops.tool_loop:ToolLoop",
-            "agent_loop_args": {"tools": ["agent_loops.calculator:calculator"]},
-            "reward": "agent_loops.rewards:last_number",
-            "group_size": GROUP_SIZE,
-            "max_concurrent_trajectories": 16,
-            "max_staleness": 2,
-            "max_context_tokens": 480,
-            "max_new_tokens": 48,
-            "num_workers": 0,
-        },
-        "trainer": {"device": "cpu", "groups_per_batch": 2, "optimizer": {"lr": 1e-3}},
+        "rollout": {"reward": "agent_loops.rewards:last_number", "num_workers": 0},
         "placement": {
             "ray_address": nodes.address,
             "wait_s": 200,
@@ -72,11 +56,8 @@ def make_config(nodes: RayNodes, calculator: Path, folder: Path) -> tuple[Config
             "resources_per_rank": {"trainer": 1},
         },
     }
-    config = parse_config(tree)
-    run_dir = folder / config.run.name
-    for name in ("checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True, exist_ok=True)
-    return config, run_dir
+    config = real_config(calculator, folder, sections=sections)
+    return config, make_run_folder(config)
 
 
 async def test_a_run_loses_nothing_when_its_engine_spans_nodes_and_one_part_is_killed(
@@ -118,9 +99,7 @@ async def test_a_run_loses_nothing_when_its_engine_spans_nodes_and_one_part_is_k
     assert [r.step for r in records if r.rollout_kl_lag0 is not None and abs(r.rollout_kl_lag0) > 1e-5] == []
     assert records[0].rollout_kl_lag0 is not None
     assert not any(nodes.nodes_with("--node-rank"))
-    ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.audit().holds
-    ledger.close()
+    assert_ledger_holds(run_dir)
 
 
 @pytest.mark.parametrize(("together", "sizes"), [(2, [2, 2]), (3, [3, 3]), (1, [3, 1])])

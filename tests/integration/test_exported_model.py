@@ -13,7 +13,7 @@ from async_rl.cli.main import main
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+pytestmark = [pytest.mark.real, pytest.mark.megatron]
 
 NOTEBOOK = """
 import json, sys

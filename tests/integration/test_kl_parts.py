@@ -5,27 +5,28 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-import torch
 
-from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import log_probs_of, native_rows, place, started, trainer_config, weights
+from tests.support.trainers import (
+    differing,
+    log_probs_of,
+    native_rows,
+    place,
+    started,
+    trainer_config,
+    weights,
+)
 from trainer import logprob_mismatch
 from trainer.megatron.packing import make_targets
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+pytestmark = [pytest.mark.real, pytest.mark.megatron]
 
 TINY = 1e-9
 """Of half a mean square, nats: float32 log-probs of the same pass in other micro-batches."""
 
 
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory):
-    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
-
-
-def with_probe(moe, every=1, **trainer):
-    config = trainer_config(moe, **trainer)
+def with_probe(two_layers, every=1, **trainer):
+    config = trainer_config(two_layers, **trainer)
     return config | {"routing": config["routing"] | {"probe_every": every}}
 
 
@@ -47,8 +48,8 @@ def parts(worker, batch):
     return {name: found[name] for name in ("kl_mismatch", "kl_staleness", "kl_routing")}
 
 
-def test_each_injection_moves_its_own_part_only(moe):
-    with started(with_probe(moe, micro_batch_tokens=10_000)) as worker:
+def test_each_injection_moves_its_own_part_only(two_layers):
+    with started(with_probe(two_layers, micro_batch_tokens=10_000)) as worker:
         plain = random_batch(layers=2, lengths=(60,) * 8)
         own = msgspec.structs.replace(plain, routed_experts=native_rows(worker, plain))
         honest = sampled_by(worker, own)
@@ -86,15 +87,15 @@ def test_each_injection_moves_its_own_part_only(moe):
 
 
 @pytest.mark.parametrize("old_log_probs", ["recompute", "rollout"])
-def test_a_probe_changes_nothing_but_what_is_reported(moe, old_log_probs):
+def test_a_probe_changes_nothing_but_what_is_reported(two_layers, old_log_probs):
     results = []
     for every in (0, 2):
-        config = with_probe(moe, every, loss={"old_log_probs": old_log_probs})
+        config = with_probe(two_layers, every, loss={"old_log_probs": old_log_probs})
         with started(config) as worker:
             found = [worker.train_on(random_batch(step, layers=2), step).metrics for step in (1, 2)]
             results.append((found, weights(worker)))
     (without, expected), (probed, actual) = results
-    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    assert not differing(actual, expected)
     assert "kl_routing" not in without[1]
     assert "kl_routing" not in probed[0]
     assert 0 < probed[1]["routing_probe_tokens"] < probed[1]["tokens_lag0"]

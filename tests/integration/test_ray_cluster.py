@@ -12,38 +12,15 @@ import pytest
 from async_rl import placement
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.observability.console_report import RunProgress
-from async_rl.observability.records import StepRecord
-from async_rl.observability.text_console import TextConsole
-from async_rl.queue.ledger import Ledger
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.types import TakenBatch
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.mortal_rank import PLAN, MortalRank
 from tests.support.quick_server import QuickServer
 from tests.support.ray_nodes import RayNodes
+from tests.support.ray_runs import Lines, Steps, assert_ledger_holds, make_run_folder
 
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(600)]
-
-
-class Lines(logging.Handler):
-    """Lets a test wait for a line of the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self._more = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-        self._loop.call_soon_threadsafe(self._more.set)
-
-    async def seen(self, *texts: str) -> None:
-        """Wait until a line contains one of the texts."""
-        while not any(text in line for line in self.lines for text in texts):
-            self._more.clear()
-            await self._more.wait()
 
 
 @pytest.fixture(scope="module")
@@ -71,27 +48,6 @@ class DistantRank(MortalRank):
         return super().read_batch(batch)
 
 
-class Steps(RunProgress):
-    """Lets a test wait for a step."""
-
-    def __init__(self) -> None:
-        super().__init__(TextConsole(quiet=True))
-        self._done = 0
-        self._waiters: list[tuple[int, asyncio.Event]] = []
-
-    def step(self, record: StepRecord) -> None:
-        self._done = record.step
-        for wanted, event in self._waiters:
-            if self._done >= wanted:
-                event.set()
-
-    async def more(self, count: int) -> None:
-        """Wait until `count` more steps are finished."""
-        event = asyncio.Event()
-        self._waiters.append((self._done + count, event))
-        await event.wait()
-
-
 @pytest.fixture
 def cluster_config(nodes: RayNodes, calculator: Path, tmp_path: Path):
     def config(*overrides: str) -> tuple[Config, Path]:
@@ -110,10 +66,7 @@ def cluster_config(nodes: RayNodes, calculator: Path, tmp_path: Path):
             "trainer.max_restarts=100",
             *overrides,
         )
-        run_dir = tmp_path / made.run.name
-        for name in ("checkpoints", "logs"):
-            (run_dir / name).mkdir(parents=True)
-        return made, run_dir
+        return made, make_run_folder(made)
 
     return config
 
@@ -193,9 +146,7 @@ async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_
         log.removeHandler(lines)
     summary = run.result()
     assert_conserved(summary)
-    ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.audit().holds
-    ledger.close()
+    assert_ledger_holds(run_dir)
     paths = [dict(map(str.split, (tmp_path / f"paths-{rank}").read_text().splitlines())) for rank in (0, 1)]
     assert paths[0] == paths[1]  # one copy a node; by step, of which the last try counts
     assert all(path.startswith("/proc/") for path in paths[0].values())

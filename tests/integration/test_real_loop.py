@@ -1,4 +1,7 @@
-"""The whole loop with SGLang and Megatron-Core under Ray, on a CPU, on an untrained model."""
+"""The whole loop with SGLang and Megatron-Core under Ray, on a CPU, on an untrained model.
+
+`tests/contract/test_real_parts.py` has a shorter one.
+"""
 
 import asyncio
 import os
@@ -17,24 +20,27 @@ import pytest
 from agent_loops.tool_loop import ToolLoop
 from async_rl import placement
 from async_rl.codec import read_frame
-from async_rl.config import Config, apply_override, parse_config
+from async_rl.config import Config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.placement.ray_trainer import RayTrainer
-from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run.captures import write_capture
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
 from async_rl.trainer_protocol import Trainer
 from async_rl.types import Completion, StopReason, Task, TrainBatch
+from tests.support.ray_runs import GROUP_SIZE, assert_ledger_holds, make_run_folder, real_config
 from tests.support.recording_worker import FOLDER
 
-pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(900)]
-
-
-GROUP_SIZE = 4
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.sglang,
+    pytest.mark.megatron,
+    pytest.mark.ray,
+    pytest.mark.timeout(900),
+]
 
 
 def fingerprint(task: Task, completion: Completion) -> float:
@@ -43,47 +49,29 @@ def fingerprint(task: Task, completion: Completion) -> float:
 
 
 def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
-    tree: dict[str, Any] = {
-        "run": {"name": "real", "dir": str(tmp_path), "max_steps": 4, "drain_s": 120},
-        "model": {"path": str(calculator / "model"), "dtype": "float32"},
-        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
-        "engine": {
-            "num_engines": 2,
-            "device": "cpu",
-            "max_running_requests": 4,
-            "max_total_tokens": 16384,
-            "context_length": 512,
-        },
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": "real", "max_steps": 4},
+        "engine": {"num_engines": 2},
         "rollout": {
-            "agent_loop": "agent_loops.tool_loop:ToolLoop",
-            "agent_loop_args": {"tools": ["agent_loops.calculator:calculator"]},
             "reward": f"{__name__}:fingerprint",
-            "group_size": GROUP_SIZE,
             "max_concurrent_trajectories": 24,
             "max_staleness": 3,
-            "max_context_tokens": 480,
             "max_new_tokens": 400,
         },
         "trainer": {
             "worker": "tests.support.recording_worker:RecordingWorker",
-            "device": "cpu",
             "num_ranks": 2,
             "layout": {"ep": 2},
             "groups_per_batch": 3,
-            "optimizer": {"lr": 1e-3},
         },
     }
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree)
+    return real_config(calculator, tmp_path, *overrides, sections=sections)
 
 
 async def run(
     config: Config, monkeypatch: pytest.MonkeyPatch, stop: asyncio.Event | None = None
 ) -> tuple[Summary, Path, list[TrainBatch]]:
-    run_dir = Path(config.run.dir) / config.run.name
-    for name in ("checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True, exist_ok=True)
+    run_dir = make_run_folder(config)
     monkeypatch.setenv(FOLDER, str(run_dir / "seen"))
     summary = await placement.run(config, run_dir, stop or asyncio.Event())
     seen = sorted((run_dir / "seen").iterdir(), key=lambda path: int(path.stem))
@@ -201,20 +189,25 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
 
 
 @pytest.mark.long
-async def test_engines_serve_the_adapter_that_the_trainer_trains(calculator, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("shared", [False, True])
+async def test_engines_serve_the_adapter_that_the_trainer_trains(
+    calculator, tmp_path, monkeypatch, caplog, shared
+):
+    """On devices of their own, and on those of the trainer."""
     caplog.set_level("INFO", logger="async_rl")
     monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
     config = make_config(
         calculator,
         tmp_path,
         f"rollout.agent_loop={__name__}:SecondGroupLater",
+        f"placement.shared={str(shared).lower()}",
         "trainer.groups_per_batch=1",
         "trainer.lora={rank: 8, alpha: 16, targets: [attention]}",
         "trainer.optimizer.lr=1e-2",
         "rollout.max_staleness=1",
         "engine.max_running_requests=8",
         "routing.probe_every=2",
-        "weights.watch_every=2",
+        "weights.watch_every=1",
         "run.max_steps=6",
     )
     summary, run_dir, batches = await run(config, monkeypatch)
@@ -222,41 +215,13 @@ async def test_engines_serve_the_adapter_that_the_trainer_trains(calculator, tmp
     records = step_record_log(run_dir / "metrics.jsonl").read()
     assert [record.weight_version for record in records] == [1, 2, 3, 4, 5, 6]
     at_once = {r.weight_version - 1: r.lag0_log_prob_abs_diff for r in records if r.tokens_lag0}
-    assert max(at_once) > 0  # versions after the first, whose adapter changes nothing
-    assert max(at_once.values()) < 5e-6  # so engines have each version's adapter
-    later = [abs(record.rollout_kl_lag1) for record in records if record.tokens_lag1]
-    assert max(later) > 1e-3  # the control: another version's log-probs are others
-    assert summary.interrupted_share > 0
-    files = {path.name for path in (run_dir / "weights" / "version_6").iterdir()}
-    assert files == {"adapter_config.json", "adapter_model.safetensors"}
-    assert "cannot watch" not in caplog.text
-    assert "serves the weights of version" not in caplog.text
-
-
-@pytest.mark.long
-async def test_engines_on_shared_devices_serve_the_adapter_that_the_trainer_trains(
-    calculator, tmp_path, monkeypatch, caplog
-):
-    caplog.set_level("INFO", logger="async_rl")
-    monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
-    config = make_config(
-        calculator,
-        tmp_path,
-        f"rollout.agent_loop={__name__}:SecondGroupLater",
-        "placement.shared=true",
-        "trainer.groups_per_batch=1",
-        "trainer.lora={rank: 8, alpha: 16, targets: [attention]}",
-        "trainer.optimizer.lr=1e-2",
-        "rollout.max_staleness=1",
-        "weights.watch_every=1",
-        "run.max_steps=5",
-    )
-    summary, run_dir, batches = await run(config, monkeypatch)
-    assert_sound(summary, batches, config)
-    records = step_record_log(run_dir / "metrics.jsonl").read()
-    at_once = {r.weight_version - 1: r.lag0_log_prob_abs_diff for r in records if r.tokens_lag0}
     assert len(at_once.keys() - {0}) > 0  # versions after the first, whose adapter changes nothing
-    assert 0 < max(at_once.values()) < 5e-6
+    assert 0 < max(at_once.values()) < 5e-6  # so engines have each version's adapter
+    if not shared:
+        later = [abs(record.rollout_kl_lag1) for record in records if record.tokens_lag1]
+        assert max(later) > 1e-3  # the control: another version's log-probs are others
+        files = {path.name for path in (run_dir / "weights" / "version_6").iterdir()}
+        assert files == {"adapter_config.json", "adapter_model.safetensors"}
     assert summary.interrupted_share > 0
     assert "is quarantined" not in caplog.text  # the model's weights were back after each phase
     assert "cannot watch" not in caplog.text
@@ -320,9 +285,7 @@ async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
     again, _, more = await run(resumed, monkeypatch)
     assert_sound(again, more, resumed)
     assert len(more) == len(batches) + 1
-    ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.audit().holds
-    ledger.close()
+    assert_ledger_holds(run_dir)
 
 
 def kill_scheduler(folder: str) -> int:

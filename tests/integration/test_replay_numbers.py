@@ -22,6 +22,7 @@ from benchmarks import routing_replay as replaying
 from benchmarks.real_parts import Mismatch, build_model, make_batch, random_prompts, serving
 
 pytestmark = [
+    pytest.mark.real,
     pytest.mark.sglang,
     pytest.mark.megatron,
     pytest.mark.timeout(600),
@@ -61,7 +62,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
             )
             mixed = {
                 setting: await merging.roll_out(
-                    engine, chains[setting.delta], random_prompts(6, seed=1), 48, setting, live=True
+                    engine, chains[setting.delta], random_prompts(6, seed=1), 48, setting
                 )
                 for setting in SETTINGS
             }

@@ -8,13 +8,13 @@ import psutil
 import pytest
 
 from async_rl import placement
-from async_rl.queue.ledger import Ledger
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.fateful_loop import FATE
 from tests.support.mortal_rank import PLAN
 from tests.support.quick_server import QuickServer
+from tests.support.ray_runs import assert_ledger_holds, make_run_folder
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def is_running(pid: int) -> bool:
@@ -45,9 +45,7 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
         "trainer.worker=tests.support.mortal_rank:MortalRank",
         "run.max_steps=4",
     )
-    run_dir = tmp_path / "sim"
-    for name in ("checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True)
+    run_dir = make_run_folder(config)
     caplog.set_level("INFO", "async_rl")
     summary = await placement.run(config, run_dir, asyncio.Event(), None, QuickServer)
     assert summary.weight_versions == 4
@@ -61,9 +59,7 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
     assert len(processes) >= 2
     assert os.getpid() not in processes  # neither loops nor rewards run in the driver
     assert not is_running(int((fate / "daemon").read_text())), "the worker that died has left it"
-    ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.audit().holds
-    ledger.close()
+    assert_ledger_holds(run_dir)
     with sqlite3.connect(run_dir / "ledger.sqlite") as database:
         assert database.execute(
             "SELECT state FROM trajectories WHERE trajectory_id = ?", (died,)

@@ -10,6 +10,7 @@ from async_rl.engine_protocol import SamplingParams
 from benchmarks import sampling_mask
 
 pytestmark = [
+    pytest.mark.real,
     pytest.mark.sglang,
     pytest.mark.megatron,
     pytest.mark.timeout(600),
@@ -24,7 +25,7 @@ def test_log_probs_are_the_engines_when_the_kept_tokens_are_replayed(
     settings = (SamplingParams(top_p=0.8, top_k=20), SamplingParams(temperature=0.7, min_p=0.1, top_k=50))
     monkeypatch.setattr(sampling_mask, "SETTINGS", settings)
     with ThreadPoolExecutor(1) as thread:  # an event loop of its own, beside the test framework's
-        rows, wrong, _ = thread.submit(sampling_mask.measure, model, 1, 8, 32).result()
+        rows, wrong = thread.submit(sampling_mask.measure, model, 1, 8, 32).result()
     assert wrong == []
     nucleus = {row.variant: row.mean_abs for row in rows if row.top_p == 0.8}
     assert nucleus["mask"] <= 1e-5

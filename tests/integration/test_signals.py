@@ -14,10 +14,10 @@ import pytest
 
 from async_rl.config.reference import resolved_yaml
 from async_rl.placement.local_ray import scratch_folder
-from async_rl.queue.ledger import Ledger
 from tests.simulation.test_loop import make_config
 from tests.support import gated_run
 from tests.support.mortal_rank import PLAN
+from tests.support.ray_runs import assert_ledger_holds
 
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -174,7 +174,5 @@ def assert_saved(run: GatedRun) -> None:
     assert summary["weight_versions"] >= 2
     assert json.loads((run.run_dir / "checkpoints" / "latest.json").read_text()) == summary["weight_versions"]
     assert summary["trajectories"]["trained"] == 16 * summary["weight_versions"]
-    ledger = Ledger(run.run_dir / "ledger.sqlite")
-    assert ledger.audit().holds
-    ledger.close()
+    assert_ledger_holds(run.run_dir)
     assert_clean(run)

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from async_rl import placement
-from async_rl.queue.ledger import Ledger
 from async_rl.runtime.supervision import Nursery
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
-from tests.integration.test_ray_cluster import Lines, Steps
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.mortal_rank import PLAN, MortalRank
 from tests.support.quick_server import QuickServer
 from tests.support.ray_nodes import RayNodes
+from tests.support.ray_runs import Lines, Steps, assert_ledger_holds, make_run_folder
 
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -58,6 +57,7 @@ async def test_what_a_lost_node_had_is_sampled_again_and_the_rest_is_trained_aft
     nodes: RayNodes, calculator: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="async_rl")
+    disks = tmp_path / "disks"
     config = make_config(
         calculator,
         tmp_path,
@@ -74,14 +74,11 @@ async def test_what_a_lost_node_had_is_sampled_again_and_the_rest_is_trained_aft
         "rollout.num_workers=2",
         "run.max_steps=100000",
         "trainer.max_restarts=10",
-        f"queue.spool_dir={tmp_path / 'disks'}",
+        f"queue.spool_dir={disks}",
         "queue.node_lost_s=16",
     )
-    run_dir = tmp_path / config.run.name
-    for name in ("checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True)
+    run_dir = make_run_folder(config)
     _, kept, lost = nodes.nodes
-    (disks,) = [Path(config.queue.spool_dir or "")]
     stop, steps, lines = asyncio.Event(), Steps(), Lines()
 
     def stored_on(node: str) -> int:
@@ -132,6 +129,4 @@ async def test_what_a_lost_node_had_is_sampled_again_and_the_rest_is_trained_aft
     finally:
         log.removeHandler(lines)
     assert any(name in paths() for name in before)  # not sampled again
-    ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.audit().holds
-    ledger.close()
+    assert_ledger_holds(run_dir)

@@ -20,7 +20,7 @@ from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+pytestmark = pytest.mark.megatron
 
 
 class ReplayingRank(LocalRank):

@@ -4,11 +4,7 @@ import pytest
 
 from async_rl.config import LayoutConfig
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.megatron
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Adapters: equal to weights with the adapter merged, the same in every layout, checkpoint and export."""
 
-import gc
 import json
 from functools import cache
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from async_rl.cli.main import main
@@ -16,6 +14,7 @@ from async_rl.config import parse_config
 from async_rl.errors import CheckpointError
 from tests.support.emulated_layers import spawn_with_transformer_engine
 from tests.support.layer_specs import layers_of
+from tests.support.ranks import run_ranks
 from tests.support.tiny_model import (
     build_tiny_deepseek_v3,
     build_tiny_mixtral,
@@ -23,6 +22,7 @@ from tests.support.tiny_model import (
 )
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
+    differing,
     gathered_gradients,
     gradients_as_weights,
     log_probs_of,
@@ -35,12 +35,7 @@ from trainer.megatron.lora import adapted_weights
 from trainer.memory import estimate_memory
 from trainer.weights.adapter_export import PREFIX, export_adapter
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.real, pytest.mark.megatron, pytest.mark.timeout(900)]
 
 LORA = {"rank": 4, "alpha": 10, "targets": ["attention", "mlp", "experts"]}
 SCALE = 2.5
@@ -58,7 +53,7 @@ MODELS = {
     "latent attention, whole queries": lambda path: build_latent(path, q_lora_rank=None),
 }
 
-LAYOUTS = {
+WHOLE_LAYOUTS = {
     "tensor, sequence and expert": (2, {"tp": 2, "ep": 2}, "full"),
     "interleaved pipeline": (2, {"pp": 2, "vpp": 2}, "none"),
     "tensor and sequence": (2, {"tp": 2, "etp": 2}, "selective"),
@@ -67,22 +62,17 @@ LAYOUTS = {
     "context": (2, {"cp": 2}, "none"),
     "four: tensor, expert and expert tensor": (4, {"tp": 2, "ep": 2, "etp": 2}, "none"),
     "four: tensor, pipeline and expert": (4, {"tp": 2, "pp": 2, "ep": 2}, "full"),
-    "latent: tensor, sequence and expert": (2, {"tp": 2, "ep": 2}, "full"),
-    "latent: tensor and sequence": (2, {"tp": 2, "etp": 2}, "selective"),
-    "latent: interleaved pipeline": (2, {"pp": 2, "vpp": 2}, "none"),
-    "latent: data": (2, {}, "none"),
-    "latent: expert": (2, {"ep": 2}, "full"),
-    "latent: context": (2, {"cp": 2}, "none"),
-    "latent: four: tensor, expert and expert tensor": (4, {"tp": 2, "ep": 2, "etp": 2}, "none"),
-    "latent: four: tensor, pipeline and expert": (4, {"tp": 2, "pp": 2, "ep": 2}, "full"),
 }
-"""Ranks, what they share out, and what they recompute; `latent`: of a model with latent attention."""
+"""Ranks, what they share out, and what they recompute."""
+
+LAYOUTS = WHOLE_LAYOUTS | {f"latent: {name}": layout for name, layout in WHOLE_LAYOUTS.items()}
+"""`latent`: of a model with latent attention."""
 
 ROUNDED = 3e-4
 """Of weights after steps: Adam divides gradients by their size, also where they are rounding errors."""
 
-DEFAULT = ("tensor, sequence and expert", "interleaved pipeline", "latent: tensor, sequence and expert")
-"""The layouts of `make test`; `make test-long` has the rest."""
+OF_REAL_LANE = ("tensor, sequence and expert", "interleaved pipeline", "latent: tensor, sequence and expert")
+"""The layouts of `make test-real`; `make test-long` has the rest."""
 
 
 def model_of(path: Path, *, latent: bool = False) -> Path:
@@ -195,12 +185,10 @@ def test_only_adapters_are_trained_and_have_gradients_and_optimizer_state(tmp_pa
         before = {
             name: t.clone() for name, t in worker.model.bridge.export_hf(worker.model.chunks, merged=False)
         }
-        start = weights_merged(worker)
-        assert all(torch.equal(start[name], value) for name, value in before.items())
+        assert not differing(weights_merged(worker), before)
         worker.train_on(batch_of(), 1)
         worker.train_on(batch_of(1), 2)
-        after = dict(worker.model.bridge.export_hf(worker.model.chunks, merged=False))
-        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert not differing(dict(worker.model.bridge.export_hf(worker.model.chunks, merged=False)), before)
         chunk = worker.model.chunks[0]
         trained = {id(p): p for name, p in chunk.named_parameters() if ".lora." in name}
         assert {id(p) for p in chunk.parameters() if p.requires_grad} == trained.keys()
@@ -217,9 +205,7 @@ def test_only_adapters_are_trained_and_have_gradients_and_optimizer_state(tmp_pa
         assert not any(
             hasattr(p, "main_grad") or p.grad is not None for p in chunk.parameters() if id(p) not in trained
         )
-        merged = dict(worker.model.bridge.export_hf(worker.model.chunks))
-        moved = {name for name, value in merged.items() if not torch.equal(value, before[name])}
-        assert len(moved) == 4 * 4 + 3 + 3 * 3 + 3 * 3 * 8
+        assert len(differing(weights_merged(worker), before)) == 4 * 4 + 3 + 3 * 3 + 3 * 3 * 8
 
 
 def test_the_reference_policy_is_the_model_without_adapters(tmp_path: Path) -> None:
@@ -242,63 +228,42 @@ def test_the_reference_policy_is_the_model_without_adapters(tmp_path: Path) -> N
 # -- layouts
 
 
-def of_layout(name: str, rank: int, model: str, out: str) -> dict:
-    ranks, layout, recompute = LAYOUTS[name]
-    return look(
-        rank,
-        ranks,
-        f"file://{out}/{name}",
-        f"{out}/checkpoints {name}",
-        config_of(Path(model), num_ranks=ranks, layout=layout, recompute=recompute, micro_batch_tokens=36),
-    )
-
-
-def look(rank: int, ranks: int, address: str, checkpoints: str, config: dict) -> dict:
-    from trainer.worker import TrainerWorker
-
-    worker = TrainerWorker(config, rank, ranks, address)
-    worker.setup(None)
-    drawn = factors(worker)
-    randomise(worker)
-    merged = weights_merged(worker)
-    first = worker.train_on(batch_of(), 1)
-    gradients = factor_gradients(worker)
-    with trial(worker, config | {"trainer": config["trainer"] | {"loss": {"kl": {"coefficient": 1.0}}}}):
-        reference = worker.train_on(batch_of(), 1).metrics["reference_kl"]
-    worker.train_on(batch_of(1), 2)
-    worker.save_checkpoint(checkpoints, {})
-    assert worker.saved_checkpoint(wait=True).failure is None
-    trained = factors(worker)
-    state = training_state(worker)
-    worker.close()
-    again = TrainerWorker(config, rank, ranks, f"{address} again")
-    again.setup(checkpoints)
-    resumed = all(torch.equal(a, b) for a, b in zip(training_state(again), state, strict=True))
-    third = again.train_on(batch_of(2), 3)
-    continued = factors(again)
-    again.close()
-    gc.collect()
-    return {
-        "drawn": drawn,
-        "merged": merged,
-        "gradients": gradients,
-        "trained": trained,
-        "resumed": resumed,
-        "continued": continued,
-        "metrics": [first.metrics, third.metrics],
-        "reference": reference,
-    }
+def look(config: dict, checkpoints: Path, *, rank: int = 0, meeting: Path | None = None) -> dict:
+    with_reference = config | {"trainer": config["trainer"] | {"loss": {"kl": {"coefficient": 1.0}}}}
+    found: dict = {}
+    with started(config, rank=rank, meeting=meeting) as worker:
+        found["drawn"] = factors(worker)
+        randomise(worker)
+        found["merged"] = weights_merged(worker)
+        first = worker.train_on(batch_of(), 1)
+        found["gradients"] = factor_gradients(worker)
+        with trial(worker, with_reference):
+            found["reference"] = worker.train_on(batch_of(), 1).metrics["reference_kl"]
+        worker.train_on(batch_of(1), 2)
+        worker.save_checkpoint(str(checkpoints), {})
+        assert worker.saved_checkpoint(wait=True).failure is None
+        found["trained"], state = factors(worker), training_state(worker)
+    again = meeting and meeting.with_name(f"{meeting.name} again")
+    with started(config, checkpoints, rank=rank, meeting=again) as worker:
+        resumed = zip(training_state(worker), state, strict=True)
+        found["resumed"] = all(torch.equal(*pair) for pair in resumed)
+        third = worker.train_on(batch_of(2), 3)
+        found["continued"] = factors(worker)
+    return found | {"metrics": [first.metrics, third.metrics]}
 
 
 def weights_merged(worker) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in worker.model.bridge.export_hf(worker.model.chunks)}
 
 
-def run_rank(rank: int, model: str, out: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
+def run_rank(rank: int, models: dict[bool, Path], out: Path, names: list[str]) -> dict[str, dict]:
+    found = {}
     for name in names:
-        if rank < LAYOUTS[name][0]:
-            torch.save(of_layout(name, rank, model, out), f"{out}/{name} {rank}")
+        ranks, layout, recompute = LAYOUTS[name]
+        model = models[is_latent(name)]
+        config = config_of(model, num_ranks=ranks, layout=layout, recompute=recompute, micro_batch_tokens=36)
+        found[name] = look(config, out / f"checkpoints {name}", rank=rank, meeting=out / name)
+    return found
 
 
 def is_latent(name: str) -> bool:
@@ -319,8 +284,7 @@ def one(models, tmp_path_factory):
 
     @cache
     def of_model(latent: bool) -> dict:
-        config = config_of(models[latent], micro_batch_tokens=36)
-        return look(0, 1, "", f"{out}/checkpoints {latent}", config)
+        return look(config_of(models[latent], micro_batch_tokens=36), out / f"checkpoints {latent}")
 
     return of_model
 
@@ -333,16 +297,16 @@ def seen(models, request, tmp_path_factory):
         if "name" in getattr(getattr(item, "callspec", None), "params", {}) and item.module is request.module
     }
     out = tmp_path_factory.mktemp("layouts")
-    of_ranks = [[n for n in LAYOUTS if n in names and LAYOUTS[n][0] == ranks] for ranks in (2, 4)]
-    for ranks, chosen in zip((2, 4), of_ranks, strict=True):
-        for latent, model in models.items():
-            if its := [name for name in chosen if is_latent(name) == latent]:
-                mp.spawn(run_rank, (str(model), str(out), its), nprocs=ranks)
-    return out, {n: [torch.load(f"{out}/{n} {r}") for r in range(LAYOUTS[n][0])] for n in names}
+    found = {}
+    for ranks in (2, 4):
+        if chosen := [name for name in LAYOUTS if name in names and LAYOUTS[name][0] == ranks]:
+            of_ranks = run_ranks(run_rank, models, out, chosen, ranks=ranks)
+            found |= {name: [rank[name] for rank in of_ranks] for name in chosen}
+    return out, found
 
 
 EACH_LAYOUT = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.long) for n in LAYOUTS]
+    "name", [pytest.param(n, marks=() if n in OF_REAL_LANE else pytest.mark.long) for n in LAYOUTS]
 )
 
 
@@ -350,8 +314,7 @@ EACH_LAYOUT = pytest.mark.parametrize(
 def test_adapters_of_a_layout_are_those_of_one_rank(one, seen, name: str) -> None:
     wanted, found = one(is_latent(name)), seen[1][name][0]
     for key in ("drawn", "merged"):
-        assert found[key].keys() == wanted[key].keys()
-        assert all(torch.equal(found[key][n], value) for n, value in wanted[key].items()), key
+        assert not differing(found[key], wanted[key]), key
     close(found["gradients"], wanted["gradients"], 1e-5)
     close(found["trained"], wanted["trained"], ROUNDED)
     close(found["continued"], wanted["continued"], ROUNDED)
@@ -371,8 +334,7 @@ def test_a_checkpoint_of_adapters_is_resumed_bit_for_bit_and_under_another_layou
     assert all(each["resumed"] for each in by_name[name])
     checkpoints = Path(f"{out}/checkpoints {name}")
     with started(config_of(model, micro_batch_tokens=36), checkpoints) as worker:
-        found = factors(worker)
-        assert all(torch.equal(found[n], value) for n, value in by_name[name][0]["trained"].items())
+        assert not differing(factors(worker), by_name[name][0]["trained"])
         worker.train_on(batch_of(2), 3)
         close(factors(worker), wanted["continued"], ROUNDED)
 
@@ -380,10 +342,15 @@ def test_a_checkpoint_of_adapters_is_resumed_bit_for_bit_and_under_another_layou
 # -- layers of TransformerEngine, emulated
 
 
-def compare_specs(rank: int, model: str, out: str) -> None:
-    """The same steps with both layer specs; experts are grouped in that of TransformerEngine."""
+def compare_specs(rank: int, models: dict[bool, Path], out: Path) -> None:
     torch.set_num_threads(1)
-    config = config_of(Path(model), dtype="bfloat16")
+    found = {latent: compare_specs_of(model, out / str(latent)) for latent, model in models.items()}
+    torch.save(found, out / "found")
+
+
+def compare_specs_of(model: Path, out: Path) -> dict:
+    """The same steps with both layer specs; experts are grouped in that of TransformerEngine."""
+    config = config_of(model, dtype="bfloat16")
     found = {}
     for spec in ("local", "transformer_engine"):
         with layers_of(spec), started(config) as worker:
@@ -402,20 +369,25 @@ def compare_specs(rank: int, model: str, out: str) -> None:
                 "trained": factors(worker),
                 "merged": weights_merged(worker),
             }
-            worker.save_checkpoint(f"{out}/{spec}", {})
+            worker.save_checkpoint(str(out / spec), {})
             assert worker.saved_checkpoint(wait=True).failure is None
             found[spec] = seen
     for spec, other in (("local", "transformer_engine"), ("transformer_engine", "local")):
-        with layers_of(spec), started(config, Path(out) / other) as worker:
+        with layers_of(spec), started(config, out / other) as worker:
             found[spec]["loaded"] = factors(worker)
-    torch.save(found, f"{out}/found")
+    return found
+
+
+@pytest.fixture(scope="module")
+def specs(models, tmp_path_factory) -> dict[bool, dict]:
+    out = tmp_path_factory.mktemp("specs")
+    spawn_with_transformer_engine(compare_specs, models, out)
+    return torch.load(out / "found", weights_only=False)
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_adapters_are_the_same_with_the_layers_of_transformer_engine(latent: bool, tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model", latent=latent)
-    spawn_with_transformer_engine(compare_specs, str(model), str(tmp_path))
-    found = torch.load(tmp_path / "found", weights_only=False)
+def test_adapters_are_the_same_with_the_layers_of_transformer_engine(latent: bool, specs) -> None:
+    found = specs[latent]
     local, fused = found["local"], found["transformer_engine"]
     assert (local["grouped"], fused["grouped"]) == (False, True)
     # Sums of adapters and products are rounded at other places.
@@ -430,7 +402,7 @@ def test_adapters_are_the_same_with_the_layers_of_transformer_engine(latent: boo
     assert max(apart) < 0.3  # in bfloat16
     assert sum(apart) / len(apart) < 0.1
     for mine, others in ((local, fused), (fused, local)):
-        assert all(torch.equal(mine["loaded"][name], value) for name, value in others["trained"].items())
+        assert not differing(mine["loaded"], others["trained"])
 
 
 # -- versions, checkpoints and exports
@@ -456,8 +428,7 @@ def test_a_version_is_a_folder_of_peft_or_merged_weights_and_an_export_is_the_sa
             last = weights_merged(worker)
     for sync, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
         first, copied = (load_file(tmp_path / f / file) for f in (sync, f"{sync} of the snapshot"))
-        assert first.keys() == copied.keys()
-        assert all(torch.equal(first[name], value) for name, value in copied.items())
+        assert not differing(first, copied)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings == {
         "peft_type": "LORA",
@@ -485,12 +456,8 @@ def test_a_version_is_a_folder_of_peft_or_merged_weights_and_an_export_is_the_sa
         given = ["--checkpoint", str(tmp_path / "checkpoints merged"), "--out", str(tmp_path / out)]
         assert main(["export", *given, *words]) == 0
     assert "the adapter of step 2" in capsys.readouterr().out
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert exported.keys() == last.keys()
-    assert all(torch.equal(exported[name], value) for name, value in last.items())
-    adapter = load_file(tmp_path / "exported adapter" / "adapter_model.safetensors")
-    assert adapter.keys() == values.keys()
-    assert all(torch.equal(adapter[name], value) for name, value in values.items())
+    assert not differing(load_file(tmp_path / "exported" / "model.safetensors"), last)
+    assert not differing(load_file(tmp_path / "exported adapter" / "adapter_model.safetensors"), values)
 
 
 def test_a_checkpoint_is_refused_when_the_run_has_other_adapters(

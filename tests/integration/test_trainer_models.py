@@ -1,20 +1,18 @@
 """Each architecture in the trainer: against Hugging Face, with routing replayed, over several ranks."""
 
-import gc
 import json
 import shutil
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from tests.integration.test_trainer_parity import hf_log_probs
+from tests.support.ranks import run_ranks
 from tests.support.tiny_model import (
     amend_config,
     build_tiny_deepseek_v3,
@@ -23,15 +21,13 @@ from tests.support.tiny_model import (
     build_tiny_kimi_k2,
     build_tiny_mixtral,
     build_tiny_qwen2_moe,
-    build_tiny_qwen3_moe,
 )
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
+    differing,
     gathered_gradients,
-    gradients,
     log_probs_of,
     native_rows,
-    place,
     started,
     trainer_config,
     trial,
@@ -39,11 +35,7 @@ from tests.support.trainers import (
 )
 from trainer.megatron.replay import TopKRouter, moe_layer_numbers
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.real, pytest.mark.megatron]
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 TWO_SCALES = {
@@ -125,10 +117,6 @@ def batch_for(path: Path, **fields):
     return random_batch(layers=facts.moe_layers, experts=facts.num_experts, top_k=facts.top_k, **fields)
 
 
-def replace(batch, **fields):
-    return msgspec.structs.replace(batch, **fields)
-
-
 def routers(worker):
     return [m for chunk in worker.model.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
 
@@ -153,8 +141,7 @@ def test_log_probs_and_weights_are_hugging_faces_when_the_model_is_float32(folde
         with_experts = tuple(router.layer_number - 1 for router in routers(worker))
         if facts.is_moe:
             assert tuple(number - 1 for number in moe_layer_numbers(worker.model.config)) == with_experts
-    assert set(exported) == set(original)
-    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+    assert not differing(exported, original)
     assert with_experts == facts.moe_layers
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == facts.num_layers
     assert reference.std() > 0.5
@@ -205,117 +192,6 @@ def test_experts_are_hugging_faces_when_groups_and_a_bias_select(deepseek):
         by_score_alone.clear()
 
 
-@pytest.mark.case(31)
-@pytest.mark.parametrize(
-    "name",
-    ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.long) for name in ("glm4_moe", "qwen2_moe"))],
-)
-def test_replay_changes_nothing_when_the_rows_are_the_trainers_own(folder, name):
-    batch = batch_for(folder(name))
-    with started(trainer_config(folder(name), replay=False)) as native:
-        expected_log_probs = log_probs_of(native, batch)
-        expected = native.train_on(batch, 1)
-        expected_gradients = gradients(native)
-    with started(trainer_config(folder(name))) as replaying:
-        own = replace(batch, routed_experts=native_rows(replaying, batch))
-        np.testing.assert_array_equal(log_probs_of(replaying, own), expected_log_probs)
-        assert np.abs(log_probs_of(replaying, batch) - expected_log_probs).mean() > 0.1
-        result = replaying.train_on(own, 1)
-        result_gradients = gradients(replaying)
-    for key in ("loss", "grad_norm", "entropy"):
-        assert result.metrics[key] == expected.metrics[key]
-    assert all(torch.equal(result_gradients[name], g) for name, g in expected_gradients.items())
-
-
-def sigmoid_gates(logits, ids):
-    """The bias selects and does not weigh. Source: arXiv 2412.19437, section 2.1.2."""
-    gates = logits.sigmoid().gather(1, ids)
-    return 2.5 * gates / gates.sum(-1, keepdim=True)
-
-
-def gates_of_all(logits, ids):
-    return logits.softmax(-1).gather(1, ids)
-
-
-def gates_of_chosen(logits, ids):
-    return logits.gather(1, ids).softmax(-1)
-
-
-@pytest.mark.case(34)
-@pytest.mark.parametrize(
-    ("build", "gates_of", "flows_to_all"),
-    [
-        (build_tiny_deepseek_v3, sigmoid_gates, False),
-        (build_tiny_qwen2_moe, gates_of_all, True),
-        (build_tiny_qwen3_moe, gates_of_chosen, False),
-    ],
-    ids=["sigmoid and bias", "softmax before", "softmax after"],
-)
-def test_gates_are_those_of_current_scores_when_the_least_liked_experts_are_replayed(
-    tmp_path, build, gates_of, flows_to_all
-):
-    path = build(tmp_path / "model", std=0.3)
-    batch = batch_for(path, lengths=(12, 9))
-    top_k = batch.routed_experts.shape[2]
-    seen = {}
-
-    def watch(router, inputs, outputs):
-        hidden = inputs[0].detach().flatten(0, -2)
-        seen["logits"], seen["gates"] = hidden @ router.weight.detach().T, outputs[0].detach()
-
-    with started(trainer_config(path)) as worker:
-        numbered = replace(batch, token_ids=np.arange(batch.num_tokens, dtype=np.int32))
-        order = place(worker, numbered)[0].inputs.token_ids[0].numpy()
-        router = routers(worker)[0]  # nothing before it is replayed: it sees the same tokens in each pass
-        router.register_forward_hook(watch)
-        log_probs_of(worker, replace(batch, routing_valid=np.zeros(batch.num_tokens, bool)))
-        liked = seen["gates"] > 0
-        disliked = seen["logits"].masked_fill(liked, torch.inf)
-        disliked[:, 0] = torch.inf  # an expert that no row names
-        least = disliked.topk(top_k, largest=False).indices
-        rows = batch.routed_experts.copy()
-        rows[order, 0] = least.numpy()
-        worker.train_on(replace(batch, routed_experts=rows), 1)
-        gradient = router.weight.main_grad
-    replayed = batch.routing_valid[order]
-    gates, ids = seen["gates"][replayed], least[replayed]
-    assert not liked[replayed].gather(1, ids).any()
-    torch.testing.assert_close(
-        gates.gather(1, ids), gates_of(seen["logits"][replayed], ids), atol=1e-6, rtol=0
-    )
-    torch.testing.assert_close((gates > 0).sum(-1), torch.full((len(ids),), top_k))
-    if router.expert_bias is not None:
-        biased = torch.logit(seen["logits"].sigmoid() + router.expert_bias, eps=1e-6)[replayed]
-        assert (gates_of(biased, ids) - gates.gather(1, ids)).abs().max() > 0.01
-    touched = torch.zeros(len(gradient), dtype=torch.bool)
-    touched[ids.unique()] = True
-    assert (gradient[touched].abs().amax(-1) > 0).all()
-    assert not touched[0]
-    assert flows_to_all == bool((gradient[~touched] != 0).any())
-
-
-@pytest.mark.case(39)
-def test_the_bias_that_selects_experts_stays_when_the_trainer_steps(deepseek, monkeypatch):
-    batch = batch_for(deepseek)
-    original = {k: v for k, v in load_file(deepseek / "model.safetensors").items() if k.endswith("_bias")}
-    assert len(original) == 2
-
-    def after_two_steps(rate: float | None) -> list[bool]:
-        with started(trainer_config(deepseek)) as worker:
-            if rate is not None:
-                monkeypatch.setattr(worker.model.config, "moe_router_bias_update_rate", rate)
-            for step in (1, 2):
-                worker.train_on(batch, step)
-            exported = weights(worker)
-        assert not torch.equal(
-            exported["lm_head.weight"], load_file(deepseek / "model.safetensors")["lm_head.weight"]
-        )
-        return [torch.equal(exported[name], tensor) for name, tensor in original.items()]
-
-    assert after_two_steps(None) == [True, True]
-    assert after_two_steps(1e-3) == [False, False]  # Megatron would move it
-
-
 def test_the_bias_stays_float32_when_the_model_is_bfloat16(deepseek, tmp_path):
     original = load_file(deepseek / "model.safetensors")
     with started(trainer_config(deepseek, dtype="bfloat16")) as worker:
@@ -324,6 +200,7 @@ def test_the_bias_stays_float32_when_the_model_is_bfloat16(deepseek, tmp_path):
         specs = {spec.name: spec.dtype for bucket in worker.plan_buckets(1 << 20) for spec in bucket}
     assert np.isfinite(result.metrics["loss"])
     published = load_file(tmp_path / "out" / "model.safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     for name, tensor in published.items():
         assert tensor.dtype == (torch.float32 if name.endswith("_bias") else torch.bfloat16)
         assert specs[name] == str(tensor.dtype).removeprefix("torch.")
@@ -332,28 +209,20 @@ def test_the_bias_stays_float32_when_the_model_is_bfloat16(deepseek, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_experts_per_tok": 2}, r"num_experts_per_tok / topk_group = 1"),
-        ({"norm_topk_prob": False}, "norm_topk_prob = False"),
-        ({"rope_interleave": False}, "rope_interleave = False"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
-        ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
-        ({"rope_parameters": PLAIN_ROPE | {"rope_type": "linear", "factor": 2.0}}, "'default' or 'yarn' for"),
-        ({"rope_parameters": NO_SCALES | {"mscale": 1.0}}, "both or none"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
-    ],
-)
-def test_a_deepseek_is_refused_when_megatron_would_compute_another_model(deepseek, tmp_path, change, words):
-    (tmp_path / "config.json").write_text((deepseek / "config.json").read_text())
-    amend_config(tmp_path, **change)
-    with pytest.raises(ConfigError, match=words), started(trainer_config(tmp_path)):
-        pass
-
-
-@pytest.mark.parametrize(
     ("name", "change", "words"),
     [
+        ("deepseek_v3", {"num_experts_per_tok": 2}, r"num_experts_per_tok / topk_group = 1"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": PLAIN_ROPE | {"rope_type": "linear", "factor": 2.0}},
+            "'default' or 'yarn' for",
+        ),
+        ("deepseek_v3", {"rope_parameters": NO_SCALES | {"mscale": 1.0}}, "both or none"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
         ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, "low_freq_factor = 2.0"),
         (
             "llama",
@@ -410,26 +279,29 @@ LAYOUTS = {
 }
 
 
-def laid_out_config(parent: str, name: str, **trainer) -> dict:
-    model, _ = name.split(": ")
-    path = Path(parent) / model
+def laid_out_config(parent: Path, name: str, **trainer) -> dict:
+    path = parent / name.split(": ")[0]
     replay = load_facts(path).is_moe
     return trainer_config(path, replay=replay, micro_batch_tokens=40, **trainer)
 
 
-def run_rank(rank: int, parent: str, out: str) -> None:
-    """Take one step in every layout; runs in a process of its own."""
-    from trainer.worker import TrainerWorker
-
-    torch.set_num_threads(1)
-    for name, layout in LAYOUTS.items():
-        gc.collect()  # threads of earlier process groups wake a hundred times a second
-        config = laid_out_config(parent, name, num_ranks=2, layout=layout, recompute="full")
-        worker = TrainerWorker(config, rank, 2, f"file://{out}/rendezvous {name}")
-        worker.setup(None)
+def step_in(config: dict, **rank):
+    """Metrics, gradients and weights of one step."""
+    with started(config, **rank) as worker:
         metrics = worker.train_on(batch_for(Path(config["model"]["path"])), 1).metrics
-        torch.save((metrics, gathered_gradients(worker), weights(worker)), f"{out}/{name} {rank}")
-        worker.close()
+        return metrics, gathered_gradients(worker), weights(worker)
+
+
+def run_rank(rank: int, out: Path) -> dict:
+    """Takes one step in every layout."""
+    return {
+        name: step_in(
+            laid_out_config(out, name, num_ranks=2, layout=layout, recompute="full"),
+            rank=rank,
+            meeting=out / f"meeting {name}",
+        )
+        for name, layout in LAYOUTS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -440,17 +312,9 @@ def laid_out(tmp_path_factory):
     build_tiny_glm4_moe(out / "glm4_moe")
     build_tiny_kimi_k2(out / "kimi_k2")
     build_tiny_dense(out / "qwen2, tied", "qwen2", tie_word_embeddings=True)
-    ranks = mp.spawn(run_rank, (str(out), str(out)), nprocs=2, join=False)
-    alone = {}
-    for name in LAYOUTS:
-        model, _ = name.split(": ")
-        if model not in alone:
-            with started(laid_out_config(str(out), name)) as worker:
-                metrics = worker.train_on(batch_for(out / model), 1).metrics
-                alone[model] = metrics, gathered_gradients(worker), weights(worker)
-    while not ranks.join():
-        pass
-    return alone, {name: [torch.load(out / f"{name} {rank}") for rank in range(2)] for name in LAYOUTS}
+    models = {name.split(": ")[0]: name for name in LAYOUTS}
+    alone = {model: step_in(laid_out_config(out, name)) for model, name in models.items()}
+    return alone, run_ranks(run_rank, out)
 
 
 @pytest.mark.case(30)
@@ -461,11 +325,9 @@ def test_two_ranks_equal_one_when_a_model_is_laid_out(laid_out, layout):
     alone, results = laid_out
     metrics, expected_gradients, expected_weights = alone[layout.split(": ")[0]]
     assert metrics["grad_norm"] > 1e-2
-    for rank_metrics, rank_gradients, rank_weights in results[layout]:
+    for rank_metrics, rank_gradients, rank_weights in (rank[layout] for rank in results):
         for key in ("loss", "grad_norm", "entropy", "log_prob_abs_diff"):
             assert rank_metrics[key] == pytest.approx(metrics[key], abs=2e-5, rel=1e-4), key
         assert set(rank_gradients) == set(expected_gradients)
-        for name, expected in expected_gradients.items():
-            torch.testing.assert_close(rank_gradients[name], expected, atol=1e-6, rtol=1e-4, msg=name)
-        for name, expected in expected_weights.items():
-            torch.testing.assert_close(rank_weights[name], expected, atol=2e-4, rtol=0, msg=name)
+        torch.testing.assert_close(rank_gradients, expected_gradients, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(rank_weights, expected_weights, atol=2e-4, rtol=0)

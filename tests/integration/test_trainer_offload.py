@@ -11,17 +11,11 @@ import torch
 
 from async_rl.errors import EnvironmentNotReady, TrainerError
 from tests.support.memory_saver import GARBAGE, FakeMemorySaver, as_bytes
-from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import started, trainer_config, training_state, weights
+from tests.support.trainers import differing, started, trainer_config, training_state, weights
 from trainer.megatron.offload import TrainerOffload, check_free_memory, memory_saver
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory):
-    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
+pytestmark = [pytest.mark.real, pytest.mark.megatron]
 
 
 @pytest.fixture
@@ -34,14 +28,14 @@ def saver(monkeypatch):
 @pytest.mark.parametrize("in_regions", [False, True], ids=["emptied", "in regions"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_between(
-    moe, dtype, in_regions, saver
+    two_layers, dtype, in_regions, saver
 ):
     batches = [random_batch(layers=2, seed=seed) for seed in range(3)]
-    with started(trainer_config(moe, dtype=dtype)) as worker:
+    with started(trainer_config(two_layers, dtype=dtype)) as worker:
         for step, batch in enumerate(batches, start=1):
             worker.train_on(batch, step)
         expected = [tensor.clone() for tensor in training_state(worker)]
-    with started(trainer_config(moe, dtype=dtype)) as worker:
+    with started(trainer_config(two_layers, dtype=dtype)) as worker:
         offload = TrainerOffload(worker.model, saver=saver if in_regions else None)
         for step, batch in enumerate(batches, start=1):
             offload.offload_state()  # before the first step there are no moments yet
@@ -52,8 +46,8 @@ def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_betwe
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_nothing_is_left_on_the_device_when_the_state_is_away(moe):
-    with started(trainer_config(moe)) as worker:
+def test_nothing_is_left_on_the_device_when_the_state_is_away(two_layers):
+    with started(trainer_config(two_layers)) as worker:
         worker.train_on(random_batch(layers=2), 1)
         offload = TrainerOffload(worker.model)
         parameters, moments, gradients = parts(worker.model)
@@ -71,8 +65,8 @@ def test_nothing_is_left_on_the_device_when_the_state_is_away(moe):
         assert all(not gradient.any() for gradient in gradients)
 
 
-def test_all_that_is_left_are_addresses_when_the_state_is_away_in_regions(moe, saver):
-    with started(trainer_config(moe, dtype="bfloat16")) as worker:
+def test_all_that_is_left_are_addresses_when_the_state_is_away_in_regions(two_layers, saver):
+    with started(trainer_config(two_layers, dtype="bfloat16")) as worker:
         offload = TrainerOffload(worker.model, saver=saver)
         offload.offload_state()
         offload.reload_state()
@@ -96,7 +90,7 @@ def test_all_that_is_left_are_addresses_when_the_state_is_away_in_regions(moe, s
         for place, storage in storages.items():
             expected = torch.zeros_like(before[place]) if place in gradients else before[place]
             assert torch.equal(as_bytes(storage), expected)
-        assert all(torch.equal(content[name], tensor) for name, tensor in weights(worker).items())
+        assert not differing(weights(worker), content)
         backed_up = {a.storage.data_ptr() for a in saver.allocations if a.backed_up}
         assert backed_up == storages.keys() - gradients
 
@@ -117,8 +111,8 @@ def parts(model):
     return parameters, moments, [buffer.grad_data for chunk in model.chunks for buffer in chunk.buffers]
 
 
-def test_the_worker_trains_again_when_its_devices_were_lent_out(moe):
-    with started({**trainer_config(moe), "placement": {"shared": True}}) as worker:
+def test_the_worker_trains_again_when_its_devices_were_lent_out(two_layers):
+    with started({**trainer_config(two_layers), "placement": {"shared": True}}) as worker:
         worker.offload()
         worker.offload()
         worker.reload()
@@ -130,8 +124,8 @@ def test_the_worker_trains_again_when_its_devices_were_lent_out(moe):
 
 
 @pytest.mark.parametrize("lora", [None, {"sync": "adapter"}, {"sync": "merged"}])
-def test_versions_are_published_and_summed_before_the_state_is_away(moe, lora, tmp_path):
-    with started({**trainer_config(moe, lora=lora), "placement": {"shared": True}}) as worker:
+def test_versions_are_published_and_summed_before_the_state_is_away(two_layers, lora, tmp_path):
+    with started({**trainer_config(two_layers, lora=lora), "placement": {"shared": True}}) as worker:
         for step in (1, 2):
             worker.publish(str(tmp_path / f"version_{step}"), step)
             assert worker.checksums()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from async_rl.config import LayoutConfig
 from async_rl.errors import ConfigError
+from tests.support.ranks import run_ranks
 from tests.support.tiny_model import (
     build_tiny_deepseek_v3,
     build_tiny_glm4_moe,
@@ -21,6 +21,7 @@ from tests.support.tiny_model import (
 )
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
+    differing,
     gathered_gradients,
     gradients,
     started,
@@ -35,14 +36,8 @@ from trainer.megatron.model import (
     TransformerConfig,
 )
 from trainer.passthrough import OWNED, row_multiple
-from trainer.worker import TrainerWorker
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.real, pytest.mark.megatron, pytest.mark.timeout(600)]
 
 CHOSEN = {
     "apply_rope_fusion",
@@ -116,32 +111,29 @@ def test_fields_of_the_model_and_of_the_optimizer_have_an_effect(moe: Path) -> N
         assert (gradient - found[name]).norm() <= 0.05 * gradient.norm(), name
 
 
+@pytest.fixture(scope="module")
+def plain(moe: Path) -> dict[str, torch.Tensor]:
+    return one_step(moe, {})
+
+
 @pytest.mark.parametrize(
-    "passed",
+    ("passed", "exact"),
     [
-        {"deterministic_mode": True},
-        {"moe_router_dtype": "fp32"},  # the model is float32
-        {"clone_scatter_output_in_embedding": False},
-        {"gradient_accumulation_fusion": False, "moe_permute_fusion": False},
+        ({"deterministic_mode": True}, True),
+        ({"moe_router_dtype": "fp32"}, True),  # the model is float32
+        ({"clone_scatter_output_in_embedding": False}, True),
+        ({"gradient_accumulation_fusion": False, "moe_permute_fusion": False}, True),
+        ({"bias_activation_fusion": True}, False),
+        ({"bias_dropout_fusion": True}, False),
+        ({"moe_router_dtype": "fp64"}, False),
     ],
     ids=str,
 )
 def test_gradients_are_equal_when_a_field_only_changes_how_they_are_computed(
-    moe: Path, passed: dict[str, Any]
+    moe: Path, plain: dict[str, torch.Tensor], passed: dict[str, Any], exact: bool
 ) -> None:
-    plain, found = one_step(moe, {}), one_step(moe, passed)
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
-
-
-@pytest.mark.parametrize(
-    "passed", [{"bias_activation_fusion": True}, {"bias_dropout_fusion": True}, {"moe_router_dtype": "fp64"}]
-)
-def test_gradients_are_equal_but_for_rounding_when_operations_are_fused(
-    moe: Path, passed: dict[str, Any]
-) -> None:
-    plain, found = one_step(moe, {}), one_step(moe, passed)
-    for name, gradient in plain.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(one_step(moe, passed), plain, **tolerance)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -155,19 +147,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Of two ranks."""
 
 
-def run_rank(rank: int, model: str, out: str) -> None:
-    torch.set_num_threads(1)
+def run_rank(rank: int, model: Path, out: Path) -> dict[str, dict[str, Any]]:
+    found = {}
     for name, trainer in LAYOUTS.items():
-        config = trainer_config(Path(model), num_ranks=2, **trainer)
-        worker = TrainerWorker(config, rank, 2, f"file://{out}/{name}")
-        worker.setup(None)
-        worker.train_on(random_batch(1, layers=2), 1)
-        found = {"gradients": gathered_gradients(worker), "buckets": 0, "size": 0}
-        if name == "data":
-            (buffer,) = worker.model.chunks[0].buffers
-            found |= {"buckets": len(buffer.buckets), "size": buffer.numel}
-        torch.save(found, f"{out}/{name} {rank}")
-        worker.close()
+        config = trainer_config(model, num_ranks=2, **trainer)
+        with started(config, rank=rank, meeting=out / name) as worker:
+            worker.train_on(random_batch(1, layers=2), 1)
+            found[name] = {"gradients": gathered_gradients(worker)}
+            if name == "data":
+                (buffer,) = worker.model.chunks[0].buffers
+                found[name] |= {"buckets": len(buffer.buckets), "size": buffer.numel}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -175,19 +165,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """What one rank and the first of two found; two layers with shared experts."""
     out = tmp_path_factory.mktemp("ranks")
     model = build_tiny_qwen2_moe(out / "model", num_layers=2)
-    mp.spawn(run_rank, (str(model), str(out)), nprocs=2)
+    two, _ = run_ranks(run_rank, model, out)
     with started(trainer_config(model)) as worker:
         worker.train_on(random_batch(1, layers=2), 1)
-        one = {"gradients": gathered_gradients(worker)}
-    return {name: torch.load(out / f"{name} 0", weights_only=False) for name in LAYOUTS} | {"one": one}
+        return two | {"one": {"gradients": gathered_gradients(worker)}}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_have_the_gradients_of_one_when_fields_are_passed(
     name: str, ranks: dict[str, dict[str, Any]]
 ) -> None:
-    for key, gradient in ranks["one"]["gradients"].items():
-        torch.testing.assert_close(ranks[name]["gradients"][key], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ranks[name]["gradients"], ranks["one"]["gradients"], rtol=1e-4, atol=1e-6)
 
 
 def test_buckets_have_the_size_that_is_passed(ranks: dict[str, dict[str, Any]]) -> None:
@@ -224,8 +212,7 @@ def test_a_run_continues_with_other_fields(moe: Path, tmp_path: Path) -> None:
     with started(trainer_config(moe, megatron=passed), tmp_path) as worker:
         assert worker.num_steps == 1
         worker.train_on(batches[1], 2)
-        for name, tensor in weights(worker).items():
-            assert torch.equal(tensor, wanted[0][name]), name
+        assert not differing(weights(worker), wanted[0])
         assert all(torch.equal(*pair) for pair in zip(training_state(worker), wanted[1], strict=True))
 
 

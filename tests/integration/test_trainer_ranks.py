@@ -10,20 +10,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
+from safetensors.torch import load_file
 
-from async_rl.errors import AlignmentError
+from async_rl.errors import AlignmentError, AsyncRLError
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.kept_batches import load_batch, load_result
 from async_rl.types import SamplingMask
 from async_rl.weights.buckets import size_of
 from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.live_bytes import LiveBytes
+from tests.support.ranks import run_ranks
 from tests.support.stored_batches import store_batch
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
     critic_gradients,
+    differing,
     gathered_gradients,
     place,
     started,
@@ -31,14 +34,15 @@ from tests.support.trainers import (
     trial,
     weights,
 )
+from trainer.collectives import raise_on_all_ranks
 from trainer.megatron import model as megatron_model
+from trainer.megatron.packing import make_targets
 from trainer.megatron.replay import TopKRouter, local_rows
+from trainer.worker import TrainerWorker, UpdateInputs
 
 pytestmark = [
     pytest.mark.megatron,
-    pytest.mark.timeout(900),  # four processes import everything and come up often, for all tests
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.timeout(900),  # processes come up often, for all tests
 ]
 
 LAYOUTS = {
@@ -46,7 +50,6 @@ LAYOUTS = {
     "expert": ({"ep": 2}, "full"),
     "tensor and sequence": ({"tp": 2, "etp": 2}, "full"),
     "tensor, sequence and expert": ({"tp": 2, "ep": 2}, "selective"),
-    "tensor, sequence and expert, all gathered": ({"tp": 2, "ep": 2}, "full"),
     "pipeline": ({"pp": 2}, "full"),
     "interleaved pipeline": ({"pp": 2, "vpp": 2}, "full"),
     "context": ({"cp": 2}, "selective"),
@@ -65,17 +68,15 @@ QUADS = {
 }
 """Of four ranks."""
 
-DEFAULT = {
-    "data",
-    "tensor, sequence and expert",
-    "interleaved pipeline",
-    "context",
-    "four: tensor, pipeline and expert",
+MARKS = {
+    "tensor, sequence and expert": (),
+    "data": pytest.mark.real,
+    "interleaved pipeline": pytest.mark.real,
+    "context": pytest.mark.real,
 }
-"""The layouts of `make test`: each kind of parallelism, and a combination. `make test-long` has the rest."""
+"""Of `make test` and `make test-real`: each kind of parallelism. `make test-long` has the other layouts."""
 
 ONE_STEP = {
-    "tensor, sequence and expert, all gathered",
     "context and expert",
     "uneven pipeline",
     "four: tensor, expert and expert tensor",
@@ -115,9 +116,6 @@ MICRO_BATCH_TOKENS = 36
 BUCKET_BYTES = 16 << 10
 LARGEST_BYTES = (4 + 2 + 2) * 16 * 32 * 4
 """Queries, keys and values of a layer, which Megatron has in one."""
-
-ALL_GATHER = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
-"""No setting of the trainer: it wants ranks with equally many tokens, and what is left is the slower way."""
 
 OVER_ANSWERS = {
     "objective": "gspo",
@@ -202,26 +200,15 @@ def config_of(model, layout, recompute, ranks, replay="r3", **trainer):
     return config | {"routing": config["routing"] | {"probe_every": 2}}
 
 
-def run_rank(rank: int, model: str, hidden: dict[int, torch.Tensor], out: str, names: list[str]) -> None:
-    """Go through the layouts; runs in a process of its own. Two pairs of ranks share those of two."""
-    torch.set_num_threads(1)
-    of_two = [name for name in names if name in LAYOUTS]
-    pairs = [(name, rank // 2 * 2) for i, name in enumerate(of_two) if i % 2 == rank // 2]
-    for name, first in [*pairs, *((name, 0) for name in names if name in QUADS)]:
-        ranks = 2 if name in LAYOUTS else 4
-        look = _Look(rank - first, ranks, name, model, hidden, out)
-        with pytest.MonkeyPatch.context() as patch:
-            if "all gathered" in name:
-                plain = megatron_model.transformer_config
-                patch.setattr(
-                    megatron_model,
-                    "transformer_config",
-                    lambda *a, **k: plain(*a, **k) | ALL_GATHER,  # noqa: B023 - undone before the loop goes on
-                )
-            seen = look.training()
-            if name in RESUMED:
-                seen["again"] = look.resuming()
-        torch.save(seen, f"{out}/{name} {rank - first}")
+def run_rank(rank, model, hidden, out, names):
+    """Go through the layouts of as many ranks."""
+    found = {}
+    for name in names:
+        look = _Look(rank, num_ranks(name), name, model, hidden, out)
+        found[name] = look.training()
+        if name in RESUMED:
+            found[name]["again"] = look.resuming()
+    return found
 
 
 class _Look:
@@ -237,8 +224,6 @@ class _Look:
         return config_of(self.model, self.layout, self.recompute, self.ranks, replay, **trainer)
 
     def start(self, purpose: str, checkpoints: str | None = None):
-        from trainer.worker import TrainerWorker
-
         gc.collect()  # threads of earlier process groups wake a hundred times a second, hundreds of them
         # Files, not ports: a port that was free when it was picked may be taken when it is its turn.
         address = f"file://{self.out}/{self.name} {purpose}"
@@ -265,8 +250,7 @@ class _Look:
         seen["r3"] = self.replaying(worker)
         if self.name in GUARDED:
             seen["broken"] = worker.train_on(broken(), 3).metrics
-            after = weights(worker)
-            seen["stayed"] = all(torch.equal(after[name], w) for name, w in seen["r3"]["weights"].items())
+            seen["stayed"] = not differing(weights(worker), seen["r3"]["weights"])
             worker.num_steps -= 1
         if self.name in RESUMED:
             worker.save_checkpoint(f"{self.out}/checkpoints {self.name}", {})
@@ -340,11 +324,6 @@ class _Look:
         kept = [router.weight.data.clone() for router in routers]
         for router in routers:
             router.weight.data.copy_(router.weight.data.flip(0))
-        import numpy as np
-
-        from trainer.megatron.packing import make_targets
-        from trainer.worker import UpdateInputs
-
         wanted = make_targets(batch)
         goal = UpdateInputs(
             targets=wanted,
@@ -371,7 +350,7 @@ class _Look:
     def resuming(self):
         """The checkpoint comes back; a wrong row that one rank sees is refused by both; a folder is left."""
         worker = self.start("again", checkpoints=f"{self.out}/checkpoints {self.name}")
-        same = all(torch.equal(tensor, self.trained[name]) for name, tensor in weights(worker).items())
+        same = not differing(weights(worker), self.trained)
         refusal = ""
         if self.name == "data":
             broken = batches()[0]
@@ -458,21 +437,21 @@ def several(one, request):
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     }
-    names = [name for name in [*LAYOUTS, *QUADS] if name in selected | {"data"}]
-    mp.spawn(run_rank, (str(one["model"]), one["hidden"], str(out), names), nprocs=4)
-    return {
-        name: [
-            torch.load(out / f"{name} {rank}", weights_only=False)
-            for rank in range(2 if name in LAYOUTS else 4)
-        ]
-        for name in names
-    }
+    found = {}
+    for ranks, layouts in ((2, LAYOUTS), (4, QUADS)):
+        if names := [name for name in layouts if name in selected]:
+            of_ranks = run_ranks(run_rank, one["model"], one["hidden"], out, names, ranks=ranks)
+            found |= {name: [rank[name] for rank in of_ranks] for name in names}
+    return found
+
+
+def num_ranks(name):
+    return 2 if name in LAYOUTS else 4
 
 
 def of_layouts(names):
-    marks = {True: (), False: pytest.mark.long}
     return pytest.mark.parametrize(
-        "layout", [pytest.param(name, marks=marks[name in DEFAULT]) for name in names]
+        "layout", [pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in names]
     )
 
 
@@ -490,8 +469,7 @@ def close(actual, expected):
 def equal_gradients(actual, expected):
     assert set(actual) == set(expected)
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-2
-    for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.case(30, 32)
@@ -507,8 +485,7 @@ def test_ranks_equal_one_when_laid_out(one, several, layout):
         equal_gradients(seen["gradients"], one["gradients"])
         trained = one["weights"][steps - 1]
         assert set(seen["weights"]) == set(trained)
-        for name, expected in trained.items():
-            torch.testing.assert_close(seen["weights"][name], expected, atol=2e-4, rtol=0)
+        torch.testing.assert_close(seen["weights"], trained, atol=2e-4, rtol=0)
         assert not seen["left"]
 
 
@@ -569,8 +546,9 @@ def test_the_critics_of_ranks_equal_that_of_one_when_laid_out(one, several, layo
     assert expected["of critic"]["output_layer.weight"].abs().max() > 1e-2
 
 
-def test_ranks_equal_one_when_there_are_fewer_trajectories(one, several):
-    for rank in several["data"]:
+@of_layouts(["data"])
+def test_ranks_equal_one_when_there_are_fewer_trajectories(one, several, layout):
+    for rank in several[layout]:
         close(rank["single"]["metrics"], one["single"]["metrics"])
         equal_gradients(rank["single"]["gradients"], one["single"]["gradients"])
 
@@ -627,26 +605,13 @@ def test_recorded_routing_is_replayed_when_the_routers_changed(several, layout):
 
 
 @RESUMING
-def test_weights_come_back_when_two_ranks_resume(several, layout):
-    for rank in several[layout]:
-        assert rank["again"]["step"] == 2
-        assert rank["again"]["same"]
-
-
-@RESUMING
-def test_one_folder_is_written_when_two_ranks_publish(one, several, layout):
-    from safetensors.torch import load_file
-
-    published = load_file(one["out"] / f"hf {layout}" / "model.safetensors")
-    trained = several[layout][0]["r3"]["weights"]
-    assert set(published) == set(trained)
-    assert all(torch.equal(published[name], tensor) for name, tensor in trained.items())
-
-
-@RESUMING
-def test_the_copy_is_published_by_rank_0_alone_when_the_weights_have_changed_since(one, several, layout):
-    folders = [one["out"] / f"{kind} {layout}" / "model.safetensors" for kind in ("copy", "hf")]
-    assert folders[0].read_bytes() == folders[1].read_bytes()
+def test_weights_come_back_and_are_published_once_when_two_ranks_resume(one, several, layout):
+    """Rank 0 alone publishes the copy, although the weights have changed since."""
+    assert all((rank["again"]["step"], rank["again"]["same"]) == (2, True) for rank in several[layout])
+    published, copied = (one["out"] / f"{kind} {layout}" / "model.safetensors" for kind in ("hf", "copy"))
+    assert copied.read_bytes() == published.read_bytes()
+    found, trained = load_file(published), several[layout][0]["r3"]["weights"]
+    assert not differing(found, trained)
 
 
 @RESUMING
@@ -656,8 +621,7 @@ def test_weights_pass_through_shared_memory_bucket_by_bucket_when_gathered(sever
         assert seen["again"]["buckets"] > 10
         assert seen["again"]["payloads"] == ({2} if rank == 0 else {0})
         if rank == 0:
-            assert set(shared) == set(trained)
-            assert all(torch.equal(shared[name], tensor) for name, tensor in trained.items())
+            assert not differing(shared, trained)
         # Beside the buckets: the largest parameter as shards, as a whole and under Hugging Face names. And
         # shards of the gathering before: a thread of Gloo lets go of them some time after it has said that
         # it is done (`ProcessGroupGloo::runLoop`).
@@ -666,5 +630,28 @@ def test_weights_pass_through_shared_memory_bucket_by_bucket_when_gathered(sever
 
 
 @pytest.mark.case(36)
-def test_both_ranks_refuse_when_one_finds_a_wrong_row(several):
-    assert all("expert id 200" in rank["again"]["refusal"] for rank in several["data"])
+@of_layouts(["data"])
+def test_both_ranks_refuse_when_one_finds_a_wrong_row(several, layout):
+    assert all("expert id 200" in rank["again"]["refusal"] for rank in several[layout])
+
+
+def fail_on_one_rank(rank: int, store: Path) -> list[str]:
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(store), 2))
+    with raise_on_all_ranks():
+        told = ["fine"]
+    for error in (AlignmentError("rows do not fit"), OSError("the disk is full")):
+        try:
+            with raise_on_all_ranks(doing="writing"):
+                if rank == 1:
+                    raise error
+        except AsyncRLError as raised:
+            told.append(f"{type(raised).__name__} {raised}")
+    dist.destroy_process_group()
+    return told
+
+
+def test_an_error_of_one_rank_is_raised_on_all_when_they_decide_together(tmp_path: Path) -> None:
+    first, second = run_ranks(fail_on_one_rank, tmp_path / "store")
+    failures = "AlignmentError rank 1: rows do not fit", "TrainerError rank 1: writing: the disk is full"
+    assert first == ["fine", *failures]
+    assert second == ["fine", "AlignmentError rows do not fit", "TrainerError writing: the disk is full"]

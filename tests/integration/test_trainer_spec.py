@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_rl.config import LayoutConfig, parse_config
+from async_rl.config import LayoutConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from tests.support.emulated_layers import EMULATED
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
@@ -27,9 +27,8 @@ from tests.support.trainers import (
 )
 from trainer.megatron import architectures, cpu, layout
 from trainer.megatron.bridge import HFBridge
-from trainer.megatron.names import portable_names
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+pytestmark = [pytest.mark.real, pytest.mark.megatron]
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +109,6 @@ def test_its_spec_and_kernels_are_asked_for_when_transformer_engine_is_taken(moe
     assert asked == [True]
 
 
-@pytest.mark.parametrize(
-    ("layout_", "words"),
-    [
-        ({"first_stage_layers": 1}, "pp is 1: only stages of a pipeline can differ"),
-        ({"vpp": 2}, "pp is 1: only a pipeline can be interleaved"),
-        ({"pp": 2, "tp": 2}, r"multiple of tp\*pp\*cp = 4"),
-    ],
-)
-def test_a_layout_is_refused_when_its_parts_do_not_go_together(moe, layout_, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_config(trainer_config(moe, num_ranks=2, layout=layout_))
-
-
 def test_a_layout_is_refused_when_the_stages_do_not_hold_all_layers(moe):
     with started(trainer_config(moe)):
         fields = layout.transformer_config(
@@ -130,49 +116,6 @@ def test_a_layout_is_refused_when_the_stages_do_not_hold_all_layers(moe):
         )
         with pytest.raises(ConfigError, match=r"cannot be laid out by trainer\.layout: Mismatch"):
             HFBridge(str(moe), torch.float32, **fields)
-
-
-ATTENTION = (
-    *(
-        f"self_attention.{name}.weight"
-        for name in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")
-    ),
-    "self_attention.linear_qkv.layer_norm_weight",
-)
-LATENT_ATTENTION = (
-    "input_layernorm.weight",
-    *(f"self_attention.linear_{name}_proj.weight" for name in ("q_down", "q_up", "kv_down", "kv_up")),
-    *(f"self_attention.linear_{name}_up_proj.layer_norm_weight" for name in ("q", "kv")),
-    "self_attention.linear_proj.weight",
-)
-DENSE = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-EXPERTS = (
-    "pre_mlp_layernorm.weight",
-    "mlp.router.weight",
-    *(f"mlp.experts.linear_fc{layer}.weight{expert}" for layer in (1, 2) for expert in (0, 1)),
-)
-SHARED_EXPERT = (
-    "mlp.router.expert_bias",
-    *(f"mlp.shared_experts.linear_fc{layer}.weight" for layer in (1, 2)),
-)
-"""Parameters of layers of the TransformerEngine spec: norms are parts of the projections behind them, experts
-of one grouped layer. Source: megatron/core/models/gpt/gpt_layer_specs.py, moe_module_specs.py."""
-
-
-@pytest.mark.parametrize(
-    ("model", "attention", "experts"),
-    [("moe", ATTENTION, EXPERTS), ("deepseek", LATENT_ATTENTION, EXPERTS + SHARED_EXPERT)],
-)
-def test_every_weight_has_its_name_when_the_spec_is_transformer_engines(request, model, attention, experts):
-    path = request.getfixturevalue(model)
-    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
-    names += [f"decoder.layers.0.{name}" for name in attention + DENSE]
-    names += [f"decoder.layers.1.{name}" for name in attention + experts]
-    assert list(portable_names(names).values()) == names
-    with started(trainer_config(path)) as worker:
-        bridge = worker.model.bridge.mbridge
-        found = [hf for name in names for hf in bridge._weight_name_mapping_mcore_to_hf(name)]
-    assert sorted(found) == sorted(load_file(path / "model.safetensors"))
 
 
 def parameters(worker) -> dict[str, torch.Tensor]:

@@ -4,63 +4,32 @@ import dataclasses
 import math
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from async_rl.config import LossConfig
-from async_rl.errors import InvariantError, NonFiniteLoss
+from async_rl.errors import InvariantError
 from tests.support.stored_batches import store_batch
-from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, trial, weights
-from trainer import logprob_mismatch
-from trainer.losses.objectives import ppo
-from trainer.losses.policy_loss import NO_UPDATES, TrainedTokens, mean_metrics, policy_sums
-from trainer.losses.sequences import Sequences
-from trainer.megatron.packing import Targets, plan_micro_batches
+from tests.support.trainers import (
+    differing,
+    gradients,
+    log_probs_of,
+    place,
+    started,
+    trainer_config,
+    trial,
+    weights,
+)
+from trainer.megatron.packing import plan_micro_batches
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory):
-    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
-
-
-def replace(batch, **fields):
-    return msgspec.structs.replace(batch, **fields)
+pytestmark = pytest.mark.megatron
 
 
-def test_step_does_not_depend_on_the_cut_into_micro_batches(moe):
+def test_metrics_match_numpy_when_computed_by_hand(two_layers):
     batch = random_batch(layers=2)
-    results = []
-    for budget in (1, 40, 10_000):  # each trajectory alone, some together, all together
-        with started(trainer_config(moe, micro_batch_tokens=budget)) as worker:
-            results.append((worker.train_on(batch, 1).metrics, gradients(worker), weights(worker)))
-    (reference, reference_gradients, reference_weights), *others = results
-    assert reference["grad_norm"] > 0.1
-    for metrics, gradient, weight in others:
-        for key in reference.keys() - {"step_s"}:
-            assert metrics[key] == pytest.approx(reference[key], abs=1e-5, nan_ok=True), key
-        for name, expected in reference_gradients.items():
-            torch.testing.assert_close(gradient[name], expected, atol=1e-6, rtol=1e-4)
-        for name, expected in reference_weights.items():
-            torch.testing.assert_close(weight[name], expected, atol=2e-4, rtol=0)
-
-
-def test_log_probs_do_not_depend_on_neighbours_when_packed(moe):
-    batch = random_batch(layers=2, lengths=(40, 3, 17, 17, 9, 28, 5))
-    with started(trainer_config(moe, micro_batch_tokens=1)) as worker:
-        alone = log_probs_of(worker, batch)
-        with trial(worker, trainer_config(moe, micro_batch_tokens=10_000)):
-            np.testing.assert_allclose(log_probs_of(worker, batch), alone, atol=1e-5)
-
-
-def test_metrics_match_numpy_when_computed_by_hand(moe):
-    batch = random_batch(layers=2)
-    config = trainer_config(moe, loss={"importance": {"high": 1.2}})
+    config = trainer_config(two_layers, loss={"importance": {"high": 1.2}})
     with started(config) as worker:
         old = log_probs_of(worker, batch)
         metrics = worker.train_on(batch, 1).metrics
@@ -90,9 +59,9 @@ def test_metrics_match_numpy_when_computed_by_hand(moe):
 
 
 @pytest.mark.case(43)
-def test_bypass_has_a_name_of_its_own_when_rollout_log_probs_are_the_proximal_ones(moe):
+def test_bypass_has_a_name_of_its_own_when_rollout_log_probs_are_the_proximal_ones(two_layers):
     batch = random_batch(layers=2)
-    with started(trainer_config(moe, loss={"old_log_probs": "rollout"})) as worker:
+    with started(trainer_config(two_layers, loss={"old_log_probs": "rollout"})) as worker:
         current = log_probs_of(worker, batch)[:-1][batch.loss_mask[1:]]
         metrics = worker.train_on(batch, 1).metrics
     difference = current - batch.rollout_log_probs[1:][batch.loss_mask[1:]]
@@ -103,66 +72,14 @@ def test_bypass_has_a_name_of_its_own_when_rollout_log_probs_are_the_proximal_on
     assert metrics["clip_fraction"] > 0
 
 
-@pytest.mark.case(43)
-@pytest.mark.parametrize("bypass", [False, True])
-def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass):
-    """One token each of lag 0, 1 and 3."""
-    rollout = torch.tensor([-1.0, -2.0, -3.0])
-    old = torch.tensor([-1.1, -2.1, -2.7])
-    current = torch.tensor([-1.2, -2.0, -2.6])
-    ones = torch.ones(3)
-    one = Sequences(torch.zeros(3, dtype=torch.int64), torch.tensor([3]))
-    tokens = TrainedTokens(
-        old_log_probs=rollout if bypass else old,
-        rollout_log_probs=rollout,
-        advantages=ones,
-        rejected=torch.zeros(3),
-        weights=ones,
-        sequences=one,
-    )
-    _, sums = policy_sums(LossConfig(), ppo, current, ones, tokens)
-    updates = NO_UPDATES.add(sums, 3)
-    metrics = mean_metrics(updates, updates, bypass=bypass, reference=False, teacher=False)
-    wanted = Targets(
-        labels=np.zeros(3, np.int32),
-        mask=np.ones(3, bool),
-        rollout_log_probs=rollout.numpy(),
-        lag=np.array([0, 1, 3], np.int32),
-        trajectory=np.zeros(3, np.int64),
-    )
-    metrics |= logprob_mismatch.measure_mismatch(wanted, (current if bypass else old).numpy(), None)
-    if bypass:  # 0.2, 0 and -0.4
-        assert metrics["ppo_kl_bypass"] == pytest.approx(-0.2 / 3, abs=1e-6)
-        assert math.isnan(metrics["ppo_kl"])
-        by_lag = (0.2, 0.0, -0.4)
-    else:  # 0.1, -0.1 and -0.1
-        assert metrics["ppo_kl"] == pytest.approx(-0.1 / 3, abs=1e-6)
-        assert math.isnan(metrics["ppo_kl_bypass"])
-        by_lag = (0.1, 0.1, -0.3)
-    assert metrics["rollout_kl"] == pytest.approx(sum(by_lag) / 3, abs=1e-6)
-    for lag, expected in zip(("lag0", "lag1", "lag2_up"), by_lag, strict=True):
-        assert metrics[f"rollout_kl_{lag}"] == pytest.approx(expected, abs=1e-6)
-    assert metrics["lag0_log_prob_abs_diff"] == pytest.approx(by_lag[0], abs=1e-6)
-    assert metrics["kl_mismatch"] == pytest.approx(by_lag[0] ** 2 / 2, abs=1e-6)
-    assert metrics["kl_mismatch"] + metrics["kl_staleness"] == pytest.approx(
-        (by_lag[1] ** 2 + by_lag[2] ** 2) / 4, abs=1e-6
-    )
-
-
 @pytest.mark.case(40)
-@pytest.mark.parametrize(
-    ("replay", "recompute"),
-    [
-        ("r2", "full"),
-        ("r3", "none"),
-        pytest.param("r2", "none", marks=pytest.mark.long),
-        pytest.param("r3", "full", marks=pytest.mark.long),
-    ],
-)
-def test_the_update_repeats_the_old_pass(moe, monkeypatch, replay, recompute):
+@pytest.mark.parametrize(("replay", "recompute"), [("r2", "full"), ("r3", "none")])
+def test_the_update_repeats_the_old_pass(two_layers, monkeypatch, replay, recompute):
     batch = random_batch(layers=2)
     every_step = {"check_old_log_probs_every": 1}
-    config = trainer_config(moe, replay=replay, recompute=recompute, micro_batch_tokens=40, loss=every_step)
+    config = trainer_config(
+        two_layers, replay=replay, recompute=recompute, micro_batch_tokens=40, loss=every_step
+    )
     with started(config) as worker:
         assert worker.train_on(batch, 1).metrics["old_log_prob_abs_diff"] < 1e-9
         # Control: other rows in the update than in the pass before it.
@@ -188,10 +105,10 @@ SKIPPING = {
 
 
 @pytest.mark.parametrize("settings", SKIPPING.values(), ids=SKIPPING)
-def test_one_update_takes_the_old_log_probs_from_its_own_pass_bit_for_bit(moe, monkeypatch, settings):
+def test_one_update_takes_the_old_log_probs_from_its_own_pass_bit_for_bit(two_layers, monkeypatch, settings):
     batch = random_batch(layers=2)
     found, passes = {}, 0
-    with started(trainer_config(moe, micro_batch_tokens=40)) as worker:
+    with started(trainer_config(two_layers, micro_batch_tokens=40)) as worker:
         computed = worker.compute_old_log_probs
 
         def count(*args):
@@ -202,7 +119,7 @@ def test_one_update_takes_the_old_log_probs_from_its_own_pass_bit_for_bit(moe, m
         monkeypatch.setattr(worker, "compute_old_log_probs", count)
         for every in (3, 0):  # step 3 compares, or does not
             loss = settings | {"check_old_log_probs_every": every}
-            with trial(worker, trainer_config(moe, micro_batch_tokens=40, loss=loss)):
+            with trial(worker, trainer_config(two_layers, micro_batch_tokens=40, loss=loss)):
                 found[every] = worker.train_on(batch, 3).metrics, gradients(worker)
                 assert worker.train_on(batch, 4).metrics["old_log_prob_abs_diff"] != 0  # NaN
     assert passes == 1
@@ -225,10 +142,10 @@ def test_one_update_takes_the_old_log_probs_from_its_own_pass_bit_for_bit(moe, m
     ],
     ids=str,
 )
-def test_whatever_needs_old_log_probs_before_the_update_computes_them(moe, needs):
+def test_whatever_needs_old_log_probs_before_the_update_computes_them(two_layers, needs):
     needs = dict(needs)
     loss = needs.pop("loss", {}) | {"check_old_log_probs_every": 0}
-    with started(trainer_config(moe, loss=loss, **needs)) as worker:
+    with started(trainer_config(two_layers, loss=loss, **needs)) as worker:
         assert worker.train_on(random_batch(layers=2), 1).metrics["old_log_prob_abs_diff"] < 1e-9
 
 
@@ -240,12 +157,11 @@ def with_other_rows(placed):
 
 
 @pytest.mark.case(30)
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.long), "full"])
-def test_step_does_not_depend_on_the_order_of_micro_batches(moe, monkeypatch, recompute):
+def test_step_does_not_depend_on_the_order_of_micro_batches(two_layers, monkeypatch):
     batch = random_batch(layers=2)
     results = []
     for backwards in (False, True):
-        with started(trainer_config(moe, recompute=recompute, micro_batch_tokens=30)) as worker:
+        with started(trainer_config(two_layers, recompute="full", micro_batch_tokens=30)) as worker:
             if backwards:
                 monkeypatch.setattr(
                     "trainer.worker.plan_micro_batches",
@@ -256,31 +172,11 @@ def test_step_does_not_depend_on_the_order_of_micro_batches(moe, monkeypatch, re
     (expected, expected_gradients), (metrics, actual_gradients) = results
     for key in expected.keys() - {"step_s"}:
         assert metrics[key] == pytest.approx(expected[key], abs=1e-6, nan_ok=True), key
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(actual_gradients[name], gradient, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(actual_gradients, expected_gradients, atol=1e-7, rtol=1e-5)
 
 
-def test_lag0_difference_is_nan_when_nothing_was_sampled_at_this_version(moe):
-    batch = random_batch(layers=2)
-    stale = replace(batch, trainer_version=batch.trainer_version + 1)
-    with started(trainer_config(moe)) as worker:
-        assert math.isnan(worker.train_on(stale, 1).metrics["lag0_log_prob_abs_diff"])
-
-
-def test_weights_stay_when_the_loss_is_not_finite(moe):
-    batch = random_batch(layers=2)
-    broken = batch.rollout_log_probs.copy()
-    broken[10] = np.nan
-    with started(trainer_config(moe, max_skipped_updates=0)) as worker:
-        before = weights(worker)
-        with pytest.raises(NonFiniteLoss, match=r"loss of step 5 .*batch-0.* is nan"):
-            worker.train_on(replace(batch, rollout_log_probs=broken), 5)
-        assert all(torch.equal(weights(worker)[name], tensor) for name, tensor in before.items())
-        assert math.isfinite(worker.train_on(batch, 5).metrics["loss"])
-
-
-def test_weights_stay_when_the_gradient_is_not_finite(moe):
-    with started(trainer_config(moe, max_skipped_updates=0)) as worker:
+def test_weights_stay_when_the_gradient_is_not_finite(two_layers):
+    with started(trainer_config(two_layers, max_skipped_updates=0)) as worker:
         before = weights(worker)
         worker.train_on(random_batch(layers=2), 1)
         stepped = weights(worker)
@@ -292,11 +188,11 @@ def test_weights_stay_when_the_gradient_is_not_finite(moe):
     assert all(torch.equal(after[name], stepped[name]) for name in stepped)
 
 
-def test_rewarded_tokens_become_likelier_when_trained(moe):
+def test_rewarded_tokens_become_likelier_when_trained(two_layers):
     """One token is rewarded wherever it was written; on-policy log-probs stand for the engine's."""
     wanted = 7
     rng = np.random.default_rng(0)
-    with started(trainer_config(moe, optimizer={"lr": 3e-3}, micro_batch_tokens=512)) as worker:
+    with started(trainer_config(two_layers, optimizer={"lr": 3e-3}, micro_batch_tokens=512)) as worker:
         shares = []
         for step in range(1, 9):
             batch = random_batch(step, layers=2, lengths=(8,) * 32, group_size=8, prompt=7)
@@ -314,9 +210,9 @@ def test_rewarded_tokens_become_likelier_when_trained(moe):
     assert shares[-1] > 2 * shares[0]
 
 
-def test_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
+def test_training_goes_on_bit_for_bit_when_resumed(two_layers, tmp_path):
     batches = [random_batch(seed, layers=2) for seed in range(4)]
-    config = trainer_config(moe, optimizer={"lr": 1e-3, "warmup_steps": 3}, keep_checkpoints=2)
+    config = trainer_config(two_layers, optimizer={"lr": 1e-3, "warmup_steps": 3}, keep_checkpoints=2)
     with started(config, tmp_path / "none") as worker:
         for step in (1, 2):
             worker.train_on(batches[step - 1], step)
@@ -332,27 +228,14 @@ def test_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
                 assert {k: v for k, v in again.items() if k != "step_s"} == {
                     k: v for k, v in metrics.items() if k != "step_s"
                 }
-            assert all(torch.equal(t, expected_weights[name]) for name, t in weights(worker).items())
+            assert not differing(weights(worker), expected_weights)
 
 
-def test_bfloat16_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
-    config = trainer_config(moe, dtype="bfloat16")
-    batch = random_batch(layers=2)
-    with started(config) as worker:
-        worker.train_on(batch, 1)
-        worker.save_checkpoint(str(tmp_path), {})
-        worker.train_on(batch, 2)
-        expected = weights(worker)
-    with started(config, tmp_path) as worker:
-        worker.train_on(batch, 2)
-        assert all(torch.equal(t, expected[name]) for name, t in weights(worker).items())
-
-
-def test_batch_is_read_from_its_frames_when_trained(moe, tmp_path):
+def test_batch_is_read_from_its_frames_when_trained(two_layers, tmp_path):
     batch = random_batch(layers=2)
     taken = store_batch(tmp_path, batch)
-    with started(trainer_config(moe)) as worker:
-        with trial(worker, trainer_config(moe)):
+    with started(trainer_config(two_layers)) as worker:
+        with trial(worker, trainer_config(two_layers)):
             direct = worker.train_on(batch, 1)
         assert worker.read_batch(taken) == {}
         stored = worker.train_step(taken, 1)

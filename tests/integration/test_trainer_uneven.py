@@ -5,28 +5,21 @@
 - Stages of longer interleaved pipelines pass on micro-batches of different lengths.
 """
 
-import gc
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from async_rl.engines.model_facts import load_facts
 from async_rl.types import SamplingMask, TrainBatch
+from tests.support.ranks import run_ranks
 from tests.support.tiny_model import build_tiny_dense, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gathered_gradients, place, started, trainer_config, weights
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.long,
-    pytest.mark.timeout(600),  # four processes import everything
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.megatron, pytest.mark.long, pytest.mark.timeout(600)]
 
 VOCABULARY = 97
 """Two parts have 49 and 48 tokens, four have 25, 25, 25 and 22."""
@@ -57,14 +50,14 @@ def build_models(out: Path) -> None:
     build_tiny_qwen3_moe(out / "interleaved pipeline", num_layers=8, dense_layers=(0, 3))
 
 
-def config_of(parent: str, name: str, **trainer) -> dict:
-    path = Path(parent) / name
+def config_of(parent: Path, name: str, **trainer) -> dict:
+    path = parent / name
     return trainer_config(path, replay=load_facts(path).is_moe, micro_batch_tokens=40, **trainer)
 
 
-def batches(parent: str, name: str) -> list[TrainBatch]:
+def batches(parent: Path, name: str) -> list[TrainBatch]:
     """Two batches. Every other trajectory was sampled from few tokens, the vocabulary's last among them."""
-    facts, found = load_facts(Path(parent) / name), []
+    facts, found = load_facts(parent / name), []
     rows = {"routing": False}
     if facts.is_moe:
         rows = {"layers": facts.moe_layers, "experts": facts.num_experts, "top_k": facts.top_k}
@@ -86,31 +79,27 @@ def step(worker, batch: TrainBatch, number: int) -> dict:
     return {"metrics": metrics, "gradients": gathered_gradients(worker), "weights": weights(worker)}
 
 
-def run_rank(rank: int, parent: str) -> None:
-    """Takes a step in each layout and saves it, then goes on from one rank's checkpoint; in a process."""
-    from trainer.worker import TrainerWorker
-
-    torch.set_num_threads(1)
+def run_rank(rank: int, parent: Path) -> dict:
+    """Takes a step in each layout and saves it, then goes on from one rank's checkpoint."""
+    seen: dict = {name: {} for name in LAYOUTS}
     for name, layout in LAYOUTS.items():
-        seen = {}
         for purpose in ("first", "second") if name in RESUMED else ("first",):
-            gc.collect()  # threads of earlier process groups wake a hundred times a second
             config = config_of(parent, name, num_ranks=RANKS, layout=layout)
-            worker = TrainerWorker(config, rank, RANKS, f"file://{parent}/rendezvous {purpose} {name}")
-            worker.setup(f"{parent}/{name} of one" if purpose == "second" else None)
+            checkpoints = parent / f"{name} of one" if purpose == "second" else None
+            meeting = parent / f"meeting {purpose} {name}"
             first, second = batches(parent, name)
-            if purpose == "first":
-                placed = place(worker, first)
-                seen["lengths"] = {p.inputs.token_ids.shape[1] for p in placed}
-                seen["first"] = step(worker, first, 1)
-                if name in RESUMED:
-                    worker.save_checkpoint(f"{parent}/{name} of four", {})
-                    worker.publish(f"{parent}/hf {name}", 1)
-            else:
-                seen["resumed"] = weights(worker)
-                seen["second"] = step(worker, second, 2)
-            worker.close()
-        torch.save(seen, f"{parent}/seen {name} {rank}")
+            with started(config, checkpoints, rank=rank, meeting=meeting) as worker:
+                if purpose == "first":
+                    placed = place(worker, first)
+                    seen[name]["lengths"] = {p.inputs.token_ids.shape[1] for p in placed}
+                    seen[name]["first"] = step(worker, first, 1)
+                    if name in RESUMED:
+                        worker.save_checkpoint(f"{parent}/{name} of four", {})
+                        worker.publish(f"{parent}/hf {name}", 1)
+                else:
+                    seen[name]["resumed"] = weights(worker)
+                    seen[name]["second"] = step(worker, second, 2)
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -120,25 +109,20 @@ def results(tmp_path_factory):
     build_models(out)
     found = {}
     for name in LAYOUTS:
-        first, second = batches(str(out), name)
-        with started(config_of(str(out), name)) as worker:
-            alone = {"first": step(worker, first, 1)}
+        first, second = batches(out, name)
+        with started(config_of(out, name)) as worker:
+            found[name] = {"first": step(worker, first, 1)}
             if name in RESUMED:
                 worker.save_checkpoint(f"{out}/{name} of one", {})
                 worker.saved_checkpoint(wait=True)
-                alone["second"] = step(worker, second, 2)
-        found[name] = alone
-    mp.spawn(run_rank, (str(out),), nprocs=RANKS)
-    for name in LAYOUTS:
-        four = [torch.load(out / f"seen {name} {rank}") for rank in range(RANKS)]
-        published = {}
-        if name in RESUMED:
-            with started(config_of(str(out), name), out / f"{name} of four") as worker:
-                found[name]["resumed"] = weights(worker)
-                found[name]["resumed second"] = step(worker, batches(str(out), name)[1], 2)
-            published = load_file(out / f"hf {name}" / "model.safetensors")
-        found[name] = found[name], four, published
-    return found
+                found[name]["second"] = step(worker, second, 2)
+    four, published = run_ranks(run_rank, out, ranks=RANKS), {}
+    for name in RESUMED:
+        with started(config_of(out, name), out / f"{name} of four") as worker:
+            found[name]["resumed"] = weights(worker)
+            found[name]["resumed second"] = step(worker, batches(out, name)[1], 2)
+        published[name] = load_file(out / f"hf {name}" / "model.safetensors")
+    return {name: (found[name], [rank[name] for rank in four], published.get(name)) for name in LAYOUTS}
 
 
 def equal_steps(actual: dict, expected: dict) -> None:
@@ -146,10 +130,8 @@ def equal_steps(actual: dict, expected: dict) -> None:
     for key in ("loss", "grad_norm", "entropy", "log_prob_abs_diff"):
         assert actual["metrics"][key] == pytest.approx(expected["metrics"][key], abs=2e-5, rel=1e-4), key
     assert set(actual["gradients"]) == set(expected["gradients"])
-    for name, gradient in expected["gradients"].items():
-        torch.testing.assert_close(actual["gradients"][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(actual["weights"][name], weight, atol=2e-4, rtol=0, msg=name)
+    torch.testing.assert_close(actual["gradients"], expected["gradients"], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(actual["weights"], expected["weights"], atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

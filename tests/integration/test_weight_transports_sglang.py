@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from async_rl.engine_protocol import GroupInvite
+from async_rl.engines.sglang.server import free_port
 from async_rl.errors import WeightSyncError
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
@@ -37,16 +37,13 @@ torch.distributed.destroy_process_group(group)
 
 
 def invite(name: str) -> GroupInvite:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    return GroupInvite(
-        group_name=name, backend="gloo", host="127.0.0.1", port=port, world_size=2, rank_offset=1
-    )
+    host = "127.0.0.1"
+    where = {"host": host, "port": free_port(host), "world_size": 2, "rank_offset": 1}
+    return GroupInvite(group_name=name, backend="gloo", **where)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.long  # tests/contract/test_sglang_server.py sends whole models to a server
+@pytest.mark.long  # tests/contract/test_real_parts.py sends whole models to a server
 def test_tensors_arrive_bitwise_when_sglang_receives(tmp_path):
     torch.manual_seed(0)
     tensors = [

@@ -120,14 +120,7 @@ def test_the_turns_and_tokens_are_named_when_qwen3_drops_earlier_thoughts() -> N
 
 
 def test_rewrites_of_a_template_are_described_in_sentences() -> None:
-    assert describe_rewrites(chat_of("qwen2_5"))[0].endswith(
-        "is tokenised differently next to its neighbours"
-    )
     assert describe_rewrites(chat_of("qwen3"))[0] == (
         "a thought, when a user's message follows: the template renders 'It is 4.' for what the policy wrote "
         "as '<think>\\nTwo and two.\\n</think>\\n\\nIt is 4.'"
-    )
-    assert describe_rewrites(chat_of("llama3_1"))[-1] == (
-        "white space around an answer: the template renders 'It is 4.' for what the policy wrote as "
-        "'\\n It is 4. \\n'"
     )

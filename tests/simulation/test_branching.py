@@ -25,9 +25,9 @@ from verification.simulation.scenario import Ending, Scenario, branching
 from verification.simulation.simulate import simulate
 
 
-@pytest.mark.parametrize("start", [0, 8])
-def test_nothing_is_lost_or_trained_twice_when_loops_branch(start: int) -> None:
-    outcomes = {seed: run_branching_seed(seed) for seed in range(start, start + 8)}
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 16), marks=pytest.mark.long)], ids=str)
+def test_nothing_is_lost_or_trained_twice_when_loops_branch(seeds: range) -> None:
+    outcomes = {seed: run_branching_seed(seed) for seed in seeds}
     failed = {seed: outcome.violations for seed, outcome in outcomes.items() if outcome.violations}
     assert failed == {}, f"python -m verification.simulation --branches --seeds 1 --start {min(failed)}"
 

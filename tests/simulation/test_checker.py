@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.sglang.routing_payload import MAX_RECEIVING
 from async_rl.engines.simulated import routing_rows
-from async_rl.planning.virtual_time import VirtualTimeLoop, in_virtual_time, run_virtual
+from async_rl.planning.virtual_time import VirtualTimeLoop
 from tests.support.small_run import small_run
 from verification.simulation.faulty_engines import FaultyEngine
 from verification.simulation.invariant_checker import InvariantChecker, caller_is_given_up, versions_of_rows
@@ -20,7 +20,7 @@ from verification.simulation.scenario import FACTS, Injection
 from verification.simulation.simulated_trainer import Broadcasts
 
 
-@pytest.mark.parametrize("newest", [0, 60, 61, 62, 400, 1009, 100_000])
+@pytest.mark.parametrize("newest", [0, 61, 62, 100_000])
 def test_the_version_of_a_row_is_read_however_many_there_were(newest: int) -> None:
     rng = np.random.default_rng(newest)
     versions = rng.integers(max(0, newest - 50), newest + 3, 300).astype(np.int32)
@@ -48,24 +48,21 @@ def request_of(tokens: list[int], *, number: int = 0, stop: tuple[str, ...] = ()
         ([95, 188], [284, 95, 4], False),
     ],
 )
-def test_what_follows_a_stop_string_in_a_chunk_is_not_kept(
+async def test_what_follows_a_stop_string_in_a_chunk_is_not_kept(
     sampled: list[int], then: list[int], continues: bool
 ) -> None:
     checker = InvariantChecker(small_run(0), digests=False)
-
-    async def run() -> None:
-        request = request_of([284], stop=("4 1",))
-        checker.call_begins("engine-0", request, 0, 0)
-        chunk = Chunk.of(sampled, [-1.0] * len(sampled))
-        checker.call_ends(request, [chunk], None)
-        checker.call_begins("engine-0", request_of(then), 0, 0)
-
-    run_virtual(run())
+    request = request_of([284], stop=("4 1",))
+    checker.call_begins("engine-0", request, 0, 0)
+    checker.call_ends(request, [Chunk.of(sampled, [-1.0] * len(sampled))], None)
+    checker.call_begins("engine-0", request_of(then), 0, 0)
     assert (checker.violations == []) == continues, checker.violations
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_a_call_of_a_worker_that_was_given_up_counts_for_no_call_of_its_successor(given_up: bool) -> None:
+async def test_a_call_of_a_worker_that_was_given_up_counts_for_no_call_of_its_successor(
+    given_up: bool,
+) -> None:
     """One that is cut off samples on, while another worker continues the trajectory from the journal."""
     checker = InvariantChecker(small_run(0), digests=False)
 
@@ -73,17 +70,14 @@ def test_a_call_of_a_worker_that_was_given_up_counts_for_no_call_of_its_successo
         caller_is_given_up.set(lambda: given_up)
         checker.call_ends(request_of([284]), [Chunk.of([95, 24], [-1.0, -1.0])], None)
 
-    async def run() -> None:
-        name = asyncio.current_task().get_name()  # type: ignore[union-attr]
-        checker.call_begins("engine-0", request_of([284]), 0, 0)
-        await asyncio.create_task(stale_call(), name=name)
-        checker.call_begins("engine-1", request_of([284]), 0, 0)
-
-    run_virtual(run())
+    name = asyncio.current_task().get_name()  # type: ignore[union-attr]
+    checker.call_begins("engine-0", request_of([284]), 0, 0)
+    await asyncio.create_task(stale_call(), name=name)
+    checker.call_begins("engine-1", request_of([284]), 0, 0)
     assert (checker.violations == []) == given_up, checker.violations
 
 
-def test_payloads_that_go_on_at_the_moment_at_which_others_arrive_are_no_violation() -> None:
+async def test_payloads_that_go_on_at_the_moment_at_which_others_arrive_are_no_violation() -> None:
     scenario = small_run(0)
     scenario = replace(
         scenario, config=replace(scenario.config, engine=replace(scenario.config.engine, stall_s=500.0))
@@ -94,25 +88,21 @@ def test_payloads_that_go_on_at_the_moment_at_which_others_arrive_are_no_violati
         async with aclosing(engine.generate(request_of([5, 6, 7, 8], number=number))) as events:
             assert [event async for event in events if isinstance(event, Finish)]
 
-    async def run() -> None:
-        engine = FaultyEngine(0, scenario, checker, Broadcasts(), 0)
-        await engine.health()
-        engine.inject(Injection(step=0, kind="stuck_payload", engine=0, amount=1.0))
-        async with asyncio.TaskGroup() as group:
-            for number in range(MAX_RECEIVING):
-                group.create_task(call(engine, number))
-            await asyncio.sleep(1.0)
-            assert checker.met_faults["stuck_payload"] == 1
-            for number in range(3):
-                group.create_task(call(engine, 100 + number))
-            engine.inject(Injection(step=0, kind="freeze", engine=0, amount=0.5))  # thaws first
-            await asyncio.sleep(1.0)
-            loop.jump(400.0)
-
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        runner.run(run())
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    engine = FaultyEngine(0, scenario, checker, Broadcasts(), 0)
+    await engine.health()
+    engine.inject(Injection(step=0, kind="stuck_payload", engine=0, amount=1.0))
+    async with asyncio.TaskGroup() as group:
+        for number in range(MAX_RECEIVING):
+            group.create_task(call(engine, number))
+        await asyncio.sleep(1.0)
+        assert checker.met_faults["stuck_payload"] == 1
+        for number in range(3):
+            group.create_task(call(engine, 100 + number))
+        engine.inject(Injection(step=0, kind="freeze", engine=0, amount=0.5))  # thaws first
+        await asyncio.sleep(1.0)
+        loop.jump(400.0)
     assert checker.violations == []
 
 
@@ -131,7 +121,6 @@ class LimitBench:
 
 
 @pytest.mark.parametrize(("num_workers", "too_early"), [(0, True), (2, False)])
-@in_virtual_time
 async def test_only_a_rollout_worker_of_this_incarnation_may_learn_late_that_engines_are_held(
     num_workers: int, too_early: bool
 ) -> None:
@@ -142,7 +131,6 @@ async def test_only_a_rollout_worker_of_this_incarnation_may_learn_late_that_eng
     assert bool(bench.checker.violations) == too_early
 
 
-@in_virtual_time
 async def test_the_limit_of_an_attempt_is_not_that_of_one_that_another_worker_makes_again() -> None:
     """A worker that is cut off runs on until it hears of it: an attempt may have begun a second time."""
     bench = LimitBench()
@@ -155,7 +143,6 @@ async def test_the_limit_of_an_attempt_is_not_that_of_one_that_another_worker_ma
 
 
 @pytest.mark.parametrize(("num_workers", "too_early"), [(0, True), (2, False)])
-@in_virtual_time
 async def test_a_rollout_worker_may_not_have_heard_that_engines_are_held_when_the_clock_jumps(
     num_workers: int, too_early: bool
 ) -> None:
@@ -170,7 +157,6 @@ async def test_a_rollout_worker_may_not_have_heard_that_engines_are_held_when_th
 
 
 @pytest.mark.parametrize(("begins_later", "too_early"), [(False, False), (True, True)])
-@in_virtual_time
 async def test_the_clock_of_a_worker_that_was_unaware_stays_ahead(
     begins_later: bool, too_early: bool
 ) -> None:

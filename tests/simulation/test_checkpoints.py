@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 
 from async_rl.errors import CheckpointError
-from async_rl.observability.metrics import Metrics
 from async_rl.queue.ledger import Ledger
-from async_rl.run import orchestrator
 from async_rl.runtime.supervision import first_error
 from async_rl.trainer_protocol import Saved, TrainerState
-from tests.simulation.test_loop import assert_conserved, make_config, run
+from tests.simulation.test_loop import assert_conserved, make_config, metrics_of_the_run, run
 from tests.simulation.test_trainer_restart import RestartedCluster, died
 
 
@@ -96,16 +94,15 @@ async def test_the_trainer_goes_back_to_what_stands_when_it_dies_while_a_checkpo
 async def test_the_next_checkpoint_is_tried_when_one_cannot_be_written(
     calculator, tmp_path, monkeypatch, caplog
 ):
-    made: list[Metrics] = []
-    monkeypatch.setattr(orchestrator, "Metrics", lambda: made.append(Metrics()) or made[0])
+    metrics = metrics_of_the_run(monkeypatch)
     config = make_config(calculator, tmp_path)
     cluster = RestartedCluster(config)
     SlowDisk(cluster, fails={2})
     summary = await run(config, cluster)
     assert summary.weight_versions == 6
     assert "the disk is full at 2; training continues; the newest checkpoint is of step 0" in caplog.text
-    assert made[0].registry.get_sample_value("async_rl_checkpoint_failures_total") == 1
-    assert made[0].registry.get_sample_value("async_rl_checkpoint_step") == 6
+    assert metrics.registry.get_sample_value("async_rl_checkpoint_failures_total") == 1
+    assert metrics.registry.get_sample_value("async_rl_checkpoint_step") == 6
 
 
 @pytest.mark.parametrize(("fails", "limit"), [({2, 4}, 1), ({6}, 9)])

@@ -33,6 +33,22 @@ def run(folder: Path, scenario: Scenario) -> SeedOutcome:
     return outcome
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SeedOutcome:
+    """A run in which nothing is changed."""
+    return run(tmp_path_factory.mktemp("undisturbed") / "run", small_run(3))
+
+
+def troubled_run() -> Scenario:
+    scenario = small_run(3, ("die_in_call", "hang"))
+    return msgspec.structs.replace(scenario, config=with_bound(scenario, 1, "drop"))
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> SeedOutcome:
+    return run(tmp_path_factory.mktemp("troubled") / "run", troubled_run())
+
+
 def rename_tasks(patch: pytest.MonkeyPatch) -> None:
     """Every task but those of trajectories, which the simulation knows by name, is called otherwise."""
 
@@ -64,20 +80,17 @@ def rename_reasons(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("renaming", [rename_tasks, rename_trajectories, rename_reasons])
 def test_it_stays_when_names_change(
-    renaming: Change, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    renaming: Change, troubled: SeedOutcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    scenario = small_run(3, ("die_in_call", "hang"))
-    scenario = msgspec.structs.replace(scenario, config=with_bound(scenario, 1, "drop"))
-    before = run(tmp_path / "before", scenario)
     renaming(monkeypatch)
-    after = run(tmp_path / "after", scenario)
-    assert after.decisions == before.decisions
+    assert run(tmp_path / "after", troubled_run()).decisions == troubled.decisions
 
 
-def test_the_trace_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = run(tmp_path / "before", small_run(3))
+def test_the_trace_does_not_stay(
+    undisturbed: SeedOutcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     rename_trajectories(monkeypatch)
-    assert run(tmp_path / "after", small_run(3)).trace != before.trace
+    assert run(tmp_path / "after", small_run(3)).trace != undisturbed.trace
 
 
 def with_bound(scenario: Scenario, max_staleness: int, staleness_policy: str) -> Any:
@@ -86,10 +99,9 @@ def with_bound(scenario: Scenario, max_staleness: int, staleness_policy: str) ->
     return msgspec.structs.replace(scenario.config, rollout=rollout)
 
 
-def test_it_changes_with_the_staleness_bound(tmp_path: Path) -> None:
-    scenario = small_run(3)
-    other = msgspec.structs.replace(scenario, config=with_bound(scenario, 1, "wait"))
-    assert run(tmp_path / "2", scenario).decisions != run(tmp_path / "1", other).decisions
+def test_it_changes_with_the_staleness_bound(undisturbed: SeedOutcome, tmp_path: Path) -> None:
+    other = msgspec.structs.replace(small_run(3), config=with_bound(small_run(3), 1, "wait"))
+    assert run(tmp_path / "1", other).decisions != undisturbed.decisions
 
 
 def swap_in_batch(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +178,8 @@ def drop_one(patch: pytest.MonkeyPatch) -> None:
         drop_one,
     ],
 )
-def test_it_changes_with_a_decision(change: Change, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = run(tmp_path / "before", small_run(3))
+def test_it_changes_with_a_decision(
+    change: Change, undisturbed: SeedOutcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     change(monkeypatch)
-    assert run(tmp_path / "after", small_run(3)).decisions != before.decisions
+    assert run(tmp_path / "after", small_run(3)).decisions != undisturbed.decisions

@@ -23,6 +23,7 @@ from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.run import orchestrator
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.types import Completion, Task
+from tests.simulation.test_loop import first_tasks
 from tests.support.local_cluster import LocalCluster
 
 STEPS = 6
@@ -69,7 +70,7 @@ def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
     tree: dict[str, Any] = {
         "run": {"name": "sim", "dir": str(tmp_path), "max_steps": STEPS, "drain_s": 5},
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
-        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+        "data": {"path": first_tasks(calculator, tmp_path)},
         "engine": {
             "kind": "simulated",
             "num_engines": 4,
@@ -202,7 +203,7 @@ def test_a_stopped_engine_is_noticed_restarted_and_its_trajectories_go_on(
     assert max(noticed) < 11.5  # engine.stall_s and an eighth, or sooner by probes
 
 
-@pytest.mark.parametrize("interrupt", ["abort", "in_place"])
+@pytest.mark.parametrize("interrupt", [pytest.param("abort", marks=pytest.mark.long), "in_place"])
 def test_somebody_generates_at_every_moment_when_updates_roll(
     calculator: Path, tmp_path: Path, interrupt: str
 ) -> None:
@@ -252,7 +253,7 @@ def test_an_update_that_aborts_everything_drops_nothing(calculator: Path, tmp_pa
     assert summary.interrupted_share > 0.1
     assert summary.trajectories.dropped == {}
     assert world.kept >= 0.99 * world.sampled
-    assert world.counted("prefilled_again_tokens_total", cause="update") > 1000
+    assert world.counted("prefilled_again_tokens_total", cause="update") > 500
 
 
 def test_a_pause_in_place_ends_and_what_it_paused_goes_on(calculator: Path, tmp_path: Path) -> None:

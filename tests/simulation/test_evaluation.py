@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agent_loops.base import AgentLoop
-from async_rl.config import Config, parse_config
+from async_rl.config import Config, apply_override, parse_config
 from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.simulated import Fault, SimulatedEngine
@@ -23,7 +23,6 @@ from async_rl.observability.evaluation_record import EvaluationRecord, evaluatio
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Summary, step_record_log
-from async_rl.planning.virtual_time import run_virtual
 from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
@@ -38,9 +37,9 @@ from verification.simulation.users import SimulatedChat
 WHERE = {"workers": 0}
 
 
-@pytest.fixture(autouse=True, params=[0, 2], ids=["driver", "workers"])
+@pytest.fixture(autouse=True, params=[0, pytest.param(2, marks=pytest.mark.long)], ids=["driver", "workers"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test is one of sessions in the driver, and of sessions in two rollout workers."""
+    """Every test is one of sessions in the driver; the long lane also has them in two rollout workers."""
     monkeypatch.setitem(WHERE, "workers", request.param)
 
 
@@ -86,40 +85,42 @@ VALIDATION = [
     Dataset(name="hard", path="hard.jsonl", schema="plain", detected=False, tasks=[task("h0")]),
 ]
 NUM_ANSWERS = 5 * 4
+SHARED = "placement.shared=true"
 
 
-def make_config(folder: Path, *, num_engines: int = 2, **evaluation: Any) -> Config:
+def make_config(folder: Path, *overrides: str, num_engines: int = 2, **evaluation: Any) -> Config:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(MOE))
-    return parse_config(
-        {
-            "run": {"name": "run", "dir": str(folder), "max_steps": 6, "drain_s": 5},
-            "model": {"path": str(folder / "model")},
-            "data": {"path": "tasks.jsonl", "validation": [{"path": "easy.jsonl"}]},
-            "engine": {
-                "kind": "simulated",
-                "num_engines": num_engines,
-                "decode_step_s": 0.05,
-                "mean_new_tokens": 12,
-                "restart_delay_s": 0.0,
-                "stall_s": 5.0,
-            },
-            "rollout": {
-                "agent_loop": f"{__name__}:OneTurn",
-                "reward": f"{__name__}:odd",
-                "group_size": 2,
-                "max_concurrent_trajectories": 8,
-                "max_staleness": 2,
-                "max_context_tokens": 160,
-                "max_new_tokens": 40,
-                "num_workers": WHERE["workers"],
-                "worker_stall_s": 4.0,
-            },
-            "routing": {"replay": "off"},
-            "trainer": {"groups_per_batch": 2, "checkpoint_every": 2},
-            "evaluation": {"every": 2, "samples": 4, "pass_at": [1, 4], **evaluation},
-        }
-    )
+    tree: dict[str, Any] = {
+        "run": {"name": "run", "dir": str(folder), "max_steps": 6, "drain_s": 5},
+        "model": {"path": str(folder / "model")},
+        "data": {"path": "tasks.jsonl", "validation": [{"path": "easy.jsonl"}]},
+        "engine": {
+            "kind": "simulated",
+            "num_engines": num_engines,
+            "decode_step_s": 0.05,
+            "mean_new_tokens": 12,
+            "restart_delay_s": 0.0,
+            "stall_s": 5.0,
+        },
+        "rollout": {
+            "agent_loop": f"{__name__}:OneTurn",
+            "reward": f"{__name__}:odd",
+            "group_size": 2,
+            "max_concurrent_trajectories": 8,
+            "max_staleness": 2,
+            "max_context_tokens": 160,
+            "max_new_tokens": 40,
+            "num_workers": WHERE["workers"],
+            "worker_stall_s": 4.0,
+        },
+        "routing": {"replay": "off"},
+        "trainer": {"groups_per_batch": 2, "checkpoint_every": 2},
+        "evaluation": {"every": 2, "samples": 4, "pass_at": [1, 4], **evaluation},
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
 
 
 class World:
@@ -145,12 +146,14 @@ class World:
             standing = pool.snapshot_of(engine.engine_id)
             evaluates = standing is not None and standing.state is EngineState.EVALUATING
             self.heard.append((engine.engine_id, evaluates))
-            self.called(engine, evaluates)
+            if evaluates:
+                self.evaluating_call(engine)
             return generate(request)
 
         engine.generate = listening  # type: ignore[method-assign]
 
-    called: Callable[[SimulatedEngine, bool], None] = staticmethod(lambda engine, evaluates: None)
+    evaluating_call: Callable[[SimulatedEngine], object] = staticmethod(lambda engine: None)
+    """Called with the engine at each call that is made for an evaluation."""
 
     def lent_engines(self) -> int:
         """Engines that are lent to an evaluation and not reserved for it."""
@@ -158,26 +161,23 @@ class World:
         evaluating = len(self.orchestrator.pool.engines(EngineState.EVALUATING))
         return max(0, evaluating - (reserved if isinstance(reserved, int) else 0))
 
-    def run(self) -> Summary:
-        async def main() -> Summary:
-            loop = asyncio.get_running_loop()
-            for name in ("checkpoints", "logs"):
-                (self.run_dir / name).mkdir(parents=True, exist_ok=True)
-            ids = itertools.count()
-            inputs = RunInputs(
-                [task(f"t{i}") for i in range(50)],
-                SimulatedChat(),
-                FACTS,
-                lambda: f"{next(ids):032x}",
-                VALIDATION,
-            )
-            self.orchestrator = Orchestrator(
-                self.config, self.run_dir, self.stop, self.cluster, self.metrics, loop.time, inputs
-            )
-            with acting("run", waits=self.orchestrator.waits):
-                return await self.orchestrator.run()
-
-        return run_virtual(main())
+    async def run(self) -> Summary:
+        loop = asyncio.get_running_loop()
+        for name in ("checkpoints", "logs"):
+            (self.run_dir / name).mkdir(parents=True, exist_ok=True)
+        ids = itertools.count()
+        inputs = RunInputs(
+            [task(f"t{i}") for i in range(50)],
+            SimulatedChat(),
+            FACTS,
+            lambda: f"{next(ids):032x}",
+            VALIDATION,
+        )
+        self.orchestrator = Orchestrator(
+            self.config, self.run_dir, self.stop, self.cluster, self.metrics, loop.time, inputs
+        )
+        with acting("run", waits=self.orchestrator.waits):
+            return await self.orchestrator.run()
 
     def counted(self, name: str, labels: dict[str, str] | None = None) -> float | None:
         return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels)
@@ -222,19 +222,19 @@ def check(world: World, summary: Summary) -> None:
     assert not world.lent_engines()
 
 
-def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path):
+async def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path):
     world = World(make_config(tmp_path))
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates and world.orchestrator.pool.version_of(engine.engine_id) == 6:
+    def called(engine: SimulatedEngine) -> None:
+        if world.orchestrator.pool.version_of(engine.engine_id) == 6:
             world.stop.set()
 
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     assert [record.weight_version for record in world.records] == [2, 4]
 
 
-def test_an_evaluation_is_recorded_when_the_disk_is_full_for_seconds(tmp_path, monkeypatch):
+async def test_an_evaluation_is_recorded_when_the_disk_is_full_for_seconds(tmp_path, monkeypatch):
     append, refused = RecordLog.append, []
 
     def refuse_at_first(self: RecordLog[Any], record: Any) -> None:
@@ -245,53 +245,53 @@ def test_an_evaluation_is_recorded_when_the_disk_is_full_for_seconds(tmp_path, m
 
     monkeypatch.setattr(RecordLog, "append", refuse_at_first)
     world = World(make_config(tmp_path))
-    check(world, world.run())
+    check(world, await world.run())
     # Training goes on meanwhile: a version may be overtaken by the next that is due.
     versions = [record.weight_version for record in world.records]
     assert (versions[0], versions[-1], len(refused)) == (2, 6, 3)
     assert {record.status for record in world.records} == {"done"}
 
 
-def test_the_answers_of_as_many_evaluations_are_kept_as_the_config_says(tmp_path):
+async def test_the_answers_of_as_many_evaluations_are_kept_as_the_config_says(tmp_path):
     world = World(make_config(tmp_path, keep_answers=1))
-    check(world, world.run())
+    check(world, await world.run())
     assert [folder.name for folder in (world.run_dir / "evaluations").iterdir()] == ["version_00000006"]
 
 
-def test_no_more_answers_are_written_at_a_time_than_the_config_allows(tmp_path):
+async def test_no_more_answers_are_written_at_a_time_than_the_config_allows(tmp_path):
     durations = []
     for number in (64, 1):
         (tmp_path / str(number)).mkdir()
         world = World(make_config(tmp_path / str(number), max_concurrent=number))
-        check(world, world.run())
+        check(world, await world.run())
         durations.append(world.records[0].duration_s)
     assert durations[1] > 3 * durations[0]
 
 
-def test_an_answer_passes_from_the_reward_of_the_config_on(tmp_path):
+async def test_an_answer_passes_from_the_reward_of_the_config_on(tmp_path):
     world = World(make_config(tmp_path, pass_reward=0.0))
-    check(world, world.run())
+    check(world, await world.run())
     scores = [score for record in world.records for score in record.scores.values()]
     assert min(score.reward.value for score in scores) < 1
     assert {estimate.value for score in scores for estimate in score.pass_at.values()} == {1.0}
 
 
-@pytest.mark.parametrize("rolling", [False, True])
-def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_path, rolling):
+@pytest.mark.parametrize(
+    ("where", "rolling"), [(0, False), (2, True)], indirect=["where"], ids=["driver", "workers-rolling"]
+)
+async def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_path, rolling):
     """An evaluation takes five steps' time, so that the weights move on in the middle of it."""
-    config = make_config(tmp_path, at_start=True, max_concurrent=2)
-    config = parse_config_with(config, rolling=rolling)
+    config = make_config(tmp_path, f"weights.rolling={rolling}", at_start=True, max_concurrent=2)
     world = World(config, step_s=0.05)
     moved: list[int] = []
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+    def called(engine: SimulatedEngine) -> None:
         pool = world.orchestrator.pool
-        if evaluates:
-            others = (pool.version_of(e.engine_id) for e in pool.engines() if e is not engine)
-            moved.append(max(others) - pool.version_of(engine.engine_id))
+        others = (pool.version_of(e.engine_id) for e in pool.engines() if e is not engine)
+        moved.append(max(others) - pool.version_of(engine.engine_id))
 
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     assert max(moved) > 0, "no update fell into an evaluation"
     records = world.records
     assert [r.status for r in records] == ["done"] * len(records)
@@ -309,17 +309,9 @@ def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_path, 
         assert record.scores["all"].parts["length"] == pytest.approx(record.scores["all"].tokens_mean)
 
 
-def on_shared_devices(config: Config) -> Config:
-    from async_rl.config import to_builtins
-
-    return parse_config({**to_builtins(config), "placement": {"shared": True}})
-
-
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_path, num_engines):
-    config = on_shared_devices(
-        make_config(tmp_path, num_engines=num_engines, at_start=True, max_concurrent=1)
-    )
+async def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_path, num_engines):
+    config = make_config(tmp_path, SHARED, num_engines=num_engines, at_start=True, max_concurrent=1)
     world, phases = World(config), list[str]()
     step = world.cluster.trainer.train_step
 
@@ -328,13 +320,12 @@ def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_p
         assert not pool.engines(EngineState.EVALUATING, EngineState.SERVING)
         return await step(path, number)
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates:
-            phases.append(world.orchestrator.devices.phases.phase)
+    def called(engine: SimulatedEngine) -> None:
+        phases.append(world.orchestrator.devices.phases.phase)
 
     world.cluster.trainer.train_step = watched  # type: ignore[method-assign]
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     versions = [record.weight_version for record in world.records]
     assert {record.status for record in world.records} == {"done"}
     assert versions == sorted({0, 6, *versions})
@@ -347,22 +338,22 @@ def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_p
         assert {s.weight_version for answer in answers for s in answer.sampled} == {record.weight_version}
 
 
-def test_the_trainer_has_its_turn_when_the_last_engine_dies_in_an_evaluation(tmp_path):
-    world, died = World(on_shared_devices(make_config(tmp_path, num_engines=1, at_start=True))), list[str]()
+async def test_the_trainer_has_its_turn_when_the_last_engine_dies_in_an_evaluation(tmp_path):
+    world, died = World(make_config(tmp_path, SHARED, num_engines=1, at_start=True)), list[str]()
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates and not died:
+    def called(engine: SimulatedEngine) -> None:
+        if not died:
             died.append(engine.engine_id)
             engine.faults.append(Fault("die", after_tokens=2))
 
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     assert [r.status for r in world.records] == ["missing", "done", "done", "done"]
 
 
-def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp_path):
+async def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp_path):
     """Its only engine fails while it ends its calls, and by then the trainer waits for the devices."""
-    world = World(on_shared_devices(make_config(tmp_path, num_engines=1, at_start=True)))
+    world = World(make_config(tmp_path, SHARED, num_engines=1, at_start=True))
     (engine,) = world.cluster.engines
     interrupt, asked = engine.interrupt, list[str]()
 
@@ -376,50 +367,41 @@ def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp
         await interrupt(mode)
 
     engine.interrupt = fail_once  # type: ignore[method-assign]
-    world.run()
+    await world.run()
     assert asked == ["engines"]
     assert [(r.weight_version, r.status) for r in world.records] == [(0, "missing")]
     assert "any more, and the trainer waits for the devices" in world.records[0].reason
 
 
-def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tmp_path):
+async def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tmp_path):
     """The engine that answered is given back first, and the checkpoint is written in the trainer's phase."""
-    world = World(on_shared_devices(make_config(tmp_path, max_concurrent=1, timeout_s=1e6)))
+    world = World(make_config(tmp_path, SHARED, max_concurrent=1, timeout_s=1e6))
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates:
-            engine.faults.append(Fault("hang", after_tokens=1))
-            asyncio.get_running_loop().call_later(0.2, world.stop.set)
+    def called(engine: SimulatedEngine) -> None:
+        engine.faults.append(Fault("hang", after_tokens=1))
+        asyncio.get_running_loop().call_later(0.2, world.stop.set)
 
-    world.called = called  # type: ignore[method-assign]
-    summary = world.run()
+    world.evaluating_call = called  # type: ignore[method-assign]
+    summary = await world.run()
     assert summary.trajectories.unaccounted == 0
     assert world.records == []
     assert step_record_log(world.run_dir / "metrics.jsonl").read()[-1].step < 6
     assert not world.cluster.trainer.away
 
 
-def test_it_is_evaluated_again_when_the_trainer_fails_after_it_on_shared_devices(tmp_path):
-    world = World(on_shared_devices(make_config(tmp_path)))
+async def test_it_is_evaluated_again_when_the_trainer_fails_after_it_on_shared_devices(tmp_path):
+    world = World(make_config(tmp_path, SHARED))
     failed = broken_once(world, at=3)
-    summary = world.run()
+    summary = await world.run()
     assert failed
     assert summary.trajectories.unaccounted == 0
     assert {record.status for record in world.records} == {"done"}
     assert world.records[-1].weight_version == 6
 
 
-def parse_config_with(config: Config, *, rolling: bool) -> Config:
-    from async_rl.config import to_builtins
-
-    tree = to_builtins(config)
-    tree["weights"]["rolling"] = rolling
-    return parse_config(tree)
-
-
-def test_engines_that_are_kept_for_evaluation_answer_nothing_else(tmp_path):
+async def test_engines_that_are_kept_for_evaluation_answer_nothing_else(tmp_path):
     world = World(make_config(tmp_path, num_engines=3, engines=1, samples=4))
-    check(world, world.run())
+    check(world, await world.run())
     by_engine = {
         name: {evaluates for who, evaluates in world.heard if who == name} for name, _ in world.heard
     }
@@ -428,19 +410,19 @@ def test_engines_that_are_kept_for_evaluation_answer_nothing_else(tmp_path):
     assert [r.weight_version for r in world.records][-1] == 6
 
 
-def test_an_answer_with_a_token_of_another_version_is_sampled_again(tmp_path):
+async def test_an_answer_with_a_token_of_another_version_is_sampled_again(tmp_path):
     """The engine loads other weights by itself, as somebody from outside could make it do."""
     world = World(make_config(tmp_path, max_concurrent=1))
     answered = itertools.count()
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates and next(answered) == 3:
+    def called(engine: SimulatedEngine) -> None:
+        if next(answered) == 3:
             loop = asyncio.get_running_loop()
             loop.call_later(0.1, setattr, engine, "_version", 99)
             loop.call_later(0.3, setattr, engine, "_version", 2)
 
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     first = world.records[0]
     assert (first.weight_version, first.status) == (2, "done")
     assert first.dropped == {}
@@ -449,17 +431,17 @@ def test_an_answer_with_a_token_of_another_version_is_sampled_again(tmp_path):
 
 
 @pytest.mark.parametrize("engines", ["shared", 1])
-def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_dies(tmp_path, engines):
+async def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_dies(tmp_path, engines):
     world = World(make_config(tmp_path, num_engines=3, engines=engines))
     died: list[str] = []
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates and not died:
+    def called(engine: SimulatedEngine) -> None:
+        if not died:
             died.append(engine.engine_id)
             engine.faults.append(Fault("die", after_tokens=0))
 
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     first, *others = world.records
     assert (first.weight_version, first.status, first.scores) == (2, "missing", {})
     assert died[0] in first.reason or "no engine" in first.reason
@@ -468,44 +450,39 @@ def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_dies(t
     assert others[-1].weight_version == 6
 
 
-def test_an_evaluation_is_missing_when_it_takes_too_long_and_training_goes_on(tmp_path):
+async def test_an_evaluation_is_missing_when_it_takes_too_long_and_training_goes_on(tmp_path):
     world = World(make_config(tmp_path, timeout_s=1.0, max_concurrent=1))
-    check(world, world.run())
+    check(world, await world.run())
     assert {r.status for r in world.records} == {"missing"}
     assert "evaluation.timeout_s = 1.0" in world.records[0].reason
 
 
-def test_rollouts_go_on_after_it_when_a_single_engine_is_shared(tmp_path):
+async def test_rollouts_go_on_after_it_when_a_single_engine_is_shared(tmp_path):
     world = World(make_config(tmp_path, num_engines=1))
-    check(world, world.run())
+    check(world, await world.run())
     assert [r.weight_version for r in world.records] == [2, 4, 6]
     assert {evaluates for _, evaluates in world.heard} == {True, False}
 
 
-def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path):
-    config = make_config(tmp_path, every=0, at_start=True, max_concurrent=2)
-    from async_rl.config import to_builtins
-
-    tree = to_builtins(config)
-    tree["rollout"]["reward"] = f"{__name__}:many"
-    world = World(parse_config(tree))
+async def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path):
+    reward = f"rollout.reward={__name__}:many"
+    world = World(make_config(tmp_path, reward, every=0, at_start=True, max_concurrent=2))
     written: list[Path] = []
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates:
-            written.extend(completions.glob("*/*"))
+    def called(engine: SimulatedEngine) -> None:
+        written.extend(completions.glob("*/*"))
 
     completions = world.run_dir / "evaluations" / "completions"
     completions.mkdir(parents=True)
     (completions / "of_one_that_was_killed").write_bytes(b"")
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     assert [r.scores["all"].reward.value for r in world.records] == [4.0]
     assert written, "answers wait for the others of their task in files"
     assert not completions.exists()
 
 
-def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
+async def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
     """The trainer goes back to its checkpoint, and what was lent out comes back with all the others."""
     world = World(make_config(tmp_path, max_concurrent=1), step_s=0.3)
 
@@ -513,7 +490,7 @@ def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
         assert world.orchestrator.pool.engines(EngineState.EVALUATING), "nothing is evaluated now"
 
     failed = broken_once(world, at=4, look=look)
-    summary = world.run()
+    summary = await world.run()
     assert failed
     assert summary.trajectories.unaccounted == 0
     assert [r.status for r in world.records] == ["done"] * len(world.records)
@@ -522,38 +499,39 @@ def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
     assert not world.lent_engines()
 
 
-def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
+async def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
     """The doctor or a watched process quarantines it in the run's pool."""
     world = World(make_config(tmp_path, num_engines=3))
     taken: list[str] = []
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates and not taken:
+    def called(engine: SimulatedEngine) -> None:
+        if not taken:
             taken.append(engine.engine_id)
             pool = world.orchestrator.pool
             asyncio.get_running_loop().call_later(
                 0.05, pool.quarantine_engine, engine.engine_id, EngineError("its process ended")
             )
 
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     assert [r.status for r in world.records][:2] == ["missing", "done"]
     assert taken[0] in world.records[0].reason
 
 
-def test_answers_are_written_again_when_their_worker_is_killed(tmp_path):
+@pytest.mark.parametrize("where", [2], indirect=True, ids=["workers"])
+async def test_answers_are_written_again_when_their_worker_is_killed(tmp_path):
     world = World(make_config(tmp_path, at_start=True, engines=1))
     killed: list[str] = []
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates and not killed and WHERE["workers"]:
+    def called(engine: SimulatedEngine) -> None:
+        if not killed:
             killed.append(min(world.cluster.workers.ends))
             asyncio.get_running_loop().call_later(0.1, world.cluster.workers.kill, 0)
 
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
-    assert killed == ["evaluation-worker-0"] * bool(WHERE["workers"])
-    assert world.counted("rollout_worker_restarts_total") == len(killed)
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
+    assert killed == ["evaluation-worker-0"]
+    assert world.counted("rollout_worker_restarts_total") == 1
     assert {r.status for r in world.records} == {"done"}
     assert [r.dropped for r in world.records] == [{}] * len(world.records)
     for record in world.records:
@@ -563,25 +541,24 @@ def test_answers_are_written_again_when_their_worker_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("where", [0], indirect=True, ids=["driver"])
-def test_processes_that_an_evaluation_leaves_are_counted_by_the_run(tmp_path):
+async def test_processes_that_an_evaluation_leaves_are_counted_by_the_run(tmp_path):
     world = World(make_config(tmp_path, every=6, agent_loop=f"{__name__}:LeavesAProcess"))
-    check(world, world.run())
-    asyncio.run(settle())
+    check(world, await world.run())
+    await settle()
     labels = {"kind": "other", "reason": "attempt_ended"}
     assert world.counted("user_processes_reaped_total", labels) == NUM_ANSWERS
 
 
-def test_the_run_knows_of_calls_that_are_made_for_an_evaluation(tmp_path):
+async def test_the_run_knows_of_calls_that_are_made_for_an_evaluation(tmp_path):
     """Before an engine is changed its leases are revoked, also those of an evaluation."""
     world = World(make_config(tmp_path, at_start=True))
     known: list[bool] = []
 
-    def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        if evaluates:
-            lent = (pool for pool in world.orchestrator.pool.lease_holders if isinstance(pool, EnginePool))
-            known.append(any(engine.engine_id in pool for pool in lent))
+    def called(engine: SimulatedEngine) -> None:
+        lent = (pool for pool in world.orchestrator.pool.lease_holders if isinstance(pool, EnginePool))
+        known.append(any(engine.engine_id in pool for pool in lent))
 
-    world.called = called  # type: ignore[method-assign]
-    check(world, world.run())
+    world.evaluating_call = called  # type: ignore[method-assign]
+    check(world, await world.run())
     assert set(known) == {True}
     assert not world.orchestrator.pool.lease_holders

@@ -46,7 +46,7 @@ def test_the_run_ends_with_the_cause_when_no_step_will_free_space(tmp_path: Path
     assert outcome.incarnations[0] == "failed: SpoolFull: the disk is full"
 
 
-@pytest.mark.parametrize("journal_dir", [None, "journals"])
+@pytest.mark.parametrize("journal_dir", [pytest.param(None, marks=pytest.mark.long), "journals"])
 def test_attempts_go_on_elsewhere_when_the_disk_of_one_node_is_full(
     tmp_path: Path, journal_dir: str | None
 ) -> None:
@@ -94,6 +94,6 @@ def test_nothing_is_trained_wrongly_when_files_are_used_again(monkeypatch: pytes
         taken.extend([target] * ("/reusable/" in str(source)))
 
     monkeypatch.setattr(os, "rename", note)
-    outcomes = [run_seed(seed) for seed in range(4)] + [run_worker_seed(seed) for seed in (0, 2)]
+    outcomes = [run_seed(0), run_worker_seed(0)]
     assert [outcome.violations for outcome in outcomes if outcome.violations] == []
-    assert len(taken) > 50
+    assert len(taken) > 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 from agent_loops.base import AgentLoop
 from async_rl.errors import AsyncRLError
 from async_rl.observability.records import Summary
-from async_rl.planning.virtual_time import run_virtual
 from async_rl.rollout.session.api import Session
 from async_rl.run import orchestrator
 from async_rl.runtime.supervision import first_error
@@ -37,11 +36,14 @@ class Judge:
         return cls.answer(completions)
 
 
+Play = Callable[..., Awaitable[Summary]]
+
+
 @pytest.fixture
-def play(calculator: Path, tmp_path: Path) -> Callable[..., Summary]:
+def play(calculator: Path, tmp_path: Path) -> Play:
     ids = itertools.count()
 
-    def run(*overrides: str, limit_s: float | None = None) -> Summary:
+    async def run(*overrides: str, limit_s: float | None = None) -> Summary:
         Judge.asked = []
         config = make_config(
             calculator, tmp_path, f"rollout.reward={__name__}:Judge.score", "run.max_steps=3", *overrides
@@ -49,18 +51,15 @@ def play(calculator: Path, tmp_path: Path) -> Callable[..., Summary]:
         run_dir = tmp_path / "sim"
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
-        async def main() -> Summary:
-            async with asyncio.timeout(limit_s):
-                return await orchestrator.run(
-                    config,
-                    run_dir,
-                    asyncio.Event(),
-                    LocalCluster(config, step_s=0.5),
-                    clock=asyncio.get_running_loop().time,
-                    new_id=lambda: f"{next(ids):032x}",
-                )
-
-        return run_virtual(main())
+        async with asyncio.timeout(limit_s):
+            return await orchestrator.run(
+                config,
+                run_dir,
+                asyncio.Event(),
+                LocalCluster(config, step_s=0.5),
+                clock=asyncio.get_running_loop().time,
+                new_id=lambda: f"{next(ids):032x}",
+            )
 
     return run
 
@@ -70,10 +69,10 @@ def conserved(summary: Summary) -> bool:
     return t.dispatched == t.trained + t.queued + t.in_flight + sum(t.dropped.values())
 
 
-def test_a_group_is_scored_once_and_together(play: Callable[..., Summary]) -> None:
+async def test_a_group_is_scored_once_and_together(play: Play) -> None:
     Judge.answer = staticmethod(lambda completions: [float(i) for i in range(len(completions))])
     # Two slots for four siblings: a finished sibling must not hold one while it waits for the others.
-    summary = play("rollout.max_concurrent_trajectories=2")
+    summary = await play("rollout.max_concurrent_trajectories=2")
     assert conserved(summary)
     assert summary.trajectories.dropped == {}
     assert Counter(len(asked) for asked in Judge.asked).keys() == {4}
@@ -95,9 +94,9 @@ class TwoVoices(AgentLoop):
         session.share_reward()
 
 
-def test_who_speaks_for_several_trajectories_is_scored_once(play: Callable[..., Summary]) -> None:
+async def test_who_speaks_for_several_trajectories_is_scored_once(play: Play) -> None:
     Judge.answer = staticmethod(lambda completions: [1.0, 0.0, float("nan"), 0.5])
-    summary = play(f"rollout.agent_loop={__name__}:TwoVoices", "rollout.max_branches=1")
+    summary = await play(f"rollout.agent_loop={__name__}:TwoVoices", "rollout.max_branches=1")
     assert conserved(summary)
     assert Counter(len(asked) for asked in Judge.asked).keys() == {4}
     assert summary.reward_last == 0.5
@@ -106,36 +105,36 @@ def test_who_speaks_for_several_trajectories_is_scored_once(play: Callable[..., 
     assert dropped["reward_error"] == 2 * len(Judge.asked)
 
 
-def test_one_sibling_is_dropped_alone_when_its_reward_is_nonsense(play: Callable[..., Summary]) -> None:
+async def test_one_sibling_is_dropped_alone_when_its_reward_is_nonsense(play: Play) -> None:
     Judge.answer = staticmethod(lambda completions: [1.0, 0.0, float("nan"), 0.5])
-    summary = play()
+    summary = await play()
     assert conserved(summary)
     assert set(summary.trajectories.dropped) == {"reward_error"}
     assert summary.trajectories.trained == 3 * 4 * 3
     assert Counter(len(asked) for asked in Judge.asked).keys() == {4}  # nothing is sampled again
 
 
-def test_the_group_goes_when_the_policy_says_so(play: Callable[..., Summary]) -> None:
+async def test_the_group_goes_when_the_policy_says_so(play: Play) -> None:
     def often(completions: Sequence[Completion]) -> list[float]:
         return [1.0, 0.0, float("nan") if len(Judge.asked) % 5 == 0 else 0.0, 0.5]
 
     Judge.answer = staticmethod(often)
-    summary = play("rollout.failed_siblings=drop")
+    summary = await play("rollout.failed_siblings=drop")
     assert conserved(summary)
     dropped = summary.trajectories.dropped
     assert dropped["sibling_failed"] == 3 * dropped["reward_error"]
 
 
-def test_groups_that_wait_for_their_reward_are_asked_for_again_after_a_restart(
-    play: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch
+async def test_groups_that_wait_for_their_reward_are_asked_for_again_after_a_restart(
+    play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Judge.answer = staticmethod(lambda completions: [float(i) for i in range(len(completions))])
     with monkeypatch.context() as patch:
         patch.setattr(Judge, "takes_s", 50.0)
         with pytest.raises(TimeoutError):
-            play(limit_s=30.0)
+            await play(limit_s=30.0)
         before = {tuple(each.token_ids.tolist()) for asked in Judge.asked for each in asked}
-    summary = play()
+    summary = await play()
     after = {tuple(each.token_ids.tolist()) for asked in Judge.asked for each in asked}
     assert before
     assert before <= after  # the same answers: nothing was sampled again
@@ -143,10 +142,10 @@ def test_groups_that_wait_for_their_reward_are_asked_for_again_after_a_restart(
     assert summary.trajectories.dropped == {}
 
 
-def test_the_run_ends_with_the_cause_when_no_group_is_scored(play: Callable[..., Summary]) -> None:
+async def test_the_run_ends_with_the_cause_when_no_group_is_scored(play: Play) -> None:
     Judge.answer = staticmethod(lambda completions: [1.0])
     with pytest.raises(BaseExceptionGroup) as caught:
-        play()
+        await play()
     error = first_error(caught.value)
     assert isinstance(error, AsyncRLError)
     assert "returned 1 rewards, expected 4, one for each completion" in str(error)

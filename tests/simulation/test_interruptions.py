@@ -18,9 +18,11 @@ from async_rl.engine_protocol import Chunk
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine, routing_rows
 from async_rl.observability.records import Summary
+from async_rl.planning.virtual_time import run_virtual
 from async_rl.queue.ledger import Ledger
 from async_rl.run import orchestrator
 from async_rl.types import Completion, Task, TrainBatch
+from tests.simulation.test_loop import first_tasks
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 
 STEPS = 4
@@ -62,7 +64,7 @@ def make_config(calculator: Path, folder: Path, merge: str) -> Config:
     tree = {
         "run": {"name": "sim", "dir": str(folder), "max_steps": STEPS, "drain_s": 5},
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
-        "data": {"path": str(calculator / "data" / "tasks.jsonl"), "shuffle": False},
+        "data": {"path": first_tasks(calculator, folder), "shuffle": False},
         "engine": {"kind": "simulated", "num_engines": 2, "decode_step_s": 0.001},
         "routing": {"merge": merge},
         "rollout": {
@@ -90,7 +92,7 @@ def live(calculator: Path, folder: Path, *, every: int, merge: str) -> tuple[Sum
     run_dir = folder / "sim"
     for name in ("checkpoints", "logs"):
         (run_dir / name).mkdir(parents=True)
-    return asyncio.run(orchestrator.run(config, run_dir, asyncio.Event(), cluster)), seen
+    return run_virtual(orchestrator.run(config, run_dir, asyncio.Event(), cluster)), seen
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +127,7 @@ def watch(trainer: CheckingTrainer) -> list[Seen]:
 
 
 @pytest.mark.case(47)
-@pytest.mark.parametrize("merge", ["replace", "splice"])
-@pytest.mark.parametrize("every", [1, 3, 7])
+@pytest.mark.parametrize(("every", "merge"), [(1, "replace"), (3, "splice"), (7, "replace")])
 def test_nothing_is_lost_and_no_reward_changes_when_calls_are_aborted_all_the_time(
     calculator: Path, tmp_path: Path, undisturbed: dict[str, set[float]], every: int, merge: str
 ) -> None:

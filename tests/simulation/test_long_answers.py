@@ -9,7 +9,6 @@ import pytest
 
 from async_rl.errors import AsyncRLError
 from async_rl.observability.metrics import value_of
-from async_rl.planning.virtual_time import in_virtual_time, run_virtual
 from async_rl.runtime.supervision import first_error
 from async_rl.types import Completion, Task
 from tests.support.heavy_tail import World, distance
@@ -30,15 +29,17 @@ def masked_share(world: World) -> float:
 
 
 @pytest.mark.parametrize("staleness_policy", ["wait", "mask_tokens"])
-@pytest.mark.parametrize("lengths", [HEAVY, HEAVIER], ids=["heavy", "heavier"])
-def test_lengths_are_trained_as_they_are_sampled_when_the_bound_bites(
+@pytest.mark.parametrize(
+    "lengths", [pytest.param(HEAVY, marks=pytest.mark.long), HEAVIER], ids=["heavy", "heavier"]
+)
+async def test_lengths_are_trained_as_they_are_sampled_when_the_bound_bites(
     tmp_path: Path, staleness_policy: str, lengths: dict[str, float]
 ) -> None:
     """The longest answers take as long as 8 or 16 versions of quick ones, the bound is 2.
 
     Each batch is checked against the bound in the arrays that a trainer reads.
     """
-    world = run_virtual(train(tmp_path, staleness_policy=staleness_policy, max_staleness=2, **lengths))
+    world = await train(tmp_path, staleness_policy=staleness_policy, max_staleness=2, **lengths)
     counts = world.close()
     assert len(world.batches) == 50
     assert max(max(batch.staleness) for batch in world.batches) == 2
@@ -48,11 +49,9 @@ def test_lengths_are_trained_as_they_are_sampled_when_the_bound_bites(
     assert (masked_share(world) > 0) == (staleness_policy == "mask_tokens")
 
 
-def test_the_distance_shows_it_when_long_answers_are_dropped(tmp_path: Path) -> None:
+async def test_the_distance_shows_it_when_long_answers_are_dropped(tmp_path: Path) -> None:
     """A group is dropped whole, its quick siblings too, and with the length reached: shares tell more."""
-    world = run_virtual(
-        train(tmp_path, staleness_policy="drop", max_staleness=1, max_task_retries=0, **HEAVIER)
-    )
+    world = await train(tmp_path, staleness_policy="drop", max_staleness=1, max_task_retries=0, **HEAVIER)
     counts = world.close()
     assert len(world.batches) == 50
     assert counts.dropped["too_stale"] > 0.1 * counts.dispatched
@@ -69,7 +68,6 @@ def slow_and_quick(number: int) -> list[Task]:
 
 
 @pytest.mark.parametrize("staleness_policy", ["wait", "mask_tokens"])
-@in_virtual_time
 async def test_slow_prompts_are_not_starved_when_answers_of_quick_ones_abound(
     tmp_path: Path, staleness_policy: str
 ) -> None:
@@ -83,7 +81,6 @@ async def test_slow_prompts_are_not_starved_when_answers_of_quick_ones_abound(
     assert sum(length > 100 for length in world.trained) == 256 // 4
 
 
-@in_virtual_time
 async def test_slow_prompts_come_again_when_they_were_dropped(tmp_path: Path) -> None:
     settings = {"staleness_policy": "drop", "max_staleness": 1, "groups_per_batch": 2, "max_task_retries": 2}
     world = await train(tmp_path, tasks=slow_and_quick(32), epochs=1, **settings)
@@ -95,7 +92,6 @@ async def test_slow_prompts_come_again_when_they_were_dropped(tmp_path: Path) ->
     assert world.ledger.data_position().pending == ()
 
 
-@in_virtual_time
 async def test_no_prompt_is_skipped_when_a_run_ends_amid_long_answers_and_is_resumed(tmp_path: Path) -> None:
     """Who goes on behind what was dispatched skips what was in flight: the long ones (NeMo-RL issue 3599)."""
     settings = {"tasks": slow_and_quick(64), "epochs": 1, "groups_per_batch": 4, "group_size": 2, "slots": 16}
@@ -112,7 +108,6 @@ async def test_no_prompt_is_skipped_when_a_run_ends_amid_long_answers_and_is_res
     assert sum(length > 100 for length in first.trained + second.trained) == 128 // 4
 
 
-@in_virtual_time
 async def test_batches_are_full_of_signal_when_groups_without_it_are_filtered(tmp_path: Path) -> None:
     rewards: list[dict[str, object]] = [{"reward": 1.0}, {}, {"reward": 0.0}]  # the second one's differ
     tasks = [Task(task_id=f"t{i}", messages=[], metadata=rewards[i % 3]) for i in range(30)]
@@ -127,7 +122,6 @@ async def test_batches_are_full_of_signal_when_groups_without_it_are_filtered(tm
     assert counts.dropped["no_signal"] % 4 == 0
 
 
-@in_virtual_time
 async def test_the_run_ends_with_the_remedy_when_nothing_carries_signal(tmp_path: Path) -> None:
     tasks = [Task(task_id="easy", messages=[], metadata={"reward": 1.0})]
     world = World(tmp_path, tasks=tasks, dynamic_filtering=True, max_filtered_groups=20, group_size=2)
@@ -138,7 +132,6 @@ async def test_the_run_ends_with_the_remedy_when_nothing_carries_signal(tmp_path
     world.close()
 
 
-@in_virtual_time
 async def test_groups_go_without_their_stragglers_when_there_is_a_limit(tmp_path: Path) -> None:
     world = await train(tmp_path, 20, straggler_wait_s=50.0, **HEAVIER)
     counts = world.close()
@@ -164,7 +157,6 @@ class FirstTimesFail:
 
 
 @pytest.mark.parametrize("policy", ["train_rest", "drop", "retry"])
-@in_virtual_time
 async def test_the_policy_decides_on_a_group_when_siblings_failed(tmp_path: Path, policy: str) -> None:
     FirstTimesFail.calls = {}
     world = World(

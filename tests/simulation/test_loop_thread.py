@@ -11,6 +11,8 @@ from tests.simulation.test_loop import FlakyReward, make_config, run
 from tests.support.local_cluster import LocalCluster
 from tests.support.loop_blockers import loop_blockers
 
+pytestmark = pytest.mark.real_time
+
 STEPS = 8
 
 

@@ -28,8 +28,8 @@ def on_nodes(fault: FaultKind, step: int, *, num_workers: int) -> Scenario:
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(171, id="the-doctor-waits-for-an-absent-node"),
-        pytest.param(184, id="frames-are-deleted-when-a-node-is-back"),
+        pytest.param(171, id="the-doctor-waits-for-an-absent-node", marks=pytest.mark.long),
+        pytest.param(184, id="frames-are-deleted-when-a-node-is-back", marks=pytest.mark.long),
         pytest.param(200, id="a-worker-ends-while-its-node-does-not-answer"),
     ],
 )
@@ -71,7 +71,7 @@ def test_what_a_lost_node_had_is_sampled_again(
         restore(self, group)
 
     monkeypatch.setattr(OutstandingGroups, "restore_in_flight", note)
-    for step in (600, 1200, 1800, 2400):
+    for step in (1200, 2400):
         (folder := tmp_path / str(step)).mkdir()
         outcome = simulate(0, folder, scenario=on_nodes(fault, step, num_workers=2))
         assert outcome.faults[fault] == 1

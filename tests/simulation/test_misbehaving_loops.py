@@ -30,6 +30,8 @@ class OneTurn:
     """Writes one turn; the first attempt at each task misbehaves."""
 
     seen: ClassVar[set[tuple[type, str]]] = set()
+    misbehaved: ClassVar[set[str]] = set()
+    """Trajectories of the attempts that did."""
 
     async def run(self, task: Task, session: Session) -> Any:
         session.start(task.messages)
@@ -38,30 +40,11 @@ class OneTurn:
         if key in known:
             return None
         known.add(key)
+        self.misbehaved.add(session.trajectory_id)
         return await self.misbehave(session, turn.text)
 
     async def misbehave(self, session: Session, text: str) -> Any:
         raise NotImplementedError
-
-
-class AddsNone(OneTurn):
-    async def misbehave(self, session: Session, text: str) -> Any:
-        session.add_messages([{"role": "tool", "content": None}])
-
-
-class AddsNumber(OneTurn):
-    async def misbehave(self, session: Session, text: str) -> Any:
-        session.add_messages([{"role": "tool", "content": 42}])
-
-
-class AddsMapping(OneTurn):
-    async def misbehave(self, session: Session, text: str) -> Any:
-        session.add_messages([{"role": "tool", "content": {"found": 3}}])
-
-
-class AddsList(OneTurn):
-    async def misbehave(self, session: Session, text: str) -> Any:
-        session.add_messages([{"role": "tool", "content": [1, 2]}])
 
 
 class Exits(OneTurn):
@@ -78,24 +61,17 @@ class RaisesCancelled(OneTurn):
         await task
 
 
-class ReturnsNumber(OneTurn):
+class AddsOrReturns(OneTurn):
+    """Adds a message without text, or returns what is no reason to stop."""
+
+    contents: ClassVar = [None, 42, {"found": 3}, [1, 2]]
+    results: ClassVar = [42, {"reward": 1.0}, 0.5, "error"]
+
     async def misbehave(self, session: Session, text: str) -> Any:
-        return 42
-
-
-class ReturnsMapping(OneTurn):
-    async def misbehave(self, session: Session, text: str) -> Any:
-        return {"reward": 1.0}
-
-
-class ReturnsReward(OneTurn):
-    async def misbehave(self, session: Session, text: str) -> Any:
-        return 0.5
-
-
-class ReturnsError(OneTurn):
-    async def misbehave(self, session: Session, text: str) -> Any:
-        return "error"
+        number = len(self.seen)
+        if number % 2:
+            return self.results[number // 2 % 4]
+        return session.add_messages([{"role": "tool", "content": self.contents[number // 2 % 4]}])
 
 
 class OpensFile(OneTurn):
@@ -105,8 +81,9 @@ class OpensFile(OneTurn):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/etc/hosts")
 
 
-async def go(calculator: Path, tmp_path: Path, loop: str, *overrides: str) -> Summary:
+async def go(calculator: Path, tmp_path: Path, loop: str, *overrides: str) -> tuple[Summary, LocalCluster]:
     OneTurn.seen.clear()
+    OneTurn.misbehaved.clear()
     config = make_config(
         calculator,
         tmp_path,
@@ -116,23 +93,25 @@ async def go(calculator: Path, tmp_path: Path, loop: str, *overrides: str) -> Su
         "rollout.max_attempts=1",
         *overrides,
     )
-    return await run(config, LocalCluster(config, step_s=0.02))
+    cluster = LocalCluster(config, step_s=0.02)
+    return await run(config, cluster), cluster
 
 
 @pytest.mark.parametrize(
     "loop",
-    [
-        *("AddsNone", "AddsNumber", "AddsMapping", "AddsList", "Exits", "RaisesCancelled"),
-        *("ReturnsNumber", "ReturnsMapping", "ReturnsReward", "ReturnsError"),
-    ],
+    ["AddsOrReturns", "Exits", "RaisesCancelled"],
 )
 async def test_a_run_goes_on_when_some_attempts_misbehave(
     calculator: Path, tmp_path: Path, loop: str
 ) -> None:
-    summary = await go(calculator, tmp_path, loop)
+    summary, cluster = await go(calculator, tmp_path, loop)
     assert summary.weight_versions == STEPS
     assert_conserved(summary)
     assert set(summary.trajectories.dropped) == {"agent_loop_error"}
+    assert len(OneTurn.misbehaved) >= 8
+    assert not OneTurn.misbehaved & {
+        name for batch in cluster.trainer.batches for name in batch.trajectory_ids
+    }
 
 
 class Swallows(OneTurn):
@@ -164,7 +143,7 @@ async def test_a_run_goes_on_when_loops_swallow_the_cancellation_of_stragglers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("async_rl.rollout.attempt.CLEAN_UP_S", 0.05, raising=False)
-    summary = await go(calculator, tmp_path, loop, "rollout.straggler_wait_s=0.01")
+    summary, _ = await go(calculator, tmp_path, loop, "rollout.straggler_wait_s=0.01")
     assert summary.weight_versions == STEPS
     assert summary.trajectories.dropped["straggler"] > 1
     assert_conserved(summary)
@@ -177,7 +156,7 @@ async def test_a_run_goes_on_when_loops_swallow_the_cancellation_of_stragglers(
 async def test_an_attempt_is_made_again_when_user_code_finds_no_descriptor(
     calculator: Path, tmp_path: Path
 ) -> None:
-    summary = await go(calculator, tmp_path, "OpensFile", "rollout.max_failed_share=0.01")
+    summary, _ = await go(calculator, tmp_path, "OpensFile", "rollout.max_failed_share=0.01")
     assert len(OneTurn.seen) > STEPS
     assert not summary.trajectories.dropped
     assert_conserved(summary)

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from agent_loops.openai_agent import AgentAPI
 from async_rl.config import parse_config
 from async_rl.run import orchestrator
 from async_rl.types import Completion, Task
+from tests.simulation.test_loop import first_tasks
 from tests.support.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.real_time
 
 
 async def agent(task: Task, api: AgentAPI) -> None:
@@ -49,7 +53,7 @@ async def test_each_conversation_of_each_attempt_is_trained_once_with_the_reward
         {
             "run": {"name": "agents", "dir": str(tmp_path), "max_steps": 3, "drain_s": 5},
             "model": {"path": str(calculator / "model"), "dtype": "float32"},
-            "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+            "data": {"path": first_tasks(calculator, tmp_path)},
             "engine": {"kind": "simulated", "decode_step_s": 0.001, "mean_new_tokens": 12},
             "rollout": {
                 "agent_loop": "agent_loops.openai_agent:OpenAIAgentLoop",

@@ -51,7 +51,9 @@ def run(scenario: Scenario, folder: Path) -> tuple[SeedOutcome, list[StepRecord]
     return outcome, step_record_log(folder / "incarnation-0" / "metrics.jsonl").read()
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
+@pytest.mark.parametrize(
+    "transport", ["disk", "distributed", pytest.param("tensor", marks=pytest.mark.long), "delta"]
+)
 def test_a_step_does_not_wait_for_the_sending_of_the_one_before(tmp_path: Path, transport: str) -> None:
     outcome, records = run(overlapping(SLOW_STEP, transport=transport), tmp_path)
     assert outcome.violations == ()
@@ -70,7 +72,10 @@ def test_one_copy_is_on_its_way_at_a_time_when_sending_takes_longer_than_a_step(
     assert max(record.handover_s for record in records) > 0.4 / 4  # it waited for the one before
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
+@pytest.mark.parametrize(
+    "transport",
+    ["disk", "tensor", *(pytest.param(each, marks=pytest.mark.long) for each in ("distributed", "delta"))],
+)
 @pytest.mark.parametrize(("dying", "speeds"), [("train_step", SLOWEST_SEND), ("giving", SLOW_STEP)])
 def test_nothing_is_lost_when_the_trainer_dies_while_weights_are_on_their_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: str, speeds: dict[str, float], transport: str
@@ -120,7 +125,12 @@ def test_nothing_is_lost_when_engines_or_their_weights_fail_beside_a_step(
 
 
 @pytest.mark.parametrize(
-    "place", ["OverlappedLoop._run_step", "WeightSync.update_from_snapshot", "OverlappedLoop._hand_over"]
+    "place",
+    [
+        "OverlappedLoop._hand_over",
+        pytest.param("OverlappedLoop._run_step", marks=pytest.mark.long),
+        pytest.param("WeightSync.update_from_snapshot", marks=pytest.mark.long),
+    ],
 )
 def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
     tmp_path: Path, place: str

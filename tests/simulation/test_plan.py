@@ -82,7 +82,7 @@ def test_concurrency_is_named_when_slots_are_empty_for_want_of_trajectories() ->
     assert "raise rollout.max_concurrent_trajectories to 4" in bottleneck(plan, config, EQUAL)
 
 
-def test_answers_in_turns_cost_the_tool_and_find_their_prefix() -> None:
+def test_prefix_is_found_and_the_tool_costs_its_time_when_answers_have_turns() -> None:
     turns = replace(EQUAL, turns=2, tool_tokens=10, tool_s=1.0)
     plan = simulate(job(), turns, SHORT)
     # Each sibling is fed its prompt, then the 10 tokens of the tool; what it sampled is in the cache.
@@ -90,7 +90,7 @@ def test_answers_in_turns_cost_the_tool_and_find_their_prefix() -> None:
     assert plan.trajectories_per_s == pytest.approx(4 / (4 * 0.040 + 1.4 + 1.0), rel=0.02)
 
 
-def test_a_plan_is_a_function_of_its_seed() -> None:
+def test_plan_is_the_same_when_the_seed_is() -> None:
     workload = replace(EQUAL, sigma=0.8)
 
     def figures(seed: int) -> dict[str, object]:
@@ -101,7 +101,7 @@ def test_a_plan_is_a_function_of_its_seed() -> None:
     assert figures(1)["seconds"] != figures(2)["seconds"]
 
 
-def test_the_fluid_bound_is_that_of_full_engines() -> None:
+def test_fluid_bound_and_lengths_are_those_of_the_formula_when_engines_are_full() -> None:
     world = Workload()
     assert fluid_rate(8, 128, world) == pytest.approx(8 * 128 / 0.01968 / world.expected_tokens)
     lengths = [n for task in range(3000) for n in EndlessTasks(world, 1, 0, 8).answers(task)]
@@ -123,7 +123,7 @@ def test_batch_and_trainer_grow_with_the_engines_when_asked_to() -> None:
 @pytest.mark.parametrize(
     ("engines", "grow", "coarsen"), [(1, 1, 1), (16, 1, 1), (256, 1, 16), (4096, 1, 64), (256, 0, 2)]
 )
-def test_large_jobs_are_simulated_coarsely_with_a_group_and_two_slots_at_least(
+def test_groups_and_two_slots_remain_when_large_jobs_are_simulated_coarsely(
     engines: int, grow: int, coarsen: int
 ) -> None:
     config = job(
@@ -135,14 +135,14 @@ def test_large_jobs_are_simulated_coarsely_with_a_group_and_two_slots_at_least(
     assert coarsening(config) == coarsen
 
 
-def test_no_group_is_dispatched_before_the_members_of_the_one_before_it_have_slots() -> None:
+def test_no_group_is_dispatched_when_members_of_an_earlier_one_have_no_slots() -> None:
     # All that the bound allows would be 40 groups, born at once and sampled one after the other.
     config = job("rollout.max_staleness=39", "rollout.max_concurrent_trajectories=8")
     plan = simulate(config, replace(EQUAL, sigma=0.5, max_tokens=400), SHORT)
     assert plan.staleness_mean < 6
 
 
-def test_engines_stay_full_and_nothing_is_dropped_in_the_heavy_tail_under_a_hard_bound() -> None:
+def test_engines_stay_full_and_nothing_is_dropped_when_lengths_have_a_heavy_tail() -> None:
     config = job(
         "engine.num_engines=8",
         "engine.max_running_requests=128",
@@ -151,9 +151,9 @@ def test_engines_stay_full_and_nothing_is_dropped_in_the_heavy_tail_under_a_hard
         "rollout.max_staleness=5",
         "trainer.groups_per_batch=128",
     )
-    plan = simulate(config, Workload(shares_prompts=False), PlannedRun(versions=10, warmup=6, coarsen=8))
+    plan = simulate(config, Workload(shares_prompts=False), PlannedRun(versions=10, warmup=6, coarsen=32))
     assert plan.relative >= 0.94  # 0.956 in the long run: updates and prompts take the rest
     assert plan.engines_empty < 0.01
     assert plan.dropped == 0
     assert plan.staleness_max <= 5
-    assert plan.ks_lengths < 0.04  # 0.024 is what so few answers differ by
+    assert plan.ks_lengths < 0.05  # 0.03 is what so few answers differ by

@@ -277,7 +277,7 @@ def assert_settled_once(world: World, given_up: int = 0) -> None:
     assert len(trained) == len(set(trained)) == accounts.trained
 
 
-@pytest.mark.parametrize("moment", [0.6, 2.1])
+@pytest.mark.parametrize("moment", [pytest.param(0.6, marks=pytest.mark.long), 2.1])
 def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(
     tmp_path: Path, moment: float
 ) -> None:
@@ -310,7 +310,13 @@ def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(
 
 
 @pytest.mark.parametrize("journal", [True, False])
-@pytest.mark.parametrize("moments", [(2.1, 0.9, 3.3), (0.01, 4.7), (5.2, 0.3, 0.02, 2.6)])
+@pytest.mark.parametrize(
+    "moments",
+    [
+        (2.1, 0.9, 3.3),
+        *(pytest.param(each, marks=pytest.mark.long) for each in [(0.01, 4.7), (5.2, 0.3, 0.02, 2.6)]),
+    ],
+)
 def test_nothing_is_lost_when_the_driver_is_killed_again_and_again(
     tmp_path: Path, moments: Sequence[float], journal: bool
 ) -> None:

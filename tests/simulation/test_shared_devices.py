@@ -23,8 +23,6 @@ from verification.simulation.scenario import Ending, Scenario, sharing, with_ada
 from verification.simulation.simulate import SeedOutcome, simulate
 from verification.simulation.simulated_trainer import SimulatedTrainer
 
-SEEDS = range(8)
-
 
 def shared_run(seed: int, faults: tuple[FaultKind, ...] = (), death: Ending | None = None) -> Scenario:
     """A small run on shared devices, in which nothing else goes wrong."""
@@ -39,8 +37,11 @@ def outcome_of(scenario: Scenario, folder: Path) -> SeedOutcome:
     return simulate(scenario.seed, folder, scenario=scenario)
 
 
-def test_nothing_is_lost_stale_or_stuck_when_devices_are_shared_and_a_seed_decides_what_goes_wrong() -> None:
-    failed = {seed: outcome.violations for seed in SEEDS if (outcome := run_shared_seed(seed)).violations}
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 8), marks=pytest.mark.long)], ids=str)
+def test_nothing_is_lost_stale_or_stuck_when_devices_are_shared_and_a_seed_decides_what_goes_wrong(
+    seeds: range,
+) -> None:
+    failed = {seed: outcome.violations for seed in seeds if (outcome := run_shared_seed(seed)).violations}
     assert failed == {}, f"replay: python -m verification.simulation --shared --start {min(failed)} --seeds 1"
 
 
@@ -130,7 +131,9 @@ def test_a_run_fails_when_the_models_weights_are_not_verified(
     assert any("rows are missing" in each for each in violations), violations
 
 
-@pytest.mark.parametrize("function", ["hand_to_engines", "_clear_engine"])
+@pytest.mark.parametrize(
+    "function", ["hand_to_engines", pytest.param("_clear_engine", marks=pytest.mark.long)]
+)
 def test_nothing_is_lost_when_a_run_is_cancelled_in_the_middle_of_a_hand_over(
     function: str, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Tests small runs in which one kind of fault recurs and what the invariant checker reports of a wrong batch.
 
-`tests/mutants` proves that the checker notices what is broken: its mutants of the queue, the session and the
-weight updates make these tests fail, each with the expected report.
+`verification/mutants` proves that the checker notices what is broken: its mutants of the queue, the session
+and the weight updates make these tests fail, each with the expected report.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from verification.simulation.faults import FaultKind
 from verification.simulation.invariant_checker import InvariantChecker, reward_source
 from verification.simulation.scenario import Ending, draw
 from verification.simulation.simulate import simulate
-
-SEEDS = 8
 
 
 class Small(NamedTuple):
@@ -45,8 +43,17 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_small_run_holds_what_is_promised(name: str, tmp_path: Path) -> None:
-    what = RUNS[name]
-    for seed in range(SEEDS):
+    run_seeds(RUNS[name], range(2), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+def test_more_small_runs_hold_what_is_promised(name: str, tmp_path: Path) -> None:
+    run_seeds(RUNS[name], range(2, 8), tmp_path)
+
+
+def run_seeds(what: Small, seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
         folder = tmp_path / str(seed)
         folder.mkdir()
         scenario = small_run(seed, what.faults, what.death, interrupt=what.interrupt, merge=what.merge)

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from async_rl.errors import CheckpointError, EnvironmentNotReady, NonFiniteLoss, TrainerError
-from async_rl.observability.metrics import Metrics
 from async_rl.queue.kept_batches import keep_frames, kept_steps, load_batch
 from async_rl.queue.ledger import Ledger
-from async_rl.run import orchestrator
 from async_rl.run.captures import load_capture
 from async_rl.runtime.supervision import first_error
 from async_rl.trainer_protocol import StepResult, Trainer
 from async_rl.types import TakenBatch, TrainBatch
-from tests.simulation.test_loop import assert_conserved, make_config, run
+from tests.simulation.test_loop import assert_conserved, make_config, metrics_of_the_run, run
 from tests.support.local_cluster import LocalCluster
 
 Call = Callable[..., Awaitable[Any]]
@@ -69,11 +67,8 @@ def trained_ids(batches: list[TrainBatch]) -> list[str]:
     return [i for batch in batches for i in batch.trajectory_ids]
 
 
-@pytest.mark.parametrize("interrupt", ["abort", "retract"])
-async def test_the_trainer_comes_back_at_its_checkpoint_when_it_dies_in_a_step(
-    calculator, tmp_path, interrupt
-):
-    config = make_config(calculator, tmp_path, f"weights.interrupt={interrupt}")
+async def test_the_trainer_comes_back_at_its_checkpoint_when_it_dies_in_a_step(calculator, tmp_path):
+    config = make_config(calculator, tmp_path)
     cluster = RestartedCluster(config, step_s=0.02)
     cluster.faults[1, "train_step", 4] = died()  # 1 to 3 are done, the checkpoint is of 2
     summary = await run(config, cluster)
@@ -181,11 +176,7 @@ async def test_rollouts_fill_the_bound_while_the_trainer_starts(calculator, tmp_
 
     async def start_slowly() -> Trainer:
         if cluster.incarnations:
-            async with asyncio.timeout(120):
-                # They are written with the ticks of the journal.
-                while queued_groups() < 4 * 3:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(60.0)
             outstanding.append(queued_groups())
         return await start()
 
@@ -268,13 +259,12 @@ async def test_the_run_is_stopped_in_order_while_the_trainer_starts(calculator, 
 async def test_metrics_keep_the_law_of_conservation_when_the_queue_is_made_anew(
     calculator, tmp_path, monkeypatch
 ):
-    made: list[Metrics] = []
-    monkeypatch.setattr(orchestrator, "Metrics", lambda: made.append(Metrics()) or made[0])
+    metrics = metrics_of_the_run(monkeypatch)
     config = make_config(calculator, tmp_path)
     cluster = RestartedCluster(config)
     cluster.faults[1, "train_step", 4] = died()
     summary = await run(config, cluster)
-    value = made[0].registry.get_sample_value
+    value = metrics.registry.get_sample_value
     assert value("async_rl_trajectories_dispatched_total") == summary.trajectories.dispatched
     assert value("async_rl_trajectories_trained_total") == summary.trajectories.trained
     restarted = value("async_rl_trajectories_dropped_total", {"reason": "restart"})
@@ -288,8 +278,7 @@ async def test_every_prompt_is_trained_once_and_from_its_tokens_when_the_trainer
     """Elsewhere a resumed run skips prompts, long ones first, and loses partial answers at a checkpoint
     (NeMo-RL#3599, #3594; verl#4199).
     """
-    made: list[Metrics] = []
-    monkeypatch.setattr(orchestrator, "Metrics", lambda: made.append(Metrics()) or made[0])
+    metrics = metrics_of_the_run(monkeypatch)
     lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines()[:24]
     (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
     config = make_config(
@@ -313,5 +302,5 @@ async def test_every_prompt_is_trained_once_and_from_its_tokens_when_the_trainer
     assert set(summary.trajectories.dropped) <= {"restart"}
     assert_conserved(summary)
     # What was half written went on from its tokens.
-    assert made[0].registry.get_sample_value("async_rl_resumed_tokens_total") > 0
+    assert metrics.registry.get_sample_value("async_rl_resumed_tokens_total") > 0
     assert summary.trajectories.dispatched == len(cluster.steps) * 4 * 4

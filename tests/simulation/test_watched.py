@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import step_record_log
@@ -15,9 +16,13 @@ from tests.simulation.test_loop import make_config, run
 from tests.support.finished_run import records
 from tests.support.local_cluster import LocalCluster
 
+pytestmark = pytest.mark.real_time
+
 
 async def test_the_page_shows_a_run_while_it_goes_on(calculator: Path, tmp_path: Path) -> None:
-    config = make_config(calculator, tmp_path, "run.max_steps=3", "engine.decode_step_s=0.01")
+    config = make_config(
+        calculator, tmp_path, "run.max_steps=3", "engine.decode_step_s=0.01", "engine.mean_new_tokens=24"
+    )
     cluster = LocalCluster(config, step_s=0.02)
     seen: list[dict] = []
     original = cluster.trainer.train_step

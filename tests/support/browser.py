@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ _LINE = re.compile(rb"DevTools listening on (ws://\S+)")
 class Tab:
     """A tab with one page."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, session_id: str) -> None:
+    def __init__(
+        self, socket: aiohttp.ClientWebSocketResponse, numbers: Iterator[int], session_id: str
+    ) -> None:
         self._socket = socket
+        self._numbers = numbers
         self._session_id = session_id
-        self._number = 0
         self._loaded = False
         self.requests: list[str] = []
         """The addresses that the page requested."""
@@ -44,13 +47,13 @@ class Tab:
 
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol; events that arrive meanwhile are recorded."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params, "sessionId": self._session_id}
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params, "sessionId": self._session_id}
         await self._socket.send_json(message)
         while True:
             answer = json.loads((await self._socket.receive()).data)
             self._keep(answer)
-            if answer.get("id") == self._number:
+            if answer.get("id") == number:
                 assert "error" not in answer, answer
                 return answer["result"]
 
@@ -89,6 +92,8 @@ class Tab:
         return base64.b64decode(answer["data"])
 
     def _keep(self, event: dict[str, Any]) -> None:
+        if event.get("sessionId") != self._session_id:
+            return
         params = event.get("params", {})
         match event.get("method"):
             case "Page.loadEventFired":
@@ -103,9 +108,36 @@ class Tab:
                 self.complaints.append(json.dumps(params["args"]))
 
 
+class Browser:
+    """A browser that runs."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+
+    @asynccontextmanager
+    async def open_tab(self) -> AsyncIterator[Tab]:
+        """Open an empty tab during the block."""
+        target = (await self.send("Target.createTarget", url="about:blank"))["targetId"]
+        attached = await self.send("Target.attachToTarget", targetId=target, flatten=True)
+        tab = Tab(self._socket, self._numbers, attached["sessionId"])
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            await tab.send(f"{domain}.enable")
+        yield tab
+        await self.send("Target.closeTarget", targetId=target)
+
+    async def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """Call a method that concerns no tab."""
+        number = next(self._numbers)
+        await self._socket.send_json({"id": number, "method": method, "params": params})
+        while (answer := json.loads((await self._socket.receive()).data)).get("id") != number:
+            pass
+        return answer["result"]
+
+
 @asynccontextmanager
-async def browser(chromium: str, profile: Path) -> AsyncIterator[Tab]:
-    """Run a browser with one tab during the block.
+async def browser(chromium: str, profile: Path) -> AsyncIterator[Browser]:
+    """Run a browser during the block.
 
     Args:
         chromium: The path of the program.
@@ -128,25 +160,10 @@ async def browser(chromium: str, profile: Path) -> AsyncIterator[Tab]:
                 break
         assert url, "chromium ended without an address"
         async with aiohttp.ClientSession() as client, client.ws_connect(url, max_msg_size=0) as socket:
-            await socket.send_json(
-                {"id": 1, "method": "Target.createTarget", "params": {"url": "about:blank"}}
-            )
-            target = (await _answer(socket, 1))["targetId"]
-            attach = {"targetId": target, "flatten": True}
-            await socket.send_json({"id": 2, "method": "Target.attachToTarget", "params": attach})
-            tab = Tab(socket, (await _answer(socket, 2))["sessionId"])
-            for domain in ("Page", "Runtime", "Network", "Log"):
-                await tab.send(f"{domain}.enable")
-            yield tab
-            await socket.send_json({"id": 3, "method": "Browser.close"})
+            started = Browser(socket)
+            yield started
+            await started.send("Browser.close")
     finally:
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-async def _answer(socket: aiohttp.ClientWebSocketResponse, number: int) -> dict[str, Any]:
-    while True:
-        answer = json.loads((await socket.receive()).data)
-        if answer.get("id") == number:
-            return answer["result"]

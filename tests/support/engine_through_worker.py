@@ -45,8 +45,6 @@ class EngineThroughWorker:
         """The worker's."""
         self.pool = pool
         self.calls = calls
-        self.epochs: list[int] = []
-        """The epoch of each lease."""
         self.driver_answers = True
         """Whether the driver answers heartbeats, and so renews the leases."""
         self._paused = False
@@ -57,7 +55,6 @@ class EngineThroughWorker:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
         prompt = len(request.input_ids)
         async with self.calls.lease("0" * 32, prompt + request.max_new_tokens, prompt=prompt) as lease:
-            self.epochs.append(lease.epoch)
             async with aclosing(lease.generate(request)) as stream:
                 async for event in stream:
                     yield event

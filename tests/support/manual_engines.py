@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -118,3 +119,11 @@ class ManualPool:
 
     def counted(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def manual_pool(*names: str, **pool: Any) -> AsyncIterator[ManualPool]:
+    """A pool whose calls are cancelled at the end of the block."""
+    async with Nursery() as nursery:
+        yield ManualPool(*names, nursery=nursery, **pool)
+        nursery.cancel_tasks()

@@ -1,7 +1,11 @@
-"""A server in another process that answers every call at once with the routing of a long sequence."""
+"""A server in another process that answers every call at once with the routing of a long sequence.
+
+Also what tests of the memory that such answers take need.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import socketserver
@@ -10,7 +14,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import numpy as np
+import psutil
 import pybase64
+
+from async_rl.engine_protocol import EngineFacts
 
 
 def make_ids(num_rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
@@ -19,6 +26,43 @@ def make_ids(num_rows: int, num_layers: int, top_k: int, num_experts: int) -> np
         num_experts, size=(num_rows, num_layers, 1), dtype=np.int32
     )
     return (first + np.arange(top_k, dtype=np.int32)) % num_experts
+
+
+def facts_of_long_calls(tokens: int) -> EngineFacts:
+    """A model of 48 layers with 8 of 128 experts each, which `tokens` fit twice."""
+    return EngineFacts(
+        num_layers=48,
+        moe_layers=tuple(range(48)),
+        num_experts=128,
+        top_k=8,
+        vocab_size=512,
+        context_length=2 * tokens,
+    )
+
+
+class PeakMemory:
+    """The most by which the process of an event loop grows, looked up every 2 ms.
+
+    Example:
+        >>> peak = PeakMemory()
+        >>> ...
+        >>> peak.stop()
+    """
+
+    def __init__(self) -> None:
+        self._process, self._peak = psutil.Process(), 0
+        self._before = self._process.memory_info().rss
+        self._loop = asyncio.get_running_loop()
+        self._look()
+
+    def _look(self) -> None:
+        self._peak = max(self._peak, self._process.memory_info().rss - self._before)
+        self._timer = self._loop.call_later(0.002, self._look)
+
+    def stop(self) -> int:
+        """Return the growth, bytes."""
+        self._timer.cancel()
+        return self._peak
 
 
 def _serve(shape: tuple[int, int, int, int], ready: Connection) -> None:

@@ -24,11 +24,6 @@ async def never(task: Task, completion: Completion) -> float:
     return 0.0
 
 
-async def own_timeout(task: Task, completion: Completion) -> float:
-    """Raises the error that our own limit raises too."""
-    raise TimeoutError("its database is slow")
-
-
 class Flaky:
     """Fails so many times, then returns its number of calls."""
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, NamedTuple, Self
 
+import aiohttp
+import numpy as np
 import torch
 
 from async_rl.config import LoraConfig, ModelConfig, SGLangEngines
+from async_rl.engine_protocol import DiskUpdate, Engine
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
+from tests.support.engine_calls import call
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 
 VOCAB_SIZE = 300
@@ -22,10 +26,22 @@ CONTEXT_LENGTH = 2048
 MAX_RUNNING = 4
 
 
+class Answer(NamedTuple):
+    """What a server answers to a request."""
+
+    status: int
+    retry_after: str | None
+    text: str
+
+
 class SGLangWorld:
     """One server for many tests; each test gets a client of its own.
 
-    `weights[v]` is the folder of weight version v. In float32, unless told otherwise: what is equal is equal.
+    `weights[v % 2]` is the folder of weight version v, in float32: what is equal is equal.
+
+    Example:
+        >>> with SGLangWorld(tmp_path, max_running_requests=2) as world:
+        ...     engine = world.engine()
     """
 
     def __init__(
@@ -33,11 +49,14 @@ class SGLangWorld:
         folder: Path,
         build: Callable[..., Path] = build_tiny_qwen3_moe,
         *,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        routing: bool = True,
         adapters: LoraConfig | None = None,
         shared: bool = False,
+        index: int = 0,
+        **engine: Any,
     ) -> None:
-        self._adapters = adapters
+        """Write the weights; `engine` are fields of `SGLangEngines`."""
+        self._adapters, self._routing = adapters, routing
         self.weights = [folder / f"weights_{version}" for version in range(2)]
         for seed, path in enumerate(self.weights):
             build(
@@ -51,36 +70,60 @@ class SGLangWorld:
             write_byte_tokenizer(path, vocab_size=VOCAB_SIZE)
             never_stop(path)
         self.facts = load_facts(self.weights[0])
+        capacity = {"max_running_requests": MAX_RUNNING, "max_total_tokens": 4 * CONTEXT_LENGTH}
+        self._config = SGLangEngines(**{**capacity, **engine})
         self.server = SGLangServer(
-            SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
-            ModelConfig(path=str(self.weights[0]), dtype=dtype),
-            routing=True,
-            index=0,
+            self._config,
+            ModelConfig(path=str(self.weights[0]), dtype="float32"),
+            routing=routing,
+            index=index,
             log_dir=folder,
             seed=0,
             adapters=adapters,
             shared=shared,
         )
 
-    def engine(self) -> SGLangEngine:
+    def engine(self, client: type[SGLangEngine] = SGLangEngine, **options: Any) -> SGLangEngine:
         """A client of the server."""
-        return SGLangEngine(
-            "engine-0",
-            self.server.url,
-            self.facts,
-            api_key=self.server.api_key,
-            admin_key=self.server.admin_key,
-            routing=True,
-            adapters=self._adapters,
-            start_timeout_s=400,
-            died=self.server.died,
-        )
+        fixed = {
+            "routing": self._routing,
+            "narrow_routing": self._config.narrow_routing,
+            "adapters": self._adapters,
+            "start_timeout_s": 400,
+            "died": self.server.died,
+        }
+        keys = {"api_key": self.server.api_key, "admin_key": self.server.admin_key}
+        return client("engine-0", self.server.url, self.facts, **keys, **{**fixed, **options})
 
-    def start(self) -> None:
+    async def load(self, engine: Engine, version: int, *, flush: bool = True) -> None:
+        """Load a version into the server."""
+        update = DiskUpdate(weight_version=version, path=str(self.weights[version % 2]))
+        await engine.update_weights(update, flush=flush)
+
+    async def ask(self, method: str, endpoint: str, key: str | None, body: Any = None) -> Answer:
+        """Send a request without the client, with a key."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.request(method, f"{self.server.url}/{endpoint}", json=body) as response,
+        ):
+            return Answer(response.status, response.headers.get("Retry-After"), await response.text())
+
+    async def expert_sets(self, engine: Engine, sequence: Sequence[int], version: int) -> np.ndarray:
+        """The experts of a sequence under a version, computed afresh in one prefill."""
+        await self.load(engine, version)
+        return (await call(engine, sequence, 0)).expert_sets
+
+    def __enter__(self) -> Self:
         """Start the server and wait until it answers."""
-        _run(self._start())
+        try:
+            _run(self._start())
+        except BaseException:
+            _run(self.server.stop())
+            raise
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it."""
         _run(self.server.stop())
 

@@ -54,11 +54,18 @@ def take_layers_of_transformer_engine(patch: pytest.MonkeyPatch, taken: bool) ->
 
 
 @contextlib.contextmanager
-def started(config: dict[str, Any], checkpoints: Path | None = None) -> Iterator[TrainerWorker]:
-    """Yields a worker that is the only rank, set up, and closes it after the block."""
-    if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
+def started(
+    config: dict[str, Any], checkpoints: Path | None = None, *, rank: int = 0, meeting: Path | None = None
+) -> Iterator[TrainerWorker]:
+    """Yields a worker, set up, and closes it after the block.
+
+    It is the only rank, or one of several that come together at a `meeting`: a file, not a port, because a
+    port that was free when it was picked may be taken when it is its turn.
+    """
+    if meeting or len(os.listdir("/proc/self/task")) > _MANY_THREADS:
         gc.collect()  # frees process groups of earlier workers in reference cycles, three threads each
-    worker = TrainerWorker(config, 0, 1, "")
+    num_ranks = config["trainer"].get("num_ranks", 1)
+    worker = TrainerWorker(config, rank, num_ranks, f"file://{meeting}" if meeting else "")
     try:
         worker.setup(None if checkpoints is None else str(checkpoints))
         yield worker
@@ -189,6 +196,12 @@ def gradients_as_weights(model: MegatronModel) -> Iterator[list[torch.nn.Module]
     finally:
         for p, data in zip(parameters, kept, strict=True):
             p.data = data
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the names of tensors that are not the same bit for bit in both."""
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
 def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:

@@ -93,7 +93,8 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
             "loss": {"teacher": {"model": "teacher"}},
         },
         "routing": {"flip_sample": 1.0},
-        "weights": {"transport": "delta"},  # the engines keep no weights: whole files are sent
+        # The engines keep no weights: whole files are sent.
+        "weights": {"transport": "delta", "watch_every": 2},
         "evaluation": {"every": 4, "at_start": True},
         "metrics": {"trackers": [f"{__name__}:BrokenTracker"]},
         "doctor": {"look_s": 0.1, "stall_s": 0.3, "blocked_s": 0.2},
@@ -185,7 +186,7 @@ class TroubledTrainer(CheckingTrainer):
         if step == 4 and not self._failed:
             self._failed = True
             raise TrainerError("the trainer broke")
-        if step == 6:
+        if step == 3:
             await self._cluster.found_still.wait()
         elif "hang" in self._cluster.to_come:
             await asyncio.sleep(1.0)  # an update would end the call
@@ -220,10 +221,10 @@ class TroubledCluster(LocalCluster):
         return not self.missing
 
     def make_trouble(self, step: int) -> None:
-        """Injects one fault of each remaining kind, each on its own engine, and once one on the teacher's."""
+        """Injects a fault into each engine, of the remaining kinds in turn, and one into the teacher's."""
         if step == 2:
             self.models["teacher"].engines[0].faults.append(Fault("busy"))
-        for index, kind in enumerate(self.to_come, start=step):
-            engine = self.engines[index % len(self.engines)]
-            if not engine.faults:
-                engine.faults.append(Fault(kind))
+        kinds = list(self.to_come)
+        for index, engine in enumerate(self.engines, start=step):
+            if kinds and not engine.faults:
+                engine.faults.append(Fault(kinds[index % len(kinds)]))

@@ -13,7 +13,6 @@ import pytest
 
 from async_rl.config import RolloutConfig
 from async_rl.errors import AgentLoopError, EnvironmentNotReady
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.attempt import run_agent_loop
 from async_rl.rollout.loops import AgentLoops
@@ -147,7 +146,6 @@ async def test_a_session_is_freed_at_once_when_its_loop_has_failed(error: type[E
         del globals()["Failing"]
 
 
-@in_virtual_time
 async def test_the_time_in_which_a_loop_is_entered_does_not_count_against_its_limit() -> None:
     rollout = RolloutConfig(
         max_context_tokens=64, trajectory_timeout_s=60.0, agent_loop=f"{__name__}:SlowToEnter"

@@ -19,11 +19,9 @@ from async_rl.engines.pool import EngineState
 from async_rl.engines.sglang.refusals import explain_refusal, parse_retry_after
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import CallLost, EngineBusy, LocalShortage, RequestRefused
-from async_rl.planning.virtual_time import in_virtual_time
-from async_rl.runtime.supervision import Nursery
 from tests.support.engine_calls import call
 from tests.support.fake_sglang import FakeSGLang, event, finish
-from tests.support.manual_engines import END, ManualPool, settle, tokens
+from tests.support.manual_engines import END, ManualPool, manual_pool, settle, tokens
 from tests.support.sessions import Bench
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -76,19 +74,20 @@ def test_a_retry_after_is_read_when_it_is_seconds_or_a_date(value: str | None, s
     assert parse_retry_after(value, NOW) == seconds
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize(
     ("code", "kind"), [(400, RequestRefused), (429, EngineBusy), (500, CallLost), (503, EngineBusy)]
 )
 async def test_a_refusal_within_a_stream_is_blamed_by_its_code(code: int, kind: type[Exception]) -> None:
     server = FakeSGLang()
-    server.streams = [
-        [event([], 0, finish_reason=finish("abort", status_code=code, message="The request queue is full."))]
-    ]
+    refusal = finish("abort", status_code=code, message="The request queue is full.")
+    server.streams = [[event([], 0, finish_reason=refusal)]]
     async with server.client() as engine:
         with pytest.raises(kind, match="queue is full"):
             await call(engine, [1, 2, 3], 8)
 
 
+@pytest.mark.real_time
 async def test_a_control_request_waits_out_a_busy_server() -> None:
     server = FakeSGLang()
     statuses = iter([429, 429, 200])
@@ -111,6 +110,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.real_time
 async def test_the_engine_is_not_blamed_when_this_process_has_no_descriptor() -> None:
     async with FakeSGLang().client() as engine:
         with no_descriptor_left():
@@ -125,11 +125,9 @@ async def test_the_engine_is_not_blamed_when_this_process_has_no_descriptor() ->
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
-@in_virtual_time
 async def test_an_engine_that_refuses_every_call_attracts_no_more_than_three(status: int) -> None:
     """The engine with the fewest calls is chosen, and one that refuses at once always has the fewest."""
-    async with Nursery() as nursery:
-        bench = ManualPool("broken", "a", nursery=nursery)
+    async with manual_pool("broken", "a") as bench:
         for number in range(8):
             bench.start(f"t{number}")
             await settle()
@@ -141,8 +139,6 @@ async def test_an_engine_that_refuses_every_call_attracts_no_more_than_three(sta
         assert len(bench.engines["broken"].streams) == 3
         assert bench.state("broken") is EngineState.QUARANTINED
         assert bench.state("a") is EngineState.SERVING
-        for stream in range(len(bench.engines["a"].streams)):
-            bench.engines["a"].say(stream, END)
 
 
 async def refuse_requests(bench: ManualPool, count: int, *, accepts: bool = True) -> int:
@@ -160,34 +156,23 @@ async def refuse_requests(bench: ManualPool, count: int, *, accepts: bool = True
     return len(broken.streams)
 
 
-@in_virtual_time
 async def test_an_engine_is_quarantined_when_it_alone_refuses_every_request_as_wrong() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("broken", "a", nursery=nursery)
+    async with manual_pool("broken", "a") as bench:
         assert await refuse_requests(bench, 40) == 6
         assert bench.state("broken") is EngineState.QUARANTINED
         assert bench.state("a") is EngineState.SERVING
-        for stream in range(len(bench.engines["a"].streams)):
-            bench.engines["a"].say(stream, END)
 
 
 @pytest.mark.parametrize("names", [("broken",), ("broken", "a")])
-@in_virtual_time
 async def test_an_engine_is_believed_when_no_other_accepts_requests_meanwhile(names: tuple[str, ...]) -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool(*names, nursery=nursery)
+    async with manual_pool(*names) as bench:
         assert await refuse_requests(bench, 10, accepts=False) > 5
         assert bench.state("broken") is EngineState.SERVING
-        for engine in bench.engines.values():
-            for stream in range(len(engine.streams)):
-                engine.say(stream, END)
 
 
-@in_virtual_time
 async def test_an_engine_is_believed_when_it_accepts_others_or_refuses_one_trajectory_only() -> None:
     refused = RequestRefused("bad temperature")
-    async with Nursery() as nursery:
-        bench = ManualPool("broken", "a", nursery=nursery)
+    async with manual_pool("broken", "a") as bench:
         for number in range(20):
             await asyncio.sleep(1.0)
             bench.pool.record_refused_request("broken", f"t{number}", refused)
@@ -205,15 +190,10 @@ async def test_an_engine_is_believed_when_it_accepts_others_or_refuses_one_traje
             bench.start(f"d{number}")
             await settle()
         assert [len(engine.streams) for engine in bench.engines.values()] == [30, 30], "it is not paused"
-        for engine in bench.engines.values():
-            for stream in range(20, 30):
-                engine.say(stream, tokens(1), END)
 
 
-@in_virtual_time
 async def test_a_busy_engine_gets_no_calls_until_it_asked_for_them() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with manual_pool("a") as bench:
         bench.start("t1")
         await settle()
         bench.engines["a"].say(0, EngineBusy("429", 7.0))
@@ -225,13 +205,10 @@ async def test_a_busy_engine_gets_no_calls_until_it_asked_for_them() -> None:
         assert len(bench.engines["a"].streams) == 2
         assert bench.state("a") is EngineState.SERVING
         assert bench.counted("engine_busy_total", engine="a") == 1
-        bench.engines["a"].say(1, END)
 
 
-@in_virtual_time
 async def test_an_engine_that_refuses_a_late_call_while_it_does_not_serve_gets_all_calls_afterwards() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with manual_pool("a") as bench:
         bench.pool.hold_engine("a")
         bench.pool.record_back_pressure("a", EngineBusy("its memory is released", 5.0))
         bench.pool.serve_engine("a", 1)
@@ -239,13 +216,10 @@ async def test_an_engine_that_refuses_a_late_call_while_it_does_not_serve_gets_a
             bench.start(f"t{index}")
         await settle()
         assert bench.pool.statistics.load_of("a").calls == 4
-        nursery.cancel_tasks()
 
 
-@in_virtual_time
 async def test_a_busy_engine_is_given_what_it_accepted_and_the_others_the_rest() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", "b", nursery=nursery)
+    async with manual_pool("a", "b") as bench:
         for number in range(8):
             bench.start(f"t{number}")
         await settle()
@@ -260,15 +234,10 @@ async def test_a_busy_engine_is_given_what_it_accepted_and_the_others_the_rest()
         await settle()
         assert len(a.streams) - a.left == 1
         assert len(b.streams) == 4 + 20, "a limited engine must not lower the bound of the others"
-        for engine in (a, b):
-            for stream in range(len(engine.streams)):
-                engine.say(stream, END)
 
 
-@in_virtual_time
 async def test_a_busy_engine_is_quarantined_only_when_nothing_succeeds() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", "b", nursery=nursery)
+    async with manual_pool("a", "b") as bench:
         bench.pool.hold_engine("b")
         bench.start("long")
         await settle()
@@ -293,20 +262,10 @@ async def test_a_busy_engine_is_quarantined_only_when_nothing_succeeds() -> None
         bench.pool.serve_engine("a", 0)
         await call_for("a", 300.0)
         assert bench.state("a") is EngineState.SERVING
-        for engine in bench.engines.values():
-            for stream in range(len(engine.streams)):
-                engine.say(stream, END)
-        await asyncio.sleep(400.0)
-        while bench.engines["a"].left < len(bench.engines["a"].streams):
-            for stream in range(len(bench.engines["a"].streams)):
-                bench.engines["a"].say(stream, END)
-            await asyncio.sleep(1.0)
 
 
-@in_virtual_time
 async def test_no_engine_is_blamed_and_calls_wait_when_this_process_cannot_connect() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", "b", nursery=nursery)
+    async with manual_pool("a", "b") as bench:
         for number in range(8):
             bench.start(f"t{number}")
         await settle()
@@ -321,12 +280,8 @@ async def test_no_engine_is_blamed_and_calls_wait_when_this_process_cannot_conne
         assert bench.counted("local_shortages_total") == 8
         await asyncio.sleep(1.1)
         assert bench.order[8:] == ["later"]
-        for engine in bench.engines.values():
-            for stream in range(len(engine.streams)):
-                engine.say(stream, END)
 
 
-@in_virtual_time
 async def test_a_trajectory_outlasts_any_number_of_refusals() -> None:
     engine = SimulatedEngine("a", SimulatedEngines(), policy=lambda prefix, rng: 7)
     bench = Bench(engine, replay="off")

@@ -1,7 +1,6 @@
 """The parts of the chaos tests that need no model: faults inside a server, shortages, the table."""
 
 import asyncio
-import itertools
 import os
 import resource
 import subprocess
@@ -33,10 +32,9 @@ from verification.chaos.lost_journals import (
     oldest_loss_s,
     read_journals,
 )
-from verification.chaos.plan import DECK, blows
+from verification.chaos.plan import DECK
 from verification.chaos.shortages import DescriptorShortage, FullDisk
 from verification.chaos.strikes import Strikes
-from verification.simulation.faults import FAULTS
 
 PROMPT = [5, 6, 7]
 ANSWER = [8, 9]
@@ -82,16 +80,6 @@ def _call(faults: EngineFaults, stop=lambda: None, server=_server) -> list[dict]
     return sent
 
 
-def test_the_deck_has_every_kind_once_before_one_comes_again() -> None:
-    dealt = list(itertools.islice(blows(7), 2 * len(DECK)))
-    assert dealt == list(itertools.islice(blows(7), 2 * len(DECK)))
-    assert dealt != list(itertools.islice(blows(8), 2 * len(DECK)))
-    assert (
-        {blow.kind for blow in dealt[: len(DECK)]} == {blow.kind for blow in dealt[len(DECK) :]} == set(DECK)
-    )
-    assert {how for _, how in DECK} - {"SIGKILL", "SIGSTOP"} <= FAULTS.keys()  # the simulation's names
-
-
 def test_a_server_is_stopped_when_half_of_a_payload_has_left_it(tmp_path) -> None:
     faults = EngineFaults(tmp_path)
     faults.request("stuck_payload", os.getpid())
@@ -104,11 +92,8 @@ def test_a_server_is_stopped_when_half_of_a_payload_has_left_it(tmp_path) -> Non
     assert len(half) > PADDING
     assert msgspec.json.decode((half + rest).removeprefix(b"data: ").strip())["meta_info"] is not None
     [evidence] = faults.evidence()
-    assert (evidence.fault, evidence.bytes_sent, evidence.bytes_left) == (
-        "stuck_payload",
-        len(half),
-        len(rest),
-    )
+    found = (evidence.fault, evidence.bytes_sent, evidence.bytes_left)
+    assert found == ("stuck_payload", len(half), len(rest))
     assert not any(message["type"] == "stopped" for message in _call(faults))  # once for each request
 
 
@@ -123,36 +108,31 @@ def test_a_server_answers_429_until_the_request_is_withdrawn(tmp_path) -> None:
     assert _call(faults)[0]["status"] == 200
 
 
-def test_rows_that_were_sent_are_known_with_their_tokens(tmp_path) -> None:
-    faults = EngineFaults(tmp_path)
+def test_calls_that_were_sent_are_known_with_their_tokens_rows_and_times(tmp_path) -> None:
+    faults, begin_s = EngineFaults(tmp_path), time.time()
     _call(faults)
+    [call] = faults.calls()
+    assert (call.port, call.num_prompt, call.token_ids) == (4711, len(PROMPT), PROMPT + ANSWER)
+    assert begin_s <= call.begin_s <= call.sent_s[0] <= call.sent_s[1] <= call.end_s <= time.time()
     tokens, rows = np.array(PROMPT + ANSWER), ROWS[:, list(MOE_LAYERS)].astype(np.uint8)
     trained = row_digests(tokens, rows, 0)
     assert set(trained) == set(faults.sent_rows())
+    assert list(row_digests(tokens, rows[3:], 3)) == list(trained[3:])
     assert not set(row_digests(tokens, np.roll(rows, 1, axis=0), 0)) & set(faults.sent_rows())
     tokens[0] = 4
     assert not set(row_digests(tokens, rows, 0)) & set(faults.sent_rows())
 
 
-def test_rows_of_a_later_part_have_the_digests_of_the_whole() -> None:
-    tokens, rows = np.arange(9), np.arange(8 * 2).reshape(8, 1, 2)
-    assert list(row_digests(tokens, rows[3:], 3)) == list(row_digests(tokens, rows, 0)[3:])
-
-
 def test_a_process_has_no_descriptor_until_the_shortage_ends() -> None:
     program = (
         "import sys\nfor line in sys.stdin:\n try: open('/dev/null').close(); print('open', flush=True)\n"
+        " except OSError as e: print(e.errno, flush=True)\n"
     )
-    program += " except OSError as e: print(e.errno, flush=True)\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
 
         def ask() -> str:
             process.stdin.write("\n")
-            process.stdin.flush()
             return process.stdout.readline().strip()
 
         assert ask() == "open"
@@ -196,28 +176,20 @@ def test_a_fault_that_never_took_effect_fails_the_run() -> None:
     assert not strikes.finding(required=DECK).holds
 
 
-def test_the_tokens_of_a_call_are_known_with_their_times_and_its_connection(tmp_path) -> None:
-    faults, begin_s = EngineFaults(tmp_path), time.time()
-    _call(faults)
-    [call] = faults.calls()
-    assert (call.port, call.num_prompt, call.token_ids) == (4711, len(PROMPT), PROMPT + ANSWER)
-    assert begin_s <= call.begin_s <= call.sent_s[0] <= call.sent_s[1] <= call.end_s <= time.time()
-
-
 def test_a_call_ends_with_its_last_message_or_when_its_caller_leaves(tmp_path) -> None:
     async def goes_on(scope, receive, send) -> None:
         await _server(scope, receive, send)
-        await asyncio.sleep(0.3)
+        last_s.append(time.time())
 
     async def is_left(scope, receive, send) -> None:
         await receive()
         await send({"type": "http.response.body", "body": _events()[0], "more_body": True})
         raise ConnectionResetError
 
-    faults = EngineFaults(tmp_path)
+    faults, last_s = EngineFaults(tmp_path), list[float]()
     _call(faults, server=goes_on)
     [whole] = faults.calls()
-    assert whole.end_s < time.time() - 0.2
+    assert whole.end_s <= last_s[0]
     with pytest.raises(ConnectionResetError):
         _call(faults, server=is_left)
     assert [call.token_ids for call in faults.calls()] == [PROMPT + ANSWER, PROMPT + ANSWER[:1]]
@@ -268,8 +240,7 @@ def test_the_age_of_a_loss_is_that_of_the_oldest_token_in_no_journal(tmp_path) -
     killed_s = 100.0
     call = _sent([8, 9, 8, 9], [97.0, 98.0, 99.0, 100.5])
     others = [_sent([7], [90.0]), _sent([8, 9, 8], [99.5, 99.6, 99.7], port=4712)]
-    ended = _sent([8], [80.0])
-    calls = [ended, call, *others]
+    calls = [_sent([8], [80.0]), call, *others]
     cut = calls_under_way(calls, {4711}, killed_s)
     assert cut == [call]
     _write_journal(tmp_path / "a", 1, {"t0": [7, 7, 7], "t1": [8, 9]})
@@ -283,11 +254,8 @@ def test_the_age_of_a_loss_is_that_of_the_oldest_token_in_no_journal(tmp_path) -
     assert loss_s(call) == 0.0, "the last token was sent after the kill"
     _write_journal(tmp_path / "a", 1, {"t0": [7]})
     assert loss_s(call) == pytest.approx(3.0)
-
-
-def test_the_age_of_a_loss_is_of_earlier_turns_too() -> None:
     turns = [_sent([8, 9], [90.0, 91.0]), _sent([7], [99.5], prompt=[*PROMPT, 8, 9, 5])]
-    assert oldest_loss_s(turns[1:], turns, [], killed_s=100.0) == pytest.approx(10.0)
+    assert oldest_loss_s(turns[1:], turns, [], killed_s) == pytest.approx(10.0)
 
 
 def test_a_run_fails_that_loses_more_of_a_worker_than_a_tick() -> None:

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from async_rl.cli.main import main
-from async_rl.config import apply_override, describe_fields, load_config, reference
-from async_rl.config.loader import REMOVED, RENAMED
+from async_rl.config import load_config, reference
 from async_rl.run import preflight
 from async_rl.runtime import yaml12
 from tests.support.run_config import write_run
@@ -128,34 +127,6 @@ def test_one_sentence_and_exit_code_2_when_the_config_cannot_work(
     assert said in captured.err
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_the_new_name_is_given_when_a_config_has_a_renamed_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str
-) -> None:
-    path = write_run(tmp_path)
-    assert main(["check", str(path), f"{old}=drop"]) == 2
-    assert f"{old} was renamed: use {new}" in capsys.readouterr().err
-    tree = yaml.safe_load(path.read_text())
-    apply_override(tree, f"{old}=drop")
-    path.write_text(yaml.safe_dump(tree))
-    assert main(["check", str(path)]) == 2
-    assert f"{path}: {old} was renamed: use {new}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("old", REMOVED)
-def test_a_removed_setting_is_refused_with_what_applies_instead(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str
-) -> None:
-    assert main(["check", str(write_run(tmp_path)), f"{old}=8"]) == 2
-    assert f"override '{old}=8': {old} was removed: {REMOVED[old]}; leave it out" in capsys.readouterr().err
-
-
-def test_every_renamed_setting_has_a_present_name() -> None:
-    present = {key for key, *_ in describe_fields()}
-    assert set(RENAMED.values()) <= present
-    assert not present & (RENAMED.keys() | REMOVED.keys())
-
-
 def test_the_remedy_is_named_when_a_dense_model_is_to_replay_routing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,13 +168,6 @@ def test_the_schema_is_json_that_knows_every_section(capsys: pytest.CaptureFixtu
 
 def test_the_settings_page_is_current() -> None:
     assert (ROOT / "docs" / "reference" / "config.md").read_text() == reference.markdown(), "run `make docs`"
-
-
-def test_the_settings_page_tells_both_kinds_of_engine_apart() -> None:
-    page = reference.markdown()
-    assert page.index("## engine, sglang") < page.index("`engine.urls`")
-    assert page.index("## engine, simulated") < page.index("`engine.decode_step_s`")
-    assert page.count("| required |") == 8
 
 
 def test_the_resolved_config_loads_to_the_same_when_written(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from async_rl.placement import actor_shutdown, rollout_worker_actor
 from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.placement.ray_trainer import RayTrainer
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.processes import this_process
 from async_rl.runtime.supervision import Nursery, first_error
@@ -230,7 +229,9 @@ async def test_the_parts_of_an_engine_meet_where_the_first_one_says(
     assert JoiningPart.rendezvous_of == expected
 
 
-def test_a_model_has_engines_of_its_own_and_places_for_them(tmp_path: Path, silent_ray: SilentRay) -> None:
+async def test_a_model_has_engines_of_its_own_and_places_for_them(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
     model = f"models={{teacher: {{path: {tmp_path}, num_engines: 2, tp_size: 4}}}}"
     cluster = cluster_of(tmp_path, model, "engine.device=cuda", "engine.start_timeout_s=70")
     assert RecordedPlacements.asked["engine"].count == 1
@@ -238,10 +239,9 @@ def test_a_model_has_engines_of_its_own_and_places_for_them(tmp_path: Path, sile
     assert cluster.engines_of("teacher") is frozen
     asked = RecordedPlacements.asked["engine"]
     assert (asked.count, asked.resources["GPU"]) == (2, 4)
-    ends_after(frozen.start_engines(), says="teacher-")
+    await ends_after(frozen.start_engines(), says="teacher-")
 
 
-@in_virtual_time
 async def ends_after(
     start: Awaitable[Any], error: type[Exception] = EnvironmentNotReady, says: str = ""
 ) -> float:
@@ -253,28 +253,36 @@ async def ends_after(
     return asyncio.get_running_loop().time() - begin_s
 
 
-def test_placements_are_waited_for_as_long_as_the_config_says(tmp_path: Path, silent_ray: SilentRay) -> None:
+async def test_placements_are_waited_for_as_long_as_the_config_says(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
     cluster = cluster_of(
         tmp_path, "placement.wait_s=7", "engine.start_timeout_s=1", "trainer.start_timeout_s=1"
     )
-    ends_after(cluster.start_engines())
-    ends_after(cluster.start_trainer())
+    await ends_after(cluster.start_engines())
+    await ends_after(cluster.start_trainer())
     assert RecordedPlacements.limits == [7, 7]
 
 
-def test_a_start_of_servers_ends_with_an_error_after_its_limit(tmp_path: Path, silent_ray: SilentRay) -> None:
-    assert ends_after(cluster_of(tmp_path, "engine.start_timeout_s=70").start_engines()) == 70
+async def test_a_start_of_servers_ends_with_an_error_after_its_limit(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
+    assert await ends_after(cluster_of(tmp_path, "engine.start_timeout_s=70").start_engines()) == 70
 
 
-def test_a_start_of_ranks_ends_with_an_error_after_its_limit(tmp_path: Path, silent_ray: SilentRay) -> None:
-    assert ends_after(cluster_of(tmp_path, "trainer.start_timeout_s=70").start_trainer()) == 70
+async def test_a_start_of_ranks_ends_with_an_error_after_its_limit(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
+    assert await ends_after(cluster_of(tmp_path, "trainer.start_timeout_s=70").start_trainer()) == 70
 
 
-def test_a_step_of_ranks_ends_with_an_error_after_its_limit(tmp_path: Path, silent_ray: SilentRay) -> None:
+async def test_a_step_of_ranks_ends_with_an_error_after_its_limit(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
     config = parse_config(tree_of(tmp_path, "trainer.step_timeout_s=70"))
     logs = [tmp_path / "trainer-0.log"]
     trainer = RayTrainer([SilentActor()], ["driver"], logs, config, "driver", lambda node: SilentActor())
-    assert ends_after(trainer.train_step("batch", 1), TrainerError) == 70
+    assert await ends_after(trainer.train_step("batch", 1), TrainerError) == 70
 
 
 class TrainingRank(SilentActor):
@@ -287,23 +295,18 @@ class TrainingRank(SilentActor):
         return type("Call", (), {"remote": staticmethod(answer)})
 
 
-@in_virtual_time
-async def result_of(call: Awaitable[Any]) -> Any:
-    return await call
-
-
-def test_an_engine_gets_a_port_during_a_step_when_weights_are_sent_beside_it(
+async def test_an_engine_gets_a_port_during_a_step_when_weights_are_sent_beside_it(
     tmp_path: Path, silent_ray: SilentRay
 ) -> None:
     silent_ray.actor = lambda *_: TrainingRank()
 
-    def open_port(*overrides: str) -> Awaitable[tuple[str, int]]:
+    async def open_port(*overrides: str) -> Awaitable[tuple[str, int]]:
         cluster = cluster_of(tmp_path, "weights.transport=distributed", "weights.timeout_s=70", *overrides)
-        ends_after(cluster.start_trainer())  # whose ranks do not join
+        await ends_after(cluster.start_trainer())  # whose ranks do not join
         return cluster.open_port()
 
-    assert result_of(open_port("weights.overlap=true")) == ("weights", 15000)
-    assert ends_after(open_port(), TrainerError) == 70
+    assert await (await open_port("weights.overlap=true")) == ("weights", 15000)
+    assert await ends_after(await open_port(), TrainerError) == 70
 
 
 async def start_worker(config: Any, folder: Path, node: str | None = None) -> None:
@@ -312,33 +315,30 @@ async def start_worker(config: Any, folder: Path, node: str | None = None) -> No
         pass
 
 
-def test_a_start_of_rollout_workers_ends_with_an_error_after_its_limit(
+async def test_a_start_of_rollout_workers_ends_with_an_error_after_its_limit(
     tmp_path: Path, silent_ray: SilentRay
 ) -> None:
     config = parse_config(tree_of(tmp_path, "rollout.worker_start_timeout_s=70"))
-    assert ends_after(start_worker(config, tmp_path)) == 70
+    assert await ends_after(start_worker(config, tmp_path)) == 70
 
 
-def test_a_rollout_worker_runs_where_its_resources_are(tmp_path: Path, silent_ray: SilentRay) -> None:
-    config = parse_config(tree_of(tmp_path, "placement.resources_per_rollout_worker={near: 2}"))
-    ends_after(start_worker(config, tmp_path))
+async def test_a_rollout_worker_reserves_its_cpus_and_runs_where_its_resources_are(
+    tmp_path: Path, silent_ray: SilentRay
+) -> None:
+    reserved = ("placement.cpus_per_rollout_worker=3", "placement.resources_per_rollout_worker={near: 2}")
+    await ends_after(start_worker(parse_config(tree_of(tmp_path, *reserved)), tmp_path))
     (options,) = silent_ray.options_of
+    assert options["num_cpus"] == 3
     assert (options["resources"], options["scheduling_strategy"]) == ({"near": 2}, "SPREAD")
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_rollout_worker_starts_at_the_node_of_the_journal_if_it_can(
+async def test_a_rollout_worker_starts_at_the_node_of_the_journal_if_it_can(
     alive: bool, tmp_path: Path, silent_ray: SilentRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = {"b0" * 28: "10.0.0.7"} if alive else {}
     monkeypatch.setattr(rollout_worker_actor, "node_addresses", lambda: nodes)
-    ends_after(start_worker(parse_config(tree_of(tmp_path)), tmp_path, "10.0.0.7"))
+    await ends_after(start_worker(parse_config(tree_of(tmp_path)), tmp_path, "10.0.0.7"))
     (options,) = silent_ray.options_of
     strategy = options["scheduling_strategy"]
     assert (strategy.node_id, strategy.soft) == ("b0" * 28, True) if alive else strategy == "SPREAD"
-
-
-def test_a_rollout_worker_reserves_its_cpus(tmp_path: Path, silent_ray: SilentRay) -> None:
-    config = parse_config(tree_of(tmp_path, "placement.cpus_per_rollout_worker=3"))
-    ends_after(start_worker(config, tmp_path))
-    assert [options["num_cpus"] for options in silent_ray.options_of] == [3]

@@ -9,7 +9,6 @@ import pytest
 
 from async_rl.engine_protocol import Chunk, DiskUpdate, Finish, GenerateRequest, SamplingParams
 from async_rl.planning.coarse_engine import CoarseEngine, EngineSpeed, mark
-from async_rl.planning.virtual_time import in_virtual_time
 
 SPEED = EngineSpeed(
     slots=2,
@@ -48,8 +47,7 @@ async def update(engine: CoarseEngine, mode: str, version: int = 1) -> None:
     await engine.resume_generation(mode)  # type: ignore[arg-type]
 
 
-@in_virtual_time
-async def test_a_call_takes_its_prefill_and_its_steps() -> None:
+async def test_call_takes_its_prefill_and_its_steps_when_it_is_alone() -> None:
     engine = CoarseEngine("e", SPEED)
     ended_s, tokens, finish = await ask(engine, request(100))
     assert ended_s == pytest.approx(10 / 1000 + 100 * 0.02)
@@ -58,7 +56,6 @@ async def test_a_call_takes_its_prefill_and_its_steps() -> None:
     assert [(s.start, s.end, s.weight_version) for s in finish.version_spans] == [(0, 100, 0)]
 
 
-@in_virtual_time
 async def test_calls_slow_each_other_down_and_wait_when_slots_are_taken() -> None:
     engine = CoarseEngine("e", SPEED)
     ends = [e for e, _, _ in await asyncio.gather(*(ask(engine, request(n)) for n in (50, 100, 100)))]
@@ -77,8 +74,7 @@ async def test_calls_slow_each_other_down_and_wait_when_slots_are_taken() -> Non
 
 
 @pytest.mark.parametrize(("mode", "prefills"), [("in_place", 10), ("retract", 10 + 60)])
-@in_virtual_time
-async def test_a_call_goes_on_under_the_new_version_when_it_stood_still(mode: str, prefills: int) -> None:
+async def test_call_continues_under_the_new_version_when_it_was_paused(mode: str, prefills: int) -> None:
     engine = CoarseEngine("e", SPEED)
     async with asyncio.TaskGroup() as group:
         asking = group.create_task(ask(engine, request(100)))
@@ -92,8 +88,7 @@ async def test_a_call_goes_on_under_the_new_version_when_it_stood_still(mode: st
     assert (await engine.health()).weight_version == 1
 
 
-@in_virtual_time
-async def test_an_aborted_call_keeps_its_tokens_and_its_prefix_until_a_flush() -> None:
+async def test_aborted_call_keeps_its_tokens_and_its_prefix_when_nothing_is_flushed() -> None:
     engine = CoarseEngine("e", SPEED)
     async with asyncio.TaskGroup() as group:
         asking = group.create_task(ask(engine, request(100, trajectory=7)))
@@ -109,7 +104,6 @@ async def test_an_aborted_call_keeps_its_tokens_and_its_prefix_until_a_flush() -
     assert engine.usage().prefilled_tokens == 11 + 60
 
 
-@in_virtual_time
 async def test_siblings_find_their_prompt_when_it_is_shared() -> None:
     engine = CoarseEngine("e", EngineSpeed(shares_prompts=True))
     for trajectory in (1, 2):
@@ -117,8 +111,7 @@ async def test_siblings_find_their_prompt_when_it_is_shared() -> None:
     assert engine.usage().prefilled_tokens == 10 + 1
 
 
-@in_virtual_time
-async def test_a_slot_is_free_again_when_its_caller_goes_away() -> None:
+async def test_slot_is_free_again_when_its_caller_goes_away() -> None:
     engine = CoarseEngine("e", SPEED)
     asking = asyncio.ensure_future(ask(engine, request(1000)))
     await asyncio.sleep(1.0)

@@ -12,7 +12,6 @@ import pytest
 
 from async_rl.observability.metrics import Metrics
 from monitoring import dashboard, picture
-from monitoring.panels import TRAINER
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 DASHBOARDS = sorted((MONITORING / "grafana" / "dashboards").glob("*.json"))
@@ -62,12 +61,9 @@ def test_a_dashboard_names_only_metrics_that_exist(path: Path) -> None:
     assert len(list(expressions(shown))) > 20
 
 
-def test_an_unknown_metric_is_seen() -> None:
+def test_a_metric_that_no_driver_serves_is_seen() -> None:
     shown = {"panels": [{"targets": [{"expr": "rate(async_rl_rewards_total[5m]) / async_rl_reward"}]}]}
     assert unknown(shown) == {"async_rl_rewards_total"}
-
-
-def test_a_histogram_is_not_a_series_of_its_own() -> None:
     assert unknown({"expr": "async_rl_staleness_versions"}) == {"async_rl_staleness_versions"}
     assert unknown({"expr": "async_rl_staleness_versions_bucket"}) == set()
 
@@ -80,41 +76,11 @@ def test_panels_have_ids_of_their_own_and_say_what_they_show(path: Path) -> None
     assert [p["title"] for p in shown if p["type"] != "row" and not p.get("description")] == []
 
 
-def test_the_dashboard_has_a_row_for_each_part() -> None:
-    rows = [panel["title"] for panel in dashboard.dashboard()["panels"] if panel["type"] == "row"]
-    assert rows == ["Flow", "Evaluation", "Staleness", "Engines", "Weights", "Routing", "Trainer", "Health"]
-
-
 def test_dashboard_and_picture_are_what_the_panels_say() -> None:
     assert dashboard.PATH.read_text() == dashboard.written(), "run `make docs`"
     assert picture.PATH.read_text() == picture.picture(), "run `make docs`"
 
 
-def test_panels_fill_their_rows_and_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard.dashboard()["panels"]:
-        place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert not cells & taken, panel["title"]
-        taken |= cells
-    lines = {y for _, y in taken}
-    assert lines == set(range(len(lines)))
-    assert {sum((x, y) in taken for x in range(24)) for y in lines} == {24}
-
-
-def test_each_panel_tells_the_help_of_its_metrics() -> None:
-    (panel,) = [p for p in dashboard.dashboard()["panels"] if p["title"] == "Tokens"]
-    assert "`async_rl_sampled_tokens_total`: Tokens sampled by engines." in panel["description"]
-
-
-def test_the_dashboard_says_what_a_spike_of_each_kl_means() -> None:
-    said = {panel.title: panel.says for panel in TRAINER}
-    assert "A spike:" in said["ppo_kl"]
-    for part in ("A spike of mismatch:", "Of staleness:", "Of routing:"):
-        assert part in said["Parts of the KL"]
-
-
 def test_every_metric_is_on_the_dashboard() -> None:
-    text = (MONITORING / "grafana" / "dashboards" / "async_rl.json").read_text()
-    missing = {family.name for family in Metrics().registry.collect() if family.name not in text}
-    assert missing == set()
+    text = dashboard.PATH.read_text()
+    assert {family.name for family in Metrics().registry.collect() if family.name not in text} == set()

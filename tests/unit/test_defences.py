@@ -41,6 +41,7 @@ MEBIBYTE = 1 << 20
 # -- keys --
 
 
+@pytest.mark.real_time
 async def test_keys_are_compared_in_constant_time_and_are_in_no_answer_and_no_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,6 +111,7 @@ def test_no_mutation_of_a_message_makes_anything_but_the_documented_error() -> N
     assert refused > 10_000
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**40, (1 << 30) + 1])
 async def test_a_length_that_no_message_has_allocates_nothing(length: int) -> None:
     async with link.listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
@@ -220,6 +222,7 @@ def test_parsers_end_on_hostile_text(name: str, piece: str) -> None:
 # -- compressed bodies --
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 async def test_a_compressed_body_is_not_inflated(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     read: list[int] = []
@@ -247,6 +250,7 @@ async def test_a_compressed_body_is_not_inflated(monkeypatch: pytest.MonkeyPatch
 # -- the sandbox --
 
 
+@pytest.mark.real_time
 @pytest.mark.needs("namespaces")
 async def test_a_program_finds_no_device_that_keeps_anything_and_no_link_leads_out() -> None:
     ran = await Sandbox(Limits()).run_program(

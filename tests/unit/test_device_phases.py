@@ -10,7 +10,6 @@ import pytest
 
 from async_rl.engines.device_phases import DevicePhases, Phase
 from async_rl.errors import InvariantError
-from async_rl.planning.virtual_time import in_virtual_time
 
 WAY_TO: dict[Phase, tuple[Phase, ...]] = {
     "engines": (),
@@ -42,7 +41,6 @@ def test_a_phase_follows_only_where_no_side_holds_what_the_other_takes(before: P
         assert phases.phase == before
 
 
-@in_virtual_time
 async def test_a_lease_holder_waits_for_the_engines_phase() -> None:
     phases, order = DevicePhases(), list[str]()
 
@@ -61,7 +59,6 @@ async def test_a_lease_holder_waits_for_the_engines_phase() -> None:
     assert order == ["trained", "engine"]
 
 
-@in_virtual_time
 @pytest.mark.parametrize("ends", ["well", "by an error"])
 async def test_the_trainer_waits_for_the_lease_holders(ends: str) -> None:
     phases, order = DevicePhases(), list[str]()
@@ -95,7 +92,6 @@ async def _caught(starting: object) -> None:
         return
 
 
-@in_virtual_time
 async def test_the_end_of_the_engines_phase_is_seen_while_lease_holders_are_left() -> None:
     phases, order = DevicePhases(), list[str]()
 

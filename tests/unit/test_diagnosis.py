@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ LOOP, ROLLOUTS, REPAIR = (
     WaitNode("service", "repair"),
 )
 LIMITS = {"chunk": 60.0, "trainer step": 3600.0, "engine start": 600.0, "engine update": 300.0, "tool": 30.0}
+
+
+def problems(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    return [(cause.problem, cause.on) for cause in diagnosis.causes]
 
 
 def wait(who: WaitNode, on: str, target: str = "", age_s: float = 400.0, **more: Any) -> Wait:
@@ -59,6 +63,7 @@ def queue(*in_flight: str, **more: Any) -> QueueView:
 
 
 def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
+    serving = {"state": "serving", "running_calls": 17, "weight_version": 3, "patience_s": 60}
     diagnosis = look(
         wait(LOOP, "batch", age_s=412, why="1 of 8 groups in flight must go first"),
         wait(WaitNode("group", "g"), "trajectories", age_s=411),
@@ -67,11 +72,7 @@ def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
         wait(WaitNode("trajectory", "h-0"), "chunk", "engine-1", age_s=380),
         actors=group("g") + group("h"),
         queue=queue("h", "g", due=("g",)),
-        engines=[
-            EngineView(
-                engine_id="engine-1", state="serving", running_calls=17, weight_version=3, patience_s=60
-            )
-        ],
+        engines=[EngineView(engine_id="engine-1", **serving)],
         unheard_s={"engine-1": 380.0},
     )
     assert diagnosis.text.splitlines() == [
@@ -88,17 +89,12 @@ def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
 
 
 def test_a_group_is_not_lost_when_an_earlier_process_left_it_and_it_waits_for_a_slot() -> None:
-    waits = [
-        wait(LOOP, "batch"),
-        wait(ROLLOUTS, "slot"),
-        wait(WaitNode("trajectory", "g-0"), "tool", "search"),
-    ]
-    slots = SlotsView(limit=1, holders=("g-0",))
-    left = look(
-        *waits, actors=group("g"), queue=queue("left", due=("left",), restored=("left",)), slots=slots
-    )
-    assert [(cause.problem, cause.on, cause.target) for cause in left.causes] == [("hangs", "tool", "search")]
-    lost = look(*waits, actors=group("g"), queue=queue("left", due=("left",)), slots=slots)
+    tool = wait(WaitNode("trajectory", "g-0"), "tool", "search")
+    waits = [wait(LOOP, "batch"), wait(ROLLOUTS, "slot"), tool]
+    state = {"actors": group("g"), "slots": SlotsView(limit=1, holders=("g-0",))}
+    left = look(*waits, queue=queue("left", due=("left",), restored=("left",)), **state)
+    assert problems(left) == [("hangs", "tool")]
+    lost = look(*waits, queue=queue("left", due=("left",)), **state)
     assert [(cause.problem, cause.on, cause.target) for cause in lost.causes] == [("lost", "group", "left")]
 
 
@@ -159,7 +155,7 @@ def test_calls_wait_for_others_when_the_engines_that_serve_are_full() -> None:
     engines = [EngineView(engine_id="engine-0", state="serving", patience_s=60)]
     state = {"actors": group("g") + group("h"), "engines": engines, "unheard_s": {"engine-0": 390.0}}
     silent = look(*waits, queue=queue("g"), has_capacity=False, **state)
-    assert [(cause.problem, cause.on) for cause in silent.causes] == [("silent", "first chunk")]
+    assert problems(silent) == [("silent", "first chunk")]
     assert "trajectory h-1 waits for the first chunk of engine-0 (390 s" in silent.text
     state["engines"] = [EngineView(engine_id="engine-0", state="serving", patience_s=500)]
     slow = look(*waits, queue=queue("g"), has_capacity=False, **state)
@@ -167,7 +163,7 @@ def test_calls_wait_for_others_when_the_engines_that_serve_are_full() -> None:
     missed = look(*waits, queue=queue("g"), **state)
     assert (missed.state, missed.causes[0].problem) == ("stalled", "asleep")
     paused = look(*waits[:3], queue=queue("g"), has_capacity=False, **state)
-    assert [(cause.problem, cause.on) for cause in paused.causes] == [("hangs", "engine")]
+    assert problems(paused) == [("hangs", "engine")]
 
 
 def test_a_batch_waits_for_the_dispatcher_when_there_are_not_enough_groups() -> None:
@@ -189,7 +185,7 @@ def test_a_deadlock_is_no_cause_where_somebody_can_still_move() -> None:
         actors=group("g") + group("h"),
         queue=queue("g", "h"),
     )
-    assert [(cause.on, cause.problem) for cause in diagnosis.causes] == [("tool", "none")]
+    assert problems(diagnosis) == [("none", "tool")]
     assert diagnosis.state == "quiet"  # within its limit
 
 
@@ -202,26 +198,21 @@ def test_a_step_is_judged_by_those_before_it_and_the_first_by_its_limit() -> Non
     assert step(longest_s={"trainer step": 10.0}) == "stalled"
 
 
-def test_one_tool_may_take_long_after_many_were_quick() -> None:
-    assert look(wait(LOOP, "tool", age_s=29.0), longest_s={"tool": 0.01}).state == "quiet"
-
-
 def test_a_wait_over_its_limit_is_seen_while_the_run_moves() -> None:
-    late = look(wait(WaitNode("trajectory", "g-0"), "tool", "search", age_s=40.0), quiet_s=0.1)
-    assert (late.state, late.causes[0].target) == ("overdue", "search")
-    assert (
-        look(wait(WaitNode("trajectory", "g-0"), "tool", "search", age_s=31.0), quiet_s=0.1).state == "moving"
-    )
+    def search(age_s: float) -> Diagnosis:
+        return look(wait(WaitNode("trajectory", "g-0"), "tool", "search", age_s=age_s), quiet_s=0.1)
+
+    assert (search(40.0).state, search(40.0).causes[0].target) == ("overdue", "search")
+    assert search(31.0).state == "moving"
 
 
-def test_a_quick_step_is_no_fault_while_the_run_moves() -> None:
+def test_a_wait_within_its_limit_is_no_fault() -> None:
     step = look(wait(LOOP, "trainer step", "3", age_s=1.8), quiet_s=1.0)
-    assert [(cause.problem, cause.expected) for cause in step.causes] == [("none", True)]
-    assert step.text.splitlines() == [
-        "the run last moved 1.0 s ago",
-        "     train loop waits for trainer step 3 (1.8 s, limit 3600 s)",
-        "the run waits for trainer step 3 (for 1.8 s, limit 3600 s)",
-    ]
+    assert problems(step) == [("none", "trainer step")]
+    quiet = look(wait(LOOP, "trainer step", "1", age_s=60.0), quiet_s=60.0)
+    assert (quiet.state, quiet.causes[0].problem) == ("quiet", "none")
+    assert "likely cause" not in quiet.text
+    assert look(wait(LOOP, "tool", age_s=29.0), longest_s={"tool": 0.01}).state == "quiet"
 
 
 def test_only_a_run_without_progress_judges_a_step_by_those_before_it() -> None:
@@ -241,18 +232,9 @@ def test_a_wait_without_a_limit_is_no_fault_while_the_run_moves() -> None:
     assert look(wait(LOOP, "disk", age_s=400.0)).causes[0].problem == "hangs"
 
 
-def test_a_quiet_run_has_no_likely_cause() -> None:
-    quiet = look(wait(LOOP, "trainer step", "1", age_s=60.0), quiet_s=60.0)
-    assert (quiet.state, quiet.causes[0].problem) == ("quiet", "none")
-    assert "likely cause" not in quiet.text
-    assert "does not" not in quiet.text
-
-
 def test_an_unlikely_state_of_one_moment_is_no_fault_while_the_run_moves() -> None:
     lost = look(wait(LOOP, "batch"), quiet_s=1.0, queue=queue("gone", due=("gone",)))
-    assert [(cause.problem, cause.sentence) for cause in lost.causes] == [
-        ("none", "the run waits for group gone (for 1.0 s)")
-    ]
+    assert problems(lost) == [("none", "group")]
 
 
 def test_the_engines_own_watch_judges_calls_while_the_run_moves() -> None:
@@ -275,15 +257,7 @@ def test_every_kind_of_wait_can_be_diagnosed(kind: str) -> None:
 
 def test_every_wait_of_the_code_is_a_known_kind() -> None:
     package = Path(__file__).parents[2] / "async_rl"
-    opened = {
-        node.args[0].value
-        for file in package.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "waiting"
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-    }
+    code = "".join(file.read_text() for file in package.rglob("*.py"))
+    opened = set(re.findall(r'\bwaiting\(\s*"([^"]+)"', code))
     assert opened <= set(WAIT_KINDS)
     assert len(opened) > len(WAIT_KINDS) / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,15 @@ def told(folder: Path) -> Any:
     return json.loads((folder / "run.json").read_text())
 
 
-def test_a_run_is_found_while_it_lasts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_is_found_while_it_lasts(tmp_path: Path, fails: bool) -> None:
     folder = tmp_path / "targets"
-    with announced("http://127.0.0.1:9464", "run", folder):
+    with suppress(KeyError), announced("http://127.0.0.1:9464", "run", folder):
         assert told(folder) == [{"targets": ["127.0.0.1:9464"], "labels": {"run": "run"}}]
         assert os.listdir(folder) == ["run.json"]
+        if fails:
+            raise KeyError
     assert os.listdir(folder) == []
-
-
-def test_the_file_goes_too_when_the_run_fails(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), announced("http://127.0.0.1:1", "run", tmp_path):
-        raise KeyError
-    assert os.listdir(tmp_path) == []
 
 
 def test_others_may_read_it_when_the_umask_is_closed(tmp_path: Path) -> None:

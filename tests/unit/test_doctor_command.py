@@ -31,6 +31,7 @@ def health(state: str) -> dict[str, Any]:
     return {"status": status, "phase": "training", "step": 3, "diagnosis": msgspec.to_builtins(diagnosis)}
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize(("state", "code"), [("stalled", 4), ("moving", 0)])
 async def test_the_chain_of_a_running_job_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, code: int

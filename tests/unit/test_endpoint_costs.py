@@ -6,7 +6,8 @@ import gc
 import json
 import ssl
 import tracemalloc
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,88 +17,84 @@ from agent_loops.openai_agent import AgentAPI
 from agent_loops.testing import ScriptedSession
 from async_rl.openai_api.chat_completions import read_request
 from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
-from async_rl.openai_api.history import message_digests
+from async_rl.openai_api.history import Exchange, message_digests
 from async_rl.openai_api.request_handler import RequestHandler
 from async_rl.runtime.supervision import Nursery
 
+Ask = Callable[..., Awaitable[Exchange]]
 
-async def bytes_held(num_turns: int) -> int:
-    """Return what a trajectory holds after turns of 2 kB, each request with all messages so far."""
-    session = ScriptedSession(*(f"{number} {'y' * 1000}" for number in range(num_turns)))
+
+@asynccontextmanager
+async def traced_conversation(session: ScriptedSession) -> AsyncIterator[Ask]:
+    """Answers the requests of a trajectory and counts the bytes that are allocated meanwhile."""
     handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
-    messages: list[dict[str, Any]] = []
+
+    async def ask(*, retry_count: int | None = None, delivered: bool = False, **body: Any) -> Exchange:
+        chat = read_request(json.dumps({"model": "policy", **body}).encode(), "policy")
+        exchange = handler.submit_request(chat, message_digests(chat.messages), retry_count=retry_count)
+        exchange.delivered = delivered
+        while not exchange.ended:
+            await exchange.changed.wait()
+        return exchange
+
     gc.collect()
     tracemalloc.start()
     try:
         async with Nursery() as nursery:
             nursery.start_task("requests", handler.serve_requests())
-            for number in range(num_turns):
-                messages.append({"role": "user", "content": f"{number} {'x' * 1000}"})
-                body = json.dumps({"model": "policy", "messages": messages}).encode()
-                chat = read_request(body, "policy")
-                exchange = handler.submit_request(chat, message_digests(chat.messages), retry_count=None)
-                while not exchange.ended:
-                    await exchange.changed.wait()
-                assert exchange.answer is not None
-                messages.append(exchange.answer.message)
-            held = sum(len(str(message["content"])) for message in session.messages)
-            del body, exchange
-            gc.collect()
-            used = tracemalloc.get_traced_memory()[0]
+            yield ask
             handler.close()
     finally:
         tracemalloc.stop()
-    assert held > 2000 * num_turns
-    return used
 
 
-async def test_the_memory_of_a_conversation_grows_with_its_turns_and_not_with_their_square() -> None:
-    await bytes_held(2)  # what is held once
-    few, many = await bytes_held(20), await bytes_held(80)
+def bytes_held() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+async def bytes_after_turns(num_turns: int) -> int:
+    """Returns what a trajectory holds after turns of 2 kB, each request with all messages so far."""
+    session = ScriptedSession(*(f"{number} {'y' * 1000}" for number in range(num_turns)))
+    messages: list[dict[str, Any]] = []
+    async with traced_conversation(session) as ask:
+        for number in range(num_turns):
+            messages.append({"role": "user", "content": f"{number} {'x' * 1000}"})
+            exchange = await ask(messages=messages)
+            assert exchange.answer is not None
+            messages.append(exchange.answer.message)
+        assert sum(len(str(message["content"])) for message in session.messages) > 2000 * num_turns
+        return bytes_held()
+
+
+async def test_memory_of_a_conversation_grows_with_its_turns_when_each_request_repeats_them_all() -> None:
+    await bytes_after_turns(2)  # what is held once
+    few, many = await bytes_after_turns(20), await bytes_after_turns(80)
     assert many < 6 * few
 
 
-async def bytes_held_by_failures(num_requests: int) -> int:
-    """Return what a trajectory holds after requests that are too long and have many parameters."""
-    session = ScriptedSession("Hello.")
-    handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
-    body = json.dumps(
-        {
-            "model": "policy",
-            "messages": [{"role": "user", "content": "x" * (1 << 17)}],
-            "logit_bias": {str(token): 1 for token in range(2000)},
-            "stop": ["never"],
-        }
-    ).encode()
-    gc.collect()
-    tracemalloc.start()
-    try:
-        async with Nursery() as nursery:
-            nursery.start_task("requests", handler.serve_requests())
-            for _ in range(num_requests):
-                chat = read_request(body, "policy")
-                exchange = handler.submit_request(chat, message_digests(chat.messages), retry_count=0)
-                exchange.delivered = True
-                while not exchange.ended:
-                    await exchange.changed.wait()
-                assert exchange.error is not None
-                assert exchange.error.code == "context_length_exceeded"
-            del exchange, chat
-            gc.collect()
-            used = tracemalloc.get_traced_memory()[0]
-            handler.close()
-    finally:
-        tracemalloc.stop()
-    return used
+async def bytes_after_failures(num_requests: int) -> int:
+    """Returns what a trajectory holds after requests that are too long and have many parameters."""
+    body = {
+        "messages": [{"role": "user", "content": "x" * (1 << 17)}],
+        "logit_bias": {str(token): 1 for token in range(200)},
+        "stop": ["never"],
+    }
+    async with traced_conversation(ScriptedSession("Hello.")) as ask:
+        for _ in range(num_requests):
+            exchange = await ask(**body, retry_count=0, delivered=True)
+            assert exchange.error is not None
+            assert exchange.error.code == "context_length_exceeded"
+        return bytes_held()
 
 
-async def test_failed_requests_do_not_fill_the_memory() -> None:
-    await bytes_held_by_failures(2)  # what is held once
-    few, many = await bytes_held_by_failures(40), await bytes_held_by_failures(400)
-    assert many < few + (256 << 10)
+async def test_memory_does_not_grow_when_requests_fail() -> None:
+    await bytes_after_failures(2)  # what is held once
+    few, many = await bytes_after_failures(40), await bytes_after_failures(80)
+    assert many < few + (32 << 10)  # 40 failures that are kept hold 80 kB
 
 
-async def test_a_failed_request_is_told_its_error_again() -> None:
+async def test_error_is_told_again_when_a_failed_request_is_repeated() -> None:
     session = ScriptedSession("Hello.")
     handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
     messages = [{"role": "user", "content": "x" * (1 << 17)}]
@@ -114,7 +111,10 @@ async def test_a_failed_request_is_told_its_error_again() -> None:
     handler.close()
 
 
-async def test_certificates_are_read_once_for_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.real_time
+async def test_certificates_are_read_once_when_several_agents_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read: list[object] = []
     load = ssl.SSLContext.load_verify_locations
 
@@ -143,7 +143,8 @@ async def connect(access: EndpointAccess) -> None:
         assert api.sync_client.max_retries
 
 
-async def test_agents_reach_the_endpoint_whatever_proxy_the_environment_names(
+@pytest.mark.real_time
+async def test_agents_reach_the_endpoint_when_the_environment_names_a_proxy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")

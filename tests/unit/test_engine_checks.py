@@ -13,7 +13,6 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, LocalShortage, WorkerLost
 from async_rl.observability.metrics import Metrics
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.workers.messages import (
     CallProgress,
     CallStarted,
@@ -118,7 +117,6 @@ class Driver:
         return [engine.engine_id for engine in self.pool.engines(EngineState.SERVING)]
 
 
-@in_virtual_time
 async def test_an_engine_that_does_not_answer_the_driver_either_is_quarantined() -> None:
     driver = Driver(2)
     async with driver.running():
@@ -132,7 +130,6 @@ async def test_an_engine_that_does_not_answer_the_driver_either_is_quarantined()
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])
-@in_virtual_time
 async def test_a_worker_that_alone_reaches_no_engine_has_none_quarantined_and_is_ended(
     num_engines: int,
 ) -> None:
@@ -151,7 +148,6 @@ async def test_a_worker_that_alone_reaches_no_engine_has_none_quarantined_and_is
     )  # sessions give up at 9 failures
 
 
-@in_virtual_time
 async def test_a_worker_that_reaches_no_engine_is_paused_no_longer_than_it_may_be() -> None:
     """Its pauses would take 1, 2, 4 and 8 s: nothing moves then if it is the only worker (seed 790262)."""
     driver = Driver(2, limit_s=10.0)
@@ -168,7 +164,6 @@ async def fail_all_calls(driver: Driver) -> None:
             await driver.fail_calls()
 
 
-@in_virtual_time
 async def test_a_call_of_a_paused_worker_waits_for_its_worker_and_not_for_an_engine() -> None:
     """Engines serve, so the stall doctor would say that the call has missed a wake-up."""
     waits = Waits(asyncio.get_running_loop().time)
@@ -195,7 +190,6 @@ async def test_a_call_of_a_paused_worker_waits_for_its_worker_and_not_for_an_eng
         assert not waited_for()
 
 
-@in_virtual_time
 async def test_a_worker_whose_network_is_back_goes_on() -> None:
     driver = Driver(3)
     async with driver.running():
@@ -210,7 +204,6 @@ async def test_a_worker_whose_network_is_back_goes_on() -> None:
         assert len(driver.serving) == 3
 
 
-@in_virtual_time
 async def test_an_engine_that_answers_the_driver_and_not_a_worker_that_reaches_others_is_quarantined() -> (
     None
 ):
@@ -227,7 +220,6 @@ async def test_an_engine_that_answers_the_driver_and_not_a_worker_that_reaches_o
         assert driver.serving == ["engine-1"]
 
 
-@in_virtual_time
 async def test_a_worker_that_streams_from_one_engine_is_not_ended_for_another() -> None:
     """The other one is the least loaded, because all calls fail there: it would get all further calls."""
     driver = Driver(2)
@@ -243,7 +235,6 @@ async def test_a_worker_that_streams_from_one_engine_is_not_ended_for_another() 
         assert driver.serving == [kept]
 
 
-@in_virtual_time
 async def test_calls_go_to_other_engines_while_one_is_asked_that_does_not_answer() -> None:
     driver = Driver(2)
 
@@ -260,7 +251,6 @@ async def test_calls_go_to_other_engines_while_one_is_asked_that_does_not_answer
             await asyncio.sleep(1.0)
 
 
-@in_virtual_time
 async def test_a_worker_that_makes_no_calls_for_long_is_not_ended_for_that() -> None:
     driver = Driver(2)
     async with driver.running():
@@ -271,7 +261,6 @@ async def test_a_worker_that_makes_no_calls_for_long_is_not_ended_for_that() -> 
         await asyncio.sleep(1.0)
 
 
-@in_virtual_time
 async def test_many_streams_that_one_engine_loses_at_once_are_one_strike() -> None:
     driver = Driver(1)
     async with driver.running():
@@ -286,7 +275,6 @@ async def test_many_streams_that_one_engine_loses_at_once_are_one_strike() -> No
 
 
 @pytest.mark.parametrize("shortage", [True, False])
-@in_virtual_time
 async def test_an_engine_that_does_not_answer_in_time_gets_a_strike_and_none_if_it_was_not_asked(
     shortage: bool,
 ) -> None:
@@ -308,7 +296,6 @@ async def test_an_engine_that_does_not_answer_in_time_gets_a_strike_and_none_if_
         assert driver.serving == (["engine-0"] if shortage else [])
 
 
-@in_virtual_time
 async def test_an_engine_that_was_restarted_while_it_was_asked_is_not_blamed() -> None:
     driver = Driver(1)
 

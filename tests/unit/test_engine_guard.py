@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -25,10 +25,11 @@ from tests.support.processes import wait_gone
 SERVER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
-def start(scratch: Path, command: list[str], *, grace_s: float = 0.0) -> subprocess.Popen[str]:
+def start(scratch: Path, program: str, *, grace_s: float = 0.0) -> subprocess.Popen[str]:
+    """Start a guard around a Python program."""
     scratch.mkdir()
     (scratch / "socket").touch()
-    arguments = [str(os.getpid()), str(scratch), str(grace_s), *command]
+    arguments = [str(os.getpid()), str(scratch), str(grace_s), sys.executable, "-c", program]
     return subprocess.Popen(
         [sys.executable, "-I", guard.__file__, *arguments],
         stdout=subprocess.PIPE,
@@ -37,8 +38,23 @@ def start(scratch: Path, command: list[str], *, grace_s: float = 0.0) -> subproc
     )
 
 
+def end(process: subprocess.Popen[str]) -> int:
+    """End a server that has said something, by its guard."""
+    process.stdout.readline()
+    process.terminate()
+    return process.wait(15)
+
+
+@pytest.fixture
+def shared_file() -> Iterator[Path]:
+    """A path in shared memory."""
+    path = Path(f"/dev/shm/async_rl_guard_test_{os.getpid()}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
 def test_its_exit_code_is_passed_on_when_the_server_ends(tmp_path: Path) -> None:
-    with start(tmp_path / "scratch", [sys.executable, "-c", "raise SystemExit(7)"]) as process:
+    with start(tmp_path / "scratch", "raise SystemExit(7)") as process:
         assert process.wait(10) == 7
     assert not (tmp_path / "scratch").exists()
 
@@ -56,8 +72,8 @@ def test_it_starts_while_others_delete_folders_in_shared_memory(tmp_path: Path) 
         assert busy.stdout is not None
         busy.stdout.readline()
         try:
-            for number in range(10):
-                with start(tmp_path / f"{number}", [sys.executable, "-c", "raise SystemExit(7)"]) as process:
+            for number in range(4):
+                with start(tmp_path / f"{number}", "raise SystemExit(7)") as process:
                     assert process.wait(10) == 7
         finally:
             busy.kill()
@@ -67,7 +83,7 @@ def test_it_starts_while_others_delete_folders_in_shared_memory(tmp_path: Path) 
 
 def test_the_whole_group_ends_when_the_guard_is_told_to(tmp_path: Path) -> None:
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SERVER!r}])"
-    with start(tmp_path / "scratch", [sys.executable, "-c", child]) as process:
+    with start(tmp_path / "scratch", child) as process:
         grandchild = int(process.stdout.readline())
         process.terminate()
         assert process.wait(10) == 128 + signal.SIGKILL
@@ -77,24 +93,15 @@ def test_the_whole_group_ends_when_the_guard_is_told_to(tmp_path: Path) -> None:
 
 def test_the_server_may_end_in_order_when_there_is_grace(tmp_path: Path) -> None:
     polite = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); " + SERVER
-    with start(tmp_path / "scratch", [sys.executable, "-c", polite], grace_s=10) as process:
-        process.stdout.readline()
-        process.terminate()
-        assert process.wait(15) == 3
+    with start(tmp_path / "scratch", polite, grace_s=10) as process:
+        assert end(process) == 3
 
 
-def test_shared_memory_is_unlinked_when_the_server_leaves_some(tmp_path: Path) -> None:
-    mapped = Path(f"/dev/shm/async_rl_guard_test_{os.getpid()}")
-    command = (
-        f"import mmap; f = open({str(mapped)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); "
-        + SERVER
-    )
-    with start(tmp_path / "scratch", [sys.executable, "-c", command]) as process:
-        process.stdout.readline()
-        assert mapped.exists()
-        process.terminate()
-        process.wait(10)
-    assert not mapped.exists()
+def test_shared_memory_is_unlinked_when_the_server_leaves_some(tmp_path: Path, shared_file: Path) -> None:
+    make = f"import mmap; f = open({str(shared_file)!r}, 'w+b'); f.truncate(4096); "
+    with start(tmp_path / "scratch", f"{make}m = mmap.mmap(f.fileno(), 4096); {SERVER}") as process:
+        end(process)
+    assert not shared_file.exists()
 
 
 MAPPINGS = {
@@ -105,42 +112,35 @@ MAPPINGS = {
 
 
 @pytest.mark.parametrize("kind", MAPPINGS)
-def test_files_in_shared_memory_stay_when_others_made_them(tmp_path: Path, kind: str) -> None:
+def test_files_in_shared_memory_stay_when_others_made_them(
+    tmp_path: Path, shared_file: Path, kind: str
+) -> None:
     mode, access = MAPPINGS[kind]
-    theirs = Path(f"/dev/shm/async_rl_guard_test_{os.getpid()}_theirs")
-    making = theirs.with_suffix(".making")
-    command = (
-        "import mmap, os, time\n"
-        f"while not os.path.exists({str(theirs)!r}): time.sleep(0.01)\n"
-        f"f = open({str(theirs)!r}, {mode!r}); m = mmap.mmap(f.fileno(), 4096, access={access}); {SERVER}"
+    making = shared_file.with_suffix(".making")
+    program = (
+        "import mmap, os, time\nprint('begun', flush=True)\n"  # the guard has seen what was there before it
+        f"while not os.path.exists({str(shared_file)!r}): time.sleep(0.01)\n"
+        f"f = open({str(shared_file)!r}, {mode!r})\n"
+        f"m = mmap.mmap(f.fileno(), 4096, access={access})\n{SERVER}"
     )
-    try:
-        with start(tmp_path / "scratch", [sys.executable, "-c", command]) as process:
-            time.sleep(0.5)  # the guard has seen what was there before its server
-            with making.open("w+b") as file:
-                file.truncate(4096)
-                making.rename(theirs)
-                with mmap.mmap(file.fileno(), 4096) if access == "mmap.ACCESS_WRITE" else nullcontext():
-                    process.stdout.readline()
-                    process.terminate()
-                    process.wait(10)
-        assert theirs.exists()
-    finally:
-        theirs.unlink()
+    with start(tmp_path / "scratch", program) as process:
+        process.stdout.readline()
+        with making.open("w+b") as file:
+            file.truncate(4096)
+            making.rename(shared_file)
+            with mmap.mmap(file.fileno(), 4096) if access == "mmap.ACCESS_WRITE" else nullcontext():
+                end(process)
+    assert shared_file.exists()
 
 
-def test_files_in_shared_memory_stay_when_they_are_older_than_the_server(tmp_path: Path) -> None:
-    older = Path(f"/dev/shm/async_rl_guard_test_{os.getpid()}_older")
-    older.write_bytes(bytes(4096))
-    command = f"import mmap; f = open({str(older)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 4096); " + SERVER
-    try:
-        with start(tmp_path / "scratch", [sys.executable, "-c", command]) as process:
-            process.stdout.readline()
-            process.terminate()
-            process.wait(10)
-        assert older.exists()
-    finally:
-        older.unlink()
+def test_files_in_shared_memory_stay_when_they_are_older_than_the_server(
+    tmp_path: Path, shared_file: Path
+) -> None:
+    shared_file.write_bytes(bytes(4096))
+    program = f"import mmap; f = open({str(shared_file)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 4096); {SERVER}"
+    with start(tmp_path / "scratch", program) as process:
+        end(process)
+    assert shared_file.exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -194,6 +194,7 @@ def sleeping_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SleepingSe
     )
 
 
+@pytest.mark.real_time
 async def test_starts_and_stops_of_a_server_come_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ async def test_starts_and_stops_of_a_server_come_one_after_the_other(
         await server.stop()
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("then", ["stop", "start"])
 async def test_the_server_ends_when_its_guard_alone_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str

@@ -236,23 +236,12 @@ async def simulated(config, log_dir):
 
 
 def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator, tmp_path, capsys):
-    tasks = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "val.jsonl").write_text("".join(tasks[:3]))
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        json.dumps(
-            {
-                "model": {"path": "elsewhere"},
-                "data": {
-                    "path": str(calculator / "data" / "tasks.jsonl"),
-                    "validation": [{"path": str(tmp_path / "val.jsonl")}],
-                },
-                "engine": {"kind": "simulated", "decode_step_s": 0.0, "mean_new_tokens": 4},
-                "rollout": {"max_context_tokens": 256, "max_new_tokens": 16},
-                "evaluation": {"samples": 2, "pass_at": [1, 2]},
-            }
-        )
+    path = write_config(
+        calculator,
+        tmp_path,
+        evaluation={"samples": 2, "pass_at": [1, 2]},
     )
+    path.write_text(path.read_text().replace(str(calculator / "model"), "elsewhere"))
     out = tmp_path / "out"
     console = TextConsole(width=120)
     assert (
@@ -284,6 +273,20 @@ def score_one(task: Task, completion: Completion) -> dict[str, float]:
     return {"reward": 1.0, "format": 0.5}
 
 
+def write_config(calculator, folder, *, rollout=None, evaluation=None) -> Path:
+    """A config for three of the calculator's tasks, on simulated engines."""
+    tasks = three_tasks(calculator, folder)
+    tree = {
+        "model": {"path": str(calculator / "model")},
+        "data": tasks | {"validation": [tasks | {"name": "val"}]},
+        "engine": {"kind": "simulated", "decode_step_s": 0.0, "mean_new_tokens": 4},
+        "rollout": {"max_context_tokens": 256, "max_new_tokens": 16, **(rollout or {})},
+        "evaluation": evaluation or {},
+    }
+    (path := folder / "run.yaml").write_text(json.dumps(tree))
+    return path
+
+
 def three_tasks(calculator, folder):
     """A source of three of the calculator's tasks."""
     lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
@@ -293,20 +296,8 @@ def three_tasks(calculator, folder):
 
 @pytest.mark.parametrize("reward", ["score_one", "score_all"])
 def test_rewards_of_turns_do_not_count_in_an_evaluation(calculator, tmp_path, reward):
-    path, out = tmp_path / "run.yaml", tmp_path / "out"
-    tasks = three_tasks(calculator, tmp_path)
-    tree = {
-        "model": {"path": str(calculator / "model")},
-        "data": tasks | {"validation": [tasks | {"name": "val"}]},
-        "engine": {"kind": "simulated", "decode_step_s": 0.0, "mean_new_tokens": 4},
-        "rollout": {
-            "max_context_tokens": 256,
-            "max_new_tokens": 16,
-            "agent_loop": f"{__name__}:RewardsTurns",
-            "reward": f"{__name__}:{reward}",
-        },
-    }
-    path.write_text(json.dumps(tree))
+    rollout = {"agent_loop": f"{__name__}:RewardsTurns", "reward": f"{__name__}:{reward}"}
+    path, out = write_config(calculator, tmp_path, rollout=rollout), tmp_path / "out"
     assert evaluate(path, [], out=out, console=TextConsole(), open_engines=simulated) == 0
     (found,) = evaluation_record_log(out / "evaluations.jsonl").read()
     score = found.scores["all"]
@@ -336,16 +327,11 @@ def test_only_the_answers_to_a_task_that_cannot_be_scored_are_dropped(
         return await scored(backend, task, completions)
 
     monkeypatch.setattr(LocalBackend, "score_group", score_group)
-    path, out = tmp_path / "run.yaml", tmp_path / "out"
-    tasks = three_tasks(calculator, tmp_path)
-    tree = {
-        "model": {"path": str(calculator / "model")},
-        "data": tasks | {"validation": [tasks]},
-        "engine": {"kind": "simulated", "decode_step_s": 0.0, "mean_new_tokens": 4},
-        "rollout": {"max_context_tokens": 256, "max_new_tokens": 16, "reward": f"{__name__}:score_all"},
-        "evaluation": {"samples": 2, "max_concurrent": 1},
-    }
-    path.write_text(json.dumps(tree))
+    evaluation = {"samples": 2, "max_concurrent": 1}
+    path = write_config(
+        calculator, tmp_path, rollout={"reward": f"{__name__}:score_all"}, evaluation=evaluation
+    )
+    out = tmp_path / "out"
     assert evaluate(path, [], out=out, console=TextConsole(), open_engines=simulated) == 0
     (found,) = evaluation_record_log(out / "evaluations.jsonl").read()
     assert (found.dropped, found.scores["all"].answers, found.unaccounted) == ({reason: 2}, 4, 0)
@@ -357,21 +343,11 @@ def test_an_error_of_an_evaluation_is_printed_and_logged_in_its_folder(calculato
         raise EnvironmentNotReady("no engine here")
         yield []
 
-    path, out = tmp_path / "run.yaml", tmp_path / "out"
-    tasks = {"path": str(calculator / "data" / "tasks.jsonl")}
-    tree = {
-        "model": {"path": str(calculator / "model")},
-        "data": tasks | {"validation": [tasks]},
-        "engine": {"kind": "simulated"},
-        "rollout": {
-            "max_context_tokens": 256,
-            "max_new_tokens": 16,
-            "agent_loop": "agent_loops.openai_agent:OpenAIAgentLoop",
-            "agent_loop_args": {"command": ["true"], "port": 8123},  # no rollouts serve at it here
-        },
-        "evaluation": {"every": 1},
-    }
-    path.write_text(json.dumps(tree))
+    # No rollouts serve at this port here.
+    agent = {"agent_loop": "agent_loops.openai_agent:OpenAIAgentLoop"}
+    agent |= {"agent_loop_args": {"command": ["true"], "port": 8123}}
+    path = write_config(calculator, tmp_path, rollout=agent, evaluation={"every": 1})
+    out = tmp_path / "out"
     assert evaluate(path, [], out=out, open_engines=absent) == EnvironmentNotReady.exit_code
     log = out / "logs" / "driver.log"
     assert f"async-rl: no engine here; log: {log}" in capsys.readouterr().err

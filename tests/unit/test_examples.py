@@ -137,11 +137,3 @@ def test_programs_are_run_behind_walls(calculator: Path, capsys: pytest.CaptureF
     assert "Error" in said
     assert "I am out" not in said
     assert portrait["reward"] == 0.0
-
-
-@pytest.mark.parametrize("folder", sorted(p.parent.name for p in EXAMPLES.glob("*/README.md")))
-def test_each_example_is_listed_and_says_how_it_is_run(folder: str) -> None:
-    assert f"(examples/{folder}/)" in (ROOT / "README.md").read_text()
-    readme = (EXAMPLES / folder / "README.md").read_text()
-    assert "examples/" in readme or "quickstart" in readme
-    assert list((EXAMPLES / folder).rglob("config.yaml"))

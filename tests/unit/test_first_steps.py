@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import logging
 import os
 import re
 import socket
@@ -28,27 +27,22 @@ from async_rl.cli.inspection.try_out import rollout
 from async_rl.cli.main import main
 from async_rl.cli.plan import PlanProgress
 from async_rl.config import apply_override, load_config, reference
-from async_rl.config.loader import RENAMED
 from async_rl.engine_protocol import EngineHealth
 from async_rl.errors import ConfigError
 from async_rl.observability.console_report import reward_chart
-from async_rl.observability.formatting import abbreviate_ids
-from async_rl.observability.page.charts import sections
 from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import StepRecord, TrajectoryCounts
 from async_rl.observability.text_console import TextConsole
 from async_rl.run.folder import logging_to
 from async_rl.runtime import yaml12
 from tests.support.finished_run import records, write_run_folder
-from tests.support.run_config import write_run, write_weights
+from tests.support.run_config import write_run
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "calculator" / "config.yaml"
 CONFIGS = sorted(
     path for path in (ROOT / "examples").glob("*/*.yaml") if "model:" in path.read_text()
 )  # not those of Kubernetes
-
-RENAMED_KEY = next(iter(RENAMED))
 
 Refused = Callable[..., str]
 
@@ -92,11 +86,6 @@ def test_plan_does_not_mind_limits_of_real_tokens_and_engines(capsys: pytest.Cap
     assert "of the fluid bound" in capsys.readouterr().out
 
 
-def test_plan_says_that_a_supervised_config_has_no_rollouts(refused: Refused) -> None:
-    said = refused("plan", QUICKSTART.with_name("sft.yaml"))
-    assert "it is one for `async-rl sft`" in said
-
-
 def test_plan_prints_its_progress_now_and_then_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -135,14 +124,6 @@ def test_rollout_refuses_a_server_of_another_model(calculator: Path) -> None:
     ]
     with pytest.raises(ConfigError, match=r"engine-0 serves /models/another, but model\.path is"):
         rollout(QUICKSTART, overrides, number=1, open_engines=open_engines)
-
-
-def test_a_url_without_its_scheme_is_completed(tmp_path: Path, refused: Refused) -> None:
-    path = write_run(tmp_path)
-    said = refused("rollout", path, "engine.urls=[localhost:30500]")
-    assert "which is no URL: write http://localhost:30500" in said
-    said = refused("check", path, "models={judge: {path: m, urls: ['tcp://localhost:30500']}}")
-    assert "which is no URL: write http://localhost:30500" in said
 
 
 def test_rollout_says_that_it_waits_for_a_server(
@@ -189,20 +170,10 @@ def test_a_missing_file_of_several_is_named(tmp_path: Path, refused: Refused) ->
     files = [f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)]
     (model / "model.safetensors").rename(model / files[0])
     index = {"weight_map": {"model.embed_tokens.weight": files[0], "lm_head.weight": files[1]}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    index_file = model / "model.safetensors.index.json"
+    index_file.write_text(json.dumps(index))
     said = refused("check", path)
-    assert (
-        f"lacks 1 of the 2 files of weights that model.safetensors.index.json names, such as {files[1]}"
-        in said
-    )
-
-
-def test_a_vocab_size_of_another_model_is_refused(tmp_path: Path, refused: Refused) -> None:
-    path = write_run(tmp_path)
-    write_weights(tmp_path / "model", 96)
-    assert "has vocab_size 512, but model.embed_tokens.weight in model.safetensors has 96 rows" in refused(
-        "check", path
-    )
+    assert f"lacks 1 of the 2 files of weights that {index_file.name} names, such as {files[1]}" in said
 
 
 def write_config(tmp_path: Path, **changed: Any) -> None:
@@ -210,7 +181,7 @@ def write_config(tmp_path: Path, **changed: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
-def test_weights_of_another_width_or_without_some_layers_are_refused(
+def test_weights_of_another_size_or_without_some_layers_are_refused(
     tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, file = write_run(tmp_path), tmp_path / "model" / "model.safetensors"
@@ -230,17 +201,18 @@ def test_weights_of_another_width_or_without_some_layers_are_refused(
     assert "lack the layers 0, 2, 3, …: download" in refused("train", path)
     write_layers(0, 1, 2)
     write_config(tmp_path, num_hidden_layers=3, hidden_size=128)
-    assert "has hidden_size 128, but model.embed_tokens.weight in model.safetensors has 64 columns" in (
-        refused("check", path)
-    )
+    columns = "has hidden_size 128, but model.embed_tokens.weight in model.safetensors has 64 columns"
+    assert columns in refused("check", path)
+    write_config(tmp_path, vocab_size=96)
+    rows = "has vocab_size 96, but model.embed_tokens.weight in model.safetensors has 512 rows"
+    assert rows in refused("check", path)
 
 
 def test_a_config_of_a_model_that_cannot_be_read_is_refused(tmp_path: Path, refused: Refused) -> None:
     path = write_run(tmp_path)
-    write_config(tmp_path, vocab_size="many")
-    assert "config.json has a value that is no number: invalid literal" in refused("check", path)
-    write_config(tmp_path, vocab_size=None)
-    assert "config.json has a value that is no number: int() argument" in refused("check", path)
+    for value in ("many", None):
+        write_config(tmp_path, vocab_size=value)
+        assert "config.json has a value that is no number: in" in refused("check", path)
     file = tmp_path / "model" / "config.json"
     file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
     assert "config.json begins with a byte-order mark: save it as UTF-8 without one" in refused("check", path)
@@ -269,18 +241,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 # -- check: the user's code --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config in a folder that is not the current one; modules loaded from there are unloaded afterwards."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    monkeypatch.setattr("async_rl.runtime.loading.IMPORT_FOLDERS", [])
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    return write_run(tmp_path / "mine")
-
-
 CODE = """
 class NotAsync:
     def run(self, task, session): ...
@@ -301,6 +261,19 @@ def no_parameters(): return 1.0
 def good(task, completion, scale=1.0): return 1.0
 def verl(solution_str, ground_truth): return 1.0
 """
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config and code in a folder that is not the current one; what is loaded is unloaded afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr("async_rl.runtime.loading.IMPORT_FOLDERS", [])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "code_beside.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return write_run(tmp_path / "mine")
 
 
 @pytest.mark.parametrize(
@@ -329,62 +302,38 @@ def verl(solution_str, ground_truth): return 1.0
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["check", "train"])
 def test_code_that_cannot_be_called_is_refused_before_a_start(
-    beside: Path, refused: Refused, command: str, override: str, said: str
+    beside: Path, refused: Refused, override: str, said: str
 ) -> None:
-    (beside.parent / "code_beside.py").write_text(CODE)
-    assert said in refused(command, beside, *re.split(" (?=rollout)", override))
+    assert said in refused("check", beside, *re.split(" (?=rollout)", override))
 
 
-FIXED_PORT = (
-    "rollout.agent_loop=agent_loops.openai_agent:OpenAIAgentLoop",
-    "rollout.agent_loop_args={agent: 'code_beside:good', port: 8123}",
-)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["evaluation.every=1"], "evaluation.every or evaluation.at_start is set: evaluations would serve"),
-        (
-            ["engine.kind=sglang", "rollout.num_workers=2"],
-            "rollout.num_workers is 2: all of them, on this machine, would serve at it",
-        ),
-    ],
-)
-def test_a_port_that_two_processes_would_need_is_refused_before_a_start(
-    beside: Path, refused: Refused, overrides: list[str], said: str
+def test_a_fixed_port_is_refused_before_a_start_when_two_processes_would_need_it(
+    beside: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (beside.parent / "code_beside.py").write_text(CODE)
-    validation = f"data.validation=[{{path: {beside.parent}/tasks.jsonl}}]"
-    words = [*FIXED_PORT, validation, *overrides]
-    assert said in refused("check", beside, *words)
-
-
-def test_a_fixed_port_is_accepted_where_one_process_needs_it(
-    beside: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (beside.parent / "code_beside.py").write_text(CODE)
-    assert main(["check", str(beside), *FIXED_PORT]) == 0
-    validation = f"data.validation=[{{path: {beside.parent}/tasks.jsonl}}]"
-    words = [*FIXED_PORT, validation, "evaluation.every=1", "--task", "no-such"]
-    assert main(["rollout", str(beside), *words]) == 2
-    assert "no task 'no-such'" in capsys.readouterr().err, "it evaluates nothing, so the port is no matter"
+    words = [
+        "rollout.agent_loop=agent_loops.openai_agent:OpenAIAgentLoop",
+        "rollout.agent_loop_args={agent: 'code_beside:good', port: 8123}",
+        f"data.validation=[{{path: {beside.parent}/tasks.jsonl}}]",
+    ]
+    assert main(["check", str(beside), *words]) == 0
+    capsys.readouterr()
+    evaluated = "evaluation.every=1"
+    assert "is set: evaluations would serve" in refused("check", beside, *words, evaluated)
+    workers = refused("check", beside, *words, "engine.kind=sglang", "rollout.num_workers=2")
+    assert "rollout.num_workers is 2: all of them, on this machine, would serve at it" in workers
+    # `rollout` evaluates nothing, so there the port does not matter.
+    assert "no task 'no-such'" in refused("rollout", beside, *words, evaluated, "--task", "no-such")
 
 
 def test_a_module_beside_the_config_is_found_from_another_folder(
     beside: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (beside.parent / "code_beside.py").write_text(CODE)
     words = ["rollout.agent_loop=code_beside:Fine", "rollout.reward=code_beside:good"]
     assert main(["check", str(beside), *words]) == 0
     assert "# agent loop: code_beside:Fine, of 2 tasks" in capsys.readouterr().out
-
-
-def test_both_folders_are_named_when_a_module_is_nowhere(beside: Path, refused: Refused) -> None:
-    said = refused("check", beside, "rollout.agent_loop=nowhere_at_all:Loop")
-    assert f"a file in {Path.cwd()} or {beside.parent}" in said
+    assert main(["check", str(beside), "rollout.agent_loop=nowhere_at_all:Loop"]) == 2
+    assert f"a file in {Path.cwd()} or {beside.parent}" in capsys.readouterr().err
 
 
 def test_a_file_beside_the_config_shadows_no_package(beside: Path) -> None:
@@ -418,7 +367,7 @@ def test_sft_asks_for_sft_path_and_never_for_data_path(tmp_path: Path, refused: 
     assert "data.path" not in said
 
 
-@pytest.mark.parametrize("command", ["train", "rollout"])
+@pytest.mark.parametrize("command", ["train", "rollout", "plan"])
 def test_other_commands_name_sft_when_a_config_has_only_conversations(
     tmp_path: Path, refused: Refused, command: str
 ) -> None:
@@ -439,19 +388,15 @@ def test_check_checks_the_conversations_of_a_supervised_config(
     assert "# sft: 1 steps" in out
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_the_schema_accepts_every_shipped_config(path: Path) -> None:
-    schema = json.loads(reference.json_schema())
-    jsonschema.validate(yaml12.load(path.read_text()), schema)
-
-
-def test_the_schema_refuses_what_the_loader_refuses() -> None:
-    schema = json.loads(reference.json_schema())
+def test_the_schema_accepts_every_shipped_config_and_refuses_what_the_loader_refuses() -> None:
+    validator = jsonschema.Draft202012Validator(json.loads(reference.json_schema()))
+    for path in CONFIGS:
+        validator.validate(yaml12.load(path.read_text()))
     for override in ("engine.num_engins=2", "engine={kind: simulated, tp_size: 2}", "run.max_steps=no"):
         tree = yaml12.load(QUICKSTART.read_text())
         apply_override(tree, override)
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(tree, schema)
+            validator.validate(tree)
 
 
 # -- messages about the config -----------------------------------------------------------------------------
@@ -464,10 +409,9 @@ def test_the_schema_refuses_what_the_loader_refuses() -> None:
         ("rollout.max_stalness=1", "override 'rollout.max_stalness=1': unknown field 'max_stalness'"),
         ("modle.path=x", "override 'modle.path=x': unknown field 'modle'"),
         ("rollout={max_staleness: -1}", "override 'rollout={max_staleness: -1}': Expected"),
-        (f"{RENAMED_KEY}=drop", f"override '{RENAMED_KEY}=drop': {RENAMED_KEY} was renamed"),
         ("data.datasets=[{pat: x}]", "override 'data.datasets=[{pat: x}]': "),
         ("placement.shared=yes", "found 'yes'; write true"),
-        ("rollout.dynamic_filtering=Off", "found 'Off'; write false"),
+        ("rollout={group_size: 2", "'rollout={group_size: 2': the value is not valid YAML: while parsing a"),
     ],
 )
 def test_an_override_is_blamed_for_its_own_mistake(
@@ -495,7 +439,7 @@ def test_the_file_is_blamed_for_its_own_mistake_and_with_overrides_for_a_conflic
         ("run:\n\tname: x\n", "found character '\\t' that cannot start any token (line 2, column 1)"),
         ("run: {name: a\n", "is not valid YAML: while parsing a flow mapping, "),
         ("run:\n  name: a\n  seed: 1\n  name: b\n", "the key 'name' is in line 2 already (line 4, column 3)"),
-        ("run: " + "[" * 5000, "is not valid YAML: its values are nested too deeply"),
+        ("run: " + "[" * 2000, "is not valid YAML: its values are nested too deeply"),
         ("run: {name: a, name: b}\n", "the key 'name' is in line 1 already (line 1, column 16)"),
     ],
 )
@@ -505,11 +449,6 @@ def test_a_file_that_is_no_yaml_is_refused_in_one_line(
     path = write_run(tmp_path)
     path.write_text(text)
     assert said in refused("check", path)
-
-
-def test_an_override_that_is_no_yaml_is_refused_in_one_line(tmp_path: Path, refused: Refused) -> None:
-    said = refused("check", write_run(tmp_path), "rollout={group_size: 2")
-    assert "override 'rollout={group_size: 2': the value is not valid YAML: while parsing a flow" in said
 
 
 def test_files_with_a_byte_order_mark_are_read(
@@ -566,24 +505,6 @@ def test_a_run_that_is_nowhere_is_named(finished: Path, refused: Refused, words:
     assert f"there is no run folder 'other' (searched in {Path.cwd()} and in runs/)" in said
 
 
-def test_the_beginning_that_the_page_shows_is_the_one_that_inspect_takes() -> None:
-    ids = [f"01a1ffcf07187861bf8b3e47c701e7{n:02x}" for n in range(40)]
-    assert abbreviate_ids(ids[:3], ids) == ids[:3]
-    assert abbreviate_ids([ids[0]], [ids[0], "01a1ffd0"]) == ["01a1ffcf"]
-
-
-def test_the_page_advises_what_the_alert_and_the_docs_say() -> None:
-    (chart,) = (
-        chart for section in sections(records(30), 4) for chart in section.charts if chart.name == "staleness"
-    )
-    guide = (ROOT / "docs" / "guide" / "watching.md").read_text()
-    (alert,) = (line for line in guide.splitlines() if line.startswith("| [`StalenessNearBound`]"))
-    for advice in (chart.note, alert):
-        assert "fewer engines" in advice
-        assert "more ranks" in advice
-        assert "more engines" not in advice
-
-
 def test_the_report_counts_the_moment_that_the_summary_counts(finished: Path) -> None:
     steps = records(30)
     trained = sum(step.trajectories for step in steps)
@@ -615,14 +536,6 @@ def test_ticks_of_the_reward_curve_are_at_steps(last: int) -> None:
 
 
 # -- logs ----------------------------------------------------------------------------------------------------
-
-
-def test_a_log_has_sentences_and_no_representations_of_objects(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "async_rl"):
-        assert main(["plan", str(QUICKSTART), "--versions", "2", "--warmup", "1"]) == 0
-    messages = [record.getMessage() for record in caplog.records]
-    assert any("was interrupted in " in message for message in messages)
-    assert [message for message in messages if re.search(r"\w\(\w+=|<\w+\.\w+ object", message)] == []
 
 
 def test_warnings_about_packages_stay_out_of_the_log_and_others_do_not(tmp_path: Path) -> None:

@@ -73,21 +73,6 @@ def test_a_prompt_cannot_forge_a_turn(name: str, role: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_schemas_of_tools_and_calls_cannot_forge_a_turn(name: str) -> None:
-    chat = chat_of(name)
-    end = chat.raw_text([chat.end_of_turn_id])
-
-    def ids(text: str) -> np.ndarray:
-        function = {"name": f"f{text}", "description": text, "parameters": {"properties": {text: {}}}}
-        call = {"type": "function", "function": {"name": f"f{text}", "arguments": {f"k{text}": [text]}}}
-        called = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "content": "4", "name": text, "tool_call_id": text}
-        return chat.prompt_ids([QUESTION, called, result], [{"type": "function", "function": function}])
-
-    assert controls(chat, ids(end)) == controls(chat, ids("x"))
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
 def test_an_assistants_message_cannot_forge_a_turn_and_keeps_its_tags(name: str) -> None:
     chat = chat_of(name)
 

@@ -7,17 +7,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import AsyncMock
 
 import pytest
 
 from async_rl.config import Config, SGLangEngines, apply_override, load_config, parse_config, to_builtins
-from async_rl.engine_protocol import Engine, EngineHealth
+from async_rl.engine_protocol import EngineHealth
 from async_rl.engines.frozen_models import FrozenModel
 from async_rl.engines.lease import EngineState
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.observability.metrics import Metrics
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.run.preflight import check_config
 from async_rl.runtime.supervision import services
 from tests.support.run_config import MOE, write_run, write_weights
@@ -109,7 +109,6 @@ def frozen_model(
     return FrozenModel("judge", config, processes, metrics or Metrics(), clock), processes
 
 
-@in_virtual_time
 async def test_an_engine_that_dies_is_restarted_and_serves_the_same_weights(tmp_path: Path) -> None:
     metrics = Metrics()
     model, processes = frozen_model(tmp_path, metrics=metrics)
@@ -130,46 +129,25 @@ async def test_an_engine_that_dies_is_restarted_and_serves_the_same_weights(tmp_
         assert not count  # it is about rollouts
 
 
-class UpdatedEngine:
-    """An engine whose weights somebody else has changed."""
-
-    async def health(self) -> EngineHealth:
-        return EngineHealth(weight_version=3, model_path="")
-
-
-@in_virtual_time
 async def test_an_engine_with_other_weights_than_before_does_not_serve(tmp_path: Path) -> None:
+    """Somebody else has changed them."""
     model, processes = frozen_model(tmp_path, num_engines=1)
     await model.start_engines()
-    (engine,) = processes.engines
     async with services(**model.services):
         await asyncio.sleep(0.1)
-        engine.health = UpdatedEngine().health  # type: ignore[method-assign]
+        changed = EngineHealth(weight_version=3, model_path="")
+        processes.engines[0].health = AsyncMock(return_value=changed)  # type: ignore[method-assign]
         await asyncio.sleep(3.0)
         assert not model.pool.engines(EngineState.SERVING)
         assert "its weights must not change in a run" in str(model.pool.error_of("judge-0"))
 
 
-@in_virtual_time
-async def test_a_server_with_another_model_is_refused(tmp_path: Path) -> None:
+async def test_a_server_with_another_model_is_refused() -> None:
     config = config_of("models.teacher.urls=['http://127.0.0.1:1']").of_model("teacher")
-
-    class Processes:
-        async def start_engines(self) -> list[Engine]:
-            return [engine]  # type: ignore[list-item]
-
-        async def restart_engine(self, engine_id: str) -> None: ...
-
-        async def watch_engines(self, died: Any) -> None: ...
-
-    class Other:
-        engine_id = "teacher-0"
-
-        async def health(self) -> EngineHealth:
-            return EngineHealth(weight_version=0, model_path="/models/other")
-
-    engine = Other()
-    model = FrozenModel("teacher", config, Processes(), Metrics(), asyncio.get_running_loop().time)
+    engine = AsyncMock(engine_id="teacher-0")
+    engine.health.return_value = EngineHealth(weight_version=0, model_path="/models/other")
+    processes = AsyncMock(**{"start_engines.return_value": [engine]})
+    model = FrozenModel("teacher", config, processes, Metrics(), asyncio.get_running_loop().time)
     with pytest.raises(ConfigError, match=r"serves /models/other, but models.teacher.path is big"):
         await model.start_engines()
 

@@ -5,12 +5,10 @@ Dimensions of the models are in `tests/support/model_configs`; each file names i
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,10 +40,6 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, list[st
 
 def load(words: list[str]) -> Config:
     return load_config(Path(words[0]), words[1:])
-
-
-def test_there_are_six_recipes() -> None:
-    assert len(NAMES) == 6
 
 
 def test_a_recipe_fits_into_80_gb(recipe: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,11 +124,3 @@ def row_of(name: str, config: Config) -> str:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.3g} GB"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_names_where_the_dimensions_come_from(name: str) -> None:
-    source: dict[str, Any] = json.loads(model_config(name).read_text(encoding="utf-8"))
-    files = re.findall(r"[\w.:-]+(?:/[\w.:-]+)+\.(?:json|md|py|sh)", source["source"])
-    assert files
-    assert [file for file in files if f"`{file}`" not in PAGE] == []

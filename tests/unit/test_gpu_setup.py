@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from async_rl.cli.main import main
-from async_rl.config import load_config
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.actors import prepare_rank_environment
 from async_rl.run import this_machine
 from async_rl.runtime import devices
 from tests.gpu import first_kernel
+from tests.support.bare_machine import BareMachine
 from tests.support.run_config import write_run
 from trainer import validate
-from trainer.validate import check_fused_layers
 
 ROOT = Path(__file__).parents[2]
-FAKE_PYTHON = """#!/bin/bash
+FAKE_PYTHON = """
 # Stands in for Python and pip: makes environments of itself and writes down what is installed into them.
 case "$*" in
   "-c import sys, ensurepip"*) exit 0 ;;
@@ -39,32 +36,18 @@ esac
 """
 
 
-class Machine:
-    """A copy of what the script reads, and a PATH on which everything is a stand-in."""
+class Machine(BareMachine):
+    """A machine with a GPU on which everything is a stand-in."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.bin = folder, folder / "bin"
-        self.bin.mkdir()
-        for path in ("scripts/setup-gpu.sh", "requirements/gpu.txt", "pyproject.toml"):
-            (folder / path).parent.mkdir(exist_ok=True)
-            shutil.copy(ROOT / path, folder / path)
-        self.write("nvidia-smi", "echo 580.159.03")
-        self.write("nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.48'")
-        self.write("python3.11", FAKE_PYTHON.partition("\n")[2])
-
-    def write(self, name: str, program: str) -> None:
-        (self.bin / name).write_text(f"#!/bin/bash\n{program}\n")
-        (self.bin / name).chmod(0o755)
+        files = ("scripts/setup-gpu.sh", "requirements/gpu.txt", "pyproject.toml")
+        super().__init__(folder, *files, path="/usr/bin:/bin")
+        self.add("nvidia-smi", "echo '580.159.03, NVIDIA H100 80GB HBM3'")
+        self.add("nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.48'")
+        self.add("python3.11", FAKE_PYTHON)
 
     def set_up(self, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [self.folder / "scripts" / "setup-gpu.sh"],
-            env={"PATH": f"{self.bin}:/usr/bin:/bin", "CALLS": str(self.folder / "calls"), **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return self.run("scripts/setup-gpu.sh", CALLS=str(self.folder / "calls"), **environment)
 
     @property
     def calls(self) -> list[str]:
@@ -104,6 +87,7 @@ def test_an_environment_that_was_not_finished_is_made_again(machine: Machine) ->
 @pytest.mark.parametrize(
     ("name", "program", "message"),
     [
+        ("nvidia-smi", None, "nvidia-smi is not on the PATH"),
         ("nvidia-smi", "exit 9", "nvidia-smi names no driver"),
         ("nvidia-smi", "echo 550.54.15", "the driver is 550.54.15; CUDA 13 needs 580 or newer"),
         ("nvcc", "echo 'release 12.8, V12.8.1'", "nvcc is of CUDA 12; torch in requirements/gpu.txt"),
@@ -111,21 +95,17 @@ def test_an_environment_that_was_not_finished_is_made_again(machine: Machine) ->
     ],
 )
 def test_what_the_machine_lacks_is_named_before_anything_is_installed(
-    machine: Machine, name: str, program: str, message: str
+    machine: Machine, name: str, program: str | None, message: str
 ) -> None:
-    machine.write(name, program)
+    if program is None:
+        (machine.bin / name).unlink()
+    else:
+        machine.add(name, program)
     done = machine.set_up(PYTHON="python3.11")
     assert done.returncode == 3
     assert message in done.stderr
     assert machine.calls == []
     assert not (machine.folder / ".venv-gpu").exists()
-
-
-def test_a_machine_without_a_driver_is_refused(machine: Machine) -> None:
-    (machine.bin / "nvidia-smi").unlink()
-    done = machine.set_up()
-    assert done.returncode == 3
-    assert "nvidia-smi is not on the PATH" in done.stderr
 
 
 @pytest.mark.long
@@ -152,25 +132,16 @@ def test_pip_finds_versions_that_fit_together(what: str, tmp_path: Path) -> None
 # -- the last step of the set-up
 
 
-def test_a_package_that_cannot_be_imported_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(first_kernel, "import_packages", lambda: ["no such package"])
-    assert first_kernel.main() == 1
-    assert "Error: no such package" in capsys.readouterr().err
-
-
-def test_imports_fail_one_by_one() -> None:
-    (failure,) = first_kernel.import_packages(("json", "no_such_package"))
-    assert failure.startswith("no_such_package cannot be imported: ModuleNotFoundError")
-
-
-def test_a_kernel_that_does_not_compute_is_named(
+def test_a_package_that_cannot_be_imported_and_a_kernel_that_does_not_compute_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> None:
         raise RuntimeError("no kernel image is available")
 
+    import_packages = first_kernel.import_packages
+    monkeypatch.setattr(first_kernel, "import_packages", lambda: import_packages(("json", "no_such_package")))
+    assert first_kernel.main() == 1
+    assert "Error: no_such_package cannot be imported: ModuleNotFoundError" in capsys.readouterr().err
     monkeypatch.setattr(first_kernel, "import_packages", list)
     monkeypatch.setattr(first_kernel, "KERNELS", {"torch": broken})
     assert first_kernel.main() == 1
@@ -183,8 +154,7 @@ def test_a_kernel_that_does_not_compute_is_named(
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(tmp_path)
-    machine.write("nvidia-smi", "echo '580.159.03, NVIDIA H100 80GB HBM3'")
-    monkeypatch.setenv("PATH", f"{machine.bin}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", machine.path)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(this_machine, "detect_device", lambda: "cuda")
@@ -225,7 +195,7 @@ def test_check_names_what_this_machine_lacks(
     program: str,
     message: str,
 ) -> None:
-    gpu.write(name, program)
+    gpu.add(name, program)
     assert main(["check", str(write_run(tmp_path)), "--here"]) == 3
     assert message in capsys.readouterr().err
 
@@ -286,8 +256,10 @@ def test_an_moe_in_bfloat16_is_refused_on_a_gpu_without_transformer_engine(
     monkeypatch.setattr(validate, "detect_device", lambda: device)
     path = write_run(tmp_path)
     assert main(["check", str(path), "model.dtype=bfloat16", *overrides]) == code
-    err = capsys.readouterr().err
-    assert ("TransformerEngine is not installed. Without it" in err) == bool(code)
+    captured = capsys.readouterr()
+    assert ("TransformerEngine is not installed. Without it" in captured.err) == bool(code)
+    said = "# trainer: TransformerEngine is not installed, so layers are Megatron-Core's own"
+    assert (said in captured.out) == ("trainer.require_transformer_engine=false" in overrides)
 
 
 @pytest.mark.parametrize(
@@ -314,53 +286,25 @@ def test_a_broken_transformer_engine_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"), [("cuda", "bfloat16"), ("cuda", "float32"), ("cpu", "bfloat16")]
+    "given",
+    [
+        {},
+        {"PYTORCH_CUDA_ALLOC_CONF": "x:1"},
+        {"PYTORCH_ALLOC_CONF": "x:1"},
+        {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+    ],
 )
-def test_check_says_that_layers_are_megatrons_own_where_transformer_engine_is_not_required(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    device: str,
-    dtype: str,
-) -> None:
-    monkeypatch.setattr(validate, "detect_device", lambda: device)
-    overrides = [f"model.dtype={dtype}", "trainer.require_transformer_engine=false"]
-    assert main(["check", str(write_run(tmp_path)), *overrides]) == 0
-    said = "# trainer: TransformerEngine is not installed, so layers are Megatron-Core's own"
-    assert (said in capsys.readouterr().out) == (device == "cuda" and dtype == "bfloat16")
-
-
-def test_what_a_missing_transformer_engine_means_is_said(tmp_path: Path) -> None:
-    config = load_config(write_run(tmp_path), ["model.dtype=bfloat16"])
-    check_fused_layers(config, None)
-    with pytest.raises(EnvironmentNotReady, match=r"one after the other, .*: run `make setup-gpu`"):
-        check_fused_layers(config, "is not installed")
-
-
-@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, {"PYTORCH_ALLOC_CONF": "x:1"}])
-def test_large_pinned_memory_of_ranks_is_not_rounded_up_unless_the_user_sets_the_allocator(
+def test_ranks_have_the_settings_of_servers_and_unrounded_pinned_memory_unless_the_user_sets_them(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
 ) -> None:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    for name in (*names, "NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "to be restored")
-        os.environ.pop(name)
-    os.environ.update(given)
-    prepare_rank_environment(1.0)
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    assert found == (given or {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1024"})
-
-
-@pytest.mark.parametrize("given", [{}, {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}])
-def test_ranks_have_the_settings_of_nccl_that_servers_have(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
-) -> None:
-    names = ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF")
+    allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    names = (*allocator, "NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
     for name in names:
         monkeypatch.setenv(name, "to be restored")
         os.environ.pop(name)
     os.environ.update(given)
     prepare_rank_environment(4.0)
-    expected: dict[str, Any] = {"NCCL_CUMEM_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | given
-    assert {name: os.environ[name] for name in expected} == expected
-    assert os.environ["OMP_NUM_THREADS"] == "4"
+    expected = {"NCCL_CUMEM_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
+    if not given.keys() & set(allocator):
+        expected["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1024"
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected | given

@@ -268,11 +268,6 @@ def test_one_sentence_when_an_id_names_not_exactly_one(
     assert said in capsys.readouterr().err
 
 
-def test_one_sentence_when_there_is_no_such_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "nowhere"]) == 2
-    assert "no run folder 'nowhere'" in capsys.readouterr().err
-
-
 def test_token_numbers_are_shown_when_the_model_is_gone(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

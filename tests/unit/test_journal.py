@@ -12,7 +12,6 @@ import pytest
 
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue import journal as journal_module
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalRecord, read_journal
@@ -220,7 +219,6 @@ def test_the_stage_of_an_entry_changes_with_versions_and_turns_and_not_with_toke
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@in_virtual_time
 async def test_each_turn_of_the_loop_does_little_when_much_is_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compact: bool
 ) -> None:
@@ -255,7 +253,6 @@ async def test_each_turn_of_the_loop_does_little_when_much_is_in_flight(
     journal.close()
 
 
-@in_virtual_time
 async def test_a_compaction_goes_on_when_a_write_is_cut_short(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     for number in range(300):
@@ -279,7 +276,6 @@ async def test_a_compaction_goes_on_when_a_write_is_cut_short(tmp_path: Path) ->
     assert len(names(tmp_path)) == 1  # the part of the next file is gone
 
 
-@in_virtual_time
 async def test_a_compaction_is_complete_when_the_disk_is_too_full_to_delete_the_file_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -290,6 +290,7 @@ def test_folders_that_a_restart_needs_nothing_of_are_deleted(tmp_path: Path) -> 
     assert not lost.exists()
 
 
+@pytest.mark.real_time  # journals are read in a thread
 async def test_the_event_loop_runs_while_journals_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

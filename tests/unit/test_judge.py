@@ -14,7 +14,6 @@ from async_rl.engine_protocol import Chunk
 from async_rl.engines.simulated import Fault
 from async_rl.errors import ConfigError, RequestRefused, RewardError, RolloutError, VersionMismatch
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.model_answers import ModelAnswers
 from async_rl.rollout.rewards.judge_calls import JudgeCall, fill_template, find_score
 from async_rl.rollout.rewards.reward_calls import Rewards
@@ -40,26 +39,12 @@ class Judge:
         self.asked: list[tuple[str, str, int, float]] = []
 
     async def __call__(
-        self,
-        model: str,
-        messages: Sequence[Any],
-        *,
-        max_new_tokens: int = 512,
-        temperature: float = 0.0,
+        self, model: str, messages: Sequence[Any], *, max_new_tokens: int = 512, temperature: float = 0.0
     ) -> str:
         (message,) = messages
         self.asked.append((model, message["content"], max_new_tokens, temperature))
         await asyncio.sleep(0.01)
         return self.answers.pop(0)
-
-
-def settings(**changed: Any) -> dict[str, Any]:
-    return {
-        "kind": "judge",
-        "judge": "judge",
-        "template": "{question} {response}",
-        "retry_delay_s": 0.0,
-    } | changed
 
 
 def call_of(ask: Judge, **changed: Any) -> JudgeCall:
@@ -69,11 +54,12 @@ def call_of(ask: Judge, **changed: Any) -> JudgeCall:
 
 
 def config_of(**changed: Any) -> Config:
+    graded = {"kind": "judge", "judge": "judge", "template": "{question} {response}", "retry_delay_s": 0.0}
     return parse_config(
         {
             "model": {"path": "policy"},
             "models": {"judge": {"path": "big"}, "other": {"path": "big"}},
-            "rollout": {"reward": "graded", "rewards": {"graded": settings(**changed)}},
+            "rollout": {"reward": "graded", "rewards": {"graded": graded | changed}},
         }
     )
 
@@ -103,22 +89,21 @@ def test_the_score_is_the_last_match(pattern: str, text: str, score: float | Non
     assert find_score(pattern, text) == score
 
 
-@in_virtual_time
 async def test_a_judge_is_asked_as_the_config_says() -> None:
     judge = Judge("Score: 5 of 10")
-    changed = {
-        "judge": "other",
-        "template": "Rate {response}!",
-        "score": r"Score: (\d+)",
-        "scale": 10.0,
-        "max_new_tokens": 9,
-        "temperature": 0.5,
-    }
-    assert await call_of(judge, **changed)(TASK, [completion("four")]) == 0.5
+    call = call_of(
+        judge,
+        judge="other",
+        template="Rate {response}!",
+        score=r"Score: (\d+)",
+        scale=10.0,
+        max_new_tokens=9,
+        temperature=0.5,
+    )
+    assert await call(TASK, [completion("four")]) == 0.5
     assert judge.asked == [("other", "Rate four!", 9, 0.5)]
 
 
-@in_virtual_time
 async def test_equal_questions_are_asked_once_also_side_by_side() -> None:
     judge = Judge("1", "0", "3", "7")
     call = call_of(judge, cache_size=2)
@@ -130,10 +115,11 @@ async def test_equal_questions_are_asked_once_also_side_by_side() -> None:
     assert await scores("c") == [3]
     assert await scores("a", "b") == [1, 7]  # b, which was asked for longest ago, is forgotten
     assert not judge.answers
+    call = call_of(Judge("1", "2"), cache_size=0)
+    assert [await call(TASK, [completion("a")]) for _ in range(2)] == [1, 2]
 
 
 @pytest.mark.parametrize("no_number", ["nan", "inf", "1e999"])
-@in_virtual_time
 async def test_a_score_that_is_no_finite_number_is_not_kept(no_number: str) -> None:
     judge = Judge(f"Score: {no_number}", "Score: 7")
     call = call_of(judge, score=r"Score: (\S+)")
@@ -142,14 +128,6 @@ async def test_a_score_that_is_no_finite_number_is_not_kept(no_number: str) -> N
     assert [await call(TASK, [completion("a")]) for _ in range(2)] == [7, 7]
 
 
-@in_virtual_time
-async def test_nothing_is_kept_without_a_cache() -> None:
-    judge = Judge("1", "2")
-    call = call_of(judge, cache_size=0)
-    assert [await call(TASK, [completion("a")]) for _ in range(2)] == [1, 2]
-
-
-@in_virtual_time
 async def test_an_answer_without_a_score_is_asked_for_again_and_sampled() -> None:
     judge = Judge("I cannot tell", "well", "4")
     token = asking.set(judge)
@@ -169,7 +147,6 @@ async def test_an_answer_without_a_score_is_asked_for_again_and_sampled() -> Non
     assert value_of(metrics.judge_answers_total.labels("graded", "scored")) == 1
 
 
-@in_virtual_time
 async def test_only_an_attempt_can_ask() -> None:
     with pytest.raises(RolloutError, match="ask_model is for async rewards"):
         await ask_model("judge", [])
@@ -191,7 +168,6 @@ def answers_of(folder: Path, model: Any, metrics: Metrics | None = None) -> Mode
 QUESTION = [{"role": "user", "content": "11 12 13"}]
 
 
-@in_virtual_time
 async def test_a_model_answers_and_goes_on_elsewhere_with_its_tokens_when_its_engine_dies(
     tmp_path: Path,
 ) -> None:
@@ -219,7 +195,6 @@ async def test_a_model_answers_and_goes_on_elsewhere_with_its_tokens_when_its_en
         await answers.ask("judge", QUESTION)
 
 
-@in_virtual_time
 async def test_tokens_of_another_models_weights_are_no_answer(tmp_path: Path) -> None:
     """The judge's server was restarted from outside: its finish says so, after its tokens have come."""
     model, processes = frozen_model(tmp_path)

@@ -9,12 +9,10 @@ import pytest
 from async_rl.engine_protocol import Finish
 from async_rl.engines.pool import EngineState
 from async_rl.errors import CallLost, EngineError
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import Nursery
 from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 
-@in_virtual_time
 async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quarantined() -> None:
     """A stopped engine sends no error: the pool must end the calls that wait for it."""
     async with Nursery() as nursery:
@@ -34,7 +32,6 @@ async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quaranti
         assert asyncio.get_running_loop().time() == 0.0
 
 
-@in_virtual_time
 async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", nursery=nursery, max_prefill_tokens=50)
@@ -50,7 +47,6 @@ async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> N
         assert bench.pool.statistics.load_of("a").prefill_tokens == 0
 
 
-@in_virtual_time
 async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
     """A wave after an update: everybody wants to prefill, the engine is given little at a time."""
     async with Nursery() as nursery:
@@ -72,7 +68,6 @@ async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
         assert not bench.pool.dispatcher.has_capacity
 
 
-@in_virtual_time
 async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_moment() -> None:
     """A stop of the run must not become an engine's failure that a session would survive."""
     async with Nursery() as nursery:
@@ -88,7 +83,6 @@ async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_m
         assert isinstance(bench.ended["dropped"], CallLost)
 
 
-@in_virtual_time
 async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_comes() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", nursery=nursery)
@@ -106,7 +100,6 @@ async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_c
         assert bench.pool.statistics.load_of("a").calls == 0
 
 
-@in_virtual_time
 async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", nursery=nursery)
@@ -119,7 +112,6 @@ async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> N
         assert bench.state("a") is EngineState.QUARANTINED
 
 
-@in_virtual_time
 async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", nursery=nursery)
@@ -130,7 +122,6 @@ async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
 
 
 @pytest.mark.parametrize("cause", ["update", "failover", "evicted"])
-@in_virtual_time
 async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", nursery=nursery)
@@ -156,7 +147,6 @@ async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> No
         assert bench.counted("first_token_seconds_count", kind=kind) == 1
 
 
-@in_virtual_time
 async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", nursery=nursery)
@@ -174,7 +164,6 @@ async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
         assert bench.counted("first_token_seconds_count", kind="again") == 0
 
 
-@in_virtual_time
 async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", "b", nursery=nursery, max_prefill_tokens=50)
@@ -196,7 +185,6 @@ async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
         assert again.result() == "a"
 
 
-@in_virtual_time
 async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", "b", nursery=nursery)
@@ -220,7 +208,6 @@ async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> No
         assert bench.metrics.registry.get_sample_value("async_rl_engine_up", {"engine": "a"}) is None
 
 
-@in_virtual_time
 async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", "b", nursery=nursery)
@@ -239,7 +226,6 @@ async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -
         assert again.result() == "b"
 
 
-@in_virtual_time
 async def test_vitals_name_the_call_that_was_overtaken() -> None:
     async with Nursery() as nursery:
         bench = ManualPool("a", nursery=nursery)

@@ -20,6 +20,8 @@ from agent_loops.toolbox import Toolbox
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
 from tests.support.scripted_session import ScriptedSession
 
+pytestmark = pytest.mark.real_time
+
 STDIO = {"command": [sys.executable, "-m", "tests.support.mcp_server", "stdio"]}
 LONG_S = 100.0
 """Not reached unless something is wrong: a server starts in a second or two."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import trainer
 from async_rl.cli.main import main
 from async_rl.config import load_config
 from async_rl.errors import ConfigError
-from async_rl.run.memory_estimate import estimate_devices, nearest_change, parse_size
+from async_rl.run.memory_estimate import DeviceUse, estimate_devices, nearest_change, parse_size
 
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -62,6 +64,31 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+Check = Callable[..., str]
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Check:
+    """Runs `async-rl check --memory` and returns what it prints, if it ends as expected."""
+
+    def run(path: Path, *arguments: str, gpu: str | None = "80GB", code: int = 0) -> str:
+        size = [] if gpu is None else ["--gpu", gpu]
+        assert main(["check", str(path), "--memory", *size, *arguments]) == code
+        return capsys.readouterr().out
+
+    return run
+
+
+def change_in(out: str) -> list[str]:
+    return out.split("nearest change that fits: ")[1].split()
+
+
+def rank_of(config: Path, *overrides: str) -> DeviceUse:
+    """What the first trainer rank holds."""
+    (rank, *_) = estimate_devices(load_config(config, overrides), 80 * 10**9)
+    return rank
+
+
 def test_the_parameters_of_a_published_model_are_counted(config: Path) -> None:
     (engines,) = [use for use in estimate_devices(load_config(config), 80 * 10**9) if "engine" in use.name]
     assert engines.parts["weights"] == PARAMETERS  # of two bytes, over two GPUs
@@ -86,27 +113,23 @@ def test_an_engine_keeps_the_models_weights_on_its_host_when_it_shares_devices_a
 
 
 def test_a_30b_model_on_eight_gpus_of_80_gb_is_refused_with_a_change_that_fits(
-    config: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, check: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", str(config), "--memory", "--gpu", "80GB"]) == 2
-    out = capsys.readouterr().out
+    out = check(config, code=2)
     # 18 bytes a parameter: 3.6 B of experts, and 1.5 B that all share, whose optimizer is divided by eight.
     assert "weights 10.3 GB, gradients 20.7 GB, optimizer 45.8 GB" in out
-    assert "█" in out
     assert "does not fit into 80GB: rank 0 by 5.92 GB" in out
-    change = out.split("nearest change that fits: ")[1].split()
-    assert main(["check", str(config), "--memory", "--gpu", "80GB", *change]) == 0
-    assert "fits into 80GB with" in capsys.readouterr().out
+    assert "fits into 80GB with" in check(config, *change_in(out))
+    assert main(["plan", str(config), "--gpu", "80GB"]) == 2
+    assert "does not fit into 80GB" in capsys.readouterr().out
 
 
 def test_more_ranks_are_asked_for_when_no_other_layout_fits(config: Path) -> None:
-    def load(changes: list[str]) -> Any:
-        return load_config(config, list(changes))
-
-    changes = nearest_change(load, 24 * 10**9)  # type: ignore[arg-type]
+    load = partial(load_config, config)
+    changes = nearest_change(load, 24 * 10**9)
     assert changes is not None
     assert any(change.startswith("trainer.num_ranks=") for change in changes)
-    assert nearest_change(load, 2 * 10**9) is None  # type: ignore[arg-type]
+    assert nearest_change(load, 2 * 10**9) is None
 
 
 @pytest.fixture
@@ -129,35 +152,21 @@ def test_engines_of_further_models_are_estimated(judged: Path) -> None:
 
 
 def test_further_models_that_do_not_fit_are_refused_with_a_change_that_fits(
-    judged: Path, capsys: pytest.CaptureFixture[str]
+    judged: Path, check: Check
 ) -> None:
     ranks = [*OFFLOADED, "engine.tp_size=8"]
-    assert main(["check", str(judged), "--memory", "--gpu", "48GB", *ranks]) == 2
-    out = capsys.readouterr().out
+    out = check(judged, *ranks, gpu="48GB", code=2)
     assert "does not fit into 48GB: models.judge engine by" in out
-    (change,) = out.split("nearest change that fits: ")[1].split()
-    assert change == "models.judge.tp_size=2"
-    assert main(["check", str(judged), "--memory", "--gpu", "48GB", *ranks, change]) == 0
-    external = [*ranks, 'models.judge.urls=["http://judge:1"]']
-    assert main(["check", str(judged), "--memory", "--gpu", "48GB", *external]) == 0
+    assert change_in(out) == ["models.judge.tp_size=2"]
+    check(judged, *ranks, "models.judge.tp_size=2", gpu="48GB")
+    check(judged, *ranks, 'models.judge.urls=["http://judge:1"]', gpu="48GB")
 
 
-def test_without_a_size_there_is_no_verdict(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(config), "--memory"]) == 0
-    out = capsys.readouterr().out
+def test_without_a_size_there_is_no_verdict(config: Path, check: Check) -> None:
+    out = check(config, gpu=None)
     assert "rank 0: " in out
     assert "engines 0-3, each of 2 GPUs: " in out
     assert "fit" not in out
-
-
-def test_plan_refuses_what_does_not_fit(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config), "--gpu", "80GB"]) == 2
-    assert "does not fit into 80GB" in capsys.readouterr().out
-
-
-def parts_of_rank(config: Path, *overrides: str) -> dict[str, int]:
-    (rank, *_) = estimate_devices(load_config(config, overrides), 80 * 10**9)
-    return rank.parts
 
 
 MOMENTS = (
@@ -169,33 +178,33 @@ OFFLOADED = (MOMENTS[0], "trainer.megatron.optimizer_cpu_offload=true")
 
 
 def test_smaller_moments_and_an_optimizer_on_the_host_are_estimated(config: Path) -> None:
-    plain = parts_of_rank(config)["optimizer"]  # 12 bytes an element
-    assert parts_of_rank(config, *MOMENTS)["optimizer"] == pytest.approx(plain * 8 / 12)
-    (rank, *_) = estimate_devices(load_config(config, OFFLOADED), 80 * 10**9)
+    plain = rank_of(config).parts["optimizer"]  # 12 bytes an element
+    assert rank_of(config, *MOMENTS).parts["optimizer"] == pytest.approx(plain * 8 / 12)
+    rank = rank_of(config, *OFFLOADED)
     assert rank.parts["optimizer"] == 0
     assert rank.host["optimizer"] == pytest.approx(plain * 16 / 12)  # and the gradients
-    half = [*OFFLOADED, "trainer.megatron.optimizer_offload_fraction=0.5"]
-    assert parts_of_rank(config, *half)["optimizer"] == pytest.approx(plain / 2)
+    half = rank_of(config, *OFFLOADED, "trainer.megatron.optimizer_offload_fraction=0.5")
+    assert half.parts["optimizer"] == pytest.approx(plain / 2)
 
 
-def test_the_optimizer_goes_to_the_host_when_no_layout_fits(
-    config: Path, capsys: pytest.CaptureFixture[str]
+def test_the_optimizer_goes_to_the_host_when_no_layout_fits(config: Path, check: Check) -> None:
+    assert change_in(check(config, gpu="48GB", code=2)) == list(OFFLOADED)
+    check(config, *OFFLOADED, gpu="48GB")
+
+
+def test_the_reference_is_in_host_memory_and_changes_places_with_the_policy_tensor_by_tensor(
+    config: Path,
 ) -> None:
-    assert main(["check", str(config), "--memory", "--gpu", "48GB"]) == 2
-    change = capsys.readouterr().out.split("nearest change that fits: ")[1].split()
-    assert change == list(OFFLOADED)
-    assert main(["check", str(config), "--memory", "--gpu", "48GB", *change]) == 0
-
-
-def test_the_reference_changes_places_with_the_policy_tensor_by_tensor(config: Path) -> None:
-    memory = trainer.estimate_memory(load_config(config, ["trainer.loss.kl.coefficient=0.01"]), cuda=True)
+    penalty = "trainer.loss.kl.coefficient=0.01"
+    rank = rank_of(config, penalty)
+    assert rank.host["reference"] == rank.parts["weights"]
+    memory = trainer.estimate_memory(load_config(config, [penalty]), cuda=True)
     largest = QWEN3_30B["vocab_size"] * QWEN3_30B["hidden_size"] * 2
     assert memory.ranks[0].moments["reference"]["reference"] == largest
 
 
 def test_inputs_of_layers_are_on_the_host_when_activations_are_offloaded(config: Path) -> None:
-    offloaded = load_config(config, ["trainer.offload_activations=true"])
-    (rank, *_) = estimate_devices(offloaded, 80 * 10**9)
+    rank = rank_of(config, "trainer.offload_activations=true")
     inputs = 16384 * QWEN3_30B["hidden_size"] * 2
     assert rank.parts["activations"] == 0
     assert rank.host["activations"] == (QWEN3_30B["num_hidden_layers"] + 1) * inputs
@@ -207,11 +216,8 @@ def test_inputs_of_layers_are_on_the_host_when_activations_are_offloaded(config:
 
 def test_recompute_modules_are_estimated_one_by_one(config: Path) -> None:
     def activations(*modules: str) -> int:
-        overrides = [
-            "trainer.recompute=selective",
-            f"trainer.megatron.recompute_modules={json.dumps(modules)}",
-        ]
-        return parts_of_rank(config, *overrides)["activations"]
+        recomputed = f"trainer.megatron.recompute_modules={json.dumps(modules)}"
+        return rank_of(config, "trainer.recompute=selective", recomputed).parts["activations"]
 
     layers, tokens = QWEN3_30B["num_hidden_layers"], 16384
     none = activations()
@@ -222,15 +228,10 @@ def test_recompute_modules_are_estimated_one_by_one(config: Path) -> None:
 
 
 def test_a_critic_takes_as_much_as_the_policy_without_its_output_layer(config: Path) -> None:
-    parts = parts_of_rank(config, "trainer.loss.advantages=gae")
+    parts = rank_of(config, "trainer.loss.advantages=gae").parts
     policy = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
     output_layer = QWEN3_30B["vocab_size"] * QWEN3_30B["hidden_size"]
     assert parts["critic"] == pytest.approx(policy - output_layer * (2 + 4 + 12 / 8), rel=1e-4)
-
-
-def test_the_reference_of_a_kl_penalty_is_in_host_memory(config: Path) -> None:
-    uses = estimate_devices(load_config(config, ["trainer.loss.kl.coefficient=0.01"]), 80 * 10**9)
-    assert uses[0].host["reference"] == uses[0].parts["weights"]
 
 
 @pytest.mark.parametrize(
@@ -249,16 +250,13 @@ def test_the_reference_of_a_kl_penalty_is_in_host_memory(config: Path) -> None:
 def test_routing_rows_of_a_batch_are_in_host_memory(
     config: Path, overrides: tuple[str, ...], layers: int | None
 ) -> None:
-    (rank, *_) = estimate_devices(load_config(config, overrides), 80 * 10**9)
+    rank = rank_of(config, *overrides)
     tokens = 64 * 8 // 8 * 16384  # of the trajectories of one of eight ranks
     assert rank.host.get("routing") == (None if layers is None else tokens * layers * 8)
 
 
-@pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("79.5 GiB", int(79.5 * 2**30))])
-def test_sizes_are_decimal_or_binary_as_they_say(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-def test_another_size_is_refused() -> None:
+def test_sizes_are_decimal_or_binary_as_they_say() -> None:
+    assert parse_size("80GB") == 80 * 10**9
+    assert parse_size("79.5 GiB") == int(79.5 * 2**30)
     with pytest.raises(ConfigError, match="'80' is not a size of memory; expected one such as 80GB"):
         parse_size("80")

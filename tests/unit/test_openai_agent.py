@@ -29,6 +29,8 @@ from tests.support.scripted_session import make_task
 from tests.support.talk import lines, talking
 from tests.support.writer import writing
 
+pytestmark = pytest.mark.real_time
+
 HERE = __name__
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agent"
 
@@ -245,34 +247,33 @@ async def test_an_error_hides_the_key_when_a_program_prints_it():
         await play(loop)
 
 
-async def test_the_parts_of_an_error_hide_the_key():
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        await play(OpenAIAgentLoop(agent=f"{HERE}:quotes_its_url_in_a_group"), "Hello.")
-    told = "".join(traceback.format_exception(caught.value))
-    assert "/<key>" in told
-    assert "sk-" not in told
-
-
-async def test_an_error_hides_the_key_when_a_client_quotes_it():
-    with pytest.raises(ValueError, match=r"no answer of http\S+/<key>") as caught:
-        await play(OpenAIAgentLoop(agent=f"{HERE}:quotes_its_url"), "Hello.")
-    assert caught.value.args[1:] == (404,)
-    assert "sk-" not in "".join(traceback.format_exception(caught.value))
-
-
 @pytest.mark.parametrize(
-    ("agent", "error"),
+    ("agent", "kind", "words", "shown"),
     [
-        ("raises_for_status", r"raised ClientResponseError: 4.*/s/<key>/v1/chat"),
-        ("fails_because_of_it", "raised ValueError: no answer"),
+        ("quotes_its_url", ValueError, r"no answer of http\S+/<key>", "', 404)"),
+        ("quotes_its_url_in_a_group", AgentLoopError, "raised ExceptionGroup: two", "/<key>"),
+        (
+            "raises_for_status",
+            AgentLoopError,
+            r"raised ClientResponseError: 4.*/s/<key>/v1/chat",
+            "response.raise_for_status()",
+        ),
+        (
+            "fails_because_of_it",
+            AgentLoopError,
+            "raised ValueError: no answer",
+            "response.raise_for_status()",
+        ),
     ],
 )
-async def test_an_error_hides_the_key_when_its_class_quotes_a_request(agent: str, error: str):
-    with pytest.raises(AgentLoopError, match=error) as caught:
+async def test_an_error_hides_the_key_when_it_quotes_a_request(
+    agent: str, kind: type[Exception], words: str, shown: str
+):
+    with pytest.raises(kind, match=words) as caught:
         await play(OpenAIAgentLoop(agent=f"{HERE}:{agent}"), "Hello.")
     told = "".join(traceback.format_exception(caught.value))
     assert "sk-" not in told
-    assert "response.raise_for_status()" in told, "the agent's own lines are shown"
+    assert shown in told, "the agent's own lines are shown"
 
 
 @pytest.mark.parametrize(
@@ -288,16 +289,10 @@ async def test_an_error_hides_the_key_when_its_class_quotes_a_request(agent: str
             ({"agent": f"{HERE}:two_turns", name: value}, f"{name} is {value!r}; expected {expected}")
             for name, value, expected in (
                 ("port", 99999, "0 to 65535"),
-                ("port", -5, "0 to 65535"),
-                ("port", "8000x", "0 to 65535"),
-                ("port", 80.5, "0 to 65535"),
                 ("port", True, "0 to 65535"),
                 ("host", "", "an address"),
-                ("host", 7, "an address"),
                 ("public_host", 7, "a name or address"),
-                ("public_host", "", "a name or address"),
                 ("max_body_bytes", "8MB", "a number of bytes"),
-                ("max_body_bytes", -1, "a number of bytes"),
                 ("max_body_bytes", 0, "a number of bytes"),
                 ("model", 5, "a name"),
                 ("opens_thought", "no", "true or false"),

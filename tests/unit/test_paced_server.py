@@ -7,21 +7,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy as np
+import pytest
 
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.types import VersionSpan
-from benchmarks.support.paced_server import Counts, Pace, PacedEngine, RoutingShape
+from benchmarks.support.paced_server import Counts, Pace, PacedEngine
 from tests.support.fake_sglang import facts
 
+pytestmark = pytest.mark.real_time  # sockets
 
-def request(number: int = 0, *, tokens: int = 8, routing: bool = False) -> GenerateRequest:
+
+def request(tokens: int = 8) -> GenerateRequest:
     return GenerateRequest(
-        request_id=f"{number:032x}",
+        request_id="0" * 32,
         input_ids=np.arange(4, dtype=np.int32),
         max_new_tokens=tokens,
         sampling=SamplingParams(),
-        return_routing=routing,
     )
 
 
@@ -29,7 +31,7 @@ def request(number: int = 0, *, tokens: int = 8, routing: bool = False) -> Gener
 async def serving(pace: Pace) -> AsyncIterator[tuple[PacedEngine, SGLangEngine, Counts]]:
     """Serve one engine, with a client of it; steps are taken by the test."""
     counts = Counts()
-    engine = PacedEngine(pace, RoutingShape(num_layers=3, top_k=2, num_experts=8), counts, seed=0)
+    engine = PacedEngine(pace, counts, seed=0)
     server = await asyncio.get_running_loop().create_server(engine.connection, "127.0.0.1", 0)
     client = SGLangEngine(
         "engine-0",
@@ -75,7 +77,7 @@ async def advance_until(engine: PacedEngine, done: asyncio.Task[tuple[list[int],
         await asyncio.sleep(0)
 
 
-async def test_an_answer_has_the_length_of_the_pace_and_events_of_its_interval():
+async def test_answer_has_the_length_and_the_events_of_the_pace_when_it_ends_by_itself():
     async with serving(Pace(answer_tokens=6, stream_interval=4)) as (engine, client, counts):
         call = asyncio.create_task(collect(client, request(), asyncio.Event()))
         await advance_until(engine, call)
@@ -85,10 +87,10 @@ async def test_an_answer_has_the_length_of_the_pace_and_events_of_its_interval()
     assert (counts.tokens, counts.events, counts.answers, counts.running) == (6, 2, 1, 0)
 
 
-async def test_tokens_after_an_update_in_place_have_its_version():
+async def test_tokens_have_the_new_version_when_an_update_came_before_them():
     async with serving(Pace(stream_interval=2)) as (engine, client, counts):
         started = asyncio.Event()
-        call = asyncio.create_task(collect(client, request(tokens=400), started))
+        call = asyncio.create_task(collect(client, request(400), started))
         await send_first_event(engine, counts, started)
         engine.control("update_weight_version", b'{"new_version": "7"}')
         await advance_until(engine, call)
@@ -102,27 +104,22 @@ async def test_tokens_after_an_update_in_place_have_its_version():
     )
 
 
-async def test_an_aborted_call_ends_with_its_tokens_and_rows_are_sent_at_the_finish():
+async def test_call_ends_with_its_tokens_when_it_is_aborted():
     async with serving(Pace(stream_interval=1)) as (engine, client, counts):
         started = asyncio.Event()
-        call = asyncio.create_task(collect(client, request(tokens=400), started))
+        call = asyncio.create_task(collect(client, request(400), started))
         await send_first_event(engine, counts, started)
         await client.interrupt("abort")
         tokens, finish = await call
-        assert finish.reason == "abort"
-        assert len(tokens) == 2
-        routed = asyncio.create_task(collect(client, request(1, tokens=3, routing=True), asyncio.Event()))
-        await advance_until(engine, routed)
-        _, finish = await routed
-        assert finish.routing is not None
-        assert client.decode_routing(finish.routing).rows.shape == (4 + 3 - 1, 2, 2)
+    assert finish.reason == "abort"
+    assert len(tokens) == 2
     assert counts.aborted == 1
 
 
-async def test_running_answers_follow_a_new_interval():
+async def test_running_answers_follow_when_the_interval_changes():
     async with serving(Pace(stream_interval=2)) as (engine, client, counts):
         started = asyncio.Event()
-        call = asyncio.create_task(collect(client, request(tokens=34), started))
+        call = asyncio.create_task(collect(client, request(34), started))
         await send_first_event(engine, counts, started)
         engine.set_pace(Pace(stream_interval=8))
         await advance_until(engine, call)

@@ -6,7 +6,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import msgspec
@@ -16,11 +19,12 @@ from async_rl.observability.page import STATIC
 from async_rl.observability.page import feed as feed_module
 from async_rl.observability.page.feed import Client, Feed, TooManyClients
 from async_rl.observability.page.view import slowest
-from async_rl.observability.records import StepRecord
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.types import Task
 from tests.support.finished_run import HOSTILE, records
 from tests.support.watched_run import config, now, watched
+
+pytestmark = pytest.mark.real_time
 
 STEPS = records(12)
 
@@ -83,21 +87,16 @@ async def test_every_answer_forbids_other_hosts_and_other_scripts(path: str) -> 
     ("named", "status"), [("localhost", 200), ("127.0.0.1:80", 200), ("[::1]", 200), ("evil.example", 403)]
 )
 async def test_a_name_that_somebody_points_at_loopback_is_refused(named: str, status: int) -> None:
-    async with watched(now, lambda: STEPS) as (url, _):
+    async with watched(now, lambda: STEPS) as (url, _), aiohttp.ClientSession() as client:
         for path in ("/", "/api/snapshot", "/api/events"):
-            async with aiohttp.ClientSession() as client, client.get(
-                url + path, headers={"Host": named}
-            ) as answer:  # fmt: skip
+            async with client.get(url + path, headers={"Host": named}) as answer:
                 assert answer.status == status
 
 
 async def test_any_name_is_answered_when_the_server_is_not_bound_to_loopback() -> None:
     async with watched(now, lambda: STEPS, host="0.0.0.0") as (url, _):
-        assert (await fetch(url + "/"))[0] == 200
-        async with aiohttp.ClientSession() as client, client.get(
-            url + "/", headers={"Host": "node-7"}
-        ) as answer:  # fmt: skip
-            assert answer.status == 200
+        for headers in ({}, {"Host": "node-7"}):
+            assert (await fetch(url + "/", **headers))[0] == 200
 
 
 async def test_who_watches_is_told_of_each_step_once() -> None:
@@ -184,53 +183,39 @@ async def test_a_connection_that_is_not_read_is_closed() -> None:
 async def test_a_client_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "MAX_CLIENTS", 1)
     feed = Feed(config(), now, lambda: STEPS)
-    with feed.client(lambda: None, "") as _:
-        with pytest.raises(TooManyClients), feed.client(lambda: None, ""):
-            pass
-    assert feed.num_clients == 0
-    with feed.client(lambda: None, ""):
-        assert feed.num_clients == 1
+    for _ in range(2):
+        with feed.client(lambda: None, ""):
+            assert feed.num_clients == 1
+            with pytest.raises(TooManyClients), feed.client(lambda: None, ""):
+                pass
+        assert feed.num_clients == 0
 
 
 async def test_the_run_is_not_read_while_no_client_is_connected() -> None:
-    looks: list[int] = []
-
-    def look() -> Any:
-        looks.append(1)
-        return now()
-
+    look = Mock(side_effect=now)
     async with watched(look, lambda: STEPS, refresh_s=3600.0) as (url, _):
         await fetch(f"{url}/page.css")
-        assert looks == []
+        assert look.call_count == 0
         async with stream(f"{url}/api/events") as events:
             await anext(events)
-        assert len(looks) == 1
+        assert look.call_count == 1
 
 
 async def test_the_run_goes_on_when_the_page_cannot_be_drawn(caplog: pytest.LogCaptureFixture) -> None:
-    broken = [True]
-
-    def look() -> Any:
-        if broken:
-            broken.clear()
-            raise ZeroDivisionError("a bug of the page")
-        return now()
-
+    look = Mock(side_effect=chain([ZeroDivisionError("a bug of the page")], iter(now, None)))
     async with watched(look, lambda: STEPS) as (url, _), stream(f"{url}/api/events") as events:
         name, _, _ = await anext(events)
     assert name in ("now", "steps")
     assert "the live page cannot be drawn" in caplog.text
 
 
-class RunningSession:
+class RunningSession(SimpleNamespace):
     """A session as far as the page reads it."""
 
     def __init__(self, number: int, started_s: float) -> None:
-        self.task = Task(task_id=f"task-{number} {HOSTILE}", messages=(), answer="")
-        self.trajectory_id = f"trajectory-{number}"
-        self.started_s = started_s
-        self.num_turns = number
-        self.num_tokens = 100 * number
+        task = Task(task_id=f"task-{number} {HOSTILE}", messages=(), answer="")
+        counts = {"num_turns": number, "num_tokens": 100 * number}
+        super().__init__(task=task, trajectory_id=f"trajectory-{number}", started_s=started_s, **counts)
 
 
 def test_the_slowest_come_first_with_what_they_wait_for() -> None:
@@ -249,9 +234,6 @@ def test_the_slowest_come_first_with_what_they_wait_for() -> None:
 
 
 def test_a_long_run_is_a_page_of_bounded_size() -> None:
-    long = [
-        msgspec.structs.replace(STEPS[i % 12], step=i + 1, time_s=float(i)) for i in range(5_000)
-    ]  # fmt: skip
-    drawn = feed_module.draw_steps("x", long, 4)
-    assert len(msgspec.json.encode(drawn)) < 600_000
-    assert isinstance(long[0], StepRecord)
+    changed = msgspec.structs.replace
+    long = [changed(STEPS[i % 12], step=i + 1, time_s=float(i)) for i in range(5_000)]
+    assert len(msgspec.json.encode(feed_module.draw_steps("x", long, 4))) < 600_000

@@ -36,17 +36,6 @@ def test_all_is_content_when_the_text_has_no_calls(parser: str):
 
 
 @pytest.mark.parametrize("written", RENDERERS)
-def test_calls_come_in_order_when_there_are_several(written: str):
-    parser, render = RENDERERS[written]
-    calls = [
-        ("search", {"query": "Überraschung 北京"}),
-        ("add", {"a": 1, "b": {"c": [1, None]}}),
-        ("now", {}),
-    ]
-    assert parse(render(calls), parser) == [ToolCall(name=name, arguments=args) for name, args in calls]
-
-
-@pytest.mark.parametrize("written", RENDERERS)
 def test_call_is_malformed_when_it_is_cut_short(written: str):
     parser, render = RENDERERS[written]
     text = render([("search", {"query": "x" * 40})])

@@ -19,6 +19,8 @@ from async_rl.runtime.supervision import Nursery
 from tests.support.engine_calls import request
 from tests.support.fake_sglang import HANG, FakeSGLang, event, facts, finish
 
+pytestmark = pytest.mark.real_time
+
 ROWS = 4000
 """Their payload exceeds what an event may hold before it is separated, several times."""
 LONG = facts(max_position_embeddings=1 << 14)

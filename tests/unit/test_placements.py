@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -47,10 +48,9 @@ def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_n
         ClusterNode("10.0.0.1", {"CPU": 4, "memory": 1e9, "GPU": 2}, {"CPU": 4, "GPU": 1}),
         ClusterNode("10.0.0.2", {"CPU": 4, "GPU": 8, "engines": 1}, {"CPU": 0.5}),
     ]
-    lines = no_capacity("engine", {"GPU": 4, "CPU": 1, "engines": 1}, 3, "SPREAD", nodes).splitlines()
-    assert lines == [
-        "Ray has no capacity for 3 x engine (1 CPU, 4 GPU, 1 engines each on one node, SPREAD); 1 of 2 "
-        "nodes are large enough for one:",
+    asked, *free = no_capacity("engine", {"GPU": 4, "CPU": 1, "engines": 1}, 3, "SPREAD", nodes).splitlines()
+    assert "3 x engine (1 CPU, 4 GPU, 1 engines each" in asked
+    assert free == [
         "  10.0.0.1: 4 of 4 CPU free, 1 of 2 GPU free",
         "  10.0.0.2: 0.5 of 4 CPU free, 0 of 8 GPU free, 0 of 1 engines free",
     ]
@@ -69,39 +69,34 @@ def test_frames_are_read_by_their_path_and_go_with_their_owner():
         os.fstat(number)
 
 
-@pytest.mark.parametrize("found", [None, "the word of another run"])
-def test_an_actor_refuses_its_node_when_the_run_folder_is_not_the_drivers(tmp_path, monkeypatch, found):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def umask_stays() -> Iterator[None]:
     before = os.umask(0o077)
     os.umask(before)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("found", [None, "the word of another run"])
+def test_an_actor_refuses_its_node_when_the_folders_are_not_the_drivers(
+    tmp_path, monkeypatch, umask_stays, found
+):
+    monkeypatch.chdir(tmp_path)
     sign = tmp_path / ".shared"
     if found is not None:
         sign.write_text(found)
-    try:
-        with pytest.raises(
-            EnvironmentNotReady, match=r"node 10\.0\.0\.7 does not see what the driver writes"
-        ):
-            enter_driver_folder(ActorSetup(str(tmp_path), str(sign), "my word", "driver"), "10.0.0.7")
-        sign.write_text("my word")
-        enter_driver_folder(ActorSetup(str(tmp_path), ".shared", "my word", "driver"), "10.0.0.7")
-    finally:
-        os.umask(before)
-
-
-def test_an_actor_refuses_its_node_when_the_working_folder_is_not_there(tmp_path):
-    before = os.umask(0o077)
-    os.umask(before)
-    try:
-        with pytest.raises(EnvironmentNotReady, match=r"node 10\.0\.0\.7 has no folder"):
-            enter_driver_folder(ActorSetup(str(tmp_path / "none"), "sign", "word", "driver"), "10.0.0.7")
-    finally:
-        os.umask(before)
+    with pytest.raises(EnvironmentNotReady, match=r"node 10\.0\.0\.7 does not see what the driver writes"):
+        enter_driver_folder(ActorSetup(str(tmp_path), str(sign), "my word", "driver"), "10.0.0.7")
+    sign.write_text("my word")
+    enter_driver_folder(ActorSetup(str(tmp_path), ".shared", "my word", "driver"), "10.0.0.7")
+    with pytest.raises(EnvironmentNotReady, match=r"node 10\.0\.0\.7 has no folder"):
+        enter_driver_folder(ActorSetup(str(tmp_path / "none"), "sign", "word", "driver"), "10.0.0.7")
 
 
 def test_the_interface_is_found_when_the_address_is_in_its_network():
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("127.0.0.9") == "lo"
-    assert interface_of("203.0.113.9") is None
+    assert [interface_of(host) for host in ("127.0.0.1", "127.0.0.9", "203.0.113.9")] == ["lo", "lo", None]
+    hosts = ["127.0.0.3", "localhost", "::1", "10.0.0.1"]
+    assert [is_loopback(host) for host in hosts] == [True, True, True, False]
 
 
 def test_a_server_beyond_this_machine_is_refused_when_there_is_no_key_for_it(monkeypatch):
@@ -139,24 +134,14 @@ def test_a_node_is_found_when_all_of_them_have_loopback_addresses():
 
 
 @pytest.mark.parametrize(
-    ("node", "named"), [(OTHER, "10.0.0.7 (node otheroth)"), ("gpu-7", "gpu-7")], ids=["known", "unknown"]
+    ("node", "named"),
+    [(OTHER, r"10\.0\.0\.7 \(node otheroth\)"), ("gpu-7", "gpu-7")],
+    ids=["known", "unknown"],
 )
 def test_an_engine_on_another_node_is_refused_when_weights_are_sent_through_memory(node, named):
     check_shares_memory("engine-3", DRIVER, DRIVER, NODES)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"10.0.0.1 .*engine-3 is on {named}: set weights.transport"):
         check_shares_memory("engine-3", node, DRIVER, NODES)
-    assert str(caught.value) == (
-        "weights.transport is tensor, which needs engines on the node of trainer rank 0, 10.0.0.1 (node "
-        f"driverdr), but engine-3 is on {named}: set weights.transport=distributed (or disk), or place both "
-        "on one node"
-    )
-
-
-@pytest.mark.parametrize(
-    ("host", "own"), [("127.0.0.3", True), ("localhost", True), ("::1", True), ("10.0.0.1", False)]
-)
-def test_only_loopback_addresses_are_told_to_be_of_this_machine(host, own):
-    assert is_loopback(host) is own
 
 
 @pytest.fixture
@@ -174,26 +159,17 @@ def ray_untouched(monkeypatch):
 async def test_there_is_one_clear_error_when_ray_does_not_come_up(
     tmp_path, monkeypatch, ray_untouched, error
 ):
-    def fail(**arguments):
-        raise error
-
-    monkeypatch.setattr(ray, "init", fail)
-    with pytest.raises(
-        EnvironmentNotReady, match=r"could not start Ray on this machine: the node timed out\. "
-    ):
+    monkeypatch.setattr(ray, "init", Mock(side_effect=error))
+    with pytest.raises(EnvironmentNotReady, match=r"not start Ray on this machine: the node timed out\. "):
         await connect_ray(config_of(), tmp_path)
 
 
+@pytest.mark.real_time
 async def test_there_is_one_clear_error_when_ray_does_not_answer(tmp_path, monkeypatch, ray_untouched):
     monkeypatch.delenv("RAY_AUTH_TOKEN")  # Ray would note, for the whole process, that there is one
     never = threading.Event()
     monkeypatch.setattr(ray, "init", lambda **arguments: never.wait())
-    tree = {
-        "model": {"path": "m"},
-        "data": {"path": "x.jsonl"},
-        "placement": {"ray_address": "10.0.0.1:6379"},
-    }
-    config = parse_config(tree)
+    config = config_with("placement.ray_address='10.0.0.1:6379'")
     with pytest.raises(EnvironmentNotReady, match=r"could not join the Ray cluster at 10.0.0.1:6379 in 0 s"):
         await connect_ray(config, tmp_path, limit_s=0.05)
     never.set()
@@ -336,13 +312,10 @@ def test_a_rank_is_bound_to_the_cores_beside_its_gpu(
     class Started(Exception):
         """Ends the set-up of a rank where it would meet the others."""
 
-    def start(*_: object, **__: object) -> None:
-        raise Started
-
     found: list[str] = []
     worker = sys.modules[TrainerWorker.__module__]
     monkeypatch.setattr(process_groups, "bind_to_numa_node", found.append)
-    monkeypatch.setattr(worker, "start_process_groups", start)
+    monkeypatch.setattr(worker, "start_process_groups", Mock(side_effect=Started))
     for name in ("check_megatron_settings", "check_fused_layers", "try_loss"):
         monkeypatch.setattr(worker, name, lambda *_, **__: None)
     gpu = SimpleNamespace(

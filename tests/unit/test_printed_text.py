@@ -17,13 +17,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from async_rl.cli.evaluate import show_scores
 from async_rl.cli.main import main
 from async_rl.config import load_config
 from async_rl.config.reference import resolved_yaml
 from async_rl.errors import AgentLoopError, EngineError
-from async_rl.observability.console_report import RunProgress
-from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
 from async_rl.observability.text_console import TextConsole
 from async_rl.queue.archive import Archive
 from async_rl.run.folder import logging_to
@@ -112,31 +109,6 @@ def test_an_error_is_printed_without_control_characters(
     shown = capsys.readouterr()
     assert control_characters(shown.out + shown.err) == set()
     assert "gnp.exe" in shown.err
-
-
-def test_scores_are_printed_without_control_characters() -> None:
-    out = io.StringIO()
-    score = EvaluationScore(tasks=1, answers=1, reward=Estimate(value=1.0))
-    record = EvaluationRecord(
-        weight_version=1, status="done", scores={HOSTILE: score, "[/x]": score}, dropped={HOSTILE: 1}
-    )
-    show_scores(TextConsole(file=out, width=400), HOSTILE, record)
-    assert control_characters(out.getvalue()) == set()
-    assert out.getvalue().count("[/x]") >= 3
-
-
-def test_the_live_panel_shows_waits_and_phases_without_control_characters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    out = io.StringIO()
-    console = TextConsole(file=out, width=400, force_terminal=True, color_system=None)
-    progress = RunProgress(console)
-    progress.phase(HOSTILE)
-    progress.flow(in_flight=1, queued=1, waiting_for=HOSTILE)
-    console.print(progress.render())
-    assert control_characters(out.getvalue()) == set()
-    assert out.getvalue().count("\\u001b]52") == 2
 
 
 @contextmanager

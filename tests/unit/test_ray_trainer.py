@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,6 @@ from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightS
 from async_rl.placement import frame_readers
 from async_rl.placement.frame_readers import SharedFrames, map_frame
 from async_rl.placement.ray_trainer import CallFrameReader, RayTrainer
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue.frames import read_columns
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.stored_batches import taken_batch
@@ -36,7 +36,7 @@ from tests.support.trajectories import make_group
 
 def failing_actor(error: Exception) -> Any:
     async def call(*_: Any) -> Any:
-        raise RayTaskError("call_worker", "Traceback", error)
+        raise error
 
     return SimpleNamespace(call_worker=SimpleNamespace(remote=call))
 
@@ -46,11 +46,9 @@ CONFIG = parse_config(
 )
 
 
-async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles(tmp_path: Path) -> None:
+async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles() -> None:
     error = WeightSyncError("every weight-update group failed: weights-engine-0-1-2")
-    trainer = RayTrainer(
-        [failing_actor(error)], ["here"], [tmp_path / "trainer-0.log"], CONFIG, "here", no_reader
-    )
+    trainer = trainer_of([failing_actor(RayTaskError("call_worker", "Traceback", error))])
     with pytest.raises(WeightSyncError, match="every weight-update group failed"):
         await trainer.send_weights(["weights-engine-0-1-2"], 1 << 20)
 
@@ -63,16 +61,9 @@ async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles(
         ActorUnavailableError("x", bytes(16)),
     ],
 )
-async def test_the_trainer_is_restarted_when_a_rank_dies_however_ray_calls_it(
-    tmp_path: Path, error: RayError
-) -> None:
-    async def call(*_: Any) -> Any:
-        raise error
-
-    rank = SimpleNamespace(call_worker=SimpleNamespace(remote=call))
-    trainer = RayTrainer([rank], ["here"], [tmp_path / "trainer-0.log"], CONFIG, "here", no_reader)
+async def test_the_trainer_is_restarted_when_a_rank_dies_however_ray_calls_it(error: RayError) -> None:
     with pytest.raises(TrainerError, match="trainer rank 0 died during train_step") as failed:
-        await trainer.train_step(None, 1)
+        await trainer_of([failing_actor(error)]).train_step(None, 1)
     assert failed.value.restartable
 
 
@@ -84,6 +75,18 @@ def stored_on(node: str, batch: TakenBatch) -> TakenBatch:
 
 async def no_reader(node: str, method: str, *_: Any) -> Any:
     raise AssertionError(f"node {node} reads frames: {method}")
+
+
+def trainer_of(
+    ranks: list[Any], nodes: Sequence[str] = ("a",), reader: CallFrameReader = no_reader
+) -> RayTrainer:
+    """A trainer with ranks on these nodes; the driver is on node `here`."""
+    logs = [Path(f"trainer-{rank}.log") for rank in range(len(ranks))]
+    return RayTrainer(ranks, list(nodes), logs, CONFIG, "here", reader)
+
+
+def four_frames(folder: Path, node: str = "here") -> TakenBatch:
+    return stored_on(node, taken_batch(folder, [make_group("g", size=4)], 0))
 
 
 class Reader:
@@ -152,8 +155,7 @@ async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(tmp_path
     # Two tensor-parallel ranks of one share on node a, one rank on b, one beside the driver.
     ranks = [ReadingRank(first, 3) for first in (0, 1, 1, 2)]
     readers = {node: Reader() for node in ("here", "a", "b")}
-    logs = [tmp_path / f"trainer-{rank}.log" for rank in range(4)]
-    trainer = RayTrainer(ranks, ["here", "a", "a", "b"], logs, CONFIG, "here", calls_of(readers))
+    trainer = trainer_of(ranks, ["here", "a", "a", "b"], calls_of(readers))
     assert await trainer.read_batch(batch) == {}
     names = batch.trajectory_ids
     assert readers["here"].sent == [names[index] for index in (1, 2, 5, 7)]
@@ -171,77 +173,59 @@ async def test_a_frame_goes_once_to_each_other_node_whose_ranks_read_it(tmp_path
 
 
 async def test_nothing_is_sent_when_all_ranks_are_where_the_frames_are(tmp_path: Path) -> None:
-    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
     ranks = [ReadingRank(first, 2) for first in (0, 1)]
-    logs = [tmp_path / "trainer-0.log", tmp_path / "trainer-1.log"]
     for nodes, node in ((["here", "here"], "here"), (["a", "b"], "")):
-        trainer = RayTrainer(ranks, nodes, logs, CONFIG, "here", no_reader)
-        assert await trainer.read_batch(stored_on(node, batch)) == {}
+        batch = four_frames(tmp_path, node)
+        assert await trainer_of(ranks, nodes).read_batch(batch) == {}
         assert set().union(*(rank.read for rank in ranks)) == set(batch.trajectory_ids)
 
 
 async def test_damaged_frames_of_all_ranks_are_returned(tmp_path: Path) -> None:
-    batch = taken_batch(tmp_path, [make_group("g", size=4)], 0)
+    batch = four_frames(tmp_path)
     for index in (0, 3):
         Path(batch.trajectories[index].path).unlink()
-    ranks = [ReadingRank(first, 2) for first in (0, 1)]
-    logs = [tmp_path / "trainer-0.log", tmp_path / "trainer-1.log"]
-    trainer = RayTrainer(ranks, ["here", "here"], logs, CONFIG, "here", no_reader)
+    trainer = trainer_of([ReadingRank(first, 2) for first in (0, 1)], ["here", "here"])
     flaws = await trainer.read_batch(batch)
     assert flaws.keys() == {batch.trajectory_ids[0], batch.trajectory_ids[3]}
     assert all("does not exist" in flaw for flaw in flaws.values())
 
 
 @pytest.mark.parametrize(("ends", "is_read"), [(1, True), (2, True), (3, False)])
-async def test_frames_are_sent_again_when_their_reader_has_ended_before_ranks_read_them(
-    tmp_path: Path, ends: int, is_read: bool
+@pytest.mark.parametrize("who", ["reader", "sender"])
+async def test_frames_are_sent_again_when_their_reader_or_sender_has_ended_before_ranks_read_them(
+    tmp_path: Path, who: str, ends: int, is_read: bool
 ) -> None:
-    batch = stored_on("here", taken_batch(tmp_path, [make_group("g", size=4)], 0))
-    ranks, readers = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}
-    readers["a"].ends_after_holding = ends
-    trainer = RayTrainer(ranks, ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
-    if is_read:
-        assert await trainer.read_batch(batch) == {}
-        assert ranks[0].read.keys() == set(batch.trajectory_ids)
-        assert readers["a"].num_held == 4 * (ends + 1)
-    else:
-        with pytest.raises(TrainerError, match=r"frames were lost with their readers .* does not exist"):
-            await trainer.read_batch(batch)
-
-
-@pytest.mark.parametrize(("ends", "is_read"), [(2, True), (3, False)])
-async def test_frames_are_sent_again_when_their_sender_has_ended_before_they_arrived(
-    tmp_path: Path, ends: int, is_read: bool
-) -> None:
-    batch = stored_on("here", taken_batch(tmp_path, [make_group("g", size=4)], 0))
-    ranks, readers, left = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}, ends
+    batch = four_frames(tmp_path)
+    rank, readers, left = ReadingRank(0, 1), {"here": Reader(), "a": Reader()}, ends
     calls = calls_of(readers)
 
     async def call(node: str, method: str, *arguments: Any) -> Any:
         nonlocal left
-        if method == "hold_frames" and left:  # Ray's store has lost what the sender owned
+        if who == "sender" and method == "hold_frames" and left:  # Ray's store has lost what it owned
             left -= 1
             error = OwnerDiedError("0" * 56, None, "")
             raise RayTaskError("hold_frames", "Traceback", error).as_instanceof_cause()
         return await calls(node, method, *arguments)
 
-    trainer = RayTrainer(ranks, ["a"], [tmp_path / "log"], CONFIG, "here", call)
+    if who == "reader":
+        readers["a"].ends_after_holding = ends
+    trainer = trainer_of([rank], reader=call)
     if is_read:
         assert await trainer.read_batch(batch) == {}
-        assert readers["here"].sent == 3 * list(batch.trajectory_ids)
+        assert rank.read.keys() == set(batch.trajectory_ids)
+        assert readers["here"].sent == (ends + 1) * list(batch.trajectory_ids)
     else:
-        with pytest.raises(TrainerError, match="frames were lost with their readers") as failed:
+        with pytest.raises(TrainerError, match=r"frames were lost with their readers") as failed:
             await trainer.read_batch(batch)
         assert failed.value.restartable
 
 
 async def test_a_frame_that_arrives_damaged_is_returned(tmp_path: Path) -> None:
-    batch = stored_on("here", taken_batch(tmp_path, [make_group("g", size=4)], 0))
+    batch = four_frames(tmp_path)
     damaged = Path(batch.trajectories[2].path)
     damaged.write_bytes(damaged.read_bytes()[:-8] + b"\0" * 7 + b"\1")
-    ranks, readers = [ReadingRank(0, 1)], {"here": Reader(), "a": Reader()}
-    trainer = RayTrainer(ranks, ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
-    flaws = await trainer.read_batch(batch)
+    readers = {"here": Reader(), "a": Reader()}
+    flaws = await trainer_of([ReadingRank(0, 1)], reader=calls_of(readers)).read_batch(batch)
     assert flaws.keys() == {batch.trajectory_ids[2]}
     assert readers["a"].num_held == 4
 
@@ -251,11 +235,10 @@ async def test_a_frame_that_arrives_damaged_is_returned(tmp_path: Path) -> None:
 async def test_a_frame_that_its_node_does_not_have_any_more_is_returned(
     tmp_path: Path, node: str, missing: int
 ) -> None:
-    batch = stored_on(node, taken_batch(tmp_path, [make_group("g", size=4)], 0))
+    batch = four_frames(tmp_path, node)
     Path(batch.trajectories[missing].path).unlink()  # as after a node has come back with an empty disk
     readers = {name: Reader() for name in ("here", "a", "b")}
-    trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", calls_of(readers))
-    flaws = await trainer.read_batch(batch)
+    flaws = await trainer_of([ReadingRank(0, 1)], reader=calls_of(readers)).read_batch(batch)
     assert flaws.keys() == {batch.trajectory_ids[missing]}
 
 
@@ -282,18 +265,15 @@ async def test_only_a_node_that_may_send_later_is_waited_for(
     async def fail(*_: Any) -> Any:
         raise RayTaskError("send_frames", "Traceback", cause)
 
-    batch = stored_on("b", taken_batch(tmp_path, [make_group("g", size=2)], 0))
-    trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", fail)
     with pytest.raises(expected):
-        await trainer.read_batch(batch)
+        await trainer_of([ReadingRank(0, 1)], reader=fail).read_batch(four_frames(tmp_path, "b"))
 
 
 @pytest.mark.parametrize(("portion_s", "in_time"), [(100.0, True), (130.0, False)])
-@in_virtual_time
 async def test_a_node_may_take_long_for_many_frames_but_not_for_a_few(
     tmp_path: Path, portion_s: float, in_time: bool
 ) -> None:
-    batch = stored_on("b", taken_batch(tmp_path, [make_group("g", size=4)], 0))
+    batch = four_frames(tmp_path, "b")
     large = tuple(msgspec.structs.replace(each, nbytes=120 << 20) for each in batch.trajectories)
     batch = msgspec.structs.replace(batch, trajectories=large)
     readers = {name: Reader() for name in ("a", "b")}
@@ -306,7 +286,7 @@ async def test_a_node_may_take_long_for_many_frames_but_not_for_a_few(
         return await call(node, method, *arguments)
 
     rank = ReadingRank(0, 1)
-    trainer = RayTrainer([rank], ["a"], [tmp_path / "log"], CONFIG, "here", call_slowly)
+    trainer = trainer_of([rank], reader=call_slowly)
     if in_time:
         assert await trainer.read_batch(batch) == {}
         assert sizes == [2, 2]
@@ -320,12 +300,11 @@ async def test_a_batch_waits_when_the_node_of_a_frame_is_lost(tmp_path: Path) ->
     async def lost(node: str, *_: Any) -> Any:
         raise NodeUnreachable(f"node {node} has left")
 
-    batch = taken_batch(tmp_path, [make_group("g", size=2)], 0)
-    trainer = RayTrainer([ReadingRank(0, 1)], ["a"], [tmp_path / "log"], CONFIG, "here", lost)
+    trainer = trainer_of([ReadingRank(0, 1)], reader=lost)
     with pytest.raises(NodeUnreachable, match=r"node b does not send .*node b has left") as caught:
-        await trainer.read_batch(stored_on("b", batch))
+        await trainer.read_batch(four_frames(tmp_path, "b"))
     assert caught.value.node == "b"
     # Nothing waits for the driver's own node.
     with pytest.raises(TrainerError, match=r"node here: .*node here has left") as failed:
-        await trainer.read_batch(stored_on("here", batch))
+        await trainer.read_batch(four_frames(tmp_path))
     assert failed.value.restartable

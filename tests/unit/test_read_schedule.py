@@ -117,6 +117,7 @@ def never_begin_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     ReadSchedule.of_running_loop().num_open = 100
 
 
+@pytest.mark.real_time  # a real server
 async def test_an_update_does_not_wait_for_the_turns_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     never_begin_turn(monkeypatch)
     server, aborted = FakeSGLang(), asyncio.Event()
@@ -140,6 +141,7 @@ async def test_an_update_does_not_wait_for_the_turns_of_streams(monkeypatch: pyt
     assert seen == [1, 2]  # no token is lost
 
 
+@pytest.mark.real_time  # a real server
 async def test_a_call_that_has_finished_does_not_wait_for_another_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -153,6 +155,7 @@ async def test_a_call_that_has_finished_does_not_wait_for_another_turn(
     assert ReadSchedule.of_running_loop().num_open == 100
 
 
+@pytest.mark.real_time  # a real server
 async def test_all_tokens_arrive_when_streams_are_read_in_turn() -> None:
     server = FakeSGLang()
     together = asyncio.Event()
@@ -168,6 +171,7 @@ async def test_all_tokens_arrive_when_streams_are_read_in_turn() -> None:
     assert schedule.num_open == 0
 
 
+@pytest.mark.real_time  # a real server
 @pytest.mark.parametrize(("num_open", "asked", "sent"), [(0, None, 1), (512, None, 8), (512, 1, 1)])
 async def test_events_have_more_tokens_when_many_streams_are_open(
     num_open: int, asked: int | None, sent: int

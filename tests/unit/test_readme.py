@@ -46,28 +46,3 @@ def test_the_config_of_the_readme_is_the_quickstarts():
     example = ROOT / "examples" / "calculator" / "config.yaml"
     assert yaml.safe_load(block("yaml")) == yaml.safe_load(example.read_text())
     load_config(example)
-
-
-def test_every_path_of_the_readme_exists():
-    paths = set(re.findall(r"\]\(([\w./-]+)\)", README)) | set(re.findall(r"`((?:\w+/)+)`", README))
-    missing = {
-        path
-        for path in paths
-        if not (ROOT / path).exists()
-        and not (ROOT / "async_rl" / path).exists()
-        and path not in {"logs/", "checkpoints/", "hf/", "spool/", "journal/"}
-    }
-    assert not missing
-
-
-def test_all_pages_say_how_long_the_tests_take() -> None:
-    pages = ("README.md", "CONTRIBUTING.md", "Makefile")
-    minutes = {page: set(re.findall(r"under (\d+) minutes", (ROOT / page).read_text())) for page in pages}
-    assert len(set.union(*minutes.values())) == 1
-    assert all(minutes.values()), minutes
-
-
-def test_make_bench_runs_all_benchmarks_but_the_one_that_needs_the_quickstarts_model() -> None:
-    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
-    programs = {name for name, text in texts.items() if "__main__" in text}
-    assert {name for name in programs if '"--quick"' not in texts[name]} == {"wrong_routing.py"}

@@ -11,8 +11,6 @@ import msgspec
 import pytest
 
 from async_rl.observability.records import (
-    COUNTS,
-    FIGURES,
     Extreme,
     StepRecord,
     Totals,
@@ -45,78 +43,54 @@ def totals(**changes: object) -> Totals:
 
 def test_summary_takes_the_first_and_last_five_steps_when_there_are_more() -> None:
     summary = summarise([record(i, reward_mean=float(i)) for i in range(1, 21)], totals())
-    assert summary.reward_first == pytest.approx(3.0)
-    assert summary.reward_last == pytest.approx(18.0)
+    assert (summary.reward_first, summary.reward_last) == (pytest.approx(3.0), pytest.approx(18.0))
     assert summary.weight_versions == 20
 
 
-def test_summary_weighs_interruptions_by_trajectories_when_batches_differ() -> None:
-    records = [record(1, trajectories=10, interrupted=10), record(2, trajectories=30, interrupted=0)]
-    assert summarise(records, totals()).interrupted_share == pytest.approx(0.25)
-
-
 def test_summary_derives_rates_and_shares_from_the_seconds_of_training() -> None:
-    records = [
-        record(1, wait_s=4.0, sync_s=0.2, pause_s=0.01, staleness_max=1, routing_rows=90),
-        record(2, wait_s=1.0, sync_s=0.4, pause_s=0.03, staleness_max=3, routing_rows_invalid=2),
-    ]
-    summary = summarise(records, totals())
+    times = {"wait_s": 4.0, "sync_s": 0.2, "pause_s": 0.01}
+    tokens = {"trained_tokens": 60, "masked_tokens": 20, "length_ks": 0.4}
+    more = {"staleness_max": 1, "routing_rows": 90, "trajectories": 10, "interrupted": 10}
+    last = {"wait_s": 1.0, "sync_s": 0.4, "pause_s": 0.03, "trained_tokens": 20, "length_ks": 0.03}
+    last_more = {"staleness_max": 3, "routing_rows_invalid": 2, "trajectories": 30, "interrupted": 0}
+    summary = summarise([record(1, **times, **tokens, **more), record(2, **last, **last_more)], totals())
     assert summary.tokens_per_s == pytest.approx(80.0)
     assert summary.trainer_idle_share == pytest.approx(0.1)
     assert summary.engine_idle_share == 0.25
     assert summary.staleness_max == 3
     assert summary.sync.mean_s == pytest.approx(0.3)
     assert summary.sync.pause_max_s == 0.03
-    assert (summary.routing.merge, summary.routing.rows_checked, summary.routing.rows_invalid) == (
-        "replace",
-        90,
-        2,
-    )
-
-
-def test_summary_says_how_much_was_masked_and_the_last_distance_of_lengths() -> None:
-    records = [
-        record(1, trained_tokens=60, masked_tokens=20, length_ks=0.4),
-        record(2, trained_tokens=20, length_ks=0.03),
-    ]
-    summary = summarise(records, totals())
+    assert summary.interrupted_share == pytest.approx(0.25)
     assert summary.masked_share == pytest.approx(0.2)
     assert summary.length_ks == 0.03
-    assert summarise([], totals()).length_ks is None
+    routing = summary.routing
+    assert (routing.merge, routing.rows_checked, routing.rows_invalid) == ("replace", 90, 2)
 
 
 def test_kl_of_bypass_mode_has_a_mean_of_its_own() -> None:
-    bypass = summarise([record(i, ppo_kl_bypass=0.1 * i) for i in (1, 3)], totals())
-    assert (bypass.ppo_kl_mean, bypass.ppo_kl_bypass_mean) == (None, pytest.approx(0.2))
-    recomputed = summarise([record(i, ppo_kl=0.1 * i) for i in (1, 3)], totals())
-    assert (recomputed.ppo_kl_mean, recomputed.ppo_kl_bypass_mean) == (pytest.approx(0.2), None)
+    def means(name: str) -> tuple[float | None, float | None]:
+        summary = summarise([record(i, **{name: 0.1 * i}) for i in (1, 3)], totals())
+        return summary.ppo_kl_mean, summary.ppo_kl_bypass_mean
+
+    assert means("ppo_kl_bypass") == (None, pytest.approx(0.2))
+    assert means("ppo_kl") == (pytest.approx(0.2), None)
 
 
 def test_summary_has_the_keys_that_programs_read() -> None:
     plain = msgspec.to_builtins(summarise([record(1)], totals()))
-    assert set(plain) >= {
-        "reward_first",
-        "reward_last",
-        "weight_versions",
-        "trajectories",
-        "interrupted_share",
-        "staleness_max",
-        "max_staleness",
-        "ppo_kl_mean",
-        "log_prob_abs_diff_mean",
-        "rl_seconds",
-        "tokens_per_s",
-        "routing",
-    }
+    names = (
+        "reward_first reward_last weight_versions trajectories interrupted_share staleness_max max_staleness"
+    )
+    more = "ppo_kl_mean log_prob_abs_diff_mean rl_seconds tokens_per_s routing"
+    assert set(plain) >= {*names.split(), *more.split()}
     assert set(plain["trajectories"]) == {"dispatched", "trained", "in_flight", "queued", "dropped"}
     assert set(plain["routing"]) == {"merge", "rows_checked", "rows_invalid"}
 
 
 def test_summary_says_none_when_no_step_was_made() -> None:
     summary = summarise([], totals(rl_seconds=0.0))
-    assert summary.reward_first is None
-    assert summary.interrupted_share is None
-    assert summary.tokens_per_s is None
+    unknown = (summary.reward_first, summary.interrupted_share, summary.tokens_per_s, summary.length_ks)
+    assert unknown == (None,) * 4
     assert summary.weight_versions == 0
 
 
@@ -145,18 +119,14 @@ def test_records_end_at_the_last_whole_line_when_a_crash_cut_one_short(tmp_path:
     assert [r.step for r in step_record_log(path).read()] == [1, 2]
 
 
-def test_records_of_a_resumed_run_replace_the_steps_it_repeats(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)):
-        step_record_log(path).append(record(step, reward_mean=reward))
-    assert [(r.step, r.reward_mean) for r in step_record_log(path).read()] == [(1, 0.1), (2, 0.9)]
-
-
 def test_a_file_has_one_line_per_step_when_a_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = step_record_log(path)
-    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9), (3, 0.4)):  # of an earlier version
+    assert log.read() == []
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)):
         log.append(record(step, reward_mean=reward))
+    assert [(r.step, r.reward_mean) for r in step_record_log(path).read()] == [(1, 0.1), (2, 0.9)]
+    log.append(record(3, reward_mean=0.4))  # of an earlier version
     log.truncate_to(2)
     log.append(record(3, reward_mean=0.5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -200,25 +170,15 @@ def test_a_line_that_a_full_disk_cuts_short_is_an_error_and_can_be_written_later
 
 
 def test_the_last_mismatch_is_of_the_step_that_had_tokens_of_its_own_version() -> None:
-    measured = record(4, lag0_log_prob_abs_diff=1e-6)
-    assert (
-        last_at_equal_versions([record(3), measured, record(5, lag0_log_prob_abs_diff=math.nan)]) is measured
-    )
+    measured, unmeasured = record(4, lag0_log_prob_abs_diff=1e-6), record(5, lag0_log_prob_abs_diff=math.nan)
+    assert last_at_equal_versions([record(3), measured, unmeasured]) is measured
     assert last_at_equal_versions([record(5)]) is None
-
-
-def test_there_are_no_records_when_there_is_no_file(tmp_path: Path) -> None:
-    assert step_record_log(tmp_path / "metrics.jsonl").read() == []
 
 
 def test_a_lost_trajectory_is_seen_when_the_counts_do_not_add_up() -> None:
     assert totals().trajectories.unaccounted == 0
     lost = TrajectoryCounts(dispatched=10, trained=4, in_flight=3, queued=0, dropped={"stale": 2})
     assert lost.unaccounted == 1
-
-
-def test_what_a_trainer_reports_has_a_field_in_the_record() -> None:
-    assert set(FIGURES) | set(COUNTS) <= set(StepRecord.__struct_fields__)
 
 
 def test_extremes_are_read_back_as_they_were_written(tmp_path: Path) -> None:

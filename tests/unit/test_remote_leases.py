@@ -19,7 +19,6 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
 from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError, RequestRefused, VersionMismatch
 from async_rl.observability.metrics import Metrics
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.workers.messages import (
     CallProgress,
     DropCall,
@@ -111,7 +110,6 @@ def request() -> GenerateRequest:
     )
 
 
-@in_virtual_time
 async def test_streams_are_read_at_once_when_their_engine_aborts_them_and_not_when_it_pauses_them() -> None:
     """After each update in place a worker would otherwise wake up for every event of every stream."""
     worker = Worker()
@@ -132,7 +130,6 @@ async def test_streams_are_read_at_once_when_their_engine_aborts_them_and_not_wh
         calling.cancel()
 
 
-@in_virtual_time
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_workers_know_whether_an_interrupted_engine_aborts_its_calls(mode: InterruptMode) -> None:
     async with Nursery() as nursery:
@@ -146,7 +143,6 @@ async def test_workers_know_whether_an_interrupted_engine_aborts_its_calls(mode:
         driver.leases.close()
 
 
-@in_virtual_time
 async def test_workers_know_which_version_running_calls_can_report_before_its_update_begins() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -165,7 +161,6 @@ async def test_workers_know_which_version_running_calls_can_report_before_its_up
         driver.leases.close()
 
 
-@in_virtual_time
 async def test_the_versions_of_other_models_are_none_of_the_policy() -> None:
     worker = Worker()
     worker.calls.renew(worker.clock())
@@ -178,7 +173,6 @@ async def test_the_versions_of_other_models_are_none_of_the_policy() -> None:
     assert (worker.calls.newest_version, judge.newest_version) == (-1, 800)
 
 
-@in_virtual_time
 async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
     worker = Worker()
     worker.calls.renew(worker.clock())
@@ -203,7 +197,6 @@ async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
 
 @pytest.mark.parametrize("error", [EngineBusy("503", 5.0), RequestRefused("400")])
 @pytest.mark.parametrize("revoked", [False, True])
-@in_virtual_time
 async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: bool, error: Exception) -> None:
     """Whose memory is released refuses calls; the report would arrive in its next epoch."""
     worker = Worker()
@@ -226,7 +219,6 @@ async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: boo
     assert any(isinstance(message, EngineReport) for message in worker.posted) == (not revoked)
 
 
-@in_virtual_time
 async def test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated() -> None:
     worker = Worker()
     worker.calls.renew(worker.clock())
@@ -244,7 +236,6 @@ async def test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated
 
 
 @pytest.mark.parametrize("early_s", [1e-9, 0.0009])
-@in_virtual_time
 async def test_a_lease_expires_also_when_the_timer_for_that_is_early(early_s: float) -> None:
     """By the resolution of the event loop: a nanosecond of asyncio's, a millisecond of uvloop's."""
     worker = Worker()
@@ -258,7 +249,6 @@ async def test_a_lease_expires_also_when_the_timer_for_that_is_early(early_s: fl
     assert worker.clock() == pytest.approx(LEASE_S, abs=0.01)
 
 
-@in_virtual_time
 async def test_an_expired_lease_closes_its_stream_and_sends_nothing() -> None:
     worker = Worker()
     worker.calls.renew(worker.clock())
@@ -332,7 +322,6 @@ class Driver:
         return self.pool.statistics.load_of("engine-0").calls
 
 
-@in_virtual_time
 async def test_a_call_of_a_teacher_has_its_engine_and_is_none_of_the_policys() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -351,7 +340,6 @@ async def test_a_call_of_a_teacher_has_its_engine_and_is_none_of_the_policys() -
         assert driver.leases.is_closed
 
 
-@in_virtual_time
 async def test_calls_of_a_worker_name_their_model() -> None:
     worker = Worker()
 
@@ -367,7 +355,6 @@ async def test_calls_of_a_worker_name_their_model() -> None:
     assert (wanted.model, wanted.tokens, wanted.prompt) == ("teacher", 9, 9)
 
 
-@in_virtual_time
 async def test_a_worker_holds_a_lease_of_the_pool_for_each_call() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -380,7 +367,6 @@ async def test_a_worker_holds_a_lease_of_the_pool_for_each_call() -> None:
         assert driver.leased == [("a", 3), ("a", None)]
 
 
-@in_virtual_time
 async def test_a_repeated_message_takes_no_second_lease_and_returns_no_other() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -398,7 +384,6 @@ async def test_a_repeated_message_takes_no_second_lease_and_returns_no_other() -
         assert sum(isinstance(message, LeaseGranted) for message in driver.posted) == 1
 
 
-@in_virtual_time
 async def test_a_lease_that_is_not_wanted_any_more_takes_no_engine() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -415,7 +400,6 @@ async def test_a_lease_that_is_not_wanted_any_more_takes_no_engine() -> None:
         assert driver.num_calls == 0
 
 
-@in_virtual_time
 async def test_all_waiting_calls_begin_in_turns_of_the_event_loop() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -430,7 +414,6 @@ async def test_all_waiting_calls_begin_in_turns_of_the_event_loop() -> None:
             driver.leases.handle_message(LeaseEnded(lease_id=number))
 
 
-@in_virtual_time
 async def test_an_engine_is_interrupted_when_workers_have_confirmed_that_they_send_nothing_more() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -447,7 +430,6 @@ async def test_an_engine_is_interrupted_when_workers_have_confirmed_that_they_se
         driver.leases.handle_message(LeaseEnded(lease_id=1))
 
 
-@in_virtual_time
 async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None:
     """An update of a thousand engines would otherwise send each worker hundreds of messages."""
     async with Nursery() as nursery:
@@ -490,7 +472,6 @@ async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None
         other.close()
 
 
-@in_virtual_time
 async def test_a_worker_that_ends_before_its_leases_are_revoked_delays_no_engine() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -503,7 +484,6 @@ async def test_a_worker_that_ends_before_its_leases_are_revoked_delays_no_engine
         assert interrupting.done()
 
 
-@in_virtual_time
 async def test_a_heartbeat_reports_trajectories_that_make_no_more_calls() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -528,7 +508,6 @@ async def test_a_heartbeat_reports_trajectories_that_make_no_more_calls() -> Non
             driver.pool.return_lease(lease)
 
 
-@in_virtual_time
 async def test_leases_of_a_silent_worker_expire_before_an_engine_is_interrupted() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -542,7 +521,6 @@ async def test_leases_of_a_silent_worker_expire_before_an_engine_is_interrupted(
         assert driver.num_calls == 0
 
 
-@in_virtual_time
 async def test_a_silent_worker_that_is_back_in_time_still_gets_the_leases_that_it_waits_for() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -563,7 +541,6 @@ async def test_a_silent_worker_that_is_back_in_time_still_gets_the_leases_that_i
         driver.leases.close()
 
 
-@in_virtual_time
 async def test_requests_of_a_lost_worker_take_no_engine_when_its_leases_are_returned() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -580,7 +557,6 @@ async def test_requests_of_a_lost_worker_take_no_engine_when_its_leases_are_retu
         assert not any(isinstance(m, LeaseGranted) and m.lease_id == 3 for m in driver.posted)
 
 
-@in_virtual_time
 async def test_calls_of_a_worker_that_is_silent_after_its_answer_end_with_its_leases() -> None:
     """It has confirmed that it sends nothing more, and does not say that its streams are closed."""
     async with Nursery() as nursery:
@@ -598,7 +574,6 @@ async def test_calls_of_a_worker_that_is_silent_after_its_answer_end_with_its_le
         assert driver.num_calls == 0
 
 
-@in_virtual_time
 async def test_nothing_is_sent_after_expiry_when_the_timer_of_it_is_late() -> None:
     worker = Worker()
     worker.calls.renew(worker.clock())
@@ -613,7 +588,6 @@ async def test_nothing_is_sent_after_expiry_when_the_timer_of_it_is_late() -> No
     assert (end.reason, lease.interrupted) == ("abort", True)
 
 
-@in_virtual_time
 async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more() -> None:
     """A silent worker's leases last longer than `weights.timeout_s` here: no engine is to blame for it."""
     async with Nursery() as nursery:
@@ -633,7 +607,6 @@ async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more()
             await update(4.1)
 
 
-@in_virtual_time
 async def test_the_silence_of_an_engine_is_judged_from_the_end_of_a_lost_workers_leases_on() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -645,7 +618,6 @@ async def test_the_silence_of_an_engine_is_judged_from_the_end_of_a_lost_workers
         driver.pool.return_lease(other)
 
 
-@in_virtual_time
 async def test_an_update_has_its_whole_limit_when_a_lost_worker_receives_a_payload_no_longer() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -662,7 +634,6 @@ async def test_an_update_has_its_whole_limit_when_a_lost_worker_receives_a_paylo
             await updating
 
 
-@in_virtual_time
 async def test_an_update_has_its_whole_limit_when_a_lost_worker_did_not_say_that_calls_ended() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -680,7 +651,6 @@ async def test_an_update_has_its_whole_limit_when_a_lost_worker_did_not_say_that
         assert driver.clock() < LEASE_S + 5.5
 
 
-@in_virtual_time
 async def test_pieces_of_payloads_are_reported_at_once_and_tokens_seldom() -> None:
     worker = Worker(report_s=8.0)
     worker.calls.renew(worker.clock())
@@ -696,7 +666,6 @@ async def test_pieces_of_payloads_are_reported_at_once_and_tokens_seldom() -> No
     calling.cancel()
 
 
-@in_virtual_time
 async def test_an_update_waits_for_the_report_of_a_worker_that_receives_a_payload() -> None:
     """A piece may have come that a silent worker has not reported; one that reports none ends the wait."""
     async with Nursery() as nursery:
@@ -719,7 +688,6 @@ async def test_an_update_waits_for_the_report_of_a_worker_that_receives_a_payloa
         driver.leases.close()
 
 
-@in_virtual_time
 async def test_an_update_has_its_whole_limit_when_the_last_piece_of_a_payload_has_come() -> None:
     """The lease ends with it, before the next heartbeat."""
     async with Nursery() as nursery:
@@ -739,7 +707,6 @@ async def test_an_update_has_its_whole_limit_when_the_last_piece_of_a_payload_ha
         driver.leases.close()
 
 
-@in_virtual_time
 async def test_an_engine_that_fails_while_workers_are_silent_is_waited_for_no_longer() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -756,7 +723,6 @@ async def test_an_engine_that_fails_while_workers_are_silent_is_waited_for_no_lo
         driver.leases.close()
 
 
-@in_virtual_time
 async def test_an_engine_that_still_gets_calls_is_not_interrupted() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -774,7 +740,6 @@ def lender_of(borrower: Driver) -> EnginePool:
     return run
 
 
-@in_virtual_time
 async def test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away() -> None:
     """The run takes it from an evaluation: workers of the evaluation have leases of its own pool."""
     async with Nursery() as nursery:
@@ -793,7 +758,6 @@ async def test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away() -> 
         borrower.leases.handle_message(LeaseEnded(lease_id=1))
 
 
-@in_virtual_time
 async def test_a_lent_engines_limit_begins_when_the_borrowers_workers_send_it_nothing() -> None:
     """The run that takes it away has no calls on it whose workers could be asked."""
     async with Nursery() as nursery:
@@ -807,7 +771,6 @@ async def test_a_lent_engines_limit_begins_when_the_borrowers_workers_send_it_no
         assert borrower.clock() - began_s > LEASE_S + 3.9
 
 
-@in_virtual_time
 async def test_the_limit_of_an_engine_begins_when_a_worker_that_hears_nothing_is_ended() -> None:
     """Its heartbeats go on, so its leases do not expire."""
     async with Nursery() as nursery:
@@ -829,7 +792,6 @@ async def test_the_limit_of_an_engine_begins_when_a_worker_that_hears_nothing_is
         assert driver.clock() - began_s == pytest.approx(12.0 + 3.9)
 
 
-@in_virtual_time
 async def test_calls_of_a_worker_are_dropped_when_their_engine_is_quarantined() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -844,7 +806,6 @@ async def test_calls_of_a_worker_are_dropped_when_their_engine_is_quarantined() 
 
 
 @pytest.mark.parametrize("wrong_weights", [False, True])
-@in_virtual_time
 async def test_workers_know_that_calls_are_dropped_for_their_weights(wrong_weights: bool) -> None:
     """Strike three: all calls of the engine sample by its weights."""
     worker = Worker()
@@ -869,7 +830,6 @@ async def test_workers_know_that_calls_are_dropped_for_their_weights(wrong_weigh
         driver.leases.close()
 
 
-@in_virtual_time
 async def test_a_failed_engine_is_restarted_when_its_leases_are_revoked() -> None:
     restarted: list[str] = []
 
@@ -898,7 +858,6 @@ async def test_a_failed_engine_is_restarted_when_its_leases_are_revoked() -> Non
         nursery.cancel_tasks()
 
 
-@in_virtual_time
 async def test_a_failed_engine_on_shared_devices_is_ended_when_its_leases_are_revoked() -> None:
     ended: list[str] = []
 
@@ -922,7 +881,6 @@ async def test_a_failed_engine_on_shared_devices_is_ended_when_its_leases_are_re
         driver.leases.handle_message(LeaseEnded(lease_id=1))
 
 
-@in_virtual_time
 async def test_an_engine_leaves_when_the_leases_of_a_silent_worker_have_expired(tmp_path: Path) -> None:
     departed: list[float] = []
 
@@ -950,7 +908,6 @@ async def test_an_engine_leaves_when_the_leases_of_a_silent_worker_have_expired(
         nursery.cancel_tasks()
 
 
-@in_virtual_time
 async def test_an_engine_is_not_restarted_when_it_leaves_while_leases_expire(tmp_path: Path) -> None:
     """The cluster knows it no more."""
     known: set[str] = {"engine-0"}
@@ -986,7 +943,6 @@ async def test_an_engine_is_not_restarted_when_it_leaves_while_leases_expire(tmp
         nursery.cancel_tasks()
 
 
-@in_virtual_time
 async def test_leases_expire_also_when_the_wait_for_that_is_cancelled() -> None:
     """An evaluation that is stopped has workers that may still send requests."""
     async with Nursery() as nursery:
@@ -1003,7 +959,6 @@ async def test_leases_expire_also_when_the_wait_for_that_is_cancelled() -> None:
         assert driver.leases.is_closed
 
 
-@in_virtual_time
 @pytest.mark.parametrize("keeps_cache", [False, True])
 async def test_each_update_of_an_engine_begins_an_epoch(keeps_cache: bool) -> None:
     async with Nursery() as nursery:
@@ -1028,7 +983,6 @@ async def test_each_update_of_an_engine_begins_an_epoch(keeps_cache: bool) -> No
     ],
     ids=lambda each: getattr(each, "kind", None),
 )
-@in_virtual_time
 async def test_what_a_worker_reports_of_an_engine_counts_as_a_call_of_the_driver(
     report: EngineReport, state: EngineState
 ) -> None:
@@ -1049,7 +1003,6 @@ async def test_what_a_worker_reports_of_an_engine_counts_as_a_call_of_the_driver
             driver.leases.handle_message(LeaseEnded(lease_id=2))
 
 
-@in_virtual_time
 async def test_a_late_report_says_nothing_against_an_engine_that_was_restarted() -> None:
     """The worker's leases have expired, and its report was under way for longer."""
     async with Nursery() as nursery:
@@ -1075,7 +1028,6 @@ async def test_a_late_report_says_nothing_against_an_engine_that_was_restarted()
         driver.leases.close()
 
 
-@in_virtual_time
 async def test_a_busy_engine_is_reported_with_the_time_that_it_asked_for() -> None:
     worker = Worker()
     worker.calls.record_back_pressure("engine-0", EngineBusy("too many calls", 5.0))
@@ -1084,7 +1036,6 @@ async def test_a_busy_engine_is_reported_with_the_time_that_it_asked_for() -> No
     assert (report.kind, report.retry_after_s) == ("busy", 5.0)
 
 
-@in_virtual_time
 async def test_an_engine_is_not_blamed_for_the_silence_of_a_worker() -> None:
     async with Nursery() as nursery:
         driver = Driver(nursery)
@@ -1099,7 +1050,6 @@ async def test_an_engine_is_not_blamed_for_the_silence_of_a_worker() -> None:
         driver.leases.handle_message(LeaseEnded(lease_id=1))
 
 
-@in_virtual_time
 async def test_an_engine_is_not_blamed_for_calls_of_a_worker_that_handles_no_messages() -> None:
     """Its heartbeats go on, but it does not hear that it may begin the calls."""
     async with Nursery() as nursery:

@@ -84,18 +84,21 @@ def test_each_step_is_one_line_when_there_is_no_terminal(tmp_path: Path) -> None
     assert "interrupted 2/8 | in flight 7 | queued 3" in lines[3]
 
 
-def test_the_panel_shows_step_flow_and_what_is_waited_for_when_on_a_terminal(tmp_path: Path) -> None:
+def panel(folder: Path, records: list[StepRecord]) -> str:
+    """What a terminal shows of a run with these steps."""
     out, file = console(terminal=True)
     progress = RunProgress(out)
-    progress.start(config(), tmp_path, "http://127.0.0.1:9000")
-    try:
-        for record in steps(3):
-            progress.step(record)
-        progress.flow(in_flight=11, queued=12, waiting_for="a batch")
-        out.print(progress.render())
-    finally:
-        progress.stop()
-    text = file.getvalue()
+    progress.start(config(), folder, "http://127.0.0.1:9000")
+    for record in records:
+        progress.step(record)
+    progress.flow(in_flight=11, queued=12, waiting_for="a batch")
+    progress.stop()
+    out.print(progress.render())
+    return file.getvalue()
+
+
+def test_the_panel_shows_step_flow_and_what_is_waited_for_when_on_a_terminal(tmp_path: Path) -> None:
+    text = panel(tmp_path, steps(3))
     for shown in ("3 of 10", "11 / 12 trajectories", "a batch", "▁▄█", "2 of 8 trajectories"):
         assert shown in text
 
@@ -114,30 +117,11 @@ def test_the_panel_fits_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.Mo
     assert sum("▁" in line or "█" in line for line in lines) == 1
 
 
-def test_the_panel_says_what_the_kl_is_made_of_and_how_long_the_rest_takes(tmp_path: Path) -> None:
-    out, file = console(terminal=True)
-    progress = RunProgress(out)
-    progress.start(config(), tmp_path, "http://127.0.0.1:9000")
-    progress.stop()
-    for record in steps(
-        4, kl_mismatch=0.0002, lag0_log_prob_abs_diff=0.001, kl_staleness=0.003, kl_routing=math.nan
-    ):
-        progress.step(record)
-    out.print(progress.render())
-    assert "mismatch 0.00020, staleness 0.00300 " in file.getvalue()
-    assert "· 6 s left" in file.getvalue()
-
-
 def test_the_panel_shows_the_last_mismatch_with_its_step_when_this_step_has_none(tmp_path: Path) -> None:
-    out, file = console(terminal=True)
-    progress = RunProgress(out)
-    progress.start(config(), tmp_path, "http://127.0.0.1:9000")
-    progress.stop()
-    for record in steps(2, kl_mismatch=0.0002, lag0_log_prob_abs_diff=0.001):
-        progress.step(record)
-    progress.step(steps(3, kl_mismatch=math.nan)[-1])
-    out.print(progress.render())
-    assert "mismatch of step 2 0.00020" in file.getvalue()
+    records = steps(3, kl_mismatch=0.0002, lag0_log_prob_abs_diff=0.001, kl_staleness=0.003)
+    assert "mismatch 0.00020, staleness 0.00300" in panel(tmp_path, records)
+    records += steps(4, kl_mismatch=math.nan)[-1:]
+    assert "mismatch of step 3 0.00020" in panel(tmp_path, records)
 
 
 @pytest.mark.parametrize("environment", [{"FORCE_COLOR": "1"}, {"TERM": "dumb"}, {}])
@@ -170,12 +154,6 @@ def test_a_terminal_without_colours_gets_a_panel_without_colours(monkeypatch: py
     assert re.findall(r"\x1b\[(?:3|4|9|10)\d", file.getvalue()) == []
 
 
-def test_a_figure_is_left_out_of_the_line_when_it_is_not_a_number() -> None:
-    out, file = console()
-    RunProgress(out).step(steps(1, reward_mean=math.nan)[0])
-    assert "reward n/a" in file.getvalue()
-
-
 def test_the_header_shows_what_differs_and_what_follows(tmp_path: Path) -> None:
     shown = config(group_size=4, max_staleness=1, max_concurrent_trajectories=10)
     out, file = console()
@@ -186,12 +164,12 @@ def test_the_header_shows_what_differs_and_what_follows(tmp_path: Path) -> None:
     assert "rollout.temperature" not in text
     assert "engine." not in text
     assert list(derived_bounds(shown).values())[:4] == [12, 6, 24, 10]
-
-
-def test_the_kind_of_engine_is_shown_when_it_is_not_sglang() -> None:
     tree = {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"kind": "simulated"}}
-    shown = changed_fields(parse_config(tree))
-    assert shown == {"model.path": "m", "data.path": "d", "engine.kind": "simulated"}
+    assert changed_fields(parse_config(tree)) == {
+        "model.path": "m",
+        "data.path": "d",
+        "engine.kind": "simulated",
+    }
 
 
 def test_the_summary_is_written_for_programs(tmp_path: Path) -> None:
@@ -209,20 +187,25 @@ def test_the_summary_is_written_when_no_figure_is_a_number(tmp_path: Path, recor
     assert json.loads((tmp_path / "summary.json").read_text())["reward_first"] is None
 
 
-def test_the_summary_shows_curve_figures_and_files(tmp_path: Path) -> None:
-    records = steps(10)
+def summary(folder: Path, records: list[StepRecord]) -> str:
     out, file = console(width=200)  # a path is longer than a line of the usual width
-    print_summary(out, tmp_path, records, summarise(records, TOTALS))
-    text = file.getvalue()
+    print_summary(out, folder, records, summarise(records, TOTALS))
+    return file.getvalue()
+
+
+def test_the_summary_shows_curve_figures_and_files(tmp_path: Path) -> None:
+    text = summary(tmp_path, steps(10, kl_mismatch=2e-5))
     for shown in ("mean reward by step", "0.300 → 0.800", "1 stale", "25% of the trained", str(tmp_path)):
         assert shown in text
+    assert "ppo_kl by step" in text
+    assert "at most 2e-05 nats" in text
+    assert "KL of routing" not in text, "it was not measured"
 
 
 def test_the_summary_shows_no_curve_when_there_is_nothing_to_draw(tmp_path: Path) -> None:
-    out, file = console()
-    print_summary(out, tmp_path, [], summarise([], TOTALS))
-    assert "mean reward by step" not in file.getvalue()
-    assert "n/a" in file.getvalue()
+    text = summary(tmp_path, [])
+    assert "mean reward by step" not in text
+    assert "n/a" in text
 
 
 def test_a_sparkline_is_scaled_to_its_own_range_and_leaves_gaps() -> None:
@@ -239,35 +222,12 @@ def test_a_step_shows_the_kl_of_bypass_mode_under_its_own_name():
     assert "| ppo_kl 0.12500 nats |" in step_line(recomputed, 1)
 
 
-def test_the_summary_shows_what_was_measured_of_the_kl_by_step(tmp_path: Path) -> None:
-    out, file = console()
-    records = steps(4, kl_mismatch=2e-5, ppo_kl=0.001)
-    print_summary(out, tmp_path, records, summarise(records, TOTALS))
-    text = file.getvalue()
-    assert "ppo_kl by step" in text
-    assert "at most 2e-05 nats" in text
-    assert "KL of routing" not in text
-    said = " ".join(text.split())
-    assert "a spike: the updates of one batch moved the policy far" in said
-    assert "a spike: engine and trainer differ at equal weights" in said
-    assert "a spike: replay removes more" not in said
-
-
-def test_the_first_screen_says_what_a_spike_in_a_steps_line_means(tmp_path: Path) -> None:
-    out, file = console()
-    print_header(out, config(), tmp_path, "http://127.0.0.1:9000")
-    said = " ".join(file.getvalue().partition("a spike of")[2].split())
-    assert "ppo_kl the updates of one batch moved the policy far" in said
-    assert "mismatch engine and trainer differ at equal weights" in said
-    assert "staleness older data than usual" in said
-    assert "routing replay removes more than usual" in said
-
-
 def test_a_step_shows_no_kl_that_nothing_has_measured():
     (one_update,) = steps(1, ppo_kl=math.nan, kl_mismatch=1.25e-7, kl_staleness=math.nan, kl_routing=0.03)
     line = step_line(one_update, 1)
     assert "ppo_kl" not in line
     assert "| rollout KL: mismatch 1e-07, routing 3e-02 |" in line
+    assert "reward n/a" in step_line(steps(1, reward_mean=math.nan)[0], 1)
 
 
 @pytest.mark.parametrize(

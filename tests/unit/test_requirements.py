@@ -34,6 +34,7 @@ INSTALLED = [*LISTS, REQUIREMENTS / "torch.txt"]
 CONFLICT = re.compile(r"(\S+) \S+ (?:requires|has requirement) ([\w.-]+)")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not (Path(sys.prefix) / "requirements.stamp").exists(), reason="this environment is not from `make setup`"
 )
@@ -175,12 +176,14 @@ def service() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.long
 def test_the_audit_names_packages_with_advisories(service: str, tmp_path: Path) -> None:
     line = f"--hash=sha256:{64 * '0'}\n"
     (tmp_path / "list.txt").write_text(f"honest==2.13.0 {line}changed==2.13.0 {line}")
     assert audit([tmp_path / "list.txt"], service) == {"changed==2.13.0": {"TEST-1"}}
 
 
+@pytest.mark.long
 def test_an_audit_without_answers_is_no_clean_audit(service: str, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("broken==2.13.0\n")
     with pytest.raises(AuditError):

@@ -22,6 +22,8 @@ from agent_loops.sandbox import Interpreter, Limits
 from tests.support.reward_functions import make_completion
 from tests.support.scripted_session import make_task
 
+pytestmark = pytest.mark.real_time
+
 HONEST = "def add(a, b):\n    return a + b\n"
 
 TESTS = [
@@ -52,7 +54,6 @@ CHEATS = {
     "exit_at_once": "import sys\nsys.exit(0)",
     "exit_in_the_call": "import sys\ndef add(a, b):\n    sys.exit(0)",
     "exit_with_a_subclass": "class Done(SystemExit): pass\ndef add(a, b):\n    raise Done(0)",
-    "exit_without_cleanup": "import os\nos._exit(0)",
     "exit_without_cleanup_in_the_call": "import os\ndef add(a, b):\n    os._exit(0)",
     "exit_by_exec": "import os\ndef add(a, b):\n    os.execv('/bin/true', ['true'])",
     "exit_hook": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b):\n    raise SystemExit",
@@ -69,15 +70,6 @@ class Any:
     __radd__ = __rsub__ = __abs__ = lambda self, *_: self
 def add(a, b): return Any()
 """,
-    "mock_any": "from unittest.mock import ANY\ndef add(a, b): return ANY",
-    "magic_mock": """
-from unittest.mock import MagicMock
-def add(a, b):
-    mock = MagicMock()
-    mock.__eq__.side_effect = lambda other: True
-    mock.__ne__.side_effect = lambda other: False
-    return mock
-""",
     "subclass_of_int": """
 class Int(int):
     def __eq__(self, other): return True
@@ -85,13 +77,6 @@ class Int(int):
     __lt__ = __gt__ = __eq__
     __hash__ = int.__hash__
 def add(a, b): return Int(-1)
-""",
-    "subclass_of_str": """
-class Str(str):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    __hash__ = str.__hash__
-def add(a, b): return Str("?")
 """,
     "subclasses_of_containers": """
 class Dict(dict):
@@ -268,8 +253,6 @@ def add(a, b):
     # -- forged results
     "forged_end_at_once": _FORGE + "forge(b'done')\nos._exit(0)",
     "forged_end_in_the_call": _FORGE + "def add(a, b):\n    forge(b'done')\n    os._exit(0)",
-    "forged_end_before_waiting": _FORGE
-    + "import time\ndef add(a, b):\n    forge(b'done')\n    time.sleep(60)",
     "forged_value": _FORGE
     + """def add(a, b):
     for text in (b'["value",true]', b'["value",["r",0]]', b'true', b'passed'):
@@ -306,11 +289,8 @@ def add(a, b): return True
     "stdout_closed": "import os\nfor n in range(64):\n    try: os.close(n)\n    except OSError: pass",
     # -- hostile results
     "not_a_number": "def add(a, b): return float('nan')",
-    "infinite": "def add(a, b): return float('inf')",
-    "nothing": "def add(a, b): return None",
     "surrogates": "def add(a, b): return '\\ud800\\udfff\\x00\\x1e\\n' * 9",
     "surrogates_in_the_program": "def add(a, b): return '\ud800'",
-    "nul_in_the_program": "def add(a, b): return '\x00'",
     "deep_result": """
 def add(a, b):
     value = []
@@ -428,18 +408,18 @@ if draw.random() < 0.2:
 """
 
 
-@pytest.mark.parametrize("seed", range(40))
-async def test_any_output_of_a_process_has_a_result(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    command = [sys.executable, "-I", "-S", "-c", HOSTILE_PROCESS, str(seed)]
-    monkeypatch.setattr(sandbox, "sandbox_command", lambda _: (command, None))
-    interpreter = await Interpreter.start(Limits(max_output_bytes=2000))
-    try:
-        result, line = await interpreter.answer_question(b"[]")
-    finally:
-        await interpreter.close()
-    assert result.ended in get_args(get_type_hints(sandbox.ProgramResult)["ended"])
-    assert len(result.output) <= 2000
-    assert b"\n" not in line
+async def test_any_output_of_a_process_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(30):
+        command = [sys.executable, "-I", "-S", "-c", HOSTILE_PROCESS, str(seed)]
+        monkeypatch.setattr(sandbox, "sandbox_command", lambda _, command=command: (command, None))
+        interpreter = await Interpreter.start(Limits(max_output_bytes=2000))
+        try:
+            result, line = await interpreter.answer_question(b"[]")
+        finally:
+            await interpreter.close()
+        assert result.ended in get_args(get_type_hints(sandbox.ProgramResult)["ended"]), seed
+        assert len(result.output) <= 2000, seed
+        assert b"\n" not in line, seed
 
 
 CHILD = Path(sandbox.__file__).with_name("sandbox_child.py").read_text().removesuffix("\nmain()\n")
@@ -453,12 +433,7 @@ plain = st.recursive(
     ),
 )
 json_data = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["l", "t", "s", "f", "d", "r", "i", "b", "c"]),
-    st.lists,
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(list("ltsfdribc")), st.lists
 )
 
 
@@ -481,21 +456,9 @@ def test_forged_data_is_plain_or_refused(data: Any) -> None:
     waiting = [value]
     while waiting:
         held = waiting.pop()
-        assert type(held) in (
-            type(None),
-            bool,
-            int,
-            float,
-            complex,
-            str,
-            bytes,
-            list,
-            tuple,
-            set,
-            frozenset,
-            dict,
-        )
         if type(held) is dict:
             waiting += [*held, *held.values()]
         elif type(held) in (list, tuple, set, frozenset):
             waiting += held
+        else:
+            assert held is None or type(held) in (bool, int, float, complex, str, bytes)

@@ -13,6 +13,8 @@ from async_rl.errors import EnvironmentNotReady
 from tests.support.reward_functions import make_completion
 from tests.support.scripted_session import make_task
 
+pytestmark = pytest.mark.real_time
+
 ADD = "def add(a, b):\n    return a + b\n"
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

@@ -25,7 +25,6 @@ from pebble import ProcessPool
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.rollout.rewards.http_rewards import RewardClient, RewardUnreachable
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.rewards.signatures import parts_of, style_of
@@ -90,50 +89,39 @@ def test_a_style_is_known_by_the_names_of_parameters(function: Callable[..., Any
     assert style_of(function) == style
 
 
-@in_virtual_time
-async def test_verls_function_is_called_as_it_is() -> None:
-    rewards = rewards_of(reward=f"{HERE}:compute_score")
-    task = task_of(data_source="openai/gsm8k", metadata={"extra_info": {"index": 7}})
-    assert await rewards.score_completion(task, completion_of("4")) == {
-        "reward": 1.0,
-        "score": 1.0,
-        "index": 7.0,
-    }
-    assert (await rewards.score_completion(task, completion_of("5")))["reward"] == 0.0
+VERL, SLIME = {"function": f"{HERE}:compute_score"}, {"function": f"{HERE}:rm", "args": {"prompt_tokens": 6}}
+OF_VERL = {"data_source": "openai/gsm8k", "metadata": {"extra_info": {"index": 7}}}
+OF_SLIME = {"answer": 4, "metadata": {"level": 2}}
 
 
-@in_virtual_time
-async def test_slimes_function_is_called_as_it_is() -> None:
-    rewards = named({"function": f"{HERE}:rm", "args": {"prompt_tokens": 6}})
-    task = task_of(answer=4, metadata={"level": 2})
-    assert await rewards.score_completion(task, completion_of("it is 4")) == {"reward": 1.0}
-    assert await rewards.score_completion(task, completion_of("it is 5")) == {"reward": 0.0}
+@pytest.mark.parametrize(
+    ("reward", "fields", "text", "scores"),
+    [
+        pytest.param(VERL, OF_VERL, "4", {"reward": 1.0, "score": 1.0, "index": 7.0}, id="verl"),
+        pytest.param(VERL, OF_VERL, "5", {"reward": 0.0, "score": 0.0, "index": 7.0}, id="verl wrong"),
+        pytest.param(SLIME, OF_SLIME, "it is 4", {"reward": 1.0}, id="slime"),
+        pytest.param(SLIME, OF_SLIME, "it is 5", {"reward": 0.0}, id="slime wrong"),
+        pytest.param(
+            {"function": f"{HERE}:length", "args": {"scale": 0.5}}, {}, "four", {"reward": 2.0}, id="args"
+        ),
+        pytest.param(
+            {"function": f"{HERE}:count_arguments", "style": "verl"}, {}, "x", {"reward": 4.0}, id="style"
+        ),
+        pytest.param(
+            VERL | {"part": "index"},
+            {"metadata": {"index": 3}},
+            "x",
+            {"reward": 3.0, "index": 3.0, "score": 0.0},
+            id="part",
+        ),
+    ],
+)
+async def test_a_function_is_called_as_it_is_with_the_configs_arguments_style_and_part(
+    reward: dict[str, Any], fields: dict[str, Any], text: str, scores: dict[str, float]
+) -> None:
+    assert await named(reward).score_completion(task_of(**fields), completion_of(text)) == scores
 
 
-@in_virtual_time
-async def test_a_function_gets_the_arguments_of_its_name() -> None:
-    rewards = named({"function": f"{HERE}:length", "args": {"scale": 0.5}})
-    assert await rewards.score_completion(task_of(), completion_of("four")) == {"reward": 2.0}
-
-
-@in_virtual_time
-async def test_a_function_is_called_in_the_style_that_the_config_names() -> None:
-    rewards = named({"function": f"{HERE}:count_arguments", "style": "verl"})
-    assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": 4.0}
-
-
-@in_virtual_time
-async def test_the_part_that_the_config_names_is_trained_on() -> None:
-    rewards = named({"function": f"{HERE}:compute_score", "part": "index"})
-    task = task_of(metadata={"index": 3})
-    assert await rewards.score_completion(task, completion_of("x")) == {
-        "reward": 3.0,
-        "index": 3.0,
-        "score": 0.0,
-    }
-
-
-@in_virtual_time
 async def test_a_group_is_scored_by_one_call_and_nonsense_fails_its_own_alone() -> None:
     rewards = rewards_of(reward=f"{HERE}:relative")
     assert rewards.scores_groups(task_of())
@@ -147,7 +135,6 @@ async def test_a_group_is_scored_by_one_call_and_nonsense_fails_its_own_alone() 
     assert await slime.score_group(task_of(), [completion_of("abc")]) == [{"reward": 3.0}]
 
 
-@in_virtual_time
 async def test_a_task_has_the_reward_of_its_row_or_its_source_or_the_default() -> None:
     rewards = rewards_of(
         reward="a",
@@ -197,7 +184,6 @@ def test_a_result_that_is_none_says_what_it_is(value: Any, said: str) -> None:
 # -- what bounds them ----------------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_a_reward_that_hangs_fails_after_its_time_and_retries() -> None:
     metrics, name = Metrics(), "slow"
     settings = {"function": f"{HERE}:never", "timeout_s": 5, "max_retries": 2, "retry_delay_s": 3}
@@ -212,82 +198,60 @@ async def test_a_reward_that_hangs_fails_after_its_time_and_retries() -> None:
     assert count(metrics, "reward_seconds_count", name) == 3
 
 
-@in_virtual_time
-async def test_a_timeout_of_the_functions_own_is_not_taken_for_ours() -> None:
-    rewards = rewards_of(reward=f"{HERE}:own_timeout")
-    with pytest.raises(RewardError, match="raised TimeoutError: its database is slow"):
-        await rewards.score_completion(task_of(), completion_of("x"))
+def unreachable_database() -> Exception:
+    error = RuntimeError("cannot look up the answer")
+    error.__cause__ = ConnectionRefusedError("10.0.0.7:5432")
+    return error
 
 
-async def unreachable_database(task: Task, completion: Completion) -> float:
-    try:
-        raise ConnectionRefusedError("10.0.0.7:5432")
-    except OSError as error:
-        raise RuntimeError("cannot look up the answer") from error
+ERRORS = {
+    "unreachable database": unreachable_database(),
+    "full disk": OSError(errno.ENOSPC, "No space left on device"),
+    "no sandbox": EnvironmentNotReady("sandbox: this machine refuses the isolation"),
+    "lost connection": aiohttp.ServerDisconnectedError(),
+    "own timeout": TimeoutError("its database is slow"),
+    "buggy": KeyError("answer"),
+}
 
 
-def full_disk(task: Task, completion: Completion) -> float:
-    raise OSError(errno.ENOSPC, "No space left on device")
+async def fail(task: Task, completion: Completion) -> float:
+    raise ERRORS[completion.text]
 
 
-async def no_sandbox(task: Task, completion: Completion) -> float:
-    raise EnvironmentNotReady("sandbox: this machine refuses the isolation")
-
-
-async def lost_connection(task: Task, completion: Completion) -> float:
-    raise aiohttp.ServerDisconnectedError
-
-
-def buggy(task: Task, completion: Completion) -> float:
-    raise KeyError("answer")
-
-
-@pytest.mark.parametrize(
-    ("function", "infrastructure"),
-    [
-        ("unreachable_database", True),
-        ("full_disk", True),
-        ("no_sandbox", True),
-        ("lost_connection", True),
-        ("own_timeout", True),
-        ("buggy", False),
-    ],
-)
 @pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("failure", ERRORS)
 async def test_a_failure_of_the_infrastructure_is_counted_apart_and_is_no_score(
-    function: str, infrastructure: bool, group: bool
+    failure: str, group: bool
 ) -> None:
+    infrastructure = failure != "buggy"
     metrics, cause = Metrics(), "infrastructure" if infrastructure else "reward"
-    name = f"{HERE if function == 'own_timeout' else __name__}:{function}"
+    name = f"{__name__}:fail"
     rewards = rewards_of(metrics, reward=name)
     if group:
-        scores = await rewards.score_group(task_of(), [completion_of("x")])
+        scores = await rewards.score_group(task_of(), [completion_of(failure)])
         error: Any = scores[0]
     else:
-        with pytest.raises(RewardError) as failed:
-            await rewards.score_completion(task_of(), completion_of("x"))
+        with pytest.raises(RewardError, match=f"raised {type(ERRORS[failure]).__name__}") as failed:
+            await rewards.score_completion(task_of(), completion_of(failure))
         error = failed.value
     assert type(error) is (RewardUnavailable if infrastructure else RewardError)
     assert count(metrics, "reward_errors_total", name, cause=cause) == 1
 
 
 @pytest.mark.parametrize(("failures", "reward"), [(2, 3.0), (3, None)])
-def test_a_reward_that_raises_is_called_again_as_often_as_it_may(failures: int, reward: float | None) -> None:
-    @in_virtual_time
-    async def run() -> None:
-        reward_functions.Flaky.calls, reward_functions.Flaky.failures = 0, failures
-        rewards = named({"function": f"{HERE}:Flaky.score", "max_retries": 2})
-        if reward is not None:
-            assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": reward}
-            return
-        with pytest.raises(RewardError, match="raised RuntimeError: try again"):
-            await rewards.score_completion(task_of(), completion_of("x"))
-        assert reward_functions.Flaky.calls == 3
-
-    run()
+async def test_a_reward_that_raises_is_called_again_as_often_as_it_may(
+    failures: int, reward: float | None
+) -> None:
+    reward_functions.Flaky.calls, reward_functions.Flaky.failures = 0, failures
+    rewards = named({"function": f"{HERE}:Flaky.score", "max_retries": 2})
+    if reward is not None:
+        assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": reward}
+        return
+    with pytest.raises(RewardError, match="raised RuntimeError: try again"):
+        await rewards.score_completion(task_of(), completion_of("x"))
+    assert reward_functions.Flaky.calls == 3
 
 
-@in_virtual_time
 async def test_no_more_calls_run_at_a_time_than_the_config_allows() -> None:
     reward_functions.Crowd.most = 0
     rewards = named({"function": f"{HERE}:Crowd.score", "max_concurrent": 3, "timeout_s": 1.5})
@@ -300,6 +264,7 @@ async def test_no_more_calls_run_at_a_time_than_the_config_allows() -> None:
     assert asyncio.get_running_loop().time() == 3.0
 
 
+@pytest.mark.real_time
 async def test_a_process_that_hangs_or_dies_is_replaced_and_fails_its_call_alone(tmp_path: Path) -> None:
     metrics, name = Metrics(), f"{HERE}:pid"
     rewards = rewards_of(metrics, reward="p", rewards={"p": {"function": name, "timeout_s": 60}})
@@ -321,6 +286,7 @@ async def test_a_process_that_hangs_or_dies_is_replaced_and_fails_its_call_alone
         await rewards.close()
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("noticed", [True, False])
 async def test_a_process_that_is_killed_between_two_calls_is_replaced(noticed: bool) -> None:
     """By the kernel, which is short of memory, for example."""
@@ -329,36 +295,40 @@ async def test_a_process_that_is_killed_between_two_calls_is_replaced(noticed: b
         first = await workers.call(task_of(), completion_of("x"))
         os.kill(int(first), signal.SIGKILL)
         if noticed:
-            await asyncio.to_thread(wait_gone, int(first))
-            await asyncio.sleep(0.5)  # the pool looks ten times per second
+            assert workers._pool is not None
+            while workers._pool.active:  # noqa: ASYNC110 - a thread of the pool looks ten times per second
+                await asyncio.sleep(0.01)
         others = [workers.call(task_of(), completion_of("x")) for _ in range(3)]
         assert first not in await asyncio.gather(*others)
     finally:
         workers.close()
 
 
-async def test_a_call_that_a_broken_pool_has_forgotten_is_made_in_another_one(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.real_time
+@pytest.mark.parametrize("forgets", [True, False])
+async def test_a_call_is_made_in_another_pool_when_one_breaks_before_or_after_it_takes_the_call(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool finds its worker dead between taking a call from its caller and knowing it."""
-    schedule, lost = ProcessPool.schedule, []
+    schedule, lost = ProcessPool.schedule, list[Future[Any]]()
 
-    def forget(pool: ProcessPool, *args: Any, **kwargs: Any) -> Any:
+    def break_first(pool: ProcessPool, *args: Any, **kwargs: Any) -> Any:
         if not lost:
             lost.append(Future())
             pool.stop()
-            return lost[0]
+            if forgets:
+                return lost[0]
         return schedule(pool, *args, **kwargs)
 
     workers = WorkerProcesses(f"{HERE}:pid", 1)
-    monkeypatch.setattr(ProcessPool, "schedule", forget)
+    monkeypatch.setattr(ProcessPool, "schedule", break_first)
     try:
         assert await workers.call(task_of(), completion_of("x")) != os.getpid()
-        assert lost[0].cancelled()
+        assert lost[0].cancelled() == forgets
     finally:
         workers.close()
 
 
+@pytest.mark.real_time
 async def test_a_call_fails_when_its_workers_are_closed(tmp_path: Path) -> None:
     workers = WorkerProcesses(f"{HERE}:pid", 1)
     os.mkfifo(note := tmp_path / "pid")
@@ -367,27 +337,6 @@ async def test_a_call_fails_when_its_workers_are_closed(tmp_path: Path) -> None:
     await asyncio.to_thread(workers.close)
     with pytest.raises(ChildProcessError, match="have ended"):
         await call
-
-
-async def test_a_call_is_made_in_another_pool_when_one_breaks_as_it_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    schedule, pools = ProcessPool.schedule, []
-
-    def break_first(pool: ProcessPool, *args: Any, **kwargs: Any) -> Any:
-        if pool not in pools:
-            pools.append(pool)
-            if len(pools) == 1:
-                pool.stop()
-        return schedule(pool, *args, **kwargs)
-
-    workers = WorkerProcesses(f"{HERE}:pid", 1)
-    monkeypatch.setattr(ProcessPool, "schedule", break_first)
-    try:
-        assert await workers.call(task_of(), completion_of("x")) != os.getpid()
-        assert len(pools) == 2
-    finally:
-        workers.close()
 
 
 DRIVER = """
@@ -464,6 +413,7 @@ def say(body: str, status: int = 200, **headers: str) -> web.Response:
     return web.Response(text=body, status=status, headers=headers)
 
 
+@pytest.mark.real_time
 async def test_a_server_is_asked_and_its_token_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     server = Server(say('{"reward": 0.5, "style": 1, "why": "short"}'))
@@ -484,6 +434,7 @@ async def test_a_server_is_asked_and_its_token_is_sent(monkeypatch: pytest.Monke
     }
 
 
+@pytest.mark.real_time
 async def test_a_server_scores_a_group_by_one_request() -> None:
     def score(request: Any) -> web.Response:
         return web.json_response({"rewards": [len(each["text"]) for each in request["completions"]]})
@@ -496,6 +447,7 @@ async def test_a_server_scores_a_group_by_one_request() -> None:
     assert len(server.seen) == 1
 
 
+@pytest.mark.real_time
 async def test_a_server_is_asked_again_when_it_fails_for_now() -> None:
     metrics = Metrics()
     server = Server(say("", 500), say("", 429, **{"Retry-After": "0"}), say("1"))
@@ -506,6 +458,7 @@ async def test_a_server_is_asked_again_when_it_fails_for_now() -> None:
         assert count(metrics, "reward_errors_total", "judge", cause=cause) is None
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize(
     ("answer", "said", "asked", "infrastructure"),
     [
@@ -531,6 +484,7 @@ async def test_a_server_that_gives_no_reward_fails_the_trajectory(
     assert isinstance(failed.value, RewardUnavailable) == infrastructure
 
 
+@pytest.mark.real_time
 async def test_a_server_that_is_not_there_fails_the_trajectory() -> None:
     settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 1, "retry_delay_s": 0}
     rewards = named({**settings, "max_outage_s": 0})
@@ -539,7 +493,6 @@ async def test_a_server_that_is_not_there_fails_the_trajectory() -> None:
     await rewards.close()
 
 
-@in_virtual_time
 async def test_a_server_that_is_started_again_scores_what_waited_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

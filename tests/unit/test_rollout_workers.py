@@ -36,7 +36,7 @@ from async_rl.errors import (
 )
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.placement.rollout_worker_actor import config_per_worker
-from async_rl.planning.virtual_time import VirtualTimeLoop, in_virtual_time
+from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.queue import journal as journal_module
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frames import read_columns, verify_frame
@@ -354,7 +354,6 @@ def timeless(trajectory: Trajectory) -> tuple[Any, ...]:
     return trajectory.trajectory_id, segments, turns, counts, outcome.reward_parts, trajectory.num_inherited
 
 
-@in_virtual_time
 async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
     async with WorkerBench("Everything") as workers:
         there = await workers.trajectories()
@@ -366,7 +365,6 @@ async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
     assert len({trajectory.outcome.reward for trajectory in there}) == 1  # one reward source
 
 
-@in_virtual_time
 async def test_workers_are_told_their_number(tmp_path: Path) -> None:
     tree = {
         "model": {"path": "m"},
@@ -390,7 +388,6 @@ async def test_workers_are_told_their_number(tmp_path: Path) -> None:
     assert {spec.config.rollout.num_workers for spec in specs} == {2}
 
 
-@in_virtual_time
 async def test_attempts_go_to_workers_on_nodes_that_answer() -> None:
     async with WorkerBench(num_workers=2) as workers:
         await workers.trajectories()
@@ -406,7 +403,6 @@ async def test_attempts_go_to_workers_on_nodes_that_answer() -> None:
     assert {os.path.dirname(each.path) for end in ends for each in end.trajectories} == {there.frame_folder}
 
 
-@in_virtual_time
 async def test_attempts_go_to_workers_on_nodes_that_have_space() -> None:
     async with WorkerBench(num_workers=2) as workers:
         await workers.trajectories()
@@ -428,7 +424,6 @@ async def test_attempts_go_to_workers_on_nodes_that_have_space() -> None:
         assert not workers.backend.has_space_elsewhere
 
 
-@in_virtual_time
 async def test_tokens_are_kept_when_a_loop_leaves_its_turn() -> None:
     async with WorkerBench("CancelsItsTurn") as workers:
         (trajectory,) = await workers.trajectories()
@@ -438,7 +433,6 @@ async def test_tokens_are_kept_when_a_loop_leaves_its_turn() -> None:
     assert len(trajectory.turns) == 1  # that of the second call
 
 
-@in_virtual_time
 @pytest.mark.parametrize("since", ["before", "during"])
 async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker(since: str) -> None:
     loop = asyncio.get_running_loop()
@@ -464,7 +458,6 @@ async def _undisturbed() -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["kill", "mute", "cut_off"])
-@in_virtual_time
 async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,7 +495,6 @@ async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
 
 
 @pytest.mark.parametrize(("write_s", "every_s"), [(0.6, 1.0), (1.5, 1.5)])
-@in_virtual_time
 async def test_a_worker_journals_on_time_when_a_write_takes_long(
     write_s: float, every_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,7 +514,6 @@ async def test_a_worker_journals_on_time_when_a_write_takes_long(
     assert [now - before for before, now in pairwise(begins)] == pytest.approx([every_s] * (len(begins) - 1))
 
 
-@in_virtual_time
 async def test_attempts_that_go_on_from_the_same_journals_share_a_worker_up_to_its_share(
     tmp_path: Path,
 ) -> None:
@@ -561,7 +552,6 @@ async def test_attempts_that_go_on_from_the_same_journals_share_a_worker_up_to_i
 
 
 @pytest.mark.parametrize("worker", ["comes back", "comes up elsewhere", "does not start"])
-@in_virtual_time
 async def test_an_attempt_goes_on_at_the_node_that_has_its_journal(worker: str, tmp_path: Path) -> None:
     started: list[str] = []
 
@@ -610,7 +600,6 @@ async def lose_attempts(workers: WorkerBench) -> None:
         tasks.create_task(lose("1" * 32))
 
 
-@in_virtual_time
 async def test_the_run_ends_with_the_cause_when_the_loop_cannot_be_entered_in_any_worker() -> None:
     CannotEnter.failures = 100
     with pytest.raises(ExceptionGroup) as errors:
@@ -620,7 +609,6 @@ async def test_the_run_ends_with_the_cause_when_the_loop_cannot_be_entered_in_an
     assert "the search server is down" in str(error)
 
 
-@in_virtual_time
 async def test_a_worker_is_started_again_when_its_loop_could_not_be_entered_for_a_while() -> None:
     CannotEnter.failures = 2
     async with WorkerBench("CannotEnter") as workers:
@@ -646,7 +634,6 @@ def leave_no_place(workers: WorkerBench, names: Set[str], error: Exception = NO_
     workers.processes.nodes.node_of = place  # type: ignore[method-assign]
 
 
-@in_virtual_time
 async def test_the_run_goes_on_when_one_worker_finds_no_place_any_more() -> None:
     """Its node has left, and the others have no resources for it."""
     left: set[str] = set()
@@ -664,7 +651,6 @@ async def test_the_run_goes_on_when_one_worker_finds_no_place_any_more() -> None
         assert len(workers.backend.workers) == 2
 
 
-@in_virtual_time
 async def test_a_worker_that_works_again_counts_as_one_that_works() -> None:
     left: set[str] = set()
     CannotEnter.failures = 0
@@ -686,7 +672,6 @@ async def test_a_worker_that_works_again_counts_as_one_that_works() -> None:
         await workers.trajectories()
 
 
-@in_virtual_time
 async def test_a_worker_that_handles_no_messages_is_given_up() -> None:
     """Its leases expire then, for which an interruption of its engine waits."""
     limits = {"max_context_tokens": 4096, "max_new_tokens": 4000}
@@ -705,7 +690,6 @@ async def test_a_worker_that_handles_no_messages_is_given_up() -> None:
         await workers.trajectories()
 
 
-@in_virtual_time
 async def test_a_worker_that_is_slow_to_handle_messages_is_not_given_up() -> None:
     async with WorkerBench(delay_s=3.0) as workers:  # its answers arrive 6 s later
         await asyncio.sleep(60.0)
@@ -713,7 +697,6 @@ async def test_a_worker_that_is_slow_to_handle_messages_is_not_given_up() -> Non
         assert len(workers.processes.metrics) == 1  # the first incarnation
 
 
-@in_virtual_time
 async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     reports: list[ProgressReport] = []
@@ -739,7 +722,6 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(now <= 2 * before + 64 + 150 for before, now in pairwise(lengths)), "looked at once a second"
 
 
-@in_virtual_time
 async def test_the_run_ends_with_one_error_when_the_disk_is_full_under_the_journal_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -767,7 +749,6 @@ async def test_the_run_ends_with_one_error_when_the_disk_is_full_under_the_journ
     assert asyncio.get_running_loop().time() - begin_s > 30.0, "it waits for space first"
 
 
-@in_virtual_time
 async def test_a_worker_keeps_a_finished_attempt_until_the_ledger_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -788,7 +769,6 @@ async def test_a_worker_keeps_a_finished_attempt_until_the_ledger_has_it(
         assert read_journal(folder)[0] == {}
 
 
-@in_virtual_time
 async def test_a_worker_ends_when_its_journal_was_removed_because_others_have_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -804,7 +784,6 @@ async def test_a_worker_ends_when_its_journal_was_removed_because_others_have_al
         assert not folder.exists()
 
 
-@in_virtual_time
 async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -837,7 +816,6 @@ async def _lost(work: Any) -> WorkerLost:
     return error.value
 
 
-@in_virtual_time
 async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -853,7 +831,6 @@ async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
     assert sum("does not end when it is cancelled" in message for message in caplog.messages) == 1
 
 
-@in_virtual_time
 async def test_the_attempt_fails_and_its_worker_goes_on_when_messages_cannot_be_sent() -> None:
     async with WorkerBench("AddsObject", reward=f"{HERE}:group_reward") as workers:
         with pytest.raises(AsyncRLError, match="object"):
@@ -861,7 +838,6 @@ async def test_the_attempt_fails_and_its_worker_goes_on_when_messages_cannot_be_
         assert len(workers.processes.metrics) == 1
 
 
-@in_virtual_time
 async def test_a_task_that_no_message_can_hold_fails_and_leaves_nothing_in_the_driver() -> None:
     """Else its attempts would count for their worker, which in the end would be given no others."""
     task = Task(task_id="t", messages=TASK.messages, answer=2**70)
@@ -886,7 +862,6 @@ async def test_a_task_that_no_message_can_hold_fails_and_leaves_nothing_in_the_d
         ("UsesHalfATool", "reward", None),
     ],
 )
-@in_virtual_time
 async def test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair(
     loop: str, reward: str, words: str | None
 ) -> None:
@@ -904,7 +879,6 @@ async def test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair(
 @pytest.mark.parametrize(
     ("loop", "reward"), [("AwaitsWhatOthersCancel", "reward"), ("OneTurn", "awaits_what_others_cancel")]
 )
-@in_virtual_time
 async def test_an_attempt_fails_when_its_code_is_cancelled_by_others(
     loop: str, reward: str, where: str
 ) -> None:
@@ -917,7 +891,6 @@ async def test_an_attempt_fails_when_its_code_is_cancelled_by_others(
                 await backend.run_attempt(attempt())
 
 
-@in_virtual_time
 async def test_a_worker_starts_again_although_it_could_not_load_its_code_for_a_while() -> None:
     """Its file was being edited, or its new node lacks a package."""
     broken: set[str] = set()
@@ -935,7 +908,6 @@ async def test_a_worker_starts_again_although_it_could_not_load_its_code_for_a_w
         assert len(workers.backend.workers) == 2
 
 
-@in_virtual_time
 async def test_a_run_does_not_start_when_a_worker_cannot_load_its_code() -> None:
     workers = WorkerBench(num_workers=2)
     leave_no_place(workers, {"rollout-worker-0"}, ConfigError("my_rewards.py: invalid syntax"))
@@ -946,7 +918,6 @@ async def test_a_run_does_not_start_when_a_worker_cannot_load_its_code() -> None
 
 
 @pytest.mark.parametrize(("loop", "in_call"), [("OneTurn", True), ("SleepsInCode", False)])
-@in_virtual_time
 async def test_an_attempt_knows_whether_it_waited_for_an_engine_when_its_worker_ended(
     loop: str, in_call: bool
 ) -> None:
@@ -994,7 +965,6 @@ def test_only_attempts_that_may_have_ended_their_workers_fail_by_it() -> None:
     assert not LostWorkers().may_go_on(RewardError("none"), attempt())
 
 
-@in_virtual_time
 async def test_workers_are_not_restarted_when_the_driver_stalls() -> None:
     async with WorkerBench() as workers:
         await asyncio.sleep(1.0)
@@ -1007,7 +977,6 @@ async def test_workers_are_not_restarted_when_the_driver_stalls() -> None:
         assert len(workers.processes.metrics) == 1  # the first incarnation
 
 
-@in_virtual_time
 async def test_the_driver_reports_the_worker_and_what_its_loop_waits_for() -> None:
     async with WorkerBench() as workers, asyncio.TaskGroup() as tasks:
         await asyncio.sleep(1.0)
@@ -1027,7 +996,6 @@ async def test_the_driver_reports_the_worker_and_what_its_loop_waits_for() -> No
         ("TooTalkative", None, ""),
     ],
 )
-@in_virtual_time
 async def test_a_loop_fails_or_ends_in_the_driver_as_in_its_worker(
     loop: str, kind: type[Exception] | None, words: str
 ) -> None:
@@ -1059,7 +1027,6 @@ def test_a_shortage_in_a_worker_is_one_in_the_driver() -> None:
     assert not is_shortage(Failure.of(AgentLoopError("a bug")).error)
 
 
-@in_virtual_time
 async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
     """The completion is that of a worker that has ended; then the worker ends that was asked first."""
     async with WorkerBench(num_workers=3, reward=f"{HERE}:group_reward") as workers:
@@ -1089,7 +1056,6 @@ class Talks:
         session.add_messages([{"role": "user", "content": "so " * task.metadata["words"]}])
 
 
-@in_virtual_time
 async def test_what_crosses_the_link_for_a_group_does_not_grow_with_its_answers() -> None:
     async with WorkerBench(
         "Talks", reward=f"{HERE}:group_reward", max_context_tokens=4096, max_new_tokens=1024
@@ -1117,7 +1083,6 @@ async def test_what_crosses_the_link_for_a_group_does_not_grow_with_its_answers(
 
 
 @pytest.mark.parametrize("where", ["worker", "driver"])
-@in_virtual_time
 async def test_a_group_is_scored_without_the_completions_that_are_damaged(where: str) -> None:
     async with WorkerBench(reward=f"{HERE}:group_reward") as workers, workers.local_backend() as local:
         backend: RolloutBackend = workers.backend if where == "worker" else local
@@ -1136,7 +1101,6 @@ async def test_a_group_is_scored_without_the_completions_that_are_damaged(where:
             assert words in str(error)
 
 
-@in_virtual_time
 async def test_a_group_fails_when_its_completions_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -1154,7 +1118,6 @@ def frames_in(spool: Spool) -> list[Path]:
     return list(spool.directory.glob("*/*"))
 
 
-@in_virtual_time
 async def test_frames_outlive_their_worker_and_those_that_it_never_reported_do_not() -> None:
     async with WorkerBench() as workers:
         kept = (await workers.backend.run_attempt(attempt())).trajectories
@@ -1169,7 +1132,6 @@ async def test_frames_outlive_their_worker_and_those_that_it_never_reported_do_n
 
 @pytest.mark.parametrize("reward", ["reward", "group_reward"])
 @pytest.mark.parametrize("late_s", [0.0, 0.5])
-@in_virtual_time
 async def test_no_frame_is_left_of_an_attempt_that_is_not_wanted_any_more(late_s: float, reward: str) -> None:
     """A straggler is dropped when its answer is under way, or has just arrived."""
     async with WorkerBench(delay_s=late_s / 2, reward=f"{HERE}:{reward}") as workers:
@@ -1193,7 +1155,6 @@ async def test_no_frame_is_left_of_an_attempt_that_is_not_wanted_any_more(late_s
 
 
 @pytest.mark.parametrize("named", ["frame", "completion"])
-@in_virtual_time
 async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_path: Path, named: str) -> None:
     async with WorkerBench() as workers:
         frame = tmp_path / "ledger.sqlite"
@@ -1216,7 +1177,6 @@ async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_pat
         assert frame.exists()
 
 
-@in_virtual_time
 async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> None:
     async with WorkerBench(num_workers=3, max_concurrent_trajectories=6) as workers:
         await asyncio.sleep(0.1)
@@ -1230,7 +1190,6 @@ async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> 
         assert len(frames_in(workers.spool)) == 12
 
 
-@in_virtual_time
 @pytest.mark.parametrize(("slots", "siblings"), [(96, [4, 0, 4, 0, 4]), (24, [2, 2, 2, 2, 2])])
 async def test_siblings_share_a_worker_unless_that_overloads_it(slots: int, siblings: list[int]) -> None:
     """With 96 slots a worker may have 6 trajectories more than another one, with 24 slots 1."""
@@ -1308,6 +1267,7 @@ async def connected_links() -> tuple[StreamLink, StreamLink]:
         return await listener.accept_link(), await worker
 
 
+@pytest.mark.real_time  # real sockets
 async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
     ours, theirs = await connected_links()
     task = Task(task_id="t", messages=TASK.messages, answer={"a": [1]})
@@ -1329,6 +1289,7 @@ async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
     theirs.close()
 
 
+@pytest.mark.real_time  # real sockets
 async def test_messages_that_may_wait_share_a_frame_and_keep_their_order() -> None:
     ours, theirs = await connected_links()
     writes: list[bytes] = []
@@ -1353,6 +1314,7 @@ async def test_messages_that_may_wait_share_a_frame_and_keep_their_order() -> No
     theirs.close()
 
 
+@pytest.mark.real_time  # real sockets
 async def test_a_connection_is_refused_without_the_key() -> None:
     async with listen("127.0.0.1") as listener:
         with pytest.raises(EnvironmentNotReady):
@@ -1364,6 +1326,7 @@ async def test_a_connection_is_refused_without_the_key() -> None:
         worker.result().close()
 
 
+@pytest.mark.real_time  # real sockets
 @pytest.mark.parametrize(
     "data", [struct.pack("<QQ", 1 << 40, 1), struct.pack("<QQ", 64, 1) + bytes(64), b"\x01"], ids=len
 )
@@ -1383,6 +1346,7 @@ def numbered(number: int) -> bytes:
     return struct.pack("<QQ", len(frame), number) + frame
 
 
+@pytest.mark.real_time  # real sockets
 async def test_what_was_posted_before_a_link_was_closed_arrives() -> None:
     ours, theirs = await connected_links()
     theirs.post(CancelRequest(request_id=1))
@@ -1395,6 +1359,7 @@ async def test_what_was_posted_before_a_link_was_closed_arrives() -> None:
     ours.close()
 
 
+@pytest.mark.real_time  # real sockets
 async def test_a_message_that_arrives_again_is_discarded() -> None:
     ours, theirs = await connected_links()
     for number in (1, 1, 2, 3, 1, 2, 4):
@@ -1404,6 +1369,7 @@ async def test_a_message_that_arrives_again_is_discarded() -> None:
     theirs.close()
 
 
+@pytest.mark.real_time  # real sockets
 @pytest.mark.parametrize("numbers", [(1, 3), (2, 1), (1, 2, 2**64 - 1)], ids=str)
 async def test_a_link_is_lost_when_a_message_is_missing_or_late(numbers: tuple[int, ...]) -> None:
     ours, theirs = await connected_links()
@@ -1420,7 +1386,6 @@ async def test_a_link_is_lost_when_a_message_is_missing_or_late(numbers: tuple[i
     theirs.close()
 
 
-@in_virtual_time
 async def test_nothing_happens_twice_when_all_messages_arrive_twice() -> None:
     async with WorkerBench("Everything") as workers:
         await asyncio.sleep(0.1)
@@ -1443,7 +1408,6 @@ async def test_nothing_happens_twice_when_all_messages_arrive_twice() -> None:
 @pytest.mark.parametrize(
     "kind", [AttemptEnded, LeaseGranted, LeaseEnded, StartAttempt], ids=lambda k: k.__name__
 )
-@in_virtual_time
 async def test_an_attempt_goes_on_elsewhere_when_a_message_of_it_is_lost(
     fault: LinkFault, kind: type[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1463,7 +1427,6 @@ async def test_an_attempt_goes_on_elsewhere_when_a_message_of_it_is_lost(
     assert trajectory.token_ids.tolist() == await _undisturbed()
 
 
-@in_virtual_time
 async def test_an_engine_is_interrupted_when_the_message_that_revokes_its_leases_is_lost() -> None:
     async with WorkerBench() as workers, asyncio.TaskGroup() as tasks:
         await asyncio.sleep(1.0)
@@ -1483,7 +1446,6 @@ async def ignored(attempt: Awaitable[object]) -> None:
         await attempt
 
 
-@in_virtual_time
 async def test_a_worker_is_lost_when_it_sends_a_message_of_the_driver() -> None:
     async with WorkerBench() as workers:
         await asyncio.sleep(1.0)

@@ -119,29 +119,6 @@ def test_nothing_changes_when_a_splice_brings_no_new_token() -> None:
     assert splice(old, full(7, 2, low=4)) is old
 
 
-def test_only_the_end_is_needed_when_a_splice_starts_late() -> None:
-    old, whole = full(7, 1), full(10, 2, low=4)
-    tail = make_trace(whole.rows[5:], 16, 2, moe_layers=LAYERS, token_ids=TEXT[:9])
-    expected, found = splice(old, whole), splice(old, tail, start=5)
-    assert expected is not None
-    assert found is not None
-    assert np.array_equal(found.rows, expected.rows)
-    assert found.spans == expected.spans
-    assert found.prefix_hash == expected.prefix_hash
-    verify(found, TEXT[:10], LAYERS)
-
-
-def test_rows_that_were_never_reported_come_from_the_new_trace_when_spliced() -> None:
-    old = fit(full(5, 1), TEXT[:9])  # 4 rows, 4 missing
-    new = full(12, 2, low=4)
-    trace = splice(old, new)
-    assert trace is not None
-    assert np.array_equal(trace.rows[4:], new.rows[4:])
-    assert spans(trace) == [(0, 4, 1), (4, 11, 2)]
-    check(trace, 12, LAYERS)
-    assert invalid_rows(trace) == 0
-
-
 def test_merging_is_refused_when_the_new_trace_does_not_continue_the_old_one() -> None:
     with pytest.raises(AlignmentError, match="a sequence only grows"):
         replace(full(7, 1), full(6, 2))

@@ -6,10 +6,10 @@ import asyncio
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -17,7 +17,6 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, step_record_log
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.runtime.supervision import Nursery
@@ -46,29 +45,48 @@ class Queue:
 
 
 def done(step: int, wait_s: float, **figures: float) -> TrainedStep:
-    spans = (TokenSpan(length=2), TokenSpan(length=3, weight_version=step))
-    one = StoredTrajectory(
-        trajectory_id="a",
-        group_id="g",
-        task_id="task",
-        path="",
-        nbytes=0,
-        checksum=0,
-        spans=spans,
-        reward=0.0,
-        stop_reason="completed",
-    )
-    spans = (TokenSpan(length=3), TokenSpan(length=4, weight_version=step - 1))
-    other = msgspec.structs.replace(one, trajectory_id="b", spans=spans, reward=1.0, num_resumes=1)
+    def stored(name: str, context: int, sampled: int, version: int, **more: Any) -> StoredTrajectory:
+        return StoredTrajectory(
+            trajectory_id=name,
+            group_id="g",
+            task_id="task",
+            path="",
+            nbytes=0,
+            checksum=0,
+            spans=(TokenSpan(length=context), TokenSpan(length=sampled, weight_version=version)),
+            stop_reason="completed",
+            **more,
+        )
+
     batch = TakenBatch(
         batch_id=f"batch {step}",
         trainer_version=step,
         group_ids=("g",),
         group_index=(0, 0),
-        trajectories=(one, other),
+        trajectories=(
+            stored("a", 2, 3, step, reward=0.0),
+            stored("b", 3, 4, step - 1, reward=1.0, num_resumes=1),
+        ),
     )
     result = StepResult(step=step, metrics={"loss": 0.5, "grad_norm": 1.0} | figures)
     return TrainedStep(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)
+
+
+QUEUE = cast(TrajectoryQueue, Queue())
+
+
+def make_run_log(
+    folder: Path, metrics: Metrics | None = None, clock: Callable[[], float] = lambda: 0.0
+) -> RunLogger:
+    metrics = metrics or Metrics()
+    pool = EnginePool(metrics, clock, max_prefill_tokens=1024)
+    return RunLogger(config_of(), folder, pool, metrics, clock)
+
+
+def begun_run_log(folder: Path) -> RunLogger:
+    run_log = make_run_log(folder)
+    run_log.begin_training(0)
+    return run_log
 
 
 async def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
@@ -78,8 +96,7 @@ async def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
         record = StepRecord(step=step, weight_version=step, time_s=time_s, wait_s=4.0, tokens_per_s=2.0)
         step_record_log(tmp_path / "metrics.jsonl").append(record)
     now_s, metrics = 1000.0, Metrics()
-    pool = EnginePool(metrics, lambda: now_s, max_prefill_tokens=1024)
-    run_log = RunLogger(config_of(), tmp_path, pool, metrics, lambda: now_s)
+    run_log = make_run_log(tmp_path, metrics, lambda: now_s)
     assert [record.step for record in run_log.records] == [1, 2, 3]
     assert run_log.elapsed_s is None
 
@@ -89,7 +106,7 @@ async def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert run_log.elapsed_s == 20.0
     now_s += 5.0
     metrics.sampled_tokens_total.inc(10)
-    await run_log.log_step(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
+    await run_log.log_step(done(3, wait_s=2.0), SyncReport.none(3), QUEUE)
 
     written = step_record_log(tmp_path / "metrics.jsonl").read()[-1]
     assert (written.step, written.time_s, written.tokens_per_s) == (3, 25.0, 2.0)
@@ -104,25 +121,20 @@ async def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of
 ) -> None:
     """With `weights.overlap` a step is trained while the weights of the one before are still sent."""
     metrics = Metrics()
-    now_s, queue = 1000.0, cast(TrajectoryQueue, Queue())
-
-    def make_run_log(metrics: Metrics) -> RunLogger:
-        pool = EnginePool(metrics, lambda: now_s, max_prefill_tokens=1024)
-        return RunLogger(config_of(), tmp_path, pool, metrics, lambda: now_s)
-
-    run_log = make_run_log(metrics)
+    now_s = 1000.0
+    run_log = make_run_log(tmp_path, metrics, lambda: now_s)
     run_log.begin_training(0)
     metrics.sampled_tokens_total.inc(100)
     now_s += 5.0
-    run_log.hold_step(done(2, wait_s=1.0), queue)
+    run_log.hold_step(done(2, wait_s=1.0), QUEUE)
     now_s += 20.0
-    await run_log.log_step(done(1, wait_s=1.0), SyncReport.none(1), queue)
+    await run_log.log_step(done(1, wait_s=1.0), SyncReport.none(1), QUEUE)
     await run_log.write_held_steps()
     records = step_record_log(tmp_path / "metrics.jsonl").read()
     assert [(record.step, record.time_s) for record in records] == [(1, 25.0), (2, 25.0)]
 
     metrics = Metrics()
-    resumed = make_run_log(metrics)
+    resumed = make_run_log(tmp_path, metrics, lambda: now_s)
     await resumed.load_records_until(2)
     resumed.begin_training(2)
     assert metrics.registry.get_sample_value("async_rl_sampled_tokens_total") == pytest.approx(100)
@@ -132,25 +144,18 @@ async def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_ste
     tmp_path: Path,
 ) -> None:
     for step, lag0 in ((1, 0.011), (2, 0.012), (3, None)):  # step 3 had no token of the trainer's version
-        record = StepRecord(
-            step=step,
-            weight_version=step,
-            time_s=step,
-            log_prob_abs_diff=0.01 * step,
-            lag0_log_prob_abs_diff=lag0,
-        )
+        figures = {"log_prob_abs_diff": 0.01 * step, "lag0_log_prob_abs_diff": lag0}
+        record = StepRecord(step=step, weight_version=step, time_s=step, **figures)
         step_record_log(tmp_path / "metrics.jsonl").append(record)
     metrics = Metrics()
-    run_log = RunLogger(config_of(), tmp_path, EnginePool(metrics, lambda: 0.0), metrics, lambda: 0.0)
+    run_log = make_run_log(tmp_path, metrics)
 
     def value(tokens: str, when: str) -> float | None:
         labels = {"tokens": tokens, "when": when}
         return metrics.registry.get_sample_value("async_rl_restart_log_prob_abs_diff_nats", labels)
 
     async def train(step: int, **figures: float) -> None:
-        await run_log.log_step(
-            done(step, 0.0, **figures), SyncReport.none(step), cast(TrajectoryQueue, Queue())
-        )
+        await run_log.log_step(done(step, 0.0, **figures), SyncReport.none(step), QUEUE)
 
     await run_log.load_records_until(3)
     run_log.begin_training(3)
@@ -165,21 +170,20 @@ async def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_ste
 
 async def test_the_first_start_of_a_run_is_no_restart(tmp_path: Path) -> None:
     metrics = Metrics()
-    run_log = RunLogger(config_of(), tmp_path, EnginePool(metrics, lambda: 0.0), metrics, lambda: 0.0)
+    run_log = make_run_log(tmp_path, metrics)
     await run_log.load_records_until(0)
     run_log.begin_training(0)
-    await run_log.log_step(
-        done(1, 0.0, log_prob_abs_diff=0.7), SyncReport.none(1), cast(TrajectoryQueue, Queue())
-    )
+    await run_log.log_step(done(1, 0.0, log_prob_abs_diff=0.7), SyncReport.none(1), QUEUE)
     assert next(iter(metrics.restart_log_prob_abs_diff_nats.collect())).samples == []
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("writes", ["log", "checkpoint"])
 async def test_a_step_has_one_line_when_its_write_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str
 ) -> None:
     """Whatever moment the run is stopped at, a line that is being written is written once."""
-    run_log, queue = make_run_log(tmp_path), cast(TrajectoryQueue, Queue())
+    run_log = begun_run_log(tmp_path)
     append, begun, go = RecordLog.append, threading.Event(), threading.Event()
 
     def append_slowly(self: RecordLog[StepRecord], record: StepRecord) -> None:
@@ -188,13 +192,13 @@ async def test_a_step_has_one_line_when_its_write_is_cancelled(
         append(self, record)
 
     monkeypatch.setattr(RecordLog, "append", append_slowly)
-    run_log.hold_step(done(1, 0.0), queue)
+    run_log.hold_step(done(1, 0.0), QUEUE)
     async with Nursery() as nursery:
-        step = run_log.log_step(done(1, 0.0), replace(SyncReport.none(1), pause_s=3.0), queue)
+        step = run_log.log_step(done(1, 0.0), replace(SyncReport.none(1), pause_s=3.0), QUEUE)
         task = nursery.start_task("write", step if writes == "log" else run_log.write_held_steps())
         await asyncio.to_thread(begun.wait, 30)
         task.cancel()
-        run_log.hold_step(done(2, 0.0), queue)
+        run_log.hold_step(done(2, 0.0), QUEUE)
         if writes == "checkpoint":
             logged = nursery.start_task("log", step)
             await asyncio.sleep(0)  # it has the figures of the update, and waits for the line to be written
@@ -212,12 +216,12 @@ async def test_a_step_has_one_line_when_its_write_is_cancelled(
 async def test_a_step_is_held_when_the_disk_takes_a_part_of_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_log, queue = make_run_log(tmp_path), cast(TrajectoryQueue, Queue())
+    run_log = begun_run_log(tmp_path)
     pwrite = os.pwrite
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[: len(data) // 2], at))
-        await run_log.log_step(done(1, 0.0), SyncReport.none(1), queue)
-        run_log.hold_step(done(2, 0.0), queue)
+        await run_log.log_step(done(1, 0.0), SyncReport.none(1), QUEUE)
+        run_log.hold_step(done(2, 0.0), QUEUE)
         assert step_record_log(tmp_path / "metrics.jsonl").read() == []
     await run_log.write_held_steps()
     assert [record.step for record in step_record_log(tmp_path / "metrics.jsonl").read()] == [1, 2]
@@ -225,15 +229,6 @@ async def test_a_step_is_held_when_the_disk_takes_a_part_of_its_line(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def make_run_log(folder: Path) -> RunLogger:
-    metrics = Metrics()
-    pool = EnginePool(metrics, lambda: 0.0, max_prefill_tokens=1024)
-    run_log = RunLogger(config_of(), folder, pool, metrics, lambda: 0.0)
-    run_log.begin_training(0)
-    return run_log
-
-
-@in_virtual_time
 async def test_records_are_loaded_when_a_descriptor_is_free_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,8 +240,7 @@ async def test_records_are_loaded_when_a_descriptor_is_free_again(
         if refused < 3:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self.path))
 
-    metrics = Metrics()
-    run_log = RunLogger(config_of(), tmp_path, EnginePool(metrics, lambda: 0.0), metrics, lambda: 0.0)
+    run_log = make_run_log(tmp_path)
     monkeypatch.setattr(RecordLog, "truncate_to", truncate_to)
     await run_log.load_records_until(3)
     assert refused == 3

@@ -120,17 +120,6 @@ def test_a_step_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
     assert len(read_run(folder).records) == 3
 
 
-def test_records_of_older_versions_have_a_report(tmp_path: Path) -> None:
-    folder = write_run_folder(tmp_path / "run", [])
-    old = '{"step":1,"weight_version":1,"time_s":2.0,"reward_mean":0.5}\n'
-    (folder / "metrics.jsonl").write_text(old)
-    counts = '{"dispatched":9,"trained":4,"in_flight":1,"queued":1,"dropped":{"stale":2}}'
-    (folder / "summary.json").write_text('{"of_old": 1, "trajectories": ' + counts + "}")
-    page = report(folder)
-    assert "reward" in page.charts
-    assert "1 trajectories" in page.text[page.text.index("unaccounted for") :]
-
-
 def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run_folder(tmp_path / "run", records(2))
     out = tmp_path / "there.html"

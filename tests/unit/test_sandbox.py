@@ -7,6 +7,7 @@ import select
 import shutil
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from agent_loops.sandbox import Limits, ProgramResult, Python, PythonSession, Sa
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
 from tests.support.environment import SYSTEM_PYTHON
 from tests.support.scripted_session import make_task
+
+pytestmark = pytest.mark.real_time
 
 TIGHT = {
     "wall_s": 60.0,
@@ -36,19 +39,18 @@ async def run(code: str, stdin: str = "", **limits: object) -> ProgramResult:
 
 
 @pytest.mark.needs("namespaces")
-async def test_program_reads_and_prints_as_if_it_were_alone():
-    ran = await run("import sys\nprint(int(input()) * 2, sys.stdin.read())", stdin="21\nÄpfel")
-    assert (ran.output, ran.ended) == ("42 Äpfel\n", "done")
-
-
-@pytest.mark.needs("namespaces")
-async def test_interpreter_finds_its_modules_when_the_driver_hides_its_files_from_others():
-    before = os.umask(0o077)  # as a run's
+async def test_program_reads_prints_and_runs_an_event_loop_as_if_it_were_alone():
+    before = os.umask(0o077)  # as a run's: the interpreter finds its modules all the same
     try:
-        ran = await run("import _socket, json\nprint(json.dumps([1]))")
+        ran = await run(
+            "import asyncio, _socket, json, sys\n"
+            "async def f(): await asyncio.sleep(0); return int(input()) * 2\n"
+            "print(json.dumps([asyncio.run(f())]), sys.stdin.read())",
+            stdin="21\nÄpfel",
+        )
     finally:
         os.umask(before)
-    assert (ran.output, ran.ended) == ("[1]\n", "done")
+    assert (ran.output, ran.ended) == ("[42] Äpfel\n", "done")
 
 
 @pytest.mark.needs("namespaces")
@@ -83,17 +85,6 @@ while True:
     except OSError: pass
     socket.send_fds(a, [b"x"], [c.fileno(), d.fileno()])
 """,
-    "sockets of the network": """
-server = socket.create_server(("127.0.0.1", 0))
-ends = []
-while True:
-    end = socket.create_connection(server.getsockname())
-    ends += [end, server.accept()[0]]
-    end.setblocking(False)
-    try:
-        while True: held += end.send(bytes(1 << 16))
-    except OSError: pass
-""",
     "pipes": """
 while True:
     out, into = os.pipe()
@@ -125,7 +116,6 @@ while os.fork() == 0:
     if depth == 6: signal.pause()
 os.wait() if not depth else signal.pause()
 """,
-    "memory files": "while True: held += os.write(os.memfd_create('x'), bytes(1 << 20))",
     "scratch files": """
 while True: held += os.write(os.open(str(held), os.O_CREAT | os.O_WRONLY), bytes(1 << 20))
 """,
@@ -206,14 +196,6 @@ print(count)
     assert all(ends(pid) for pid in family)
 
 
-@pytest.mark.needs("namespaces")
-async def test_an_event_loop_runs_without_sockets_of_the_network():
-    ran = await run(
-        "import asyncio\nasync def f(): await asyncio.sleep(0); return 7\nprint(asyncio.run(f()))"
-    )
-    assert ran.output == "7\n"
-
-
 def ends(pid: int) -> bool:
     """Whether a process dies; within a minute, for the kernel takes its time."""
     try:
@@ -233,24 +215,31 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
+def errors_of(statements: Iterable[str]) -> str:
+    """A program that tries each statement and prints its error, or `done`."""
+    return (
+        f"for code in {list(statements)!r}:\n"
+        "    try: exec(code)\n"
+        "    except Exception as error: print(repr(error))\n"
+        "    else: print('done')"
+    )
+
+
 @pytest.mark.needs("namespaces")
-@pytest.mark.parametrize(
-    ("code", "output"),
-    [
-        ("bytearray(1 << 30)", "MemoryError"),
-        ("open('big', 'wb').write(bytes(16 << 20))", "OSError"),
-        ("for i in range(9): open(f'{i}', 'wb').write(bytes(1 << 20))", "No space left on device"),
-        ("import os; os.memfd_create('hidden')", "Operation not permitted"),
-        (
-            "import threading as t\nfor _ in range(99): t.Thread(target=t.Event().wait, daemon=True).start()",
-            "thread",
+async def test_program_is_refused_more_when_it_takes_too_much():
+    refused = {
+        "bytearray(1 << 30)": "MemoryError",
+        "open('big', 'wb').write(bytes(16 << 20))": "OSError",
+        "import os; os.memfd_create('hidden')": "Operation not permitted",
+        "for i in range(9): open(f'{i}', 'wb').write(bytes(1 << 20))": "No space left on device",
+        "import threading as t\nfor _ in range(99): t.Thread(target=t.Event().wait, daemon=True).start()": (
+            "thread"
         ),
-    ],
-)
-async def test_program_is_refused_more_when_it_takes_too_much(code: str, output: str):
-    ran = await run(code)
-    assert ran.ended == "error"
-    assert output in ran.output
+    }
+    ran = await run(errors_of(refused))
+    assert ran.ended == "done"
+    for line, error in zip(ran.output.splitlines(), refused.values(), strict=True):
+        assert error in line
 
 
 @pytest.mark.needs("namespaces")
@@ -272,7 +261,7 @@ async def test_program_is_ended_when_it_goes_too_far(code: str, ended: str):
 
 @pytest.mark.needs("namespaces")
 async def test_output_is_kept_when_the_program_runs_past_its_time():
-    ran = await run("print('so far', flush=True)\nimport time\ntime.sleep(600)", wall_s=5.0)
+    ran = await run("print('so far', flush=True)\nimport time\ntime.sleep(600)", wall_s=2.0)
     assert (ran.output, ran.ended, ran.interpreter_ended) == ("so far\n", "time", True)
 
 
@@ -300,20 +289,20 @@ async def test_nothing_of_ours_is_inherited(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.needs("namespaces")
-@pytest.mark.parametrize(
-    "path", ["/proc/1/environ", "/proc/self/environ", "/etc/passwd", "/home", str(Path(__file__).parent)]
-)
-async def test_files_of_the_host_are_not_there(path: str):
-    ran = await run(f"import os; print(os.path.exists({path!r}))")
-    assert ran.output == "False\n"
+async def test_files_of_the_host_are_not_there():
+    hidden = ["/proc/1/environ", "/proc/self/environ", "/etc/passwd", "/home", str(Path(__file__).parent)]
+    ran = await run(f"import os; print([path for path in {hidden} if os.path.exists(path)])")
+    assert ran.output == "[]\n"
 
 
 @pytest.mark.needs("namespaces")
-@pytest.mark.parametrize("path", ["/usr/new", "/new", "/dev/new", "/lib/../usr/bin/new"])
-async def test_nothing_can_be_written_outside_of_the_scratch_folder(path: str):
-    ran = await run(f"open({path!r}, 'w')")
-    assert "OSError" in ran.output or "Error: [Errno" in ran.output
-    assert not os.path.exists(path)
+async def test_nothing_can_be_written_outside_of_the_scratch_folder():
+    paths = ["/usr/new", "/new", "/dev/new", "/lib/../usr/bin/new"]
+    ran = await run(errors_of(f"open({path!r}, 'w')" for path in paths))
+    errors = ran.output.splitlines()
+    assert len(errors) == len(paths)
+    assert all("Error(" in error for error in errors), errors
+    assert not any(map(os.path.exists, paths))
 
 
 @pytest.mark.needs("namespaces")
@@ -385,9 +374,8 @@ def guarded() -> Sandbox:
 
 
 @pytest.mark.needs("guarded")
-@pytest.mark.parametrize(
-    "code",
-    [
+async def test_interpreter_refuses_when_the_sandbox_is_guarded():
+    forbidden = (
         "import socket",
         "import os; os.fork()",
         "import os; os.system('true')",
@@ -399,12 +387,11 @@ def guarded() -> Sandbox:
         "open('/tmp/outside-of-the-sandbox', 'w')",
         "import os; os.symlink('/etc/passwd', 'x'); open('x').read()",
         "import os; os.listdir('/')",
-    ],
-)
-async def test_interpreter_refuses_when_the_sandbox_is_guarded(code: str):
-    ran = await guarded().run_program(code)
-    assert ran.ended == "error"
-    assert "PermissionError" in ran.output or "OSError" in ran.output
+    )
+    ran = await guarded().run_program(errors_of(forbidden))
+    errors = ran.output.splitlines()
+    assert len(errors) == len(forbidden)
+    assert all("PermissionError" in error or "OSError" in error for error in errors), errors
     assert not os.path.exists("/tmp/outside-of-the-sandbox")
 
 

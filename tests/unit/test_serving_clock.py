@@ -6,7 +6,6 @@ import pytest
 
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.serving_clock import ServingClock, serving_timeout
 from async_rl.runtime.waits import Waits, acting, waiting
 from tests.support.manual_engines import ManualEngine
@@ -22,7 +21,6 @@ async def ends_after(clock: ServingClock, limit_s: float) -> float:
     return loop.time() - begin
 
 
-@in_virtual_time
 async def test_a_limit_is_extended_by_the_pauses_when_there_are_several() -> None:
     loop = asyncio.get_running_loop()
     clock = ServingClock(loop.time)
@@ -33,7 +31,6 @@ async def test_a_limit_is_extended_by_the_pauses_when_there_are_several() -> Non
     assert clock.held_s == pytest.approx(1497)
 
 
-@in_virtual_time
 async def test_a_limit_that_begins_in_a_pause_counts_from_its_end() -> None:
     loop = asyncio.get_running_loop()
     clock = ServingClock(loop.time)
@@ -44,7 +41,6 @@ async def test_a_limit_that_begins_in_a_pause_counts_from_its_end() -> None:
     assert clock.now() - before_s == pytest.approx(5)
 
 
-@in_virtual_time
 async def test_a_block_goes_on_when_it_ends_within_its_limit() -> None:
     loop = asyncio.get_running_loop()
     clock = ServingClock(loop.time)
@@ -56,7 +52,6 @@ async def test_a_block_goes_on_when_it_ends_within_its_limit() -> None:
     await asyncio.sleep(100)  # its timer is gone
 
 
-@in_virtual_time
 async def test_the_stall_doctor_ends_a_wait_although_the_clock_stands() -> None:
     clock = ServingClock(asyncio.get_running_loop().time)
     clock.set_paused(True)
@@ -67,7 +62,6 @@ async def test_the_stall_doctor_ends_a_wait_although_the_clock_stands() -> None:
     clock.set_paused(False)
 
 
-@in_virtual_time
 async def test_a_tool_has_the_clock_of_its_agent_loop() -> None:
     loop = asyncio.get_running_loop()
     clock = ServingClock(loop.time)
@@ -87,7 +81,6 @@ async def test_a_tool_has_the_clock_of_its_agent_loop() -> None:
     assert await called == pytest.approx(57 + 3)
 
 
-@in_virtual_time
 async def test_the_clock_stands_while_the_pool_has_no_serving_engine() -> None:
     pool = EnginePool(Metrics(), asyncio.get_running_loop().time)
     seen = []

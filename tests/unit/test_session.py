@@ -24,7 +24,7 @@ def make_bench(*engines: ScriptedEngine, **changes: Any) -> Bench:
 
 def bench(scripts: Sequence[Script], **changes: Any) -> Bench:
     made = make_bench(ScriptedEngine(scripts=scripts), **changes)
-    made.session.start([{"role": "user", "content": "hi"}])
+    made.start()
     return made
 
 
@@ -77,37 +77,6 @@ async def test_routing_is_replaced_and_never_concatenated_when_resumed():
     assert (trace.rows[:, 0, 0] == 2).all()  # every row was computed under version 2
     assert trace.spans == (VersionSpan(start=0, end=18, weight_version=2),)
     assert b.engines[0].decoded == 1  # what was replaced was never decoded
-
-
-@pytest.mark.case(12)
-async def test_earlier_rows_stay_when_spliced_and_the_boundary_row_is_new():
-    b = bench(
-        [
-            lambda r: sampled(5, "abort", 0, prompt=PROMPT),
-            lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5),
-        ],
-        merge="splice",
-    )
-    await b.session.generate()
-    trace = (await b.finish()).trace
-    boundary = PROMPT + 5 - 1
-    assert (trace.rows[:boundary, 0, 0] == 0).all()
-    assert (trace.rows[boundary:, 0, 0] == 1).all()
-    assert len(trace.rows) == PROMPT + 8 - 1
-
-
-@pytest.mark.case(10)
-async def test_an_abort_in_the_queue_is_ordinary_when_there_are_no_tokens_and_no_rows():
-    b = bench(
-        [
-            lambda r: sampled(0, "abort", 0, prompt=PROMPT, rows=False),
-            lambda r: sampled(3, "stop", 1, prompt=PROMPT),
-        ]
-    )
-    await b.session.generate()
-    trajectory = await b.finish()
-    assert [s.weight_version for s in trajectory.sampled] == [1]
-    assert trajectory.outcome.num_interruptions == 1
 
 
 @pytest.mark.case(13, 25)
@@ -172,62 +141,6 @@ async def test_recovered_rows_of_weights_that_this_run_has_not_published_are_dis
     assert b.counted("answers_discarded_total", reason="unpublished_weights") == 1
 
 
-@pytest.mark.case(13)
-async def test_missing_rows_are_marked_invalid_when_they_cannot_be_recovered():
-    def fail(request):
-        return [EngineError("gone")]
-
-    other = ScriptedEngine("engine-1", [lambda r: sampled(0, "abort", 0, prompt=1, rows=False)] * 4)
-    b = make_bench(
-        ScriptedEngine("engine-0", [lambda r: sampled(16, "abort", 0, prompt=PROMPT, rows=False), fail]),
-        other,
-    )
-    b.session.start([{"role": "user", "content": "hi"}])
-    await b.session.generate()
-    trajectory = await b.finish()
-    assert not trajectory.trace.valid.any()
-    assert len(trajectory.trace.rows) == trajectory.num_tokens - 1
-
-
-@pytest.mark.case(17)
-async def test_tokens_seen_are_kept_when_the_engine_dies_and_another_goes_on():
-    def die(request):
-        return [Chunk.of([100, 101], [-1.0, -2.0]), EngineError("connection lost")]
-
-    first = ScriptedEngine("engine-0", [die])
-    second = ScriptedEngine("engine-1", [lambda r: sampled(2, "stop", 0, prompt=PROMPT + 2, first=200)])
-    b = make_bench(first, second)
-    b.session.start([{"role": "user", "content": "hi"}])
-    await b.session.generate()
-    trajectory = await b.finish()
-    assert ids_of(trajectory) == [100, 101, 200, 201]
-    assert trajectory.rollout_log_probs[PROMPT : PROMPT + 2].tolist() == [-1.0, -2.0]
-    assert [s.engine_id for s in trajectory.sampled] == ["engine-0", "engine-1"]
-    assert trajectory.outcome.num_failovers == 1
-    assert [e.engine_id for e in b.pool.engines() if b.pool.error_of(e.engine_id)] == ["engine-0"]
-
-
-@pytest.mark.case(20)
-async def test_one_call_becomes_two_segments_when_the_engine_changed_weights_in_between():
-    def two_versions(request):
-        spans = (
-            VersionSpan(start=0, end=2, weight_version=0),
-            VersionSpan(start=2, end=5, weight_version=1),
-        )
-        finish = sampled(5, "stop", 1, prompt=PROMPT)[-1]
-        return [
-            Chunk.of([1, 2, 3, 4, 5], [-0.1] * 5),
-            Finish(reason="stop", version_spans=spans, routing=finish.routing),
-        ]
-
-    b = bench([two_versions], interrupt="retract")
-    await b.session.generate()
-    trajectory = await b.finish()
-    assert [(len(s.token_ids), s.weight_version) for s in trajectory.sampled] == [(2, 0), (3, 1)]
-    assert trajectory.oldest_weight_version == 0
-    assert trajectory.outcome.num_interruptions == trajectory.outcome.num_resumes == 1
-
-
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
 async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_changed_in_between(interrupt):
     class Dying(ScriptedEngine):
@@ -241,7 +154,7 @@ async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_chan
 
     second = ScriptedEngine("engine-1", [lambda r: sampled(1, "stop", 1, prompt=PROMPT + 4, first=200)])
     b = make_bench(Dying("engine-0"), second, interrupt=interrupt)
-    b.session.start([{"role": "user", "content": "hi"}])
+    b.start()
     await b.session.generate()
     trajectory = await b.finish()
     assert ids_of(trajectory) == [100, 101, 102, 103, 200]
@@ -296,7 +209,7 @@ async def test_tokens_are_discarded_when_the_finish_says_that_unknown_weights_sa
 
     second = ScriptedEngine("engine-1", [lambda r: sampled(1, "stop", 0, prompt=PROMPT, first=200)])
     b = make_bench(Restarted("engine-0"), second)
-    b.session.start([{"role": "user", "content": "hi"}])
+    b.start()
     await b.session.generate()
     assert ids_of(await b.finish()) == [200]
     assert b.counted("answers_discarded_total", reason="wrong_versions") == 1
@@ -323,7 +236,7 @@ async def test_calls_of_a_quarantined_engine_keep_their_tokens_unless_they_are_o
         return sampled(1, "stop", 0, prompt=PROMPT + len(kept), first=200)
 
     b = make_bench(Hanging("engine-0"), ScriptedEngine("engine-1", [answer]))
-    b.session.start([{"role": "user", "content": "hi"}])
+    b.start()
     async with Nursery() as nursery:
         nursery.start_task("turn", b.session.generate())
         for _ in range(100):
@@ -364,7 +277,7 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
             await asyncio.Future()
 
     b = make_bench(Hanging())
-    b.session.start([{"role": "user", "content": "hi"}])
+    b.start()
     async with Nursery() as nursery:
         task = nursery.start_task("turn", b.session.generate())
         await started.wait()
@@ -431,7 +344,7 @@ async def test_trailing_tool_rows_are_invalid_when_no_call_follows():
 async def test_the_prompt_is_refused_when_it_fills_the_context():
     b = make_bench(ScriptedEngine(), max_context_tokens=PROMPT, max_new_tokens=2)
     with pytest.raises(PromptTooLong, match="max_context_tokens is 7"):
-        b.session.start([{"role": "user", "content": "hi"}])
+        b.start()
 
 
 async def test_tool_results_are_refused_when_they_do_not_fit():
@@ -442,15 +355,6 @@ async def test_tool_results_are_refused_when_they_do_not_fit():
     with pytest.raises(PromptTooLong):
         b.session.add_messages([{"role": "tool", "content": "long"}])
     assert b.session.remaining_tokens == 1
-
-
-async def test_the_turn_ends_by_length_when_the_context_is_full():
-    b = bench(
-        [lambda r: sampled(r.max_new_tokens, "length", 0, prompt=PROMPT)], max_context_tokens=PROMPT + 4
-    )
-    turn = await b.session.generate()
-    assert turn.finish_reason == "length"
-    assert b.session.remaining_tokens == 0
 
 
 async def test_the_trajectory_fails_when_an_engine_keeps_ending_calls_by_itself():
@@ -468,7 +372,7 @@ async def test_no_routing_is_asked_for_when_replay_is_off():
 
 async def test_the_trajectory_ends_as_it_is_when_the_context_is_full():
     b = bench([lambda r: sampled(4, "length", 0, prompt=PROMPT)], max_context_tokens=PROMPT + 4)
-    await b.session.generate()
+    assert (await b.session.generate()).finish_reason == "length"
     assert b.session.remaining_tokens == 0
     with pytest.raises(PromptTooLong, match="the context is full") as caught:
         await b.session.generate()

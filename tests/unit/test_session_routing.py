@@ -20,7 +20,6 @@ from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.routing import invalid_rows, recomputed_rows
 from async_rl.runtime.supervision import services
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
@@ -80,6 +79,21 @@ async def interrupted(bench: Bench, policy: Watched, lengths: list[int]) -> Traj
     return await bench.finish()
 
 
+async def first_turn(bench: Bench) -> None:
+    """One turn, and the answer of a tool to it."""
+    bench.start()
+    await bench.session.generate()
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+
+
+async def turn_without_rows(bench: Bench, engine: Recorded) -> None:
+    """One turn whose answer comes without rows."""
+    bench.start()
+    engine.mute = True
+    await bench.session.generate()
+    engine.mute = False
+
+
 def assert_whole(trajectory: Trajectory, versions: Any) -> None:
     """Every row is there, is what its version makes of its token, and is claimed to be of that version."""
     trace = trajectory.trace
@@ -95,7 +109,6 @@ def assert_whole(trajectory: Trajectory, versions: Any) -> None:
 
 @pytest.mark.case(10, 11)
 @pytest.mark.parametrize("aborts", [1, 3])
-@in_virtual_time
 async def test_all_rows_are_of_the_last_version_when_replaced(aborts: int) -> None:
     policy = Watched(stop_at=[60])
     bench = Bench(simulated(policy), **LONG)
@@ -112,7 +125,6 @@ async def test_all_rows_are_of_the_last_version_when_replaced(aborts: int) -> No
     ("settings", "moved"),
     [({}, [False, True]), ({"flip_sample": 1.0}, [True, True]), ({"merge": "splice"}, [True, True])],
 )
-@in_virtual_time
 async def test_aborted_calls_return_rows_only_when_they_are_used(settings: dict, moved: list[bool]) -> None:
     policy = Watched(stop_at=[60])
     engine = recorded(policy)
@@ -135,7 +147,6 @@ async def test_tokens_are_as_old_as_their_lease_when_an_aborted_call_reports_no_
 
 
 @pytest.mark.case(12, 20)
-@in_virtual_time
 async def test_rows_are_of_the_version_that_first_fed_them_when_spliced() -> None:
     policy = Watched(stop_at=[60])
     bench = Bench(simulated(policy), merge="splice", **LONG)
@@ -151,7 +162,6 @@ async def test_rows_are_of_the_version_that_first_fed_them_when_spliced() -> Non
 
 @pytest.mark.case(10, 12)
 @pytest.mark.parametrize("merge", ["replace", "splice"])
-@in_virtual_time
 async def test_nothing_is_lost_when_an_abort_meets_the_queue(merge: str) -> None:
     """The resumed call waits behind another one and is aborted there: no tokens, no rows, no harm."""
     policy = Watched(stop_at=[60])
@@ -180,7 +190,6 @@ async def test_nothing_is_lost_when_an_abort_meets_the_queue(merge: str) -> None
 
 @pytest.mark.case(17)
 @pytest.mark.parametrize("fault", ["die", "hang"])
-@in_virtual_time
 async def test_no_token_and_no_row_comes_twice_when_a_stream_breaks(fault: Any) -> None:
     policy = Watched(stop_at=[40])
     first, second = simulated(policy, "engine-0"), simulated(policy, "engine-1")
@@ -195,6 +204,8 @@ async def test_no_token_and_no_row_comes_twice_when_a_stream_breaks(fault: Any) 
     trajectory = await bench.finish()
     assert [len(s.token_ids) for s in trajectory.sampled] == [6, 27]
     assert [s.engine_id for s in trajectory.sampled] == ["engine-0", "engine-1"]
+    assert trajectory.outcome.num_failovers == 1
+    assert [e.engine_id for e in bench.pool.engines() if bench.pool.error_of(e.engine_id)] == ["engine-0"]
     assert np.array_equal(trajectory.token_ids, whole.token_ids)
     assert len(trajectory.rollout_log_probs) == 40
     assert_whole(trajectory, 0)
@@ -264,7 +275,6 @@ async def test_a_trajectory_is_rejected_when_its_rows_are_sequences_laid_end_to_
 
 
 @pytest.mark.case(15)
-@in_virtual_time
 async def test_a_trajectory_is_rejected_when_an_engine_sends_one_row_too_many() -> None:
     policy = Watched(stop_at=[20])
     engine = simulated(policy)
@@ -283,14 +293,11 @@ async def test_a_trajectory_is_rejected_when_an_engine_sends_one_row_too_many() 
 
 @pytest.mark.case(18)
 @pytest.mark.parametrize("interrupt", ["abort", "retract"])
-@in_virtual_time
 async def test_a_mixture_raises_the_alarm_when_an_update_did_not_flush(interrupt: Any) -> None:
     """The control of the tests above: without the flush a prefill finds pages of the old weights."""
     policy = Watched(stop_at=[60, 120])
     bench = Bench(simulated(policy), interrupt=interrupt, **LONG)
-    bench.start()
-    await bench.session.generate()
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await first_turn(bench)
     async with asyncio.TaskGroup() as group:
         group.create_task(bench.session.generate())
         await policy.reaches(80)
@@ -305,12 +312,12 @@ async def test_a_mixture_raises_the_alarm_when_an_update_did_not_flush(interrupt
 
 
 @pytest.mark.case(18)
-@in_virtual_time
 async def test_rows_are_of_one_version_when_a_retracted_call_goes_on() -> None:
     policy = Watched(stop_at=[90])
     bench = Bench(simulated(policy), interrupt="retract", **LONG)
     trajectory = await interrupted(bench, policy, [PROMPT + 40])
     assert [s.weight_version for s in trajectory.sampled] == [0, 1]
+    assert trajectory.outcome.num_interruptions == trajectory.outcome.num_resumes == 1
     assert_whole(trajectory, 1)
     assert bench.counted("routing_mixed_versions_total") == 0
 
@@ -334,7 +341,6 @@ async def test_rows_are_fetched_again_when_an_answer_mixes_versions() -> None:
 
 @pytest.mark.case(19)
 @pytest.mark.parametrize("merge", ["replace", "splice"])
-@in_virtual_time
 async def test_rows_and_versions_are_right_when_an_update_was_refused_its_flush(merge: str) -> None:
     policy = Watched(stop_at=[60])
     engine = simulated(policy)
@@ -349,7 +355,6 @@ async def test_rows_and_versions_are_right_when_an_update_was_refused_its_flush(
 
 
 @pytest.mark.case(20)
-@in_virtual_time
 async def test_old_rows_keep_their_version_when_weights_change_in_place() -> None:
     policy = Watched(stop_at=[60])
     bench = Bench(simulated(policy), merge="splice", interrupt="in_place", **LONG)
@@ -450,14 +455,11 @@ async def test_rows_are_of_the_weights_of_their_recomputation_when_others_were_l
     assert trace.recomputed == ((0, PROMPT + 9),)
 
 
-@in_virtual_time
 async def test_only_rows_of_the_retracted_call_count_as_recomputed() -> None:
     """Those before its delta were fetched earlier, and are what sampled."""
     engine = recorded(Watched(stop_at=[20, 60]))
     bench = Bench(engine, **LONG)
-    bench.start()
-    await bench.session.generate()
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await first_turn(bench)
     engine.faults.append(Fault("retract", after_tokens=10))
     await bench.session.generate()
     trajectory = await bench.finish()
@@ -469,7 +471,6 @@ async def test_only_rows_of_the_retracted_call_count_as_recomputed() -> None:
 
 
 @pytest.mark.parametrize(("interrupt", "merge"), [("retract", "replace"), ("in_place", "splice")])
-@in_virtual_time
 async def test_a_call_is_retracted_and_updated_under_way(interrupt: Any, merge: str) -> None:
     policy = Watched(stop_at=[80])
     engine = recorded(policy)
@@ -501,7 +502,6 @@ LENGTHS_AFTER_TURNS = [20, 41, 57, 80, 99]
 
 @pytest.mark.case(21, 23)
 @pytest.mark.parametrize("merge", ["replace", "splice"])
-@in_virtual_time
 async def test_deltas_are_the_full_fetch_over_five_turns(merge: str) -> None:
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     delta, full = recorded(policy), recorded(policy)
@@ -520,7 +520,6 @@ async def test_deltas_are_the_full_fetch_over_five_turns(merge: str) -> None:
     assert full.rows == sum(length - 1 for length in LENGTHS_AFTER_TURNS)
 
 
-@in_virtual_time
 async def test_everything_is_fetched_again_when_the_weights_changed_between_turns() -> None:
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     engine = recorded(policy)
@@ -534,7 +533,6 @@ async def test_everything_is_fetched_again_when_the_weights_changed_between_turn
     assert_whole(await bench.finish(), 1)
 
 
-@in_virtual_time
 async def test_only_the_end_is_fetched_when_rows_are_spliced_over_an_update() -> None:
     policy = Watched(stop_at=[60])
     engine = recorded(policy)
@@ -545,29 +543,12 @@ async def test_only_the_end_is_fetched_when_rows_are_spliced_over_an_update() ->
     assert engine.rows == 59
 
 
-@in_virtual_time
-async def test_everything_is_fetched_again_when_the_next_turn_runs_elsewhere() -> None:
-    policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
-    first, second = recorded(policy), recorded(policy, "engine-1")
-    bench = Bench(first, second, **LONG)
-    bench.start()
-    await bench.session.generate()
-    bench.pool.quarantine_engine("engine-0", EngineError("gone"))
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
-    await bench.session.generate()
-    assert (first.asked, second.asked) == ([0], [0])
-    assert_whole(await bench.finish(), 0)
-
-
-@in_virtual_time
 async def test_a_delta_is_not_enough_when_the_engine_recomputed_what_came_before() -> None:
     """`retract` takes new weights in mid-call; rows of earlier turns are of the old ones then."""
     policy = Watched(stop_at=[30, 70])
     engine = recorded(policy)
     bench = Bench(engine, interrupt="retract", **LONG)
-    bench.start()
-    await bench.session.generate()
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await first_turn(bench)
     async with asyncio.TaskGroup() as group:
         group.create_task(bench.session.generate())
         await policy.reaches(50)
@@ -596,16 +577,13 @@ async def test_rows_are_fetched_again_when_an_answer_leaves_a_gap(merge: str) ->
 @pytest.mark.case(22)
 @pytest.mark.parametrize("merge", ["replace", "splice"])
 @pytest.mark.parametrize("place", [None, 0, PROMPT - 1, PROMPT + 3])
-@in_virtual_time
 async def test_everything_is_fetched_again_when_one_token_of_the_history_was_edited(
     merge: str, place: int | None
 ) -> None:
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     engine = recorded(policy)
     bench = Bench(engine, merge=merge, **LONG)
-    bench.start()
-    await bench.session.generate()
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await first_turn(bench)
     if place is not None:
         edit(bench, place)
     await bench.session.generate()
@@ -616,7 +594,6 @@ async def test_everything_is_fetched_again_when_one_token_of_the_history_was_edi
 
 
 @pytest.mark.case(22)
-@in_virtual_time
 async def test_rows_are_recovered_when_the_history_was_edited_after_the_last_turn() -> None:
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     bench = Bench(simulated(policy), **LONG)
@@ -646,13 +623,10 @@ def edit(bench: Bench, place: int) -> None:
 
 @pytest.mark.case(24)
 @pytest.mark.parametrize("limit", [40, 41, 50])
-@in_virtual_time
 async def test_tokens_and_rows_agree_when_the_context_is_full(limit: int) -> None:
     policy = Watched(stop_at=[20])
     bench = Bench(simulated(policy), max_context_tokens=limit, max_new_tokens=200)
-    bench.start()
-    await bench.session.generate()
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await first_turn(bench)
     async with asyncio.TaskGroup() as group:
         turn = group.create_task(bench.session.generate())
         await policy.reaches(30)
@@ -678,16 +652,13 @@ async def test_tokens_and_rows_agree_when_the_context_is_full(limit: int) -> Non
     ("merge", "bumped", "start"),
     [("replace", False, 19), ("splice", False, 19), ("replace", True, 0), ("splice", True, 19)],
 )
-@in_virtual_time
 async def test_missing_rows_are_recovered_without_a_token_when_the_last_call_had_none(
     merge: str, bumped: bool, start: int
 ) -> None:
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     engine = recorded(policy)
     bench = Bench(engine, merge=merge, **LONG)
-    bench.start()
-    await bench.session.generate()
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await first_turn(bench)
     engine.mute = True
     await bench.session.generate()
     engine.mute = False
@@ -706,20 +677,6 @@ async def test_missing_rows_are_recovered_without_a_token_when_the_last_call_had
     assert recomputed_rows(trajectory.trace) == 40 - max(start, finish.cached_tokens)
 
 
-@pytest.mark.case(25)
-async def test_a_recovery_is_tried_again_when_it_is_interrupted_itself() -> None:
-    bench = scripted(
-        lambda r: sampled(5, "stop", 0, prompt=PROMPT, rows=False),
-        lambda r: sampled(0, "abort", 0, prompt=1, rows=False),
-        lambda r: sampled(0, "abort", 0, prompt=1, rows=False),
-        lambda r: sampled(0, "length", 1, prompt=len(r.input_ids)),
-    )
-    await bench.session.generate()
-    trace = (await bench.finish()).trace
-    assert row_versions(trace) == [1] * (PROMPT + 4)
-    assert [r.max_new_tokens for r in bench.engines[0].requests] == [16, 0, 0, 0]  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("cached", "version", "marked"), [(14, 0, ()), (13, 0, ((13, 14),)), (14, 1, ((0, 14),))]
 )
@@ -735,14 +692,10 @@ async def test_recovered_rows_are_exact_only_when_they_were_cached_under_the_sam
     assert (await bench.finish()).trace.recomputed == marked
 
 
-@in_virtual_time
 async def test_rows_are_recovered_from_the_engine_that_has_them_cached() -> None:
     engine = recorded(Watched(stop_at=[33]))
     bench = Bench(engine, **LONG)
-    bench.start()
-    engine.mute = True
-    await bench.session.generate()
-    engine.mute = False
+    await turn_without_rows(bench, engine)
     idle = recorded(Watched(stop_at=[33]), "engine-1")
     bench.pool.add_engine(idle)
     bench.pool.serve_engine("engine-1", 0)
@@ -752,14 +705,10 @@ async def test_rows_are_recovered_from_the_engine_that_has_them_cached() -> None
     assert trajectory.trace.recomputed == (), "whole pages of 16 tokens are cached"
 
 
-@in_virtual_time
 async def test_a_recovery_waits_when_many_others_recover() -> None:
     engine = recorded(Watched(stop_at=[20]))
     bench = Bench(engine, **LONG)
-    bench.start()
-    engine.mute = True
-    await bench.session.generate()
-    engine.mute = False
+    await turn_without_rows(bench, engine)
     others = 0
     while not bench.context.recoveries.locked():
         await bench.context.recoveries.acquire()
@@ -774,28 +723,7 @@ async def test_a_recovery_waits_when_many_others_recover() -> None:
     assert bench.context.recoveries.locked() is False
 
 
-@in_virtual_time
-async def test_rows_are_recovered_however_often_updates_interrupt_it() -> None:
-    """After a restart a recovery may meet update after update."""
-    policy = Watched(stop_at=[60])
-    engine = recorded(policy, prefill_tokens_per_s=60.0)
-    bench = Bench(engine, **LONG)
-    bench.start()
-    engine.mute = True
-    await bench.session.generate()
-    engine.mute = False
-    async with asyncio.TaskGroup() as group:
-        ending = group.create_task(bench.finish())
-        for version in range(1, 8):
-            await asyncio.sleep(0.1)  # the prefill takes longer
-            await bench.bump(version)
-    trajectory = ending.result()
-    assert_whole(trajectory, 7)
-    assert trajectory.trace.recomputed == ((0, trajectory.num_tokens - 1),)
-
-
 @pytest.mark.parametrize("error", [LocalShortage("no descriptor"), EngineBusy("engine-0 answered 429")])
-@in_virtual_time
 async def test_rows_are_recovered_however_often_no_descriptor_or_busy_engines_keep_it_waiting(
     error: EngineError,
 ) -> None:
@@ -822,7 +750,6 @@ class NoAnswers:
         raise EngineError("no answers")
 
 
-@in_virtual_time
 async def test_rows_are_recovered_when_evaluations_borrow_the_engine_between_updates(tmp_path: Path) -> None:
     """Each version interrupts a recovery twice: by its update, and by the loan for its evaluation.
 
@@ -830,10 +757,7 @@ async def test_rows_are_recovered_when_evaluations_borrow_the_engine_between_upd
     """
     engine = recorded(Watched(stop_at=[55]), prefill_tokens_per_s=60.0)
     bench = Bench(engine, **LONG)
-    bench.start()
-    engine.mute = True
-    await bench.session.generate()
-    engine.mute = False
+    await turn_without_rows(bench, engine)
 
     async def take_back(engine_id: str) -> None:
         bench.pool.recall_engine(engine_id)
@@ -858,10 +782,11 @@ async def test_rows_are_recovered_when_evaluations_borrow_the_engine_between_upd
     trajectory = ending.result()
     assert invalid_rows(trajectory.trace) == 0
     assert [finish.reason for _, finish in engine.finished[1:]] == ["abort"] * 10 + ["length"]
+    assert [asked.max_new_tokens for asked, _ in engine.finished[1:]] == [0] * 11
     assert_whole(trajectory, 5)
+    assert trajectory.trace.recomputed == ((0, trajectory.num_tokens - 1),)
 
 
-@in_virtual_time
 async def test_siblings_never_share_an_array() -> None:
     policy = Watched(stop_at=[20])
     engine = simulated(policy)
@@ -884,7 +809,6 @@ def flips(bench: Bench) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("merge", ["replace", "splice"])
-@in_virtual_time
 async def test_flips_are_measured_when_a_trajectory_is_of_the_sample(merge: str) -> None:
     policy = Watched(stop_at=[60])
     bench = Bench(simulated(policy), merge=merge, flip_sample=1.0, **LONG)
@@ -897,7 +821,6 @@ async def test_flips_are_measured_when_a_trajectory_is_of_the_sample(merge: str)
     assert set(versions) == ({2} if merge == "replace" else {0, 1, 2})
 
 
-@in_virtual_time
 async def test_the_rows_of_a_cancelled_attempt_are_freed_before_its_loop_has_ended() -> None:
     policy = Watched(stop_at=[60])
     bench = Bench(simulated(policy), **LONG)
@@ -915,7 +838,6 @@ async def test_the_rows_of_a_cancelled_attempt_are_freed_before_its_loop_has_end
     ("sample", "lengths", "merge"),
     [(0.0, [PROMPT + 10], "replace"), (1.0, [], "replace"), (1.0, [], "splice")],
 )
-@in_virtual_time
 async def test_nothing_is_measured_when_there_is_no_sample_or_no_interruption(
     sample: float, lengths: list[int], merge: str
 ) -> None:
@@ -925,16 +847,17 @@ async def test_nothing_is_measured_when_there_is_no_sample_or_no_interruption(
     assert flips(bench) == (0, 0)
 
 
-@in_virtual_time
-async def test_nothing_is_measured_when_rows_are_replaced_under_the_same_weights() -> None:
+async def test_everything_is_fetched_again_and_no_flip_counted_when_the_next_turn_runs_elsewhere() -> None:
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
-    bench = Bench(simulated(policy), simulated(policy, "engine-1"), flip_sample=1.0, **LONG)
+    first, second = recorded(policy), recorded(policy, "engine-1")
+    bench = Bench(first, second, flip_sample=1.0, **LONG)
     bench.start()
     await bench.session.generate()
     bench.pool.quarantine_engine("engine-0", EngineError("gone"))
     bench.session.add_messages([{"role": "tool", "content": "4"}])
     await bench.session.generate()
     assert_whole(await bench.finish(), 0)
+    assert (first.asked, second.asked) == ([0], [0])
     assert bench.counted("routing_payloads_total", kind="full") == 2
     assert flips(bench) == (0, 0)
 

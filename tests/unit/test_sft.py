@@ -312,16 +312,12 @@ def test_all_steps_are_taken_and_the_model_is_written(tmp_path, monkeypatch, cap
     assert "is complete" in capsys.readouterr().out
 
 
-def test_rows_come_in_order_when_they_are_not_shuffled(tmp_path, monkeypatch):
-    ranks = RecordingRanks()
-    assert sft(make_run(tmp_path, monkeypatch, shuffle=False), (), opened(ranks)) == 0
-    assert [ids[0] for _, _, ids in ranks.steps] == list(range(6))
-
-
-def test_a_run_ends_after_the_steps_that_the_config_allows(tmp_path, monkeypatch):
-    ranks = RecordingRanks()
-    assert sft(make_run(tmp_path, monkeypatch, max_steps=2), (), opened(ranks)) == 0
-    assert len(ranks.steps) == 2
+def test_order_end_and_place_of_a_run_are_those_of_its_config(tmp_path, monkeypatch):
+    ranks, out = RecordingRanks(), str(tmp_path / "mine")
+    config = make_run(tmp_path, monkeypatch, shuffle=False, max_steps=4, out=out)
+    assert sft(config, (), opened(ranks)) == 0
+    assert [ids[0] for _, _, ids in ranks.steps] == list(range(4))
+    assert ranks.published == [(out, 4)]
 
 
 def test_learning_rates_of_a_run_are_those_of_its_config(tmp_path, monkeypatch):
@@ -347,17 +343,11 @@ def test_the_ranks_run_the_worker_that_the_config_names():
 
 
 def test_no_reference_and_no_critic_are_built():
-    loss = {"advantages": "gae", "kl": {"coefficient": 0.1}}
-    trainer = {"loss": loss, "critic": {"lr": 1e-3}}
-    tree = {"model": {"path": "m"}, "sft": {"path": "x.jsonl"}, "trainer": trainer}
-    found = sft_run.sft_config(parse_config(tree)).trainer
+    trainer = {"loss": {"advantages": "gae", "kl": {"coefficient": 0.1}}, "critic": {"lr": 1e-3}}
+    found = sft_run.sft_config(
+        parse_config({"model": {"path": "m"}, "sft": {"path": "x.jsonl"}, "trainer": trainer})
+    ).trainer
     assert (found.loss.advantages, found.loss.kl.coefficient, found.critic.lr) == ("reinforce++", 0, 1e-5)
-
-
-def test_the_model_is_written_where_the_config_says(tmp_path, monkeypatch):
-    ranks = RecordingRanks()
-    assert sft(make_run(tmp_path, monkeypatch, out=str(tmp_path / "mine")), (), opened(ranks)) == 0
-    assert ranks.published == [(str(tmp_path / "mine"), 6)]
 
 
 def test_the_report_of_a_finished_run_has_its_figures(tmp_path, monkeypatch, capsys):
@@ -377,13 +367,6 @@ def test_the_report_of_a_finished_run_has_its_figures(tmp_path, monkeypatch, cap
     assert set(charts) == {"sft-loss", "grad-norm", "learning-rate", "throughput", "step-time"}
     assert all(name in report for name in charts)
     assert "Where the trajectories went" not in report
-
-
-def test_the_report_of_an_interrupted_run_says_stopped(tmp_path, monkeypatch):
-    ranks = RecordingRanks()
-    ranks.at_step[3] = lambda: os.kill(os.getpid(), signal.SIGINT)
-    assert sft(make_run(tmp_path, monkeypatch), (), opened(ranks)) == 130
-    assert read_run(tmp_path / "runs" / "warm").state == "stopped"
 
 
 def test_a_run_goes_on_where_its_checkpoint_was_written(tmp_path, monkeypatch):
@@ -419,6 +402,7 @@ def test_the_first_signal_ends_a_run_with_a_checkpoint(tmp_path, monkeypatch):
     assert (len(ranks.steps), ranks.published) == (3, [])
     state = json.loads((tmp_path / "runs" / "warm" / "checkpoints" / "state.json").read_text())
     assert state["step"] == 3
+    assert read_run(tmp_path / "runs" / "warm").state == "stopped"
 
 
 def test_what_is_missing_is_said():

@@ -86,6 +86,7 @@ def test_layers_and_experts_are_on_the_command_line_when_the_engine_is_to_narrow
         assert "async_rl.engines.sglang.narrow_launcher" not in plain.command()
 
 
+@pytest.mark.real
 @pytest.mark.sglang
 def test_the_patch_is_in_place_when_a_spawned_child_imports_the_main_module_again() -> None:
     # On a GPU SGLang spawns its scheduler. The child knows the parent's arguments, and nothing else of it.

@@ -26,6 +26,7 @@ def replace_handler() -> None:
     assert native_handler() == signal.SIG_IGN
 
 
+@pytest.mark.real_time  # signals wake the real loop
 async def test_a_signal_arrives_when_a_library_replaces_its_handler_during_the_block() -> None:
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, arrived.set)

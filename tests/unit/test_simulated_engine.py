@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from unittest import mock
@@ -40,75 +39,66 @@ def engine(*faults: Fault, seed: int = 1, **settings) -> SimulatedEngine:
     return made
 
 
-def test_a_call_takes_prefill_and_steps_when_time_is_virtual() -> None:
-    async def main() -> float:
-        await call(engine(), PROMPT, 1000)
-        return asyncio.get_running_loop().time()
-
-    begin = time.monotonic()
-    assert run_virtual(main()) == pytest.approx(20 / 1000 + 1000 * 0.01)
-    assert time.monotonic() - begin < 5
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
-def test_calls_queue_when_all_slots_are_taken() -> None:
-    async def main() -> list[float]:
-        subject, ends = engine(), []
+async def update(subject: SimulatedEngine, *, flush: bool = True) -> None:
+    await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=flush)
 
-        async def one() -> None:
-            await call(subject, PROMPT, 100)
-            ends.append(asyncio.get_running_loop().time())
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(5):
-                group.create_task(one())
-        return ends
+async def test_a_call_takes_prefill_and_steps() -> None:
+    await call(engine(), PROMPT, 1000)
+    assert now_s() == pytest.approx(20 / 1000 + 1000 * 0.01)
 
-    ends = run_virtual(main())
+
+async def test_calls_queue_when_all_slots_are_taken() -> None:
+    subject, ends = engine(), []
+
+    async def one() -> None:
+        await call(subject, PROMPT, 100)
+        ends.append(now_s())
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(5):
+            group.create_task(one())
     assert [round(end) for end in ends] == [1, 1, 2, 2, 3]
 
 
-def test_a_run_repeats_itself_when_the_seed_is_the_same() -> None:
-    def sample(seed: int) -> tuple[list[int], list[float]]:
-        ended = run_virtual(call(engine(seed=seed), PROMPT, 30))
+async def test_a_run_repeats_itself_when_the_seed_is_the_same() -> None:
+    async def sample(seed: int) -> tuple[list[int], list[float]]:
+        ended = await call(engine(seed=seed), PROMPT, 30)
         return ended.token_ids, ended.log_probs
 
-    assert sample(1) == sample(1)
-    assert sample(1)[0] != sample(2)[0]
+    assert await sample(1) == await sample(1)
+    assert (await sample(1))[0] != (await sample(2))[0]
 
 
-def test_siblings_differ_when_they_are_sampled_with_temperature() -> None:
-    async def main() -> tuple[Call, Call]:
-        subject = engine()
-        return await call(subject, PROMPT, 30, temperature=1.0), await call(
-            subject, PROMPT, 30, temperature=1.0
-        )
-
-    first, second = run_virtual(main())
+async def test_siblings_differ_when_they_are_sampled_with_temperature() -> None:
+    subject = engine()
+    first, second = [await call(subject, PROMPT, 30, temperature=1.0) for _ in range(2)]
     assert first.token_ids != second.token_ids
 
 
-def test_a_script_answers_when_a_policy_is_given() -> None:
+async def test_a_script_answers_when_a_policy_is_given() -> None:
     words = [7, 8, 9]
 
     def policy(prefix, rng):
         return words[len(prefix) - len(PROMPT)] if len(prefix) < len(PROMPT) + 3 else None
 
     subject = SimulatedEngine("engine-0", CONFIG, policy=policy)
-    ended = run_virtual(call(subject, PROMPT, 10, stop=[11]))
+    ended = await call(subject, PROMPT, 10, stop=[11])
     assert ended.token_ids == [7, 8, 9, 11]
     assert ended.finish.reason == "stop"
 
 
-def test_rows_name_the_version_that_fed_them_when_an_update_does_not_flush() -> None:
-    async def main() -> tuple[Call, Call]:
-        subject = engine()
-        await call(subject, PROMPT, 0)
-        await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=False)
-        mixed = await call(subject, PROMPT, 3)
-        await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
-        return mixed, await call(subject, PROMPT, 3)
-
-    mixed, fresh = run_virtual(main())
+async def test_rows_name_the_version_that_fed_them_when_an_update_does_not_flush() -> None:
+    subject = engine()
+    await call(subject, PROMPT, 0)
+    await update(subject, flush=False)
+    mixed = await call(subject, PROMPT, 3)
+    await update(subject)
+    fresh = await call(subject, PROMPT, 3)
     fed = np.array(mixed.sequence[:-1], np.int32)
     versions = np.ones(22, np.int32)
     assert np.array_equal(fresh.trace.rows, routing_rows(fed, versions, fresh.engine.facts))
@@ -117,165 +107,134 @@ def test_rows_name_the_version_that_fed_them_when_an_update_does_not_flush() -> 
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_request_that_arrives_late_is_looked_at_when_generation_goes_on(mode: InterruptMode) -> None:
+async def test_a_request_that_arrives_late_is_looked_at_when_generation_goes_on(mode: InterruptMode) -> None:
     """A rollout worker sent it before it knew of the update; SGLang keeps it until then."""
+    subject, began_s = engine(), list[float]()
+    generate = subject.generate
 
-    async def main() -> tuple[list[float], Call]:
-        subject, began_s = engine(), list[float]()
-        loop = asyncio.get_running_loop()
-        generate = subject.generate
+    def seen(request: GenerateRequest) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
+        began_s.append(now_s())
+        return generate(request)
 
-        def seen(request: GenerateRequest) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
-            began_s.append(loop.time())
-            return generate(request)
-
-        distant = DistantEngine(subject, lambda: 0.5, deque())
-        with mock.patch.object(subject, "generate", seen):
-            late = asyncio.create_task(call(distant, PROMPT, 3))
-            await subject.interrupt(mode)
-            await asyncio.sleep(1.0)
-            await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
-            await subject.resume_generation(mode)
-            return began_s, await late
-
-    began_s, late = run_virtual(main())
+    distant = DistantEngine(subject, lambda: 0.5, deque())
+    with mock.patch.object(subject, "generate", seen):
+        late = asyncio.create_task(call(distant, PROMPT, 3))
+        await subject.interrupt(mode)
+        await asyncio.sleep(1.0)
+        await update(subject)
+        await subject.resume_generation(mode)
+        ended = await late
     assert began_s == [pytest.approx(1.0)]
-    assert [span.weight_version for span in late.finish.version_spans] == [1]
+    assert [span.weight_version for span in ended.finish.version_spans] == [1]
 
 
-def test_everything_fails_until_a_restart_when_the_engine_dies() -> None:
-    async def main() -> None:
-        subject = engine(Fault("die", after_tokens=3))
-        dying, other = Call(subject, request(PROMPT, 9)), Call(subject, request(PROMPT, 900))
-        results = await asyncio.gather(dying.run(), other.run(), return_exceptions=True)
-        assert [type(result) for result in results] == [EngineError, EngineError]
-        assert len(dying.token_ids) == 3
-        assert len(other.token_ids) >= 3
-        with pytest.raises(EngineError, match="cannot be reached"):
-            await subject.health()
-        with pytest.raises(EnvironmentNotReady):
-            await subject.wait_ready()
-        subject.restart()
+async def test_everything_fails_until_a_restart_when_the_engine_dies() -> None:
+    subject = engine(Fault("die", after_tokens=3))
+    dying, other = Call(subject, request(PROMPT, 9)), Call(subject, request(PROMPT, 900))
+    results = await asyncio.gather(dying.run(), other.run(), return_exceptions=True)
+    assert [type(result) for result in results] == [EngineError, EngineError]
+    assert len(dying.token_ids) == 3
+    assert len(other.token_ids) >= 3
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await subject.health()
+    with pytest.raises(EnvironmentNotReady):
         await subject.wait_ready()
-        assert (await subject.health()).weight_version == 0
-        assert len((await call(subject, PROMPT, 4)).token_ids) == 4
-
-    run_virtual(main())
-
-
-def test_a_call_times_out_when_the_engine_hangs() -> None:
-    async def main() -> None:
-        subject = engine(Fault("hang", after_tokens=2))
-        hanging = Call(subject, request(PROMPT, 9))
-        with pytest.raises(EngineTimeout, match=r"silent for 60\.0 s"):
-            await hanging.run()
-        assert len(hanging.token_ids) == 2
-        assert asyncio.get_running_loop().time() > 60
-        assert len((await call(subject, PROMPT, 4)).token_ids) == 4
-
-    run_virtual(main())
+    subject.restart()
+    await subject.wait_ready()
+    assert (await subject.health()).weight_version == 0
+    assert len((await call(subject, PROMPT, 4)).token_ids) == 4
 
 
-def test_one_row_too_many_is_refused_when_it_is_decoded() -> None:
-    ended = run_virtual(call(engine(Fault("wrong_rows")), PROMPT, 4))
+async def test_a_call_times_out_when_the_engine_hangs() -> None:
+    subject = engine(Fault("hang", after_tokens=2))
+    hanging = Call(subject, request(PROMPT, 9))
+    with pytest.raises(EngineTimeout, match=r"silent for 60\.0 s"):
+        await hanging.run()
+    assert len(hanging.token_ids) == 2
+    assert now_s() > 60
+    assert len((await call(subject, PROMPT, 4)).token_ids) == 4
+
+
+async def test_a_payload_or_a_log_prob_is_wrong_when_that_fault_is_due() -> None:
+    ended = await call(engine(Fault("wrong_rows")), PROMPT, 4)
     with pytest.raises(AlignmentError, match="sent 24 routing rows, expected 23"):
         _ = ended.trace
-
-
-def test_one_log_prob_is_no_number_when_that_fault_is_due() -> None:
-    ended = run_virtual(call(engine(Fault("nan", after_tokens=2)), PROMPT, 5))
+    ended = await call(engine(Fault("nan", after_tokens=2)), PROMPT, 5)
     assert [math.isnan(value) for value in ended.log_probs] == [False, False, True, False, False]
 
 
-def test_a_call_goes_on_as_before_when_its_memory_was_taken_for_another() -> None:
-    whole = run_virtual(call(engine(), PROMPT, 9))
-    ended = run_virtual(call(engine(Fault("retract", after_tokens=4)), PROMPT, 9))
+async def test_a_call_goes_on_as_before_when_its_memory_was_taken_for_another() -> None:
+    whole = await call(engine(), PROMPT, 9)
+    ended = await call(engine(Fault("retract", after_tokens=4)), PROMPT, 9)
     assert (ended.token_ids, ended.log_probs) == (whole.token_ids, whole.log_probs)
     assert np.array_equal(ended.trace.rows, whole.trace.rows)
     assert whole.finish.retractions == ()
     assert ended.finish.retractions == (Retraction(at_least=5, at_most=5),)
+    at_its_end = await call(engine(Fault("retract", after_tokens=4)), PROMPT, 5)
+    assert at_its_end.finish.retractions == ()
+    assert len(at_its_end.token_ids) == 5
 
 
-def test_no_call_is_retracted_when_it_has_sampled_its_last_token() -> None:
-    ended = run_virtual(call(engine(Fault("retract", after_tokens=4)), PROMPT, 5))
-    assert ended.finish.retractions == ()
-    assert len(ended.token_ids) == 5
-
-
-def test_a_call_ends_at_the_gap_when_a_chunk_is_lost() -> None:
+async def test_a_call_ends_at_the_gap_when_a_chunk_is_lost() -> None:
     """A client counts along: what comes after a gap continues another text."""
     running = Call(engine(Fault("lose", after_tokens=2)), request(PROMPT, 9))
     with pytest.raises(EngineError, match="counts 4 tokens of the call"):
-        run_virtual(running.run())
+        await running.run()
     assert len(running.token_ids) == 2
 
 
-def test_the_count_is_short_when_the_last_chunk_is_lost() -> None:
-    ended = run_virtual(call(engine(Fault("lose", after_tokens=4)), PROMPT, 5))
-    assert len(ended.token_ids) == 4
+@pytest.mark.parametrize(
+    ("fault", "num_tokens"),
+    [(Fault("lose", after_tokens=4), 4), (Fault("repeat"), 5)],
+    ids=["lose", "repeat"],
+)
+async def test_the_count_is_of_all_tokens_when_the_last_chunk_is_lost_or_one_comes_twice(
+    fault: Fault, num_tokens: int
+) -> None:
+    ended = await call(engine(fault), PROMPT, 5)
+    assert len(ended.token_ids) == num_tokens
     assert ended.finish.version_spans[-1].end == 5
 
 
-def test_a_chunk_is_taken_once_when_it_comes_twice() -> None:
-    ended = run_virtual(call(engine(Fault("repeat")), PROMPT, 5))
-    assert len(ended.token_ids) == ended.finish.version_spans[-1].end == 5
+async def test_the_version_counts_once_when_a_flush_is_refused_at_first() -> None:
+    subject = engine(Fault("refuse_flush"))
+    await call(subject, PROMPT, 0)
+    await update(subject)
+    assert (await subject.health()).weight_version == 1
+    assert (await call(subject, PROMPT, 0)).finish.cached_tokens == 0
 
 
-def test_the_version_counts_once_when_a_flush_is_refused_at_first() -> None:
-    async def main() -> tuple[int, int]:
-        subject = engine(Fault("refuse_flush"))
-        await call(subject, PROMPT, 0)
-        await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
-        return (await subject.health()).weight_version, (await call(subject, PROMPT, 0)).finish.cached_tokens
-
-    assert run_virtual(main()) == (1, 0)
+async def test_the_old_version_is_reported_when_an_update_fails_halfway() -> None:
+    subject = engine(Fault("partial_update"))
+    with pytest.raises(WeightSyncError, match="halfway to version 1"):
+        await update(subject)
+    assert (await subject.health()).weight_version == 0
 
 
-def test_the_old_version_is_reported_when_an_update_fails_halfway() -> None:
-    async def main() -> int:
-        subject = engine(Fault("partial_update"))
-        with pytest.raises(WeightSyncError, match="halfway to version 1"):
-            await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
-        return (await subject.health()).weight_version
-
-    assert run_virtual(main()) == 0
-
-
-def test_an_update_waits_when_calls_run_uninterrupted() -> None:
-    async def main() -> float:
-        subject = engine(update_s=2.0)
-        async with asyncio.TaskGroup() as group:
-            running = Call(subject, request(PROMPT, 100))
-            group.create_task(running.run())
-            await running.has_tokens(1)
-            await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(0.02 + 1.0 + 2.0)
+async def test_an_update_waits_when_calls_run_uninterrupted() -> None:
+    subject = engine(update_s=2.0)
+    async with asyncio.TaskGroup() as group:
+        running = Call(subject, request(PROMPT, 100))
+        group.create_task(running.run())
+        await running.has_tokens(1)
+        await update(subject)
+    assert now_s() == pytest.approx(0.02 + 1.0 + 2.0)
 
 
 def test_virtual_time_says_so_when_nothing_can_happen_any_more() -> None:
-    async def main() -> None:
-        await asyncio.Event().wait()
-
     with pytest.raises(RuntimeError, match="deadlock"):
-        run_virtual(main())
+        run_virtual(asyncio.Event().wait())
 
 
-def test_what_a_call_computed_before_its_retraction_does_not_reach_the_prefix_cache() -> None:
+async def test_what_a_call_computed_before_its_retraction_does_not_reach_the_prefix_cache() -> None:
     """The memory of a retracted call is free, so an abort before it runs again leaves nothing of it."""
-
-    async def main() -> int:
-        subject = engine()
-        running = Call(subject, request(PROMPT, 100))
-        async with asyncio.TaskGroup() as group:
-            group.create_task(running.run())
-            await running.has_tokens(5)
-            await subject.interrupt("retract")
-            await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
-            await subject.resume_generation("retract")  # it has a slot again, and has not run yet
-            await subject.interrupt("abort")
-        fresh = await call(subject, PROMPT, 4)
-        return fresh.finish.cached_tokens
-
-    assert run_virtual(main()) == 0
+    subject = engine()
+    running = Call(subject, request(PROMPT, 100))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(running.run())
+        await running.has_tokens(5)
+        await subject.interrupt("retract")
+        await update(subject)
+        await subject.resume_generation("retract")  # it has a slot again, and has not run yet
+        await subject.interrupt("abort")
+    assert (await call(subject, PROMPT, 4)).finish.cached_tokens == 0

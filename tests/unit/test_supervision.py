@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from async_rl.errors import EngineError, ServiceExited, StallError
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.supervision import (
     Nursery,
     contained,
@@ -101,7 +100,6 @@ async def test_a_service_may_return_when_it_is_told_to_end() -> None:
     assert returned.is_set()
 
 
-@in_virtual_time
 async def test_an_observer_that_fails_is_logged_and_starts_again(caplog: pytest.LogCaptureFixture) -> None:
     starts = 0
 
@@ -119,7 +117,6 @@ async def test_an_observer_that_fails_is_logged_and_starts_again(caplog: pytest.
     assert "/proc/meminfo" in caplog.text
 
 
-@in_virtual_time
 async def test_an_observer_ends_the_run_by_the_errors_that_are_its_purpose() -> None:
     async def loop() -> None:
         raise StallError("the run is stalled")
@@ -330,19 +327,18 @@ async def cancelled_after(limit_s: float, work: Coroutine[Any, Any, Any]) -> tup
     return asyncio.get_running_loop().time(), told
 
 
-@in_virtual_time
-async def test_user_code_is_cancelled_with_its_caller() -> None:
-    assert await cancelled_after(5, cleaning_up()) == (3.0, ["cancelled"])
-
-
-@in_virtual_time
-async def test_user_code_ends_when_it_swallows_its_cancellation() -> None:
-    assert await cancelled_after(5, swallowing()) == (1.0, ["cancelled", "ignored"])
-
-
-@in_virtual_time
-async def test_user_code_ends_when_it_swallows_every_cancellation() -> None:
-    assert await cancelled_after(5, polling()) == (6.0, ["cancelled", "ignored"])
+@pytest.mark.parametrize(
+    ("work", "ended", "told"),
+    [
+        (cleaning_up, 3.0, ["cancelled"]),
+        (swallowing, 1.0, ["cancelled", "ignored"]),
+        (polling, 6.0, ["cancelled", "ignored"]),
+    ],
+)
+async def test_user_code_ends_when_its_caller_is_cancelled(
+    work: Callable[[], Coroutine[Any, Any, Any]], ended: float, told: list[str]
+) -> None:
+    assert await cancelled_after(5, work()) == (ended, told)
     gc.collect()  # does not resume it once more
 
 
@@ -371,7 +367,6 @@ asyncio.run(main())
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@in_virtual_time
 async def test_user_code_cleans_up_when_its_caller_is_cancelled_twice() -> None:
     task = asyncio.create_task(cancelled_after(5, cleaning_up()))
     await asyncio.sleep(2)

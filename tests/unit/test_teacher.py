@@ -18,7 +18,6 @@ from async_rl.engine_protocol import Finish
 from async_rl.engines.simulated import Fault, scored_tokens
 from async_rl.errors import AlignmentError, ConfigError, RequestRefused, RolloutError
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.queue.batching import read_trajectories
 from async_rl.rollout.teacher import Teacher
 from async_rl.runtime.supervision import services
@@ -30,7 +29,7 @@ from trainer.losses.kl import teacher_advantages
 from trainer.losses.objectives import ppo
 from trainer.losses.policy_loss import SUMS, TrainedTokens, policy_sums
 from trainer.losses.sequences import Sequences
-from verification.simulation.simulated_models import score_seed
+from verification.simulation.simulated_models import SimulatedModel, score_seed
 
 NEW_ID = iter(range(1 << 20)).__next__
 
@@ -40,22 +39,25 @@ def teacher_of(model, metrics: Metrics | None = None) -> Teacher:
     return Teacher("judge", model.pool, lambda: f"{NEW_ID():032x}", metrics or Metrics(), clock)
 
 
+async def started_teacher(folder: Path, num_engines: int = 2) -> tuple[Teacher, SimulatedModel]:
+    model, processes = frozen_model(folder, num_engines=num_engines)
+    await model.start_engines()
+    return teacher_of(model), processes
+
+
 def expected(trajectory: Trajectory) -> np.ndarray:
     return scored_tokens(trajectory.token_ids.tolist(), 0, score_seed("judge"))
 
 
-@in_virtual_time
 async def test_own_sampled_tokens_are_scored_and_no_others(tmp_path: Path) -> None:
-    model, _ = frozen_model(tmp_path)
-    await model.start_engines()
+    teacher, _ = await started_teacher(tmp_path)
     trunk = make_trajectory("t", prompt=3, sampled=((4, 0),), routing=False)
     tail = Context(token_ids=np.array([7, 8], np.int32))
-    branch = msgspec.structs.replace(
-        make_trajectory("t.1", prompt=3, sampled=((4, 0), (2, 1)), routing=False), num_inherited=2
-    )
-    branch = msgspec.structs.replace(branch, segments=(*branch.segments[:2], tail, branch.segments[2], tail))
+    branch = make_trajectory("t.1", prompt=3, sampled=((4, 0), (2, 1)), routing=False)
+    segments = (*branch.segments[:2], tail, branch.segments[2], tail)
+    branch = msgspec.structs.replace(branch, num_inherited=2, segments=segments)
     nothing = msgspec.structs.replace(trunk, segments=trunk.segments[:1])
-    first, second, third = await teacher_of(model).score_trajectories([trunk, branch, nothing])
+    first, second, third = await teacher.score_trajectories([trunk, branch, nothing])
     own = np.array([False] * 3 + [True] * 4)
     assert np.array_equal(first.teacher_log_probs, np.where(own, expected(trunk), 0))
     own = np.array([False] * 9 + [True] * 2 + [False] * 2)
@@ -63,21 +65,18 @@ async def test_own_sampled_tokens_are_scored_and_no_others(tmp_path: Path) -> No
     assert third.teacher_log_probs is None
 
 
-@in_virtual_time
 async def test_tokens_of_truncated_sampling_have_no_score(tmp_path: Path) -> None:
     """They were sampled before the run was resumed with a teacher, whose log-probs are not of kept tokens."""
-    model, _ = frozen_model(tmp_path)
-    await model.start_engines()
+    teacher, _ = await started_teacher(tmp_path)
     trajectory = make_trajectory("t", prompt=3, sampled=((4, 0), (2, 1)), routing=False)
     prompt, truncated, after = trajectory.segments
     truncated = msgspec.structs.replace(truncated, mask=SamplingMask.of([[1, 2]] * 4))
     trajectory = msgspec.structs.replace(trajectory, segments=(prompt, truncated, after))
-    (scored,) = await teacher_of(model).score_trajectories([trajectory])
+    (scored,) = await teacher.score_trajectories([trajectory])
     assert np.isnan(scored.teacher_log_probs[3:7]).all()
     assert np.array_equal(scored.teacher_log_probs[7:], expected(trajectory)[7:])
 
 
-@in_virtual_time
 async def test_another_engine_scores_when_one_dies_and_the_next_one_when_all_have(tmp_path: Path) -> None:
     model, processes = frozen_model(tmp_path)
     await model.start_engines()
@@ -98,10 +97,8 @@ async def test_another_engine_scores_when_one_dies_and_the_next_one_when_all_hav
     assert value_of(metrics.model_retries_total.labels("judge")) >= 4
 
 
-@in_virtual_time
 async def test_a_trajectory_that_the_teacher_refuses_fails_its_attempt(tmp_path: Path) -> None:
-    model, processes = frozen_model(tmp_path, num_engines=1)
-    await model.start_engines()
+    teacher, processes = await started_teacher(tmp_path, num_engines=1)
 
     async def refuse(request):
         raise RequestRefused("too long")
@@ -109,13 +106,11 @@ async def test_a_trajectory_that_the_teacher_refuses_fails_its_attempt(tmp_path:
 
     processes.engines[0].generate = refuse
     with pytest.raises(RolloutError, match="the teacher 'judge' refuses a trajectory: too long"):
-        await teacher_of(model).score_trajectories([make_trajectory("t", routing=False)])
+        await teacher.score_trajectories([make_trajectory("t", routing=False)])
 
 
-@in_virtual_time
 async def test_an_answer_without_scores_is_asked_for_again(tmp_path: Path) -> None:
-    model, processes = frozen_model(tmp_path, num_engines=1)
-    await model.start_engines()
+    teacher, processes = await started_teacher(tmp_path, num_engines=1)
     original, asked = processes.engines[0].generate, []
 
     async def abort_first(request):
@@ -128,7 +123,7 @@ async def test_an_answer_without_scores_is_asked_for_again(tmp_path: Path) -> No
 
     processes.engines[0].generate = abort_first
     trajectory = make_trajectory("t", routing=False)
-    (scored,) = await teacher_of(model).score_trajectories([trajectory])
+    (scored,) = await teacher.score_trajectories([trajectory])
     assert np.array_equal(scored.teacher_log_probs[3:], expected(trajectory)[3:])
     assert len(asked) == 2
 

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.threads import run_uncancellable
 
 
+@pytest.mark.real_time  # the work waits in a thread
 async def test_work_is_waited_for_and_its_result_kept_when_its_caller_is_cancelled() -> None:
     began, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
@@ -38,7 +38,6 @@ async def test_work_is_waited_for_and_its_result_kept_when_its_caller_is_cancell
     assert isinstance(cancelled, asyncio.CancelledError)
 
 
-@in_virtual_time
 async def test_work_is_done_again_when_the_process_has_no_descriptor_for_a_while() -> None:
     attempts = 0
 
@@ -53,7 +52,6 @@ async def test_work_is_done_again_when_the_process_has_no_descriptor_for_a_while
         assert await run_uncancellable(threads, work) == (20, None)
 
 
-@in_virtual_time
 async def test_a_lasting_shortage_of_descriptors_is_an_error() -> None:
     def work() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

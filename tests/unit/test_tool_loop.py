@@ -8,7 +8,6 @@ from agent_loops import tools
 from agent_loops.single_turn import SingleTurnLoop
 from agent_loops.tool_loop import ToolLoop
 from async_rl.errors import ConfigError
-from async_rl.planning.virtual_time import in_virtual_time
 from async_rl.runtime.waits import Waits, acting
 from async_rl.types import StopReason, Task
 from tests.support.scripted_session import ScriptedSession
@@ -240,7 +239,6 @@ async def test_state_is_released_when_the_trajectory_is_cancelled_again_and_agai
     assert noted == ["create", "release 1"]
 
 
-@in_virtual_time
 async def test_state_is_released_when_a_call_ran_past_its_time(noted: list[str]):
     session = ScriptedSession(call("counter", '{"hang": true}'), call("counter"), "done", tool_timeout_s=0.05)
     await run(make_loop("Counter"), session)
@@ -265,6 +263,7 @@ _let_go = threading.Event()
 _creating = threading.Event()
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("patience_s", [10.0, 0.05])
 @pytest.mark.parametrize("ended_by", ["cancellation", "time limit"])
 async def test_state_is_released_when_it_is_made_after_the_end_of_the_trajectory(

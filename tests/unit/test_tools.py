@@ -99,6 +99,7 @@ async def test_tool_error_says_so_when_the_result_is_not_json():
         await Tool(odd).call({}, timeout_s=5)
 
 
+@pytest.mark.real_time
 async def test_event_loop_goes_on_when_a_sync_tool_hangs():
     release, returned = threading.Event(), threading.Event()
 
@@ -139,6 +140,7 @@ async def test_timeout_of_the_tools_own_is_not_taken_for_ours():
         await Tool(fetch).call({}, timeout_s=5)
 
 
+@pytest.mark.real_time
 async def test_run_goes_on_when_a_sync_tool_calls_exit():
     def leave() -> str:
         """Leave."""
@@ -148,37 +150,35 @@ async def test_run_goes_on_when_a_sync_tool_calls_exit():
         await Tool(leave).call({}, timeout_s=5)
 
 
-def test_config_error_asks_for_annotations_when_a_parameter_has_none():
-    def untyped(a, b: int):  # type: ignore[no-untyped-def]
-        """Add."""
-
-    with pytest.raises(ConfigError, match="'untyped': parameter 'a' must be"):
-        Tool(untyped)
+def untyped(a, b: int):  # type: ignore[no-untyped-def]
+    """Add."""
 
 
-def test_config_error_refuses_when_parameters_are_variadic():
-    def variadic(*numbers: int):  # type: ignore[no-untyped-def]
-        """Add."""
-
-    with pytest.raises(ConfigError, match=r"parameter '\*numbers: int'"):
-        Tool(variadic)
+def variadic(*numbers: int):  # type: ignore[no-untyped-def]
+    """Add."""
 
 
-def test_config_error_asks_for_a_docstring_when_there_is_none():
-    def silent(a: int) -> int:
-        return a
-
-    with pytest.raises(ConfigError, match="'silent' has no docstring"):
-        Tool(silent)
+def silent(a: int) -> int:
+    return a
 
 
-def test_config_error_says_so_when_a_type_cannot_be_described():
-    def strange(lock: threading.Event) -> str:
-        """Take a lock."""
-        return ""
+def strange(lock: threading.Event) -> str:
+    """Take a lock."""
+    return ""
 
-    with pytest.raises(ConfigError, match="'strange'"):
-        Tool(strange)
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (untyped, "'untyped': parameter 'a' must be"),
+        (variadic, r"parameter '\*numbers: int'"),
+        (silent, "'silent' has no docstring"),
+        (strange, "'strange'"),
+    ],
+)
+def test_config_error_when_a_function_cannot_be_described(function: Any, error: str):
+    with pytest.raises(ConfigError, match=error):
+        Tool(function)
 
 
 def test_load_tool_refuses_when_the_path_names_no_function():

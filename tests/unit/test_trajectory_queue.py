@@ -245,25 +245,20 @@ async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> No
     run.queue.close()
 
 
-async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settled_before", [False, True])
+async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(
+    tmp_path: Path, settled_before: bool
+) -> None:
     run = Run(tmp_path, max_bytes=256 << 10)
-    await run.ready("a", tokens=6000)
-    run.dispatch("b")
-    with pytest.raises(SpoolFull, match="raise it"):
-        await run.put(make_group("b", tokens=6000))
-    assert run.queue.statistics().in_flight == 2
-    run.queue.close()
-
-
-async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Path) -> None:
-    run = Run(tmp_path, max_bytes=256 << 10)
-    await run.ready("a", "b")
-    await run.queue.settle_batch(await run.take(), 1)
+    if settled_before:
+        await run.ready("a", "b")
+        await run.queue.settle_batch(await run.take(), 1)
     await run.ready("c", tokens=6000)
     run.dispatch("d")
     with pytest.raises(SpoolFull, match="raise it"):
         async with asyncio.timeout(60):
             await run.put(make_group("d", tokens=6000))
+    assert run.queue.statistics().in_flight == 2
     run.queue.close()
 
 
@@ -379,6 +374,7 @@ async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_
     run.queue.close()
 
 
+@pytest.mark.real_time  # a call waits in its thread
 async def test_the_counts_of_a_scrape_agree_while_a_batch_is_being_settled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -626,6 +622,7 @@ async def test_a_ready_group_can_be_dropped_and_a_taken_one_cannot(run: Run) -> 
     assert run.spool.used_bytes == 0
 
 
+@pytest.mark.real_time  # threads are told from the loop
 async def test_a_dropped_group_is_deleted_in_a_thread_and_its_space_is_free_at_once(run: Run) -> None:
     await run.ready("a", "b", "c")
     used = run.spool.used_bytes
@@ -766,6 +763,7 @@ async def test_a_group_is_in_flight_whole_when_put_is_cancelled_while_it_waits_f
     run.queue.close()
 
 
+@pytest.mark.real_time  # a call waits in its thread
 async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,54 +72,66 @@ def test_all_are_siblings_when_a_task_is_named(
     assert len({view["trajectory_id"] for view in views}) == 4
 
 
-BROKEN = """
+LOOP = """
 from agent_loops.base import AgentLoop
 
 
-class Broken(AgentLoop):
+class Loop(AgentLoop):
     async def run(self, task, session):
         session.start(task.messages)
         turn = await session.generate()
         return {}[turn.text]
 """
+RETURNS_A_NUMBER = LOOP.replace("{}[turn.text]", "42")
+
+
+@pytest.fixture
+def try_loop(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """Tries a loop with a given source out, twice."""
+
+    def try_out(source: str) -> int:
+        (tmp_path / "own_loop.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "own_loop", raising=False)
+        changes = [*overrides, "rollout.agent_loop=own_loop:Loop", "rollout.agent_loop_args={}"]
+        return rollout(EXAMPLE, changes, number=2, open_engines=writing(lambda _: "some text"))
+
+    return try_out
 
 
 def test_the_users_line_is_shown_when_a_loop_raises(
-    overrides: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    try_loop: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "broken_loop.py").write_text(BROKEN)
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("COLUMNS", "300")
-    changes = [*overrides, "rollout.agent_loop=broken_loop:Broken", "rollout.agent_loop_args={}"]
-    assert rollout(EXAMPLE, changes, number=2, open_engines=writing(lambda _: "some text")) == 1
+    assert try_loop(LOOP) == 1
     out = capsys.readouterr().out
     assert "KeyError: 'some text'" in out
-    assert 'broken_loop.py", line 9, in run' in out
+    assert 'own_loop.py", line 9, in run' in out
     assert "return {}[turn.text]" in out
     assert "⟩some text⟨" in out, "what was sampled before it raised is shown too"
     assert "2 trajectories: no rewards, 2 failed" in out
 
 
 def test_failed_trajectories_are_counted_when_nothing_was_kept_of_them(
-    overrides: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    try_loop: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def keep_nothing(*args: object) -> None:
         """What is left of an attempt whose worker was killed."""
 
     monkeypatch.setattr(InspectedTrajectories, "keep", keep_nothing)
-    (tmp_path / "lost_loop.py").write_text(BROKEN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    changes = [*overrides, "rollout.agent_loop=lost_loop:Broken", "rollout.agent_loop_args={}"]
-    assert rollout(EXAMPLE, changes, number=2, open_engines=writing(lambda _: "some text")) == 1
-    told = capsys.readouterr()
-    assert "2 trajectories: no rewards, 2 failed" in told.out
-    assert "KeyError: 'some text'" in told.err.splitlines()[-1]
+    assert try_loop(LOOP) == 1
+    captured = capsys.readouterr()
+    assert "2 trajectories: no rewards, 2 failed" in captured.out
+    assert "KeyError: 'some text'" in captured.err.splitlines()[-1]
+
+
+def test_one_sentence_says_why_when_a_loop_returns_something_unexpected(
+    try_loop: Callable[[str], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert try_loop(RETURNS_A_NUMBER) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("async-rl: 2 of 2 trajectories failed; the last one: AgentLoopError: agent loop")
+    assert "run() returned 42 (int), expected None or one of 'completed', 'length'" in last
 
 
 def test_an_error_of_the_program_itself_is_not_lost(
@@ -130,37 +144,6 @@ def test_an_error_of_the_program_itself_is_not_lost(
     with pytest.raises(ExceptionGroup) as raised:
         rollout(EXAMPLE, overrides, number=1, open_engines=writing(lambda _: "7"))
     assert str(first_error(raised.value)) == "the disk is gone"
-
-
-RETURNS_A_NUMBER = """
-from agent_loops.base import AgentLoop
-
-
-class Scored(AgentLoop):
-    async def run(self, task, session):
-        session.start(task.messages)
-        await session.generate()
-        return 42
-"""
-
-
-def test_one_sentence_says_why_when_a_loop_returns_something_unexpected(
-    overrides: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "scored_loop.py").write_text(RETURNS_A_NUMBER)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    changes = [*overrides, "rollout.agent_loop=scored_loop:Scored", "rollout.agent_loop_args={}"]
-    assert rollout(EXAMPLE, changes, number=2, open_engines=writing(lambda _: "some text")) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[-1] == (
-        "async-rl: 2 of 2 trajectories failed; the last one: AgentLoopError: agent loop "
-        "scored_loop:Scored: run() returned 42 (int), expected None or one of 'completed', "
-        "'length', 'max_turns': return nothing; rollout.reward scores the conversation, and an "
-        "exception fails the attempt"
-    )
 
 
 def test_it_ends_with_the_cause_when_the_engine_dies(overrides: list[str]) -> None:

@@ -41,6 +41,8 @@ from async_rl.types import Task
 from tests.support.process_owner import STARTED, pids_in
 from tests.support.sessions import Bench
 
+pytestmark = pytest.mark.real_time
+
 LIMIT_S = 60.0
 """Everything is gone within this time."""
 ROOT = Path(__file__).parents[2]

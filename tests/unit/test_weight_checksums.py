@@ -14,41 +14,28 @@ def sha(*tensors: torch.Tensor) -> str:
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:16]
 
 
-def test_engines_agree_when_their_sums_are_equal():
+@pytest.mark.parametrize(
+    ("reports", "wrong"),  # (engine, version, sums, whether it has loaded files), the last one's findings
+    [
+        ([("a", 1, A, False), ("b", 1, A, False)], set()),
+        ([("a", 1, A, False), ("a", 2, B, False)], set()),
+        ([("a", 1, A, False), ("b", 1, B, False)], {"b"}),  # neither has files
+        ([("a", 1, B, False), ("c", 1, B, False), ("b", 1, A, True)], {"a", "c"}),
+        ([("a", 1, B, False), ("b", 1, A, True), ("a", 1, A, True)], set()),
+        ([("a", 1, B, False), ("b", 1, A, True), ("c", 1, B, False)], {"c"}),
+        ([("a", 2, A, False), ("b", 1, B, True)], set()),  # b was overtaken while it loaded
+        ([("a", 2, A, False), ("b", 1, B, True), ("c", 2, B, False)], {"c"}),
+        ([("a", 1, A, True), ("b", 1, SHARDED, False)], set()),  # of another layout
+    ],
+    ids=range(9),
+)
+def test_engines_that_differ_from_files_or_from_an_earlier_one_are_named(reports, wrong):
     comparison = ChecksumComparison()
-    assert comparison.report_sums("a", 1, A, from_files=False) == {}
-    assert comparison.report_sums("b", 1, A, from_files=False) == {}
-    assert comparison.report_sums("a", 2, B, from_files=False) == {}
-
-
-def test_the_later_one_is_named_when_two_differ_and_neither_has_files():
-    comparison = ChecksumComparison()
-    comparison.report_sums("a", 1, A, from_files=False)
-    assert comparison.report_sums("b", 1, B, from_files=False) == {
-        "b": "qkv of rank 0 sums to 3, and to 2 on a",
-    }
-
-
-def test_those_that_differ_from_files_are_named_when_an_engine_has_loaded_them():
-    comparison = ChecksumComparison()
-    comparison.report_sums("a", 1, B, from_files=False)
-    comparison.report_sums("c", 1, B, from_files=False)
-    assert set(comparison.report_sums("b", 1, A, from_files=True)) == {"a", "c"}
-    assert comparison.report_sums("a", 1, A, from_files=True) == {}
-    assert set(comparison.report_sums("c", 1, B, from_files=True)) == {"c"}
-
-
-def test_nothing_is_found_when_an_engine_was_overtaken_while_it_loaded():
-    comparison = ChecksumComparison()
-    comparison.report_sums("a", 2, A, from_files=False)
-    assert comparison.report_sums("b", 1, B, from_files=True) == {}
-    assert set(comparison.report_sums("c", 2, B, from_files=False)) == {"c"}
-
-
-def test_engines_of_another_layout_are_not_compared():
-    comparison = ChecksumComparison()
-    comparison.report_sums("a", 1, A, from_files=True)
-    assert comparison.report_sums("b", 1, SHARDED, from_files=False) == {}
+    for engine, version, sums, from_files in reports:
+        found = comparison.report_sums(engine, version, sums, from_files=from_files)
+    assert set(found) == wrong
+    if wrong == {"b"}:
+        assert found == {"b": "qkv of rank 0 sums to 3, and to 2 on a"}
 
 
 def test_the_trainer_counts_where_its_sums_were_the_engines_at_the_start():
@@ -60,10 +47,7 @@ def test_the_trainer_counts_where_its_sums_were_the_engines_at_the_start():
     assert comparison.report_sums("b", 1, A, from_files=True) == {
         "b": "norm sums to 1, and to 5 in the trainer",
     }
-
-
-def test_nothing_is_held_against_the_trainer_when_it_could_not_be_compared_at_the_start():
-    comparison = ChecksumComparison()
+    comparison = ChecksumComparison()  # it could not be compared at the start
     comparison.expect_sums(1, {"norm": "5"})
     assert comparison.report_sums("a", 1, A, from_files=False) == {}
 

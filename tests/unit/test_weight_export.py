@@ -35,11 +35,7 @@ def test_nothing_is_sent_when_the_tensors_are_refused(use):
 
 def test_other_ranks_leave_the_check_and_the_payloads_to_the_first():
     second = export(rank=1, check=refuse)
-    assert [second.share_bucket(number, 24, 3) for number in range(len(second.plan_buckets(24)))] == [
-        [],
-        [],
-        [],
-    ]
+    assert [second.share_bucket(number, 24, 3) for number in range(len(second.plan_buckets(24)))] == [[]] * 3
     assert second.shared_buffers == []
 
 

@@ -84,13 +84,7 @@ def test_bucket_bytes_are_those_of_the_tensors_when_filled():
 def test_filling_refuses_when_a_tensor_is_not_the_planned_one():
     plan = plan_buckets(specs((2,), (3,)), 1000)
     with pytest.raises(WeightSyncError, match="t1"):
-        list(
-            fill_buckets(
-                [("t0", torch.zeros(2)), ("other", torch.zeros(3))],
-                plan,
-                buffers(),
-            )
-        )
+        list(fill_buckets([("t0", torch.zeros(2)), ("other", torch.zeros(3))], plan, buffers()))
     with pytest.raises(WeightSyncError, match="nothing"):
         list(fill_buckets([("t0", torch.zeros(2))], plan, buffers()))
 
@@ -123,4 +117,4 @@ def test_the_store_listens_on_its_host_only_and_waits_for_the_others():
 def test_the_store_gives_up_when_the_others_do_not_come():
     port = free_port("127.0.0.1")
     with pytest.raises(RuntimeError, match="1/2"):
-        open_store("127.0.0.1", port, 2, timeout_s=1.0)
+        open_store("127.0.0.1", port, 2, timeout_s=0.2)

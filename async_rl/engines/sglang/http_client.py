@@ -2,7 +2,7 @@
 
 All requests go through aiohttp. A hand-written HTTP client saved 100 to 200 µs of CPU time per turn and 4
 µs per event: a third of a turn whose reply is four tokens, a tenth of the turns that agents have, and less
-than the factor of 1.3 that would have justified its 385 lines (docs/reference/performance.md).
+than the factor of 1.3 that would have justified its 385 lines.
 """
 
 from __future__ import annotations

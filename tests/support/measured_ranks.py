@@ -1,33 +1,22 @@
-"""Compares the estimated memory of trainer ranks with the tensors of real ranks, on a CPU.
-
-    python benchmarks/memory_estimate.py [--quick] [--only NAME ...] [--json FILE]
+"""Ranks of the trainer whose tensors are counted on a CPU, beside what `async-rl check --memory` estimates.
 
 Each layout starts its ranks, takes two steps and exports the weights; a dispatch mode counts the bytes of
-all tensors from before the model exists. `peak` is the most at a time, `steady` what is left after a step.
-`--quick` has small models in place of ranks of 500 MB and more.
+all tensors from before the model exists.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sys
-import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
-import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.config import parse_config
 from benchmarks.logits_memory import PeakBytes
+from tests.support.ranks import run_ranks
 from tests.support.tiny_model import (
     build_tiny_deepseek_v3,
     build_tiny_dense,
@@ -37,6 +26,7 @@ from tests.support.tiny_model import (
 from tests.support.train_batches import random_batch
 from tests.support.trainers import trainer_config
 from trainer.memory import estimate_memory
+from trainer.worker import TrainerWorker
 
 STEADY = ("weights", "gradients", "optimizer")
 
@@ -54,7 +44,6 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "one rank, dense": Case("llama", 1),
     "data": Case("qwen3_moe", 2, {}, "bfloat16"),
     "expert": Case("qwen3_moe", 2, {"ep": 2}, "bfloat16", "selective"),
     "expert, recomputed": Case("qwen3_moe", 2, {"ep": 2}, "float32", "full"),
@@ -65,7 +54,6 @@ CASES = {
     "context": Case("qwen2_moe", 2, {"cp": 2}, "bfloat16", "full"),
     "latent attention": Case("deepseek_v3", 2, {"ep": 2}, "bfloat16"),
     "latent attention, context": Case("deepseek_v3", 2, {"cp": 2}, "bfloat16"),
-    "tensor, pipeline, expert": Case("qwen3_moe", 4, {"tp": 2, "pp": 2, "ep": 2}),
 } | {
     f"one rank, {' and '.join(modules)} recomputed": Case(
         kind, 1, {}, dtype, "selective", {"megatron": {"recompute_modules": modules}}
@@ -111,20 +99,9 @@ CASES |= {
 }
 
 
-class Size(NamedTuple):
-    """How large models and batches are."""
-
-    hidden: int
-    vocabulary: int
-    expert: int
-    trajectory: int
-    """Tokens of each trajectory."""
-    micro_batch: int
-
-
-LARGE, SMALL = Size(512, 16384, 512, 512, 2048), Size(160, 2048, 112, 128, 512)
-
+HIDDEN, VOCABULARY, EXPERT_SIZE = 160, 2048, 112
 LAYERS, EXPERTS, TOP_K = 4, 16, 2
+TRAJECTORY_TOKENS, MICRO_BATCH_TOKENS = 128, 512
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -150,75 +127,75 @@ class Compared(msgspec.Struct, frozen=True):
         return (self.estimated_peak - self.estimated_steady) / (self.peak - self.estimated_steady) - 1
 
 
-def build_model(path: Path, kind: str, size: Size) -> Path:
+def build_model(path: Path, kind: str) -> Path:
     """Builds a model whose first layer is dense."""
     common: dict[str, Any] = {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.hidden,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
         "num_layers": LAYERS,
         "num_experts": EXPERTS,
         "top_k": TOP_K,
         "max_position_embeddings": 4096,
     }
     if kind == "qwen3_moe":
-        heads = {"num_heads": 8, "num_groups": 4, "head_dim": size.hidden // 8}
+        heads = {"num_heads": 8, "num_groups": 4, "head_dim": HIDDEN // 8}
         return build_tiny_qwen3_moe(
-            path, **common, **heads, expert_size=size.expert, dense_size=3 * size.expert, dense_layers=(0,)
+            path, **common, **heads, expert_size=EXPERT_SIZE, dense_size=3 * EXPERT_SIZE, dense_layers=(0,)
         )
     if kind == "qwen2_moe":
         return build_tiny_qwen2_moe(path, **common, dense_layers=(0,))
     if kind == "deepseek_v3":
-        wide = {"moe_intermediate_size": size.expert, "q_lora_rank": size.hidden // 4, "num_groups": 1}
-        latent = {"kv_lora_rank": size.hidden // 4, "qk_nope_head_dim": 64, "v_head_dim": 64}
+        wide = {"moe_intermediate_size": EXPERT_SIZE, "q_lora_rank": HIDDEN // 4, "num_groups": 1}
+        latent = {"kv_lora_rank": HIDDEN // 4, "qk_nope_head_dim": 64, "v_head_dim": 64}
         return build_tiny_deepseek_v3(path, **common, **wide, **latent, top_groups=1)
     return build_tiny_dense(
         path,
         kind,
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=4 * size.hidden,
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
         num_hidden_layers=2 * LAYERS,
         max_position_embeddings=4096,
     )
 
 
-def config_of(case: Case, model: Path, size: Size) -> dict[str, Any]:
+def config_of(case: Case, model: Path) -> dict[str, Any]:
     """Returns a rank's config: two micro-batches for each of its schedule's stages."""
     replicas = case.ranks // (case.layout.get("tp", 1) * case.layout.get("pp", 1) * case.layout.get("cp", 1))
-    trajectories = 2 * case.layout.get("pp", 1) * replicas * size.micro_batch // size.trajectory
+    trajectories = 2 * case.layout.get("pp", 1) * replicas * MICRO_BATCH_TOKENS // TRAJECTORY_TOKENS
     config = trainer_config(
         model,
         replay=case.model != "llama",
         dtype=case.dtype,
         num_ranks=case.ranks,
         layout=case.layout,
-        micro_batch_tokens=size.micro_batch,
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
         recompute=case.recompute,
         groups_per_batch=trajectories // 2,
         **case.trainer,
     )
-    config["rollout"] |= {"max_context_tokens": size.trajectory, "max_new_tokens": size.trajectory - 4}
+    config["rollout"] |= {"max_context_tokens": TRAJECTORY_TOKENS, "max_new_tokens": TRAJECTORY_TOKENS - 4}
     return config
 
 
-def measure_rank(rank: int, ranks: int, jobs: list[tuple[str, dict[str, Any]]], size: Size, out: str) -> None:
-    """Measures one rank in each of several layouts; runs in a process of its own."""
-    from trainer.worker import TrainerWorker
-
-    torch.set_num_threads(1)
+def measure_rank(
+    rank: int, ranks: int, jobs: dict[str, dict[str, Any]], out: Path
+) -> dict[str, tuple[int, int]]:
+    """Returns the most bytes of one rank at a time, and those after a step, in each of several layouts."""
     warnings.simplefilter("ignore")
-    for name, config in jobs:
+    found = {}
+    for name, config in jobs.items():
         gc.collect()
         routing = config["routing"]["replay"] != "off"
         with PeakBytes() as counter:
             worker = TrainerWorker(config, rank, ranks, f"file://{out}/{name} address")
             worker.setup(None)
             for step in (1, 2):
-                lengths = (size.trajectory,) * (2 * config["trainer"]["groups_per_batch"])
+                lengths = (TRAJECTORY_TOKENS,) * (2 * config["trainer"]["groups_per_batch"])
                 batch = random_batch(
                     step,
                     lengths=lengths,
-                    vocab_size=size.vocabulary,
+                    vocab_size=VOCABULARY,
                     layers=tuple(range(1, LAYERS)),
                     experts=EXPERTS,
                     top_k=TOP_K,
@@ -228,10 +205,11 @@ def measure_rank(rank: int, ranks: int, jobs: list[tuple[str, dict[str, Any]]], 
             steady = counter.alive
             worker.plan_buckets(worker.config.weights.bucket_bytes)
             worker.close()
-        torch.save((counter.peak, steady), f"{out}/{name} {rank}")
+        found[name] = counter.peak, steady
+    return found
 
 
-def compare(names: Iterable[str], size: Size, folder: Path) -> list[Compared]:
+def compare(names: Iterable[str], folder: Path) -> list[Compared]:
     """Measures layouts and returns a row for each of their ranks."""
     rows: list[Compared] = []
     models: dict[str, Path] = {}
@@ -239,47 +217,16 @@ def compare(names: Iterable[str], size: Size, folder: Path) -> list[Compared]:
     for name in names:
         kind = CASES[name].model
         if kind not in models:
-            models[kind] = build_model(folder / kind, kind, size)
-        configs[name] = config_of(CASES[name], models[kind], size)
+            models[kind] = build_model(folder / kind, kind)
+        configs[name] = config_of(CASES[name], models[kind])
     for ranks in sorted({CASES[name].ranks for name in configs}):
-        jobs = [(name, config) for name, config in configs.items() if CASES[name].ranks == ranks]
-        mp.spawn(measure_rank, (ranks, jobs, size, str(folder)), nprocs=ranks)
-    for name, config in configs.items():
-        for each in estimate_memory(parse_config(config), cuda=False).ranks:
-            parts = each.moments[each.fullest]
-            for rank in range(each.first, each.last + 1):
-                peak, steady = torch.load(folder / f"{name} {rank}")
-                expected = sum(parts[part] for part in STEADY)
-                rows.append(Compared(name, rank, peak, each.peak, steady, expected, each.fullest))
+        jobs = {name: config for name, config in configs.items() if CASES[name].ranks == ranks}
+        measured = run_ranks(measure_rank, ranks, jobs, folder, ranks=ranks)
+        for name, config in jobs.items():
+            for each in estimate_memory(parse_config(config), cuda=False).ranks:
+                parts = each.moments[each.fullest]
+                for rank in range(each.first, each.last + 1):
+                    peak, steady = measured[rank][name]
+                    expected = sum(parts[part] for part in STEADY)
+                    rows.append(Compared(name, rank, peak, each.peak, steady, expected, each.fullest))
     return rows
-
-
-def show(rows: list[Compared]) -> None:
-    """Prints a row per rank."""
-    table = Table(title="tensors of a trainer rank, MB")
-    columns = ("layout", "rank", "measured", "estimated", "error", "between steps", "estimated", "fullest")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("layout", "fullest") else "right")
-    for row in rows:
-        sizes = [f"{n / 1e6:,.0f}" for n in (row.peak, row.estimated_peak, row.steady, row.estimated_steady)]
-        table.add_row(row.layout, str(row.rank), *sizes[:2], f"{row.error:+.1%}", *sizes[2:], row.fullest)
-    Console(width=120).print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small models")
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these layouts")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = compare(options.only or CASES, SMALL if options.quick else LARGE, Path(folder))
-    show(rows)
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
-
-
-if __name__ == "__main__":
-    main()

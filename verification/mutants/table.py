@@ -1,0 +1,622 @@
+"""The mutants, by the promise that they break.
+
+Each function below stands in for the one that its decorator names. It gets the original function and the
+arguments of the call. The decorator also names the promise, by the test file of its row in CONTRIBUTING.md,
+and the test files of which one must fail, as `folder/name` of `tests/folder/test_name.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from verification.mutants.patching import Mutant
+
+MUTANTS: Final[dict[str, Mutant]] = {}
+
+WITHOUT: Final = {
+    "tests/integration/test_trainer_ranks.py": "ranks are processes of their own",
+    "tests/integration/test_checkpoint_layouts.py": "ranks are processes of their own",
+    "tests/integration/test_checkpoint_spec_layouts.py": "ranks are processes of their own",
+    "tests/integration/test_ray_cluster.py": "Ray's processes are not those of the test",
+    "tests/integration/test_real_loop.py": "Ray's processes are not those of the test",
+    "tests/integration/test_chaos.py": "Ray's processes are not those of the test",
+    "tests/contract/test_sglang_models.py": "the server and the trainer are processes of their own",
+    "tests/integration/test_prometheus.py": "rules and panels are data, no functions",
+    "tests/unit/test_monitoring.py": "rules are data, no functions",
+    "tests/unit/test_cluster_files.py": "the files are data, no functions",
+    "tests/unit/test_new_loop.py": "the template is data, no function",
+    "tests/unit/test_metrics.py": "its promise is about a page",
+    "tests/unit/test_cli.py": "its promise is about a page",
+    "tests/unit/test_docs.py": "its promises are about pages",
+    "tests/unit/test_architecture.py": "its promise is about the source",
+    "tests/unit/test_requirements.py": "its promise is about files and pip",
+    "tests/verification/test_mutants.py": "it tries the mutants",
+}
+"""Promises without a mutant, by their tests, with the reason."""
+
+
+def breaks(target: str, promise: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the decorated function to the mutants."""
+
+    def add(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        name = replacement.__name__.replace("_", "-")
+        assert name not in MUTANTS, f"{name} is there twice"
+        files = [_file(test) for test in tests]
+        MUTANTS[name] = Mutant(
+            name, replacement.__doc__ or "", target, replacement, _file(promise), tuple(files)
+        )
+        return replacement
+
+    return add
+
+
+def _file(test: str) -> str:
+    folder, _, name = test.partition("/")
+    return f"tests/{folder}/test_{name}.py"
+
+
+# -- conservation, staleness ------------------------------------------------------------------------
+
+
+@breaks("async_rl.queue.ledger:Ledger._drop", "simulation/seeds", "unit/ledger")
+def drops_are_not_recorded(original, *args, **named):
+    """A dropped trajectory stays counted where it was."""
+
+
+@breaks("async_rl.queue.ledger:Ledger.rollback", "simulation/seeds", "unit/ledger")
+def rollback_undoes_a_step_too_many(original, ledger, step):
+    """A restart at the checkpoint of step N undoes N, too, which is trained again."""
+    return original(ledger, step - 1)
+
+
+@breaks(
+    "async_rl.queue.outstanding:OutstandingGroups.take_groups", "simulation/seeds", "unit/trajectory_queue"
+)
+def groups_are_handed_out_twice(original, *args, **named):
+    """The groups of a batch stay ready."""
+
+
+@breaks("async_rl.data.feeder:Feeder.next_task", "simulation/seeds", "simulation/small_runs")
+def tasks_are_skipped(original, feeder):
+    """Some tasks are never given out."""
+    return (original(feeder), original(feeder))[1]
+
+
+@breaks("async_rl.staleness:may_admit", "property/staleness_properties", "unit/staleness")
+def a_batch_too_many_is_admitted(original, outstanding, per_batch, *rest, **named):
+    """One batch more is outstanding than versions can consume in time."""
+    return original(outstanding - per_batch, per_batch, *rest, **named)
+
+
+@breaks("async_rl.staleness:Backlog.overdue", "property/staleness_properties", "unit/staleness")
+def overdue_groups_stay(original, *args, **named):
+    """Groups whose deadline has passed are not dropped."""
+    return ()
+
+
+@breaks("async_rl.staleness:batch_is_safe", "simulation/long_answers", "unit/staleness")
+def every_batch_is_safe(original, *args, **named):
+    """A batch is given away though groups that are due do not fit into the next ones."""
+    return True
+
+
+@breaks("async_rl.rollout.groups:can_drop_stragglers", "simulation/long_answers", "unit/groups")
+def stragglers_are_given_up(original, *args, **named):
+    """A group goes without its slow answers although nothing allows it."""
+    return True
+
+
+# -- sessions ---------------------------------------------------------------------------------------
+
+
+@breaks(
+    "async_rl.rollout.session.transcript:Transcript._append_call",
+    "property/session_properties",
+    "unit/session",
+)
+def interrupted_calls_lose_their_tokens(original, transcript, running, *rest, **named):
+    """What a call has sampled is thrown away when it ends."""
+    if len(running.token_ids) > 1:
+        running.clear()
+    return original(transcript, running, *rest, **named)
+
+
+@breaks(
+    "async_rl.rollout.session.stop_strings:StopStringAtSeam.find_end",
+    "property/session_properties",
+    "unit/stop_strings",
+)
+def stop_strings_at_seams_are_missed(original, *args, **named):
+    """A stop string that an interruption has split is not seen."""
+
+
+@breaks(
+    "async_rl.rollout.session.transcript:_RunningCall.cut_non_finite",
+    "property/session_properties",
+    "unit/session",
+    "simulation/small_runs",
+)
+def log_probs_that_are_no_numbers_are_kept(original, *args, **named):
+    """Tokens with log-probs that are not finite are kept."""
+
+
+@breaks("async_rl.data.chat_format:ChatFormat.append_ids", "property/chat_properties", "unit/chat")
+def turns_end_twice(original, chat, messages, **_):
+    """The end-of-turn token that the policy wrote is added once more."""
+    return original(chat, messages, after_length=True)
+
+
+@breaks("async_rl.data.control_tokens:ControlTokens.mark", "property/chat_properties", "unit/forged_turns")
+def text_becomes_control_tokens(original, tokens, value, keeping):
+    """The text of messages is tokenised as control tokens."""
+    return value
+
+
+@breaks(
+    "async_rl.types:TokenSpan.is_sampled",
+    "simulation/branching",
+    "unit/batching",
+    "unit/branches",
+    "unit/stored_trajectory",
+)
+def branches_train_what_they_inherit(original, span):
+    """Tokens that a branch shares with its parent are trained by both."""
+    return span.weight_version >= 0
+
+
+@breaks("async_rl.rollout.session.restore:RestoredTurns.next_turn", "simulation/recovery", "unit/replay")
+def restored_turns_are_sampled_again(original, *args, **named):
+    """A restart samples turns again that the journal has."""
+
+
+@breaks("async_rl.queue.outstanding:ChangeSignal.notify_all", "simulation/sweep", "unit/trajectory_queue")
+def what_waits_is_not_woken(original, *args, **named):
+    """What waits for a change of the queue waits forever."""
+
+
+@breaks("async_rl.queue.ledger:Ledger.rollback", "simulation/trainer_restart", "unit/ledger")
+def checkpoints_keep_the_steps_after_them(original, *args, **named):
+    """A trainer that restarts from its checkpoint does not undo later steps."""
+
+
+# -- engines ----------------------------------------------------------------------------------------
+
+
+@breaks("async_rl.engines.health:find_stall", "simulation/engines_under_fire", "unit/health")
+def silent_engines_are_kept(original, *args, **named):
+    """An engine whose calls are silent is never quarantined."""
+
+
+@breaks(
+    "async_rl.engines.pool:EnginePool.record_strike",
+    "simulation/engines_under_fire",
+    "unit/pool",
+    "unit/health",
+    "unit/lease",
+)
+def strikes_do_not_count(original, *args, **named):
+    """An engine that fails calls stays in service."""
+
+
+@breaks(
+    "async_rl.engines.lease:Lease.drop", "contract/session_sglang", "unit/session", "unit/pool", "unit/lease"
+)
+def calls_that_fail_fail_their_attempts(original, *args, **named):
+    """A call that its engine loses is not made again elsewhere."""
+
+
+@breaks(
+    "async_rl.engines.simulated:SimulatedEngine._abort_calls",
+    "contract/engine_contract",
+    "unit/simulated_engine",
+    "unit/weight_sync",
+)
+async def interrupts_end_nothing(original, *args, **named):
+    """Calls of a simulated engine run on when it is interrupted."""
+
+
+@breaks(
+    "async_rl.engines.balancing:Balancer._has_capacity",
+    "property/balancing_properties",
+    "property/balancing_properties",
+)
+def engines_have_no_capacity(original, *args, **named):
+    """An engine is given calls beyond the bound of its load."""
+    return True
+
+
+@breaks(
+    "async_rl.runtime.serving_clock:ServingClock.set_paused",
+    "simulation/engines_under_fire",
+    "unit/serving_clock",
+)
+def held_time_counts(original, *args, **named):
+    """The time in which no engine serves counts against agent loops."""
+
+
+# -- routing ----------------------------------------------------------------------------------------
+
+
+@breaks("async_rl.routing:replace", "unit/acceptance", "unit/routing")
+def replace_splices(original, old, new):
+    """Rows of older weights are kept where newer ones replace them."""
+    return old if old is not None else original(old, new)
+
+
+@breaks("async_rl.routing:_check_text", "unit/acceptance", "unit/routing")
+def rows_of_another_text_fit(original, *args, **named):
+    """Rows are taken for those of any text."""
+
+
+@breaks("async_rl.routing:find_repeated", "unit/acceptance", "unit/routing")
+def repeated_experts_pass(original, *args, **named):
+    """A row that names an expert twice is accepted."""
+
+
+@breaks("async_rl.routing:_check_range", "unit/acceptance", "unit/routing")
+def experts_that_do_not_exist_pass(original, *args, **named):
+    """A row that names an expert beyond the model's is accepted."""
+
+
+@breaks(
+    "async_rl.rollout.session.routing_rows:RoutingRows._mixture", "unit/acceptance", "unit/session_routing"
+)
+def mixed_versions_go_unnoticed(original, *args, **named):
+    """Rows of two weight versions in one answer raise no alarm."""
+
+
+@breaks(
+    "async_rl.rollout.session.routing_rows:RoutingRows.num_held", "unit/acceptance", "unit/session_routing"
+)
+def held_rows_are_of_any_text(original, *args, **named):
+    """Rows that were held before the history was edited are used."""
+    return 0
+
+
+@breaks(
+    "trainer.megatron.replay:MaskedRouterReplay.set_target_indices",
+    "integration/replay_numbers",
+    "unit/router_replay",
+)
+def routers_choose_for_themselves(original, *args, **named):
+    """Routers ignore the rows that they are to replay."""
+
+
+@breaks("trainer.megatron.replay:local_rows", "integration/replay_numbers", "unit/router_replay")
+def rows_stand_one_too_late(original, rows, *rest, **named):
+    """Each token replays the row of the token before it."""
+    return original(np.roll(rows, 1, axis=0), *rest, **named)
+
+
+# -- the trainer ------------------------------------------------------------------------------------
+
+
+@breaks("trainer.megatron.lora:Adapter.add_to", "integration/trainer_lora", "integration/trainer_lora")
+def adapters_add_nothing(original, adapter, output, *rest):
+    """The output of an adapter is not added."""
+    return output
+
+
+@breaks("trainer.losses.log_probs:_row_sums", "integration/trainer_models", "unit/log_probs")
+def temperatures_are_ignored(original, logits, temperature):
+    """Log-probs are those of temperature 1."""
+    return original(logits, 1.0)
+
+
+@breaks("trainer.losses.objectives:ppo", "property/loss_properties", "unit/objectives")
+def ppo_takes_the_inverse_ratio(original, tokens, loss):
+    """PPO takes the ratio of the proximal over the current policy."""
+    return original(tokens._replace(log_probs=tokens.old_log_probs, old_log_probs=tokens.log_probs), loss)
+
+
+@breaks("trainer.losses.sequences:Sequences.means", "property/loss_properties", "unit/objectives")
+def gspo_multiplies_ratios(original, sequences, values):
+    """The ratio of GSPO is the product over an answer, not its geometric mean."""
+    return sequences.sums(values)
+
+
+@breaks("trainer.losses.objectives:_clipped", "property/loss_properties", "unit/objectives")
+def clips_bound_nothing(original, ratio, tokens, loss):
+    """The clips of PPO have no effect."""
+    return original(ratio, tokens, loss)._replace(loss=-tokens.weights * ratio * tokens.advantages)
+
+
+@breaks("trainer.losses.objectives:token_weights", "property/loss_properties", "unit/objectives")
+def long_answers_count_more(original, aggregate, *rest):
+    """Every way of averaging counts all tokens alike."""
+    return original("token_mean", *rest)
+
+
+@breaks("trainer.losses.corrections:importance_correction", "property/loss_properties", "unit/corrections")
+def importance_weights_are_inverted(original, importance, old, rollout, *rest):
+    """Importance weights are of the behaviour over the proximal policy."""
+    return original(importance, rollout, old, *rest)
+
+
+@breaks("trainer.losses.kl:kl_estimate", "property/loss_properties", "unit/corrections")
+def kl_is_the_other_way_round(original, kind, log_probs, reference):
+    """KL estimates take the inverse ratio."""
+    return original(kind, reference, log_probs)
+
+
+@breaks("trainer.losses.advantages:ComparedRewards.group_mean", "property/loss_properties", "unit/advantages")
+def advantages_have_no_baseline(original, *args, **named):
+    """Advantages are rewards."""
+    mean = original(*args, **named)
+    return mean * 0
+
+
+@breaks("trainer.losses.advantages:_whitened", "property/loss_properties", "unit/advantages")
+def whitening_does_not_scale(original, compared, values):
+    """REINFORCE++ does not whiten."""
+    return values
+
+
+@breaks("trainer.losses.gae:gae", "property/loss_properties", "unit/gae")
+def gae_forgets_lambda(original, rewards, values, trajectory, gamma, gae_lambda):
+    """Later differences count as if lambda were 1."""
+    return original(rewards, values, trajectory, gamma, 1.0)
+
+
+@breaks("trainer.losses.gae:value_losses", "property/loss_properties", "unit/gae")
+def values_are_not_clipped(original, values, old, returns_, clip):
+    """The loss of values has no clip."""
+    return original(values, old, returns_, None)
+
+
+@breaks("trainer.losses.corrections:rejected_answers", "property/loss_properties", "unit/corrections")
+def rejected_answers_are_trained(original, *args, **named):
+    """Answers that are too far off keep their weight."""
+    rejected = original(*args, **named)
+    return rejected & False
+
+
+@breaks("trainer.losses.turns:turn_returns", "property/loss_properties", "unit/advantages", "unit/turns")
+def turn_rewards_are_not_discounted(original, turns, rewards, positions, values, discount):
+    """Later turns count in full."""
+    return original(turns, rewards, positions, values, 1.0)
+
+
+@breaks("trainer.megatron.packing:shift_left", "property/packing_properties", "property/packing_properties")
+def trajectories_predict_the_next(original, values, ends):
+    """The last token of a trajectory is trained to predict the first of the next."""
+    return np.roll(values, -1, axis=0)
+
+
+@breaks("trainer.megatron.packing:_first_fit", "property/packing_properties", "property/packing_properties")
+def micro_batches_exceed_their_budget(original, share, padded, budget):
+    """Micro-batches are planned for four times their tokens."""
+    return original(share, padded, 4 * budget)
+
+
+@breaks("async_rl.queue.kept_batches:keep_frames", "integration/step_replay", "unit/captures")
+def incomplete_batches_are_replayed(original, *args, **named):
+    """A batch whose frames are incomplete is loaded."""
+
+
+@breaks("trainer.checkpoints.manifest:find_flaw", "integration/checkpoints", "integration/checkpoints")
+def damaged_checkpoints_are_complete(original, *args, **named):
+    """No flaw of a checkpoint is found."""
+
+
+@breaks("trainer.checkpoints.folder:set_aside_newer", "integration/checkpoints", "unit/checkpoint_folder")
+def skipped_checkpoints_come_back(original, *args, **named):
+    """A checkpoint that was skipped is loaded by a later start."""
+
+
+@breaks(
+    "trainer.checkpoints.folder:remove_old_checkpoints",
+    "integration/checkpoints",
+    "unit/checkpoint_folder",
+    "integration/checkpoints",
+)
+def all_checkpoints_are_kept(original, *args, **named):
+    """Old checkpoints are never removed."""
+
+
+@breaks(
+    "trainer.megatron.names:portable_names", "integration/checkpoint_specs", "integration/checkpoint_specs"
+)
+def names_are_those_of_the_layer_spec(original, names):
+    """What one layer spec wrote cannot be read by the other."""
+    return {name: name for name in names}
+
+
+# -- weights ----------------------------------------------------------------------------------------
+
+
+@breaks("async_rl.weights.checksums:VersionVerifier.verify_version", "unit/weight_sync", "unit/weight_sync")
+async def unverified_versions_are_served(original, *args, **named):
+    """An engine serves after an update although its version was not read back."""
+
+
+@breaks("async_rl.weights.checksums:_difference", "unit/weight_sync", "unit/weight_checksums")
+def checksums_agree_always(original, *args, **named):
+    """No difference of weights is found."""
+    return ""
+
+
+@breaks(
+    "async_rl.weights.publisher:WeightPublisher.remove_old_files",
+    "contract/sglang_server",
+    "unit/weight_files",
+    "unit/weight_sync",
+)
+async def weights_in_use_are_removed(original, *args, **named):
+    """Files that an engine reads are removed."""
+
+
+@breaks(
+    "async_rl.weights.buckets:_inseparable",
+    "contract/sglang_server",
+    "unit/broadcast",
+    "unit/weight_transports",
+    "unit/weight_export",
+)
+def buckets_separate_fused_weights(original, specs):
+    """Parts of a fused weight are sent in two buckets."""
+    return [[spec] for spec in specs]
+
+
+@breaks(
+    "async_rl.engines.lease:Lease.weight_version", "contract/adapters_sglang", "unit/adapters", "unit/lease"
+)
+def adapters_are_not_unloaded(original, *args, **named):
+    """A call does not say which version's adapter it needs."""
+    return 0
+
+
+@breaks("async_rl.weights.delta:decode", "property/delta_properties", "property/delta_properties")
+def deltas_change_nothing(original, *args, **named):
+    """A delta leaves the weights as they are."""
+
+
+@breaks("async_rl.staleness:Backlog.may_admit", "simulation/overlap", "unit/admission")
+def admission_ignores_the_lag(original, backlog, **_):
+    """Groups are admitted as if engines served what the trainer holds."""
+    return original(backlog)
+
+
+@breaks(
+    "async_rl.run.device_sharing:SharedDevices._clear_engine",
+    "simulation/shared_devices",
+    "unit/device_phases",
+    "unit/engine_memory",
+    "simulation/shared_devices",
+)
+async def engines_keep_their_memory(original, *args, **named):
+    """An engine keeps its memory when the trainer gets the devices."""
+
+
+# -- workers, evaluation, sft, stalls ---------------------------------------------------------------
+
+
+@breaks(
+    "async_rl.rollout.workers.worker_backend:WorkerBackend._watch_silence",
+    "simulation/rollout_workers",
+    "unit/rollout_workers",
+)
+async def workers_that_are_silent_are_kept(original, *args, **named):
+    """A rollout worker that sends nothing is never replaced."""
+
+
+@breaks("async_rl.queue.journal:Journal.write_entries", "simulation/rollout_workers", "unit/journal")
+def journals_are_not_written(original, *args, **named):
+    """What trajectories in flight have sampled is not journalled."""
+
+
+@breaks(
+    "async_rl.evaluation.estimates:pass_at_k",
+    "simulation/evaluation",
+    "unit/evaluation",
+    "property/evaluation_properties",
+)
+def pass_at_k_is_pass_at_1(original, answers, passed, k):
+    """pass@k is the share of answers that pass."""
+    return original(answers, passed, 1)
+
+
+@breaks("async_rl.sft.examples:_trained_messages", "integration/trainer_sft", "unit/sft")
+def every_message_is_trained(original, *args, **named):
+    """Supervised training trains all messages of the assistant."""
+
+
+@breaks("async_rl.sft.schedule:learning_rate", "integration/trainer_sft", "unit/sft")
+def rates_do_not_decay(original, step, total, *, peak, **_):
+    """The learning rate of supervised training is constant."""
+    return peak
+
+
+@breaks(
+    "async_rl.observability.diagnosis:_Walk._full_engines",
+    "simulation/stalls",
+    "unit/diagnosis",
+    "simulation/stalls",
+)
+def full_engines_are_to_blame(original, *args, **named):
+    """What waits for engines that are full is named as the cause of a stall."""
+
+
+@breaks("async_rl.observability.diagnosis:_over", "simulation/stalls", "unit/diagnosis", "unit/doctor")
+def no_wait_is_overdue(original, *args, **named):
+    """The stall doctor finds no wait that exceeds its limit."""
+    return False
+
+
+# -- data, agents, tools, rewards -------------------------------------------------------------------
+
+
+@breaks("async_rl.data.schemas:_without", "unit/data_pages", "unit/dataset")
+def agents_are_told_the_answer(original, value, path):
+    """The metadata that agents see has the answer of the task."""
+    return value
+
+
+@breaks("async_rl.data.schemas:_get", "unit/data_pages", "unit/dataset", "unit/data_pages")
+def answers_are_lost(original, example, key):
+    """Tasks have no answers."""
+    return None if key == "answer" else original(example, key)
+
+
+@breaks(
+    "async_rl.rollout.session.conversation:Conversation.add_tool_result",
+    "unit/agent_loop_docs",
+    "unit/agent_loop_docs",
+    "unit/session",
+)
+def tool_results_are_not_added(original, *args, **named):
+    """The policy never reads what a tool returned."""
+
+
+@breaks("agent_loops.tools:_describe", "unit/tools_doc", "unit/tools", "unit/tool_loop")
+def arguments_are_not_checked(original, *args, **named):
+    """A tool is called with any arguments."""
+    return ""
+
+
+@breaks("agent_loops.parsing.scan:_kinds", "unit/tools_doc", "unit/parsing")
+def strings_become_numbers(original, *args, **named):
+    """Arguments that a schema calls strings are read as JSON."""
+    return set()
+
+
+@breaks("async_rl.openai_api.history:find_continued", "unit/openai_agent", "unit/openai_api")
+def conversations_are_never_continued(original, *args, **named):
+    """Each request over OpenAI's API begins a conversation."""
+
+
+@breaks("async_rl.openai_api.history:find_repeated", "unit/openai_agent", "unit/openai_api")
+def retries_are_sampled_again(original, *args, **named):
+    """A client that sends a request again gets another answer."""
+
+
+@breaks("agent_loops.sandbox:_refuse_home", "unit/sandbox", "unit/sandbox")
+def programs_see_home_folders(original, *args, **named):
+    """A folder with a home folder in it is shown to programs."""
+
+
+@breaks("agent_loops.rewards_code:_lines", "unit/examples", "unit/rewards_code")
+def output_is_not_compared(original, *args, **named):
+    """A program passes whatever it prints."""
+    return []
+
+
+@breaks("agent_loops.rewards:last_number", "unit/readme", "unit/rewards")
+def right_answers_score_nothing(original, task, completion):
+    """The reward of the examples is inverted."""
+    return 1.0 - original(task, completion)
+
+
+@breaks(
+    "async_rl.openai_api.chat_completions:_is_deep",
+    "unit/defences",
+    "unit/openai_api",
+    "unit/defences",
+    "unit/listeners",
+)
+def deep_nesting_is_built(original, *args, **named):
+    """Requests may be nested as deeply as they like."""
+    return False
