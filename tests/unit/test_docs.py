@@ -124,7 +124,8 @@ def test_pages_that_code_and_configs_name_exist() -> None:
 
 def commands_of(page: str) -> list[list[str]]:
     """Returns the commands in the blocks of a page, in words, without those that have placeholders."""
-    blocks = re.findall(r"^```(?:bash|sh)?\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^(`{3,})(\w*)\n(.*?)^\1$", text_of(page), re.DOTALL | re.MULTILINE)
+    blocks = [block for _, language, block in fenced if language in ("", "bash", "sh")]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     found = []
     for line in lines:

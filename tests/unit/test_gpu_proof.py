@@ -137,6 +137,7 @@ def test_gpus_are_hidden_when_other_tests_than_those_of_the_gpu_suite_run() -> N
     assert not torch.cuda.is_available()
 
 
+@pytest.mark.long  # it collects the whole GPU suite
 def test_every_case_is_collected_and_left_out_when_there_is_no_gpu() -> None:
     recorder = Recorder(num_gpus=1)
     run(recorder)

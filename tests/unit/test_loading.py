@@ -41,6 +41,11 @@ def test_config_error_names_the_module_when_there_is_none(folder: Path):
     assert str(folder) in str(error.value)
 
 
+def test_config_error_names_the_parent_when_a_package_is_missing(folder: Path):
+    with pytest.raises(ConfigError, match="there is no module 'no_such_package'"):
+        load_object("no_such_package.module:Loop", what="agent loop")
+
+
 def test_config_error_suggests_a_name_when_the_attribute_is_misspelt():
     with pytest.raises(ConfigError, match="did you mean 'Path'"):
         load_object("pathlib:Pat", what="class")

@@ -39,7 +39,7 @@ def refused(name: str) -> bool:
         return True
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(NAMES)
 @example("..")
 @example("run\n")

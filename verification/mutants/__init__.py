@@ -9,5 +9,5 @@ It names the tests that must fail.
 ```
 
 A mutant names functions and tests, no lines: it survives any change that keeps the function's meaning. A
-mutant whose function is gone, or was never called, is an error. To add one, add a row to `table.py`.
+mutant whose function is gone, or was never called, is an error. To add one, add a function to `table.py`.
 """

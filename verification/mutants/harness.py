@@ -73,7 +73,18 @@ def run_tests(
     tests: Sequence[str], root: Path, options: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[int | None, str]:
     """Run tests until the first failure; return pytest's exit code (None: they did not end) and output."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "-m",
+        "not long",
+    ]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = {**own, "PYTHONPATH": f"{root}:{ROOT}", "OMP_NUM_THREADS": "1", **variables}
     command += [f"--timeout={_TEST_TIMEOUT_S}", *options, *tests]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -65,8 +66,11 @@ def apply_mutant(mutant: Mutant, reached: Callable[[], None]) -> None:
 
 
 def _noticed(new: Callable[..., Any], old: Callable[..., Any], reached: Callable[[], None]) -> Any:
+    signature = inspect.signature(new)
+
     @functools.wraps(old)
     def replaced(*args: Any, **kwargs: Any) -> Any:
+        signature.bind(old, *args, **kwargs)  # a mutant that cannot be called is no fault of the program
         reached()
         return new(old, *args, **kwargs)
 
