@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: setup tools  ## Set up and run the tests (6 minutes on 2 cores after set-up).
 	@$(PYTEST) -m "not real and not long" $(TESTS)
 
-test-real: setup tools  ## Test SGLang, Megatron and Ray at depth (11 minutes on 2 cores).
+test-real: setup tools  ## Test SGLang, Megatron, Ray and processes at depth (11 minutes on 2 cores).
 	@$(PYTEST) -m "real and not long" $(TESTS)
 
 test-long: setup tools  ## Run the other tests: more layouts, models and seeds, kills, a cluster, mutants (MINUTES=N ORDER=TEXT).

@@ -22,7 +22,7 @@ pytest_plugins = ["tests.support.environment", "tests.support.time_limit"]
 
 IN_VIRTUAL_TIME = ("tests/unit/", "tests/property/", "tests/simulation/")
 
-LONGEST = ("tests/integration/", "tests/contract/", "tests/simulation/")
+LONGEST = ("tests/integration/", "tests/contract/", "tests/simulation/", "tests/unit/test_user_processes.py")
 """Folders whose files workers take first, so that a short file comes last and no worker waits long."""
 
 GPU_TESTS = Path(__file__).resolve().parent / "gpu"

@@ -1,1 +1,1 @@
-"""Simulation, chaos tests and mutants: they show that the program keeps its promises. Not part of the wheel."""
+"""Simulation, chaos tests and mutants, which show that the program keeps its promises. Outside the wheel."""

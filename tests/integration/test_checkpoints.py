@@ -49,6 +49,7 @@ def flip(path):
     path.write_bytes(data)
 
 
+@pytest.mark.real
 def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(two_layers, folder):
     truncate(folder / "step_00000003" / "__0_0.distcp")
     (folder / ".step_00000004.tmp").mkdir()
@@ -176,7 +177,14 @@ def test_memory_of_a_copy_is_taken_again_when_the_next_one_is_made(two_layers, t
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
-@pytest.mark.parametrize("stage", ["scratch", "tensors", "metadata", "manifest", "rename"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "tensors",
+        "rename",
+        *(pytest.param(s, marks=pytest.mark.real) for s in ("scratch", "metadata", "manifest")),
+    ],
+)
 def test_the_checkpoint_before_stays_when_the_process_dies_in_a_save(two_layers, folder, stage, monkeypatch):
     class Killed(BaseException):
         """Nothing that runs afterwards tidies up."""

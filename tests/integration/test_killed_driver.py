@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from async_rl.config import to_builtins
 from async_rl.engine_protocol import GenerateRequest
@@ -23,6 +24,7 @@ NUMBER = 64
 MAX_AT_A_TIME = 16
 
 
+@pytest.mark.real
 async def test_rows_are_recovered_a_few_at_a_time_when_a_driver_was_killed(
     calculator: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_each_alert_fires_when_it_must_and_not_before(hours: bool, interval: str
     promtool("test", "rules", tmp_path / "cases.yml")
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("path", HEALTHY_RUNS, ids=lambda path: path.name)
 def test_no_alert_fires_in_a_healthy_run(path: Path, tmp_path: Path) -> None:
     """Real runs, recorded by `python -m tests.support.recorded_series`: engines, trainer and trackers."""
@@ -87,6 +88,7 @@ def test_no_alert_fires_in_a_healthy_run(path: Path, tmp_path: Path) -> None:
     assert recorded.alerts(tmp_path) == ""
 
 
+@pytest.mark.real
 def test_an_alert_in_a_recorded_run_is_seen(tmp_path: Path) -> None:
     recorded = RecordedSeries.read(HEALTHY_RUNS[0])
     (lost, *_) = (s for s in recorded.values if s.startswith("async_rl_tracker_steps_lost_total"))

@@ -91,6 +91,7 @@ def test_tokens_route_natively_when_their_rows_are_invalid(worker):
     np.testing.assert_array_equal(log_probs_of(worker, partly), native)
 
 
+@pytest.mark.real
 @pytest.mark.case(32)
 def test_result_is_the_same_when_activations_are_recomputed(moe):
     batch = random_batch(layers=(0, 2))

@@ -104,6 +104,7 @@ SKIPPING = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("settings", SKIPPING.values(), ids=SKIPPING)
 def test_one_update_takes_the_old_log_probs_from_its_own_pass_bit_for_bit(two_layers, monkeypatch, settings):
     batch = random_batch(layers=2)
@@ -131,6 +132,7 @@ def test_one_update_takes_the_old_log_probs_from_its_own_pass_bit_for_bit(two_la
         assert other[key] == pytest.approx(metrics[key], rel=0, abs=0, nan_ok=True), key
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "needs",
     [
@@ -210,6 +212,7 @@ def test_rewarded_tokens_become_likelier_when_trained(two_layers):
     assert shares[-1] > 2 * shares[0]
 
 
+@pytest.mark.real
 def test_training_goes_on_bit_for_bit_when_resumed(two_layers, tmp_path):
     batches = [random_batch(seed, layers=2) for seed in range(4)]
     config = trainer_config(two_layers, optimizer={"lr": 1e-3, "warmup_steps": 3}, keep_checkpoints=2)

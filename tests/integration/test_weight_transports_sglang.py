@@ -72,6 +72,7 @@ def test_tensors_arrive_bitwise_when_sglang_receives(tmp_path):
     assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
 
 
+@pytest.mark.real
 def test_opening_fails_when_no_engine_joins():
     with pytest.raises(WeightSyncError, match="did not join the weight-update group alone"):
         WeightGroup(invite("alone"), timeout_s=1)

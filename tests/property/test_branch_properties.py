@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,6 +159,7 @@ async def run_driver(
     return [await each.finish_trajectory(each.stop_reason, {"reward": 0.5}) for each in tree], journalled
 
 
+@pytest.mark.real
 @settings(max_examples=60, deadline=None)
 @given(
     steps,

@@ -46,6 +46,7 @@ def delimiters(chat: ChatFormat, token_ids: Any, kept: frozenset[str]) -> list[s
     return [texts[each] for each in map(int, token_ids) if each in texts and texts[each] not in kept]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", [*TEMPLATES, *LIKE_OTHERS])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -60,6 +61,7 @@ def test_delimiters_are_those_of_the_template_whatever_messages_say(name: str, d
             assert chat.raw_text(token_ids) == chat.prompt_text(said)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

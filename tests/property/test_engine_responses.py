@@ -24,6 +24,7 @@ def mutate(stream: bytes, rng: random.Random) -> bytes:
     return stream
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("seed", range(8))
 def test_only_documented_errors_come_of_responses_that_were_changed_anywhere(seed: int) -> None:
     rng = random.Random(seed)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,6 +116,7 @@ def bodies(draw: st.DrawFn) -> bytes:
     return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.integers(0, 9)) == 0 else data)
 
 
+@pytest.mark.real
 @settings(max_examples=100)
 @given(bodies(), HEADERS, PATHS)
 def test_a_changed_request_is_answered_or_refused_and_its_trajectory_goes_on(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -180,6 +181,7 @@ def is_within(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return other[: len(one)] == one
 
 
+@pytest.mark.real
 @settings(max_examples=60, deadline=None)
 @given(st.lists(steps, max_size=40))
 def test_the_writes_of_the_last_owner_are_continued_when_earlier_ones_go_on_writing(

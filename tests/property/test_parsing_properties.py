@@ -45,6 +45,7 @@ def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
             repr(call.arguments).encode()  # all values can be encoded
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("written", RENDERERS)
 @THRIFTY
 @given(

@@ -7,6 +7,7 @@ import logging
 import re
 import unicodedata
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -50,6 +51,7 @@ def console(*, terminal: bool) -> tuple[TextConsole, io.StringIO]:
     return TextConsole(file=out, width=200, force_terminal=terminal, color_system=None), out
 
 
+@pytest.mark.real
 @settings(max_examples=150, deadline=None)
 @given(text=HOSTILE, terminal=st.booleans())
 def test_no_view_prints_a_control_character(text: str, terminal: bool) -> None:

@@ -80,6 +80,7 @@ def test_what_is_built_is_what_is_rendered_when_no_turn_has_a_thought(
     assert find_rewrites(chat, messages, tools) == []
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=conversations(ANY, thoughts=True), tools=TOOLS)
 @settings(max_examples=40, deadline=None)

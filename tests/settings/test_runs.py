@@ -78,6 +78,7 @@ def usual_trace(conditions: Conditions) -> str:
     return trace_of(small_run(3, *conditions))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("override", RUNS)
 def test_a_run_changes_with_the_setting(override: str) -> None:
     conditions = RUNS[override]

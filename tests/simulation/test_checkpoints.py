@@ -43,6 +43,7 @@ class SlowDisk:
         return Saved(step=step)
 
 
+@pytest.mark.real
 async def test_steps_go_on_while_a_checkpoint_is_written_and_the_ledger_learns_when_it_stands(
     calculator, tmp_path, monkeypatch
 ):

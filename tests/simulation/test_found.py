@@ -89,6 +89,7 @@ def test_no_log_prob_is_nan_when_an_engine_says_it_and_dies(tmp_path: Path) -> N
     assert [violations(small_run(seed, faults), tmp_path / str(seed)) for seed in range(3)] == [(), (), ()]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "death", [None, "kill", *(pytest.param(each, marks=pytest.mark.long) for each in ("cancel", "stop"))]
 )
@@ -98,6 +99,7 @@ def test_the_bound_is_kept_when_the_trainer_goes_back_twice(death: Ending | None
     assert found == [(), ()]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("interrupt", "merge", "num_workers"),
     [

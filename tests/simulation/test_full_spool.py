@@ -60,6 +60,7 @@ def test_attempts_go_on_elsewhere_when_the_disk_of_one_node_is_full(
     assert outcome.incarnations == ("finished",)
 
 
+@pytest.mark.real
 def test_an_attempt_goes_on_from_its_tokens_when_a_step_has_freed_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ def masked_share(world: World) -> float:
     return sum(batch.num_masked_tokens for batch in world.batches) / sum(world.trained)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("staleness_policy", ["wait", "mask_tokens"])
 @pytest.mark.parametrize(
     "lengths", [pytest.param(HEAVY, marks=pytest.mark.long), HEAVIER], ids=["heavy", "heavier"]
@@ -49,6 +50,7 @@ async def test_lengths_are_trained_as_they_are_sampled_when_the_bound_bites(
     assert (masked_share(world) > 0) == (staleness_policy == "mask_tokens")
 
 
+@pytest.mark.real
 async def test_the_distance_shows_it_when_long_answers_are_dropped(tmp_path: Path) -> None:
     """A group is dropped whole, its quick siblings too, and with the length reached: shares tell more."""
     world = await train(tmp_path, staleness_policy="drop", max_staleness=1, max_task_retries=0, **HEAVIER)

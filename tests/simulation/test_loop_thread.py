@@ -16,6 +16,7 @@ pytestmark = pytest.mark.real_time
 STEPS = 8
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("drops", [False, True])
 async def test_nothing_slow_runs_on_the_event_loop(calculator: Path, tmp_path: Path, drops: bool) -> None:
     """With `drops`, groups are dropped that have files: some of their trajectories have ended."""

@@ -58,6 +58,7 @@ def test_a_node_is_kept_while_its_worker_answers_and_its_reader_does_not(
     assert (set(given_up), set(replaced)) == (set(), {"node-0-0"})
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("fault", ["node_lost", "node_wiped"])
 def test_what_a_lost_node_had_is_sampled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: FaultKind

@@ -134,6 +134,7 @@ class Polls(OneTurn):
                 continue
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("loop", ["Swallows", "Polls"])
 async def test_a_run_goes_on_when_loops_swallow_the_cancellation_of_stragglers(
     calculator: Path,

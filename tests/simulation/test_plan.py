@@ -142,6 +142,7 @@ def test_no_group_is_dispatched_when_members_of_an_earlier_one_have_no_slots() -
     assert plan.staleness_mean < 6
 
 
+@pytest.mark.real
 def test_engines_stay_full_and_nothing_is_dropped_when_lengths_have_a_heavy_tail() -> None:
     config = job(
         "engine.num_engines=8",

@@ -56,6 +56,7 @@ def test_interrupted_answers_go_on_after_the_trainers_turn(tmp_path: Path) -> No
     assert records[-1].sync_s > 0
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "faults",
     [

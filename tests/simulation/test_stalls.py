@@ -432,6 +432,7 @@ def run_with_remedy(run: StallingRun, awaited: str, limit_s: float = 3600.0) -> 
 REPAIR = ("doctor.action=repair", "doctor.stall_s=20")
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("override", "awaited"),
     [
@@ -538,12 +539,14 @@ def test_health_has_no_problem_while_a_run_is_healthy(stalling_run: Make) -> Non
     assert {on for on, _ in seen} > {"trainer step", "chunk"}
 
 
+@pytest.mark.real
 def test_no_alarm_is_raised_when_steps_take_long(stalling_run: Make) -> None:
     run = stalling_run("doctor.action=end", "run.max_steps=4", step_s=600)
     run.run()
     assert run.stalls() == {}
 
 
+@pytest.mark.real
 def test_no_alarm_is_raised_when_tools_and_rewards_take_long(stalling_run: Make) -> None:
     run = stalling_run(
         "doctor.action=end",

@@ -16,10 +16,11 @@ from verification.simulation.faults import FaultKind
 FAULTS: tuple[FaultKind, ...] = ("die_in_call", "hang", "step_fails", "partial_update")
 
 
-def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.real)])
+def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path: Path, every: int) -> None:
     scenario = small_run(0, FAULTS)  # two steps visit all the awaits below
     run = replace(scenario.config.run, max_steps=2)
-    swept = sweep(replace(scenario, config=replace(scenario.config, run=run)), tmp_path)
+    swept = sweep(replace(scenario, config=replace(scenario.config, run=run)), tmp_path, every=every)
     assert swept.violations == []
     met = {place.function for place in swept.places}
     assert len(swept.places) > 100
@@ -43,6 +44,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
     )
 
 
+@pytest.mark.real
 def test_the_sweep_sees_it_when_a_task_group_loses_a_cancellation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

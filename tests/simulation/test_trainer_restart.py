@@ -160,6 +160,7 @@ async def test_training_starts_from_nothing_when_the_trainer_dies_before_a_check
     assert_conserved(summary)
 
 
+@pytest.mark.real
 async def test_rollouts_fill_the_bound_while_the_trainer_starts(calculator, tmp_path):
     config = make_config(calculator, tmp_path, "rollout.max_staleness=2")
     cluster = RestartedCluster(config)

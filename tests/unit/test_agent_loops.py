@@ -115,6 +115,7 @@ async def test_loop_is_left_when_the_run_is_cancelled(noted: list[str]) -> None:
     assert noted == ["enter a", "leave a"]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("error", [AgentLoopError, ValueError])
 async def test_a_session_is_freed_at_once_when_its_loop_has_failed(error: type[Exception]) -> None:
     class Failing:

@@ -192,6 +192,7 @@ def test_257_experts_do_not_fit_a_byte() -> None:
     assert caught.value.reason == "wrong_shape"
 
 
+@pytest.mark.real
 @pytest.mark.case(27)
 @pytest.mark.parametrize("held", [32767, 32000, 0])
 @pytest.mark.parametrize(("experts", "width", "layers"), [(128, 1, 48), (384, 2, 60)])

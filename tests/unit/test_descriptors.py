@@ -49,6 +49,7 @@ def test_the_soft_limit_is_raised_when_a_command_starts() -> None:
     assert run_limited(256, 2000, code).stdout.splitlines()[-1] == "2000"
 
 
+@pytest.mark.real
 def test_a_config_is_refused_in_one_sentence_when_the_limit_is_too_low(
     calculator: Path, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ async def bytes_after_turns(num_turns: int) -> int:
         return bytes_held()
 
 
+@pytest.mark.real
 async def test_memory_of_a_conversation_grows_with_its_turns_when_each_request_repeats_them_all() -> None:
     await bytes_after_turns(2)  # what is held once
     few, many = await bytes_after_turns(20), await bytes_after_turns(80)
@@ -88,6 +89,7 @@ async def bytes_after_failures(num_requests: int) -> int:
         return bytes_held()
 
 
+@pytest.mark.long
 async def test_memory_does_not_grow_when_requests_fail() -> None:
     await bytes_after_failures(2)  # what is held once
     few, many = await bytes_after_failures(40), await bytes_after_failures(80)

@@ -41,6 +41,7 @@ def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", "tests.support.environment", *options)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("options", [(), ("-q",), ("-n", "1")])
 def test_the_last_lines_name_what_is_missing_and_the_remedy(
     pytester: pytest.Pytester, options: tuple[str, ...]

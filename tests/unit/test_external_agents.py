@@ -153,7 +153,11 @@ async def test_a_request_sent_with_the_end_of_the_handshake_is_answered(files: t
 
 @pytest.mark.parametrize(
     ("new_loop", "encrypted"),
-    [(uvloop.new_event_loop, False), (uvloop.new_event_loop, True), (asyncio.new_event_loop, True)],
+    [
+        (uvloop.new_event_loop, False),
+        pytest.param(uvloop.new_event_loop, True, marks=pytest.mark.real),
+        pytest.param(asyncio.new_event_loop, True, marks=pytest.mark.real),
+    ],
     ids=["uvloop", "uvloop-tls", "asyncio-tls"],
 )
 def test_an_agent_is_answered_while_strangers_hold_all_connections(

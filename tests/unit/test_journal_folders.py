@@ -97,6 +97,7 @@ def test_what_a_process_writes_counts_for_nothing_when_it_has_lost_the_trajector
     owner.close()
 
 
+@pytest.mark.real
 def test_a_claim_that_was_cut_short_leaves_what_it_lacks_to_the_owner_before(tmp_path: Path) -> None:
     first = Journal(tmp_path / "000001-w0-1")
     for name, count in ((NAME, 5), (f"{NAME}.1", 7), (f"{NAME}.2", 9)):

@@ -155,6 +155,7 @@ def test_gradients_are_zero_when_no_token_is_trained_on():
         assert not gradient.any()
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_memory_grows_only_by_hidden_states_when_there_are_more_tokens(dtype, entropy, monkeypatch):

@@ -94,6 +94,7 @@ async def test_tools_of_a_command_are_called_cut_and_restarted(monkeypatch: pyte
         assert await asyncio.gather(*sums) == ["1", "2", "3"]
 
 
+@pytest.mark.real
 async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, port: int
 ):

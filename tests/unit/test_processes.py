@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
 
 from async_rl.runtime.processes import Process, kill, this_process
 
@@ -75,6 +76,7 @@ def test_this_process_is_told_from_others() -> None:
     assert (me.pid, me) == (os.getpid(), described(os.getpid()))
 
 
+@pytest.mark.real
 def test_a_stopped_child_dies_when_its_parent_is_killed() -> None:
     process, child = started(PARENT)
     with process:

@@ -364,12 +364,14 @@ TIGHT = {"wall_s": 1.5, "cpu_s": 1}
 """For cheats, some of which never end."""
 
 
+@pytest.mark.real
 @pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("name", CHEATS)
 async def test_a_cheat_earns_nothing_when_functions_are_tested(name: str) -> None:
     assert await scores_of(TESTS, CHEATS[name], **TIGHT) == {"reward": 0.0, "passed": 0.0}
 
 
+@pytest.mark.real
 @pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("name", PRINT_CHEATS)
 async def test_a_cheat_earns_nothing_when_output_is_tested(name: str) -> None:
@@ -441,6 +443,7 @@ def refuse(_: object) -> int:
     raise AssertionError("not plain")
 
 
+@pytest.mark.real
 @given(plain)
 def test_plain_values_survive_between_interpreters(value: Any) -> None:
     data = json.loads(json.dumps(CHILD_NAMES["encode"](value, refuse)))

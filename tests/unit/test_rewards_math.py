@@ -45,7 +45,7 @@ async def test_an_answer_that_computes_forever_is_wrong_and_delays_no_other(
 ) -> None:
     assert processes_asked(rewards_math.math_answer) == 2
     name = "agent_loops.rewards_math:math_answer"
-    settings = {"function": name, "processes": 1, "timeout_s": 100, "args": {"limit_s": 15}}
+    settings = {"function": name, "processes": 1, "timeout_s": 100, "args": {"limit_s": 5}}
     config = config_of(reward="math", rewards={"math": settings})
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
     try:

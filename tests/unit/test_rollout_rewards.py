@@ -304,6 +304,7 @@ async def test_a_process_that_is_killed_between_two_calls_is_replaced(noticed: b
         workers.close()
 
 
+@pytest.mark.real
 @pytest.mark.real_time
 @pytest.mark.parametrize("forgets", [True, False])
 async def test_a_call_is_made_in_another_pool_when_one_breaks_before_or_after_it_takes_the_call(

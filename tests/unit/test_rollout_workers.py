@@ -433,6 +433,7 @@ async def test_tokens_are_kept_when_a_loop_leaves_its_turn() -> None:
     assert len(trajectory.turns) == 1  # that of the second call
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("since", ["before", "during"])
 async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker(since: str) -> None:
     loop = asyncio.get_running_loop()
@@ -457,6 +458,7 @@ async def _undisturbed() -> list[int]:
     return trajectory.token_ids.tolist()
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("how", ["kill", "mute", "cut_off"])
 async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

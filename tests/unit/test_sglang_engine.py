@@ -958,6 +958,7 @@ async def test_a_server_that_was_left_paused_is_resumed(server: FakeSGLang) -> N
     assert len(server.requests("continue_generation")) == 1
 
 
+@pytest.mark.real
 async def test_the_connection_is_closed_when_a_call_is_cancelled_while_it_is_aborted(
     server: FakeSGLang,
 ) -> None:

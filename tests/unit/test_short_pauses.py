@@ -19,6 +19,8 @@ import pytest
 from async_rl.run.folder import run_in_folder
 from async_rl.runtime.short_pauses import YoungCollector, short_pauses
 
+pytestmark = pytest.mark.real  # each looks at all objects of a worker of tests, which takes seconds
+
 
 class Node:
     other: Node

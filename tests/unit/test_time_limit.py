@@ -48,6 +48,7 @@ def test_files_are_named_when_there_was_no_time_for_them(folder: Path) -> None:
     assert "NOT RUN" not in run_pytest(folder, "--minutes", "5")
 
 
+@pytest.mark.long
 def test_another_text_draws_another_order_of_whole_files(folder: Path) -> None:
     orders = set()
     for text in ("one", "one", "two"):

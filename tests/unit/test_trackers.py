@@ -163,6 +163,7 @@ def test_tensorboard_reads_each_step_once_when_a_run_repeats_some(tmp_path: Path
     assert [event.step for event in read.Scalars("timing_s/step")] == [1, 2]
 
 
+@pytest.mark.real
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_wandb_goes_on_with_its_run_when_a_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

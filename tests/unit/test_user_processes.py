@@ -133,6 +133,7 @@ def loops_of(end: str, kind: str, folder: Path) -> Iterator[tuple[AgentLoops, Ro
         yield AgentLoops(config, metrics), config, metrics
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("end", ["raises", "is cancelled", "swallows"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_an_attempt_started_ends_with_the_attempt(
@@ -205,6 +206,7 @@ def has_started(kind: str, folder: Path) -> bool:
     return len(pids_in(folder / "pids")) == STARTED[kind][1]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("kind", KINDS)
 async def test_everything_ends_and_is_counted_when_its_owner_is_killed(kind: str, tmp_path: Path) -> None:
     with owner(kind, tmp_path) as process:
@@ -218,6 +220,7 @@ async def test_everything_ends_and_is_counted_when_its_owner_is_killed(kind: str
     assert not read_reports(tmp_path)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 async def test_a_process_of_multiprocessing_ends_when_its_owner_is_killed(
     method: str, tmp_path: Path
@@ -235,6 +238,7 @@ async def test_a_process_of_multiprocessing_ends_when_its_owner_is_killed(
         await asyncio.to_thread(assert_gone, descriptors)
 
 
+@pytest.mark.real
 async def test_what_is_left_ends_with_the_next_start_when_owner_and_reaper_are_killed_at_once(
     tmp_path: Path,
 ) -> None:
@@ -264,6 +268,7 @@ def reapers_of(pid: int) -> list[psutil.Process]:
     return []
 
 
+@pytest.mark.real
 async def test_another_run_on_the_host_is_left_alone(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -277,6 +282,7 @@ async def test_another_run_on_the_host_is_left_alone(tmp_path: Path) -> None:
         assert all(psutil.pid_exists(pid) for pid in pids_in(tmp_path / "b" / "pids"))
 
 
+@pytest.mark.real
 async def test_a_release_command_runs_when_its_owner_is_killed(tmp_path: Path) -> None:
     with owner("container", tmp_path) as process:
         await until(lambda: (tmp_path / "pids" / "held").exists())
@@ -293,6 +299,7 @@ async def test_scopes_are_forgotten_when_none_of_their_processes_is_left() -> No
     await until(is_settled)
 
 
+@pytest.mark.real
 async def test_a_release_command_runs_only_when_the_block_outlives_its_attempt(tmp_path: Path) -> None:
     counted: list[tuple[str, str]] = []
     with attempt_scope("trajectory 1", lambda *labels: counted.append(labels)):
@@ -305,6 +312,7 @@ async def test_a_release_command_runs_only_when_the_block_outlives_its_attempt(t
     assert not (tmp_path / "released in the block").exists()
 
 
+@pytest.mark.real
 async def test_a_reaper_is_replaced_and_knows_everything_when_it_is_killed(tmp_path: Path) -> None:
     counted: list[tuple[str, str]] = []
     scope = ProcessScope("the test", lambda *labels: counted.append(labels))
@@ -322,6 +330,7 @@ async def test_a_reaper_is_replaced_and_knows_everything_when_it_is_killed(tmp_p
     await until(lambda: sorted(counted) == [("other", "attempt_failed"), ("sandbox", "attempt_failed")])
 
 
+@pytest.mark.real
 async def test_a_process_that_ignores_sigterm_is_killed() -> None:
     scope = ProcessScope("the test")
     ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -335,6 +344,7 @@ async def test_a_process_that_ignores_sigterm_is_killed() -> None:
         assert await asyncio.to_thread(process.wait, LIMIT_S) == -signal.SIGKILL
 
 
+@pytest.mark.real
 async def test_a_process_ends_when_it_was_started_after_its_attempt() -> None:
     scope = ProcessScope("the test")
     with scope.active():
@@ -350,6 +360,7 @@ def leaves_a_process_and_hangs(path: str) -> None:
     process.wait()
 
 
+@pytest.mark.real
 async def test_what_a_reward_started_ends_when_its_worker_process_is_killed(tmp_path: Path) -> None:
     workers = WorkerProcesses(f"{__name__}:leaves_a_process_and_hangs", 1)
     try:

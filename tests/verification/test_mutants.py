@@ -63,6 +63,7 @@ apply_mutant(mutant, Path(os.environ["ASYNC_RL_MUTANT_REACHED"]).touch)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "test", "verdict", "detail"),
     [
@@ -79,6 +80,7 @@ def test_verdicts_on_a_small_program(
     assert (result.verdict, detail in result.detail) == (verdict, True), result.output
 
 
+@pytest.mark.long
 def test_a_test_that_fails_without_the_mutant_kills_nothing(tmp_path: Path) -> None:
     result = _try_on_a_small_program(tmp_path, "truth", "test_broken.py")
     assert result.verdict == "error"

@@ -57,7 +57,7 @@ def try_mutant(mutant: Mutant, root: Path = ROOT, plugin: str = "verification.mu
         return ended("error", f"no test calls {mutant.target}", output)
     if code == 0:
         return ended("survived", f"not noticed by {' '.join(mutant.tests)}", output)
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+?\.py::.+?)(?: - |$)", output, re.MULTILINE)
     failed = (found[1],) if found else mutant.tests
     if not _passes(failed, root):  # it proves nothing
         return ended("error", f"{' '.join(failed)} fails without the mutant, too", output)

@@ -51,13 +51,14 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
         return [violation for outcome in self.runs for violation in outcome.violations]
 
 
-def sweep(scenario: Scenario, folder: Path, *, within: str | None = None) -> Sweep:
+def sweep(scenario: Scenario, folder: Path, *, within: str | None = None, every: int = 1) -> Sweep:
     """Cancel a run at each of its awaits.
 
     Args:
         scenario: Its deaths are ignored.
         folder: An empty folder, in which run folders are created.
         within: Restrict the sweep to the awaits of this function.
+        every: Cancel at every so many awaits, in the order in which the run meets them.
     """
     first: dict[Place, int] = {}
 
@@ -75,7 +76,7 @@ def sweep(scenario: Scenario, folder: Path, *, within: str | None = None) -> Swe
 
     undisturbed = run("undisturbed", after_turn=note)
     wanted = {step for place, step in first.items() if within is None or place.function == within}
-    cancelled = [run(f"at_{step}", Death(kind="cancel", after=step)) for step in sorted(wanted)]
+    cancelled = [run(f"at_{step}", Death(kind="cancel", after=step)) for step in sorted(wanted)[::every]]
     return Sweep(places=tuple(sorted(first)), runs=(undisturbed, *cancelled))
 
 
