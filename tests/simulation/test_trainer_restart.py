@@ -188,6 +188,7 @@ async def test_rollouts_fill_the_bound_while_the_trainer_starts(calculator, tmp_
     assert_conserved(summary)
 
 
+@pytest.mark.real
 async def test_recovery_admits_no_more_than_the_bound_when_it_happens_again_and_again(calculator, tmp_path):
     """Elsewhere each recovery admitted one more batch, until data exceeded the bound (AReaL#1388)."""
     config = make_config(calculator, tmp_path, "rollout.max_staleness=1", "run.max_steps=8")

@@ -151,6 +151,7 @@ async def test_a_request_sent_with_the_end_of_the_handshake_is_answered(files: t
     assert answered.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("new_loop", "encrypted"),
     [

@@ -65,6 +65,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 # -- plan --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.real
 def test_plan_works_for_every_example_with_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
     for path in CONFIGS:
         if load_config(path).has_tasks and path.parent.name != "heavy_tail":  # 8 engines take longer

@@ -55,6 +55,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     return list(recorder.cases.values())
 
 
+@pytest.mark.real
 def test_each_case_has_a_verdict_and_what_it_measured_when_a_suite_was_run(cases: list[Case]) -> None:
     assert {case.name: case.verdict for case in cases} == {
         "test_it_holds": "held",

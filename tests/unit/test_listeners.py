@@ -108,6 +108,7 @@ def head(access: EndpointAccess, request: str, *more: str) -> str:
 COMPLETION = "POST /v1/chat/completions"
 
 
+@pytest.mark.real
 async def test_all_listeners_answer_while_strangers_hold_all_connections(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_reference_that_is_no_mathematics_is_an_error() -> None:
         math_answer(make_task(answer=""), make_completion("4"))
 
 
+@pytest.mark.real
 @pytest.mark.real_time
 async def test_an_answer_that_computes_forever_is_wrong_and_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,

@@ -41,6 +41,7 @@ def run_pytest(folder: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.real
 def test_files_are_named_when_there_was_no_time_for_them(folder: Path) -> None:
     output = run_pytest(folder, "--minutes", "0", "-n", "2")
     assert "NOT RUN, as 0 minutes were over:" in output

@@ -292,6 +292,7 @@ async def test_a_release_command_runs_when_its_owner_is_killed(tmp_path: Path) -
     assert read_reports(tmp_path) == {("sandbox", "owner_ended"): 1}
 
 
+@pytest.mark.real
 async def test_scopes_are_forgotten_when_none_of_their_processes_is_left() -> None:
     """A run has millions of attempts, of which each may start a process."""
     with attempt_scope("trajectory 1", lambda kind, reason: None):
