@@ -131,6 +131,7 @@ async def test_log_probs_and_experts_are_those_of_merged_weights_when_an_adapter
             assert not np.array_equal(other_experts, experts)
 
 
+@pytest.mark.long
 @pytest.mark.megatron
 @pytest.mark.filterwarnings("ignore:::megatron", "ignore::DeprecationWarning")
 async def test_log_probs_are_those_of_merged_weights_when_attention_is_latent(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ MAX_RUNNING, CONTEXT_LENGTH = 4, 2048
 """Of every engine here."""
 LONG = 1200
 """More tokens than any engine here samples before a test has done what it came for."""
-SOME = 200
+SOME = 500
 """Tokens of a call that still runs when it is interrupted, and is then waited for."""
 
 

@@ -151,6 +151,7 @@ class SecondGroupLater(ToolLoop):
         return await super().run(task, session)
 
 
+@pytest.mark.long
 async def test_engines_and_trainer_learn_together_with_weights_from_disk(calculator, tmp_path, monkeypatch):
     monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
     config = make_config(

@@ -385,6 +385,7 @@ def specs(models, tmp_path_factory) -> dict[bool, dict]:
     return torch.load(out / "found", weights_only=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("latent", [False, True])
 def test_adapters_are_the_same_with_the_layers_of_transformer_engine(latent: bool, specs) -> None:
     found = specs[latent]
