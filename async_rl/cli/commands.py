@@ -172,7 +172,7 @@ _WORKLOAD_FLAGS = (
     ("disk-bytes-per-s", float, "what a node writes at most"),
     ("engines-per-node", float, "engines on one node, for frames on nodes (queue.spool_dir)"),
 )
-"""Flags that are fields of `simulation.workload.Workload`."""
+"""Flags that are fields of `planning.workload.Workload`."""
 
 _SIMULATION_FLAGS = (
     ("versions", "steps that are measured"),
@@ -180,7 +180,7 @@ _SIMULATION_FLAGS = (
     ("seed", "seed of the lengths"),
     ("coarsen", "real trajectories that one simulated one stands for; default: 1 for up to 2048 in flight"),
 )
-"""Flags that are fields of `simulation.planned_job.PlannedRun`."""
+"""Flags that are fields of `planning.planned_job.PlannedRun`."""
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:

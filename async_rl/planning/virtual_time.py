@@ -7,14 +7,12 @@ too, and sets of tasks have one order in every process.
 from __future__ import annotations
 
 import asyncio
-import functools
 import selectors
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 _SELECT_EVERY: Final = 64
@@ -189,13 +187,3 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
-
-
-def in_virtual_time(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Make an ordinary function of a coroutine function, on a loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return run_virtual(test(*args, **kwargs))
-
-    return run
