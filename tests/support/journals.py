@@ -6,10 +6,23 @@ from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
+import numpy as np
+
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
 from async_rl.queue.journal_folders import newest_tree
-from async_rl.types import root_of
+from async_rl.types import Sampled, root_of
+
+
+def sampled(count: int, version: int = 0) -> Sampled:
+    """Return a segment of this many tokens."""
+    return Sampled(
+        token_ids=np.arange(count, dtype=np.int32),
+        rollout_log_probs=np.zeros(count, np.float32),
+        weight_version=version,
+        engine_id="engine-0",
+        finish_reason="abort",
+    )
 
 
 def read_journals(base: Path) -> dict[str, JournalledTrajectory]:

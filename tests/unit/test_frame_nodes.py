@@ -116,11 +116,13 @@ def test_frames_of_a_node_that_is_absent_are_deleted_when_it_is_back(nodes: Node
     stored = nodes.store("a", "b")
     nodes.stay_away()
     nodes.spool.ping_nodes(1.0)
+    assert nodes.spool.absent == {NODE}
     nodes.spool.discard(stored[:1])
     nodes.spool.delete_discarded()
     assert nodes.files() == ["a", "b"]
     nodes.now_s = 20.0
     nodes.spool.ping_nodes(1.0)
+    assert nodes.spool.absent == set()
     nodes.spool.delete_discarded()
     assert nodes.files() == ["b"]
 
@@ -139,16 +141,6 @@ def test_what_a_node_did_not_confirm_to_have_deleted_is_deleted_when_it_is_back(
     nodes.spool.ping_nodes(1.0)
     nodes.spool.delete_discarded()
     assert nodes.files() == []
-
-
-def test_a_node_that_does_not_answer_is_absent_until_it_does(nodes: Nodes) -> None:
-    nodes.store("a")
-    nodes.stay_away()
-    nodes.spool.ping_nodes(1.0)
-    assert nodes.spool.absent == {NODE}
-    nodes.now_s = 20.0
-    nodes.spool.ping_nodes(1.0)
-    assert nodes.spool.absent == set()
 
 
 def test_a_restart_deletes_on_other_nodes_what_the_ledger_does_not_name(nodes: Nodes) -> None:
@@ -256,6 +248,27 @@ class NodesQueue:
         trajectories = tuple(entry for part in stored for entry in part)
         await self.queue.put_group(Group(group_id=group_id, task_id="task", trajectories=trajectories))
 
+    async def put_two(self, *of_g: StoredTrajectory) -> None:
+        """Make two groups ready: one of these trajectories, and one on the driver's node."""
+        self.dispatch("g", "h")
+        await self.put("g", of_g)
+        await self.put("h", here(self.nodes, "h-0"), here(self.nodes, "h-1"))
+
+    async def put_three(self) -> list[StoredTrajectory]:
+        """Make three groups ready, of the first two a trajectory each on another node; return these."""
+        self.dispatch("g", "h", "i")
+        there = [*self.nodes.store("g-0"), *self.nodes.store("h-0")]
+        for entry in there:
+            group_id = entry.trajectory_id[0]
+            await self.put(group_id, [entry], here(self.nodes, f"{group_id}-1"))
+        await self.put("i", here(self.nodes, "i-0"), here(self.nodes, "i-1"))
+        return there
+
+    async def next_batch(self) -> TakenBatch:
+        batch = await self.queue.next_batch(0)
+        assert batch is not None
+        return batch
+
     def close(self) -> None:
         self.ledger.audit()
         self.queue.close()
@@ -275,12 +288,10 @@ def here(nodes: Nodes, name: str) -> tuple[StoredTrajectory, ...]:
 
 async def test_a_batch_waits_for_a_node_that_is_absent(opened: NodesQueue) -> None:
     queue, nodes = opened.queue, opened.nodes
-    opened.dispatch("g", "h")
-    await opened.put("g", nodes.store("g-0", "g-1"))
-    await opened.put("h", here(nodes, "h-0"), here(nodes, "h-1"))
+    await opened.put_two(*nodes.store("g-0", "g-1"))
     nodes.stay_away()
     async with Nursery() as nursery:
-        taking = nursery.start_task("take", queue.next_batch(0))
+        taking = nursery.start_task("take", opened.next_batch())
         while not nodes.spool.absent:  # noqa: ASYNC110  the end of a thread notifies no waiter
             await asyncio.sleep(0)
         for _ in range(20):
@@ -290,7 +301,6 @@ async def test_a_batch_waits_for_a_node_that_is_absent(opened: NodesQueue) -> No
         nodes.spool.ping_nodes(1.0)
         queue.follow_nodes()
         batch = await taking
-    assert batch is not None
     assert batch.group_ids == ("g", "h")
     assert queue.statistics().dropped == {}
 
@@ -307,8 +317,7 @@ async def test_a_group_that_its_node_has_no_space_for_waits_for_one_elsewhere(op
             await asyncio.sleep(0)
         assert not putting.done()
         await opened.put("i", here(nodes, "i-0"), here(nodes, "i-1"))
-        batch = await queue.next_batch(0)
-        assert batch is not None
+        batch = await opened.next_batch()
         assert batch.group_ids == ("g", "i")
         await queue.settle_batch(batch, 1)
     assert queue.statistics().groups_ready == 1
@@ -340,9 +349,7 @@ async def test_an_error_says_so_when_all_groups_wait_for_space(opened: NodesQueu
 
 async def lose_part_of_a_group(opened: NodesQueue) -> None:
     """Make two groups ready; a node is lost that has one trajectory of one of them."""
-    opened.dispatch("g", "h")
-    await opened.put("g", opened.nodes.store("g-0"), here(opened.nodes, "g-1"))
-    await opened.put("h", here(opened.nodes, "h-0"), here(opened.nodes, "h-1"))
+    await opened.put_two(*opened.nodes.store("g-0"), *here(opened.nodes, "g-1"))
     opened.nodes.lose()
     opened.queue.follow_nodes()
 
@@ -356,9 +363,7 @@ async def finish_lost_part(opened: NodesQueue) -> TakenBatch:
     again = here(opened.nodes, "g-0")
     opened.queue.finished.add_tree(*again)
     await opened.put("g", again, tuple(left.finished.values()))
-    batch = await opened.queue.next_batch(0)
-    assert batch is not None
-    return batch
+    return await opened.next_batch()
 
 
 async def test_only_what_was_lost_of_a_ready_group_is_sampled_again(opened: NodesQueue) -> None:
@@ -386,9 +391,7 @@ async def test_it_is_sampled_again_after_a_restart_that_comes_before(nodes: Node
 
 async def test_a_lost_node_that_the_ledger_names_is_found_after_a_restart(nodes: Nodes) -> None:
     first = NodesQueue(nodes)
-    first.dispatch("g", "h")
-    await first.put("g", nodes.store("g-0"), here(nodes, "g-1"))
-    await first.put("h", here(nodes, "h-0"), here(nodes, "h-1"))
+    await first.put_two(*nodes.store("g-0"), *here(nodes, "g-1"))
     first.close()
     second = NodesQueue(nodes.again())
     assert second.queue.statistics().groups_ready == 2  # no reader was asked yet
@@ -398,23 +401,12 @@ async def test_a_lost_node_that_the_ledger_names_is_found_after_a_restart(nodes:
     second.close()
 
 
-async def three_groups(opened: NodesQueue) -> list[StoredTrajectory]:
-    """Make three groups ready, of the first two a trajectory each on another node; return these."""
-    opened.dispatch("g", "h", "i")
-    there = [*opened.nodes.store("g-0"), *opened.nodes.store("h-0")]
-    for entry in there:
-        group_id = entry.trajectory_id[0]
-        await opened.put(group_id, [entry], here(opened.nodes, f"{group_id}-1"))
-    await opened.put("i", here(opened.nodes, "i-0"), here(opened.nodes, "i-1"))
-    return there
-
-
 async def test_what_a_node_does_not_have_any_more_that_is_back_is_sampled_again(
     opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "MAX_DAMAGED_GROUPS", 1)
     queue = opened.queue
-    for entry in await three_groups(opened):
+    for entry in await opened.put_three():
         Path(entry.path).unlink()
     assert await queue.next_batch(0, wait=False) is None
     counts = queue.statistics()
@@ -429,7 +421,7 @@ async def test_a_run_ends_when_a_node_loses_frames_again_and_again(
     opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "MAX_INCOMPLETE_BATCHES", 1)
-    for entry in await three_groups(opened):
+    for entry in await opened.put_three():
         Path(entry.path).unlink()
     with pytest.raises(DataError, match=f"node {NODE} had stored"):
         await opened.queue.next_batch(0, wait=False)
@@ -449,7 +441,7 @@ async def test_damaged_frames_of_a_node_are_blamed_on_it(
     opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "MAX_DAMAGED_GROUPS", 1)
-    missing, damaged = await three_groups(opened)
+    missing, damaged = await opened.put_three()
     Path(missing.path).unlink()
     Path(damaged.path).write_bytes(b"")
     with pytest.raises(DataError, match=rf"^1 finished groups .* disk and memory of node {NODE}, and"):
@@ -470,7 +462,7 @@ async def test_a_batch_waits_when_a_node_does_not_say_which_frames_it_has(
 
     monkeypatch.setattr(nodes, "read_batch", read_batch)
     opened = NodesQueue(nodes)
-    for entry in await three_groups(opened):
+    for entry in await opened.put_three():
         Path(entry.path).unlink()
     assert await opened.queue.next_batch(0, wait=False) is None
     assert nodes.spool.absent == {NODE}
@@ -480,11 +472,8 @@ async def test_a_batch_waits_when_a_node_does_not_say_which_frames_it_has(
 
 
 async def test_a_group_of_a_batch_is_not_reopened(opened: NodesQueue) -> None:
-    opened.dispatch("g", "h")
-    await opened.put("g", opened.nodes.store("g-0", "g-1"))
-    await opened.put("h", here(opened.nodes, "h-0"), here(opened.nodes, "h-1"))
-    batch = await opened.queue.next_batch(0)
-    assert batch is not None
+    await opened.put_two(*opened.nodes.store("g-0", "g-1"))
+    batch = await opened.next_batch()
     opened.nodes.lose()
     opened.queue.follow_nodes()
     assert opened.queue.restored_groups == []

@@ -16,21 +16,8 @@ from async_rl.queue import journal as journal_module
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalRecord, read_journal
 from async_rl.rollout.session.tokens import GrowingArray
-from async_rl.types import Sampled, SamplingSettings, VersionSpan
-
-
-def sampled(count: int) -> Sampled:
-    return Sampled(
-        token_ids=np.arange(count, dtype=np.int32),
-        rollout_log_probs=np.zeros(count, np.float32),
-        weight_version=0,
-        engine_id="engine-0",
-        finish_reason="abort",
-    )
-
-
-def open_journal(folder: Path, metrics: Metrics | None = None) -> Journal:
-    return Journal(folder, metrics)
+from async_rl.types import SamplingSettings, VersionSpan
+from tests.support.journals import sampled
 
 
 def grow(entry: JournalEntry, *lengths: int) -> None:
@@ -47,7 +34,7 @@ def tokens(folder: Path, name: str) -> int:
 
 def test_the_file_stays_within_a_multiple_of_what_is_alive(tmp_path: Path) -> None:
     metrics = Metrics()
-    journal = open_journal(tmp_path, metrics)
+    journal = Journal(tmp_path, metrics)
     for number in range(60):
         name = f"t{number}"
         grow(journal.open_entry(name), 4000, 4000)
@@ -64,7 +51,7 @@ def test_the_file_stays_within_a_multiple_of_what_is_alive(tmp_path: Path) -> No
 
 
 def test_the_file_is_not_rewritten_every_tick_when_all_of_it_is_alive_in_small_pieces(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
+    journal = Journal(tmp_path)
     entries = [journal.open_entry(f"t{number}") for number in range(100)]
     files = set()
     for _ in range(10):
@@ -80,7 +67,7 @@ def test_the_file_is_not_rewritten_every_tick_when_all_of_it_is_alive_in_small_p
 def test_the_file_ends_with_its_last_whole_record_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = open_journal(tmp_path)
+    journal = Journal(tmp_path)
     entry = journal.open_entry("t")
     grow(entry, 50)
     journal.write_entries()
@@ -135,7 +122,7 @@ def test_a_write_counts_when_the_disk_has_it_where_other_nodes_read_the_journal(
 
 
 def test_nothing_is_written_when_a_thread_comes_after_the_end(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
+    journal = Journal(tmp_path)
     entry = journal.open_entry("t")
     grow(entry, 50)
     journal.write_entries()
@@ -149,7 +136,7 @@ def test_nothing_is_written_when_a_thread_comes_after_the_end(tmp_path: Path) ->
 
 def test_only_the_user_may_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
-    journal = open_journal(folder)
+    journal = Journal(folder)
     grow(journal.open_entry("a"), 10)
     journal.write_entries()
     (path,) = folder.iterdir()
@@ -187,33 +174,17 @@ def test_the_stage_of_an_entry_changes_with_versions_and_turns_and_not_with_toke
     call, updated, resumed = Call(1), Call(1), Call(1)
     updated.versions = [*updated.versions, VersionSpan(start=1, end=1, weight_version=1)]
     resumed.since_version = 1
-
-    def begin_call() -> None:
-        entry.call = call
-
-    def update_weights() -> None:
-        entry.call = updated
-
-    def end_call() -> None:
-        entry.segments.append(sampled(4))
-        entry.call = None
-
-    def resume_call() -> None:
-        entry.call = resumed
-
-    changes = (
-        lambda: entry.begin_turn(0, 16, ()),
-        begin_call,
-        update_weights,
-        end_call,
-        resume_call,
-        lambda: entry.end_turn(4, "stop"),
-    )
     stages = [entry.stage]
-    for change in changes:
-        change()
-        assert entry.stage not in stages
+    entry.begin_turn(0, 16, ())
+    stages.append(entry.stage)
+    for current in (call, updated, None, resumed):
+        if current is None:
+            entry.segments.append(sampled(4))
+        entry.call = current
         stages.append(entry.stage)
+    entry.end_turn(4, "stop")
+    stages.append(entry.stage)
+    assert len(set(stages)) == len(stages)
     resumed.take(8)
     assert entry.stage == stages[-1]
 
@@ -222,7 +193,7 @@ def test_the_stage_of_an_entry_changes_with_versions_and_turns_and_not_with_toke
 async def test_each_turn_of_the_loop_does_little_when_much_is_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compact: bool
 ) -> None:
-    journal = open_journal(tmp_path)
+    journal = Journal(tmp_path)
     entries = [journal.open_entry(f"t{number}") for number in range(1000)]
     calls = []
     for entry in entries:
@@ -254,7 +225,7 @@ async def test_each_turn_of_the_loop_does_little_when_much_is_in_flight(
 
 
 async def test_a_compaction_goes_on_when_a_write_is_cut_short(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
+    journal = Journal(tmp_path)
     for number in range(300):
         grow(journal.open_entry(f"t{number}"), 4)
     journal.write_entries()
@@ -279,7 +250,7 @@ async def test_a_compaction_goes_on_when_a_write_is_cut_short(tmp_path: Path) ->
 async def test_a_compaction_is_complete_when_the_disk_is_too_full_to_delete_the_file_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = open_journal(tmp_path)
+    journal = Journal(tmp_path)
     entries = [journal.open_entry(f"t{number}") for number in range(100)]
     for entry in entries:
         grow(entry, 4)

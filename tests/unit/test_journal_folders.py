@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,20 +24,11 @@ from async_rl.queue.journal_folders import (
 from async_rl.queue.ledger import Ledger
 from async_rl.runtime.waits import Waits, acting
 from async_rl.types import Context, Sampled
+from tests.support.journals import sampled
 from verification.simulation.simulated_workers import SimulatedNodes
 
 NAME = "a" * 32
 ENTRIES: dict[tuple[Journal, str], JournalEntry] = {}
-
-
-def sampled(count: int, version: int = 0) -> Sampled:
-    return Sampled(
-        token_ids=np.arange(count, dtype=np.int32),
-        rollout_log_probs=np.zeros(count, np.float32),
-        weight_version=version,
-        engine_id="engine-0",
-        finish_reason="abort",
-    )
 
 
 def write(journal: Journal, name: str, *parts: Sampled, epoch: int, attempt: int = 1) -> None:
@@ -111,7 +101,7 @@ def test_a_claim_that_was_cut_short_leaves_what_it_lacks_to_the_owner_before(tmp
     second.close()
     (file,) = second.directory.iterdir()
     whole = file.read_bytes()
-    for kept in range(0, len(whole) + 1, 8):
+    for kept in (*range(0, len(whole), 40), len(whole)):
         file.write_bytes(whole[:kept])
         found, _ = read(claim_of(first.directory, second.directory))
         assert lengths(found) == lengths(left)
@@ -180,13 +170,19 @@ class Owner:
         self.folder = folders.add_owner(name, self.released.extend)
 
 
-def test_a_folder_is_deleted_when_its_process_has_ended_and_others_have_all_of_it(tmp_path: Path) -> None:
-    folders = JournalFolders(tmp_path, 1, {})
+def two_owners(base: Path) -> tuple[JournalFolders, Owner, Owner]:
+    """Two processes, of which the first has written five tokens of the trajectory."""
+    folders = JournalFolders(base, 1, {})
     first, second = Owner(folders, "w0"), Owner(folders, "w1")
     begun = folders.claim_trajectory(NAME, [])
     folders.record_owner(NAME, begun, first.folder)
-    folders.record_owner("b" * 32, folders.claim_trajectory("b" * 32, []), first.folder)
     left_behind(first.folder, NAME, sampled(5), epoch=begun.owner_epoch)
+    return folders, first, second
+
+
+def test_a_folder_is_deleted_when_its_process_has_ended_and_others_have_all_of_it(tmp_path: Path) -> None:
+    folders, first, second = two_owners(tmp_path)
+    folders.record_owner("b" * 32, folders.claim_trajectory("b" * 32, []), first.folder)
     folders.end_owner(first.folder)
     assert folders.take_unneeded() == []
     claim = folders.claim_trajectory(NAME, [read_journal(first.folder)[0][NAME].progress])
@@ -211,11 +207,7 @@ def test_a_process_that_goes_on_elsewhere_keeps_a_trajectory_until_the_other_has
     tmp_path: Path,
 ) -> None:
     """It had no space for the frame, and runs on."""
-    folders = JournalFolders(tmp_path, 1, {})
-    first, second = Owner(folders, "w0"), Owner(folders, "w1")
-    begun = folders.claim_trajectory(NAME, [])
-    folders.record_owner(NAME, begun, first.folder)
-    left_behind(first.folder, NAME, sampled(5), epoch=begun.owner_epoch)
+    folders, first, second = two_owners(tmp_path)
     claim = folders.claim_trajectory(NAME, [read_journal(first.folder)[0][NAME].progress])
     folders.record_owner(NAME, claim, second.folder)
     folders.record_written(first.folder, [NAME])  # what it had claimed itself, late
@@ -367,16 +359,17 @@ def test_only_a_few_journals_are_in_memory_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = most = 0
+    pair = threading.Barrier(2)
 
-    def read_slowly(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
+    def read_in_pairs(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        time.sleep(0.01)
+        pair.wait(60.0)
         running -= 1
         return {}, 0
 
-    monkeypatch.setattr(journal_folders, "read_journal", read_slowly)
+    monkeypatch.setattr(journal_folders, "read_journal", read_in_pairs)
 
     async def read_all() -> None:
         reader = JournalReader(Metrics())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -13,10 +15,15 @@ from async_rl.runtime.supervision import Nursery
 from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 
+@asynccontextmanager
+async def pool_of(*engines: str, **limits: int) -> AsyncIterator[ManualPool]:
+    async with Nursery() as nursery:
+        yield ManualPool(*engines, nursery=nursery, **limits)
+
+
 async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quarantined() -> None:
     """A stopped engine sends no error: the pool must end the calls that wait for it."""
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with pool_of("a") as bench:
         running, queued = bench.start("t1"), bench.start("t2")
         await settle()
         bench.engines["a"].say(0, tokens(3))
@@ -33,8 +40,7 @@ async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quaranti
 
 
 async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery, max_prefill_tokens=50)
+    async with pool_of("a", max_prefill_tokens=50) as bench:
         first, second = bench.start("t1", prompt=60), bench.start("t2", prompt=60)
         await settle()
         assert bench.order == ["t1"]
@@ -49,8 +55,7 @@ async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> N
 
 async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
     """A wave after an update: everybody wants to prefill, the engine is given little at a time."""
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery, max_prefill_tokens=50)
+    async with pool_of("a", max_prefill_tokens=50) as bench:
         for key in ("t5", "t3", "t9", "t1"):
             bench.start(key, prompt=40)
         await settle()
@@ -70,8 +75,7 @@ async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
 
 async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_moment() -> None:
     """A stop of the run must not become an engine's failure that a session would survive."""
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with pool_of("a") as bench:
         both, dropped = bench.start("both"), bench.start("dropped")
         await settle()
         bench.pool.quarantine_engine("a", EngineError("gone"))
@@ -84,8 +88,7 @@ async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_m
 
 
 async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_comes() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with pool_of("a") as bench:
         bench.pool.hold_engine("a")
         waits, other = bench.start("t1"), bench.start("t2")
         await settle()
@@ -101,8 +104,7 @@ async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_c
 
 
 async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with pool_of("a") as bench:
         for number in range(3):
             assert bench.state("a") is EngineState.SERVING
             bench.start(f"t{number}")
@@ -113,8 +115,7 @@ async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> N
 
 
 async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with pool_of("a") as bench:
         for _ in range(9):
             bench.pool.record_strike("a", EngineError("nan"))
             await asyncio.sleep(400.0)
@@ -123,8 +124,7 @@ async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
 
 @pytest.mark.parametrize("cause", ["update", "failover", "evicted"])
 async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with pool_of("a") as bench:
         bench.start("t1", prompt=10)
         await settle()
         bench.engines["a"].say(0, tokens(5), END)
@@ -148,8 +148,7 @@ async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> No
 
 
 async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with pool_of("a") as bench:
         bench.start("t1", prompt=10)
         await settle()
         bench.engines["a"].say(0, tokens(5), END)
@@ -165,8 +164,7 @@ async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
 
 
 async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", "b", nursery=nursery, max_prefill_tokens=50)
+    async with pool_of("a", "b", max_prefill_tokens=50) as bench:
         first = bench.start("mine", prompt=40)
         await settle()
         bench.engines["a"].say(0, tokens(20), END)
@@ -186,11 +184,10 @@ async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
 
 
 async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", "b", nursery=nursery)
+    async with pool_of("a", "b") as bench:
         bench.start("t1")
         await settle()
-        drained = nursery.start_task("drain", bench.pool.drain_engine("a"))
+        drained = bench.nursery.start_task("drain", bench.pool.drain_engine("a"))
         await settle()
         assert not drained.done()
         elsewhere = bench.start("t2")
@@ -209,8 +206,7 @@ async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> No
 
 
 async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", "b", nursery=nursery)
+    async with pool_of("a", "b") as bench:
         bench.start("t1")
         await settle()
         bench.engines["a"].say(0, tokens(2))
@@ -227,8 +223,7 @@ async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -
 
 
 async def test_vitals_name_the_call_that_was_overtaken() -> None:
-    async with Nursery() as nursery:
-        bench = ManualPool("a", nursery=nursery)
+    async with pool_of("a") as bench:
         bench.start("t1")
         await settle()
         bench.start("t2")

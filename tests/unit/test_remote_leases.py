@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,13 +33,11 @@ from async_rl.rollout.workers.messages import (
     Message,
     RevokeLeases,
 )
-from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.rollout.workers.remote_calls import ModelCalls, RemoteCalls
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
+from tests.support.relayed import LEASE_S, relayed_leases
 from tests.support.sessions import Watched, simulated
-
-LEASE_S = 10.0
 
 
 class Worker:
@@ -47,7 +46,6 @@ class Worker:
     def __init__(self, report_s: float = 0.0) -> None:
         self.engine = simulated(Watched(), decode_step_s=0.1, prefill_tokens_per_s=1e9)
         self.posted: list[Message] = []
-        self.requests = 0
         clock = asyncio.get_running_loop().time
         self.calls = RemoteCalls(
             self.posted.append,
@@ -62,6 +60,7 @@ class Worker:
         """How long the process was stopped, which the timers of the event loop do not know yet."""
         self.leases: list[Lease] = []
         self.events: list[Chunk | Finish] = []
+        self.calls.renew(clock())
 
     def grant(self, lease_id: int, *, weight_version: int = 0) -> None:
         self.calls.grant(
@@ -75,30 +74,25 @@ class Worker:
             )
         )
 
+    def revoke(self, *, aborts: bool = True, number: int = 7) -> None:
+        self.calls.revoke(RevokeLeases(engines={"engine-0": aborts}, newest_version=0, number=number))
+
     async def call(self, *, wait_s: float = 0.0) -> Lease:
         """Make a call of up to 1000 tokens, so long after its lease was granted."""
         async with self.calls.lease("a", 1001, prompt=1) as lease:
             self.leases.append(lease)
             await asyncio.sleep(wait_s)
-            await self.generate(lease)
+            async with aclosing(lease.generate(request())) as stream:
+                async for event in stream:
+                    self.events.append(event)
         return lease
 
-    async def generate(self, lease: Lease) -> None:
-        async with aclosing(lease.generate(request())) as stream:
-            async for event in stream:
-                self.events.append(event)
-
-
-async def dropped(worker: Worker) -> str:
-    """Make a call that is dropped; return why."""
-    with pytest.raises(CallLost) as error:
-        await worker.call()
-    return str(error.value)
-
-
-async def refused(worker: Worker, kind: type[Exception]) -> None:
-    with pytest.raises(kind):
-        await worker.call()
+    async def start_call(self, *, wait_s: float = 0.0, lease_id: int = 1) -> asyncio.Task[Lease]:
+        """Start a call, and grant its lease."""
+        calling = asyncio.create_task(self.call(wait_s=wait_s))
+        await asyncio.sleep(0)
+        self.grant(lease_id)
+        return calling
 
 
 def request() -> GenerateRequest:
@@ -110,178 +104,11 @@ def request() -> GenerateRequest:
     )
 
 
-async def test_streams_are_read_at_once_when_their_engine_aborts_them_and_not_when_it_pauses_them() -> None:
-    """After each update in place a worker would otherwise wake up for every event of every stream."""
-    worker = Worker()
-    reads: list[str] = []
-    worker.engine.read_at_once = lambda: reads.append("at once")
-    worker.calls.renew(worker.clock())
-    async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(worker.call())
-        await asyncio.sleep(0)
-        worker.grant(1)
-        await asyncio.sleep(0.5)
-        worker.calls.revoke(RevokeLeases(engines={"engine-0": False}, newest_version=0, number=7))
-        assert not reads
-        worker.calls.revoke(
-            RevokeLeases(engines={"engine-0": True}, newest_version=0, number=8)
-        )  # no call has begun since
-        assert reads == ["at once"]
-        calling.cancel()
-
-
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-async def test_workers_know_whether_an_interrupted_engine_aborts_its_calls(mode: InterruptMode) -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
-        nursery.start_task("interrupt", driver.pool.interrupt_engine(driver.engine, mode))
-        await asyncio.sleep(0.1)
-        (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
-        assert revoke.engines == {"engine-0": mode == "abort"}
-        driver.leases.close()
-
-
-async def test_workers_know_which_version_running_calls_can_report_before_its_update_begins() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.announce_version(3)
-        driver.pool.hold_engine("engine-0")
-        nursery.start_task("interrupt", driver.pool.interrupt_engine(driver.engine, "in_place"))
-        await asyncio.sleep(0.1)
-        (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
-        worker = Worker()
-        assert worker.calls.newest_version == -1
-        worker.calls.revoke(revoke)
-        assert worker.calls.newest_version == 3
-        worker.calls.revoke(msgspec.structs.replace(revoke, newest_version=2))
-        assert worker.calls.newest_version == 3
-        driver.leases.close()
-
-
-async def test_the_versions_of_other_models_are_none_of_the_policy() -> None:
-    worker = Worker()
-    worker.calls.renew(worker.clock())
-    judge = ModelCalls(worker.calls, "judge")
-    async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(judge.lease("a", 10).__aenter__())
-        await asyncio.sleep(0)
-        worker.grant(1, weight_version=800)
-        await calling
-    assert (worker.calls.newest_version, judge.newest_version) == (-1, 800)
-
-
-async def test_nothing_is_sent_under_a_lease_that_was_revoked() -> None:
-    worker = Worker()
-    worker.calls.renew(worker.clock())
-    async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(worker.call(wait_s=0.5))
-        await asyncio.sleep(0)
-        worker.grant(1)
-        await asyncio.sleep(0.1)
-        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, newest_version=0, number=7))
-        assert isinstance(worker.posted[-1], LeasesRevoked)
-        # A lease given afterwards does not bring the revoked one back.
-        other = tasks.create_task(worker.call(wait_s=100.0))
-        await asyncio.sleep(0)
-        worker.grant(2)
-        lease = await calling
-        other.cancel()
-    (end,) = worker.events
-    assert isinstance(end, Finish)
-    assert (end.reason, lease.interrupted) == ("abort", True)
-    assert isinstance(worker.posted[-1], LeaseEnded)
-
-
-@pytest.mark.parametrize("error", [EngineBusy("503", 5.0), RequestRefused("400")])
-@pytest.mark.parametrize("revoked", [False, True])
-async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: bool, error: Exception) -> None:
-    """Whose memory is released refuses calls; the report would arrive in its next epoch."""
-    worker = Worker()
-    worker.calls.renew(worker.clock())
-
-    async def refuse(request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
-        await asyncio.sleep(0.5)
-        raise error
-        yield
-
-    worker.engine.generate = refuse  # type: ignore[assignment]
-    async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(refused(worker, type(error)))
-        await asyncio.sleep(0)
-        worker.grant(1)
-        await asyncio.sleep(0.1)
-        if revoked:
-            worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, newest_version=0, number=7))
-        await calling
-    assert any(isinstance(message, EngineReport) for message in worker.posted) == (not revoked)
-
-
-async def test_a_lease_that_was_revoked_stays_revoked_when_its_grant_is_repeated() -> None:
-    worker = Worker()
-    worker.calls.renew(worker.clock())
-    async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(worker.call(wait_s=0.5))
-        await asyncio.sleep(0)
-        worker.grant(1)
-        await asyncio.sleep(0.1)
-        worker.calls.revoke(RevokeLeases(engines={"engine-0": True}, newest_version=0, number=7))
-        worker.grant(1)
-        lease = await calling
-    (end,) = worker.events
-    assert isinstance(end, Finish)
-    assert (end.reason, lease.interrupted) == ("abort", True)
-
-
-@pytest.mark.parametrize("early_s", [1e-9, 0.0009])
-async def test_a_lease_expires_also_when_the_timer_for_that_is_early(early_s: float) -> None:
-    """By the resolution of the event loop: a nanosecond of asyncio's, a millisecond of uvloop's."""
-    worker = Worker()
-    worker.calls.renew(worker.clock())
-    worker.stopped_s = -early_s
-    calling = asyncio.create_task(worker.call())
-    await asyncio.sleep(0)
-    worker.grant(1)
-    with pytest.raises(CallLost, match="lease has expired"):
-        await calling
-    assert worker.clock() == pytest.approx(LEASE_S, abs=0.01)
-
-
-async def test_an_expired_lease_closes_its_stream_and_sends_nothing() -> None:
-    worker = Worker()
-    worker.calls.renew(worker.clock())
-    async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(dropped(worker))
-        await asyncio.sleep(0)
-        worker.grant(1)
-        await asyncio.sleep(4.0)
-        worker.calls.renew(worker.clock() - 1.0)  # what counts is when the heartbeat was sent
-        assert "expired" in await calling
-        assert worker.clock() == pytest.approx(3.0 + LEASE_S)
-        received = sum(len(event.token_ids) for event in worker.events if isinstance(event, Chunk))
-        assert received == pytest.approx(130, abs=2)
-        worker.events.clear()
-        late = tasks.create_task(worker.call())
-        await asyncio.sleep(0)
-        worker.grant(2)
-        await late
-        assert [event.reason for event in worker.events if isinstance(event, Finish)] == ["abort"]
-        worker.calls.renew(worker.clock())
-        again = tasks.create_task(dropped(worker))
-        await asyncio.sleep(0)
-        worker.grant(3)
-        await asyncio.sleep(1.0)
-        assert isinstance(worker.events[-1], Chunk)
-        worker.calls.drop_call(DropCall(lease_id=3, why="enough"))
-        assert await again == "enough"
-
-
 class Driver:
     """The driver's side of one worker, which this test plays itself."""
 
     def __init__(self, nursery: Nursery) -> None:
+        self.nursery = nursery
         self.clock = asyncio.get_running_loop().time
         self.metrics = Metrics()
         self.pool = EnginePool(self.metrics, self.clock)
@@ -293,24 +120,45 @@ class Driver:
         self.teacher.serve_engine("teacher-0", 0)
         self.posted: list[Message] = []
         self.leased: list[tuple[str, int | None]] = []
-        self.leases = RelayedLeases(
-            "rollout-worker-0",
+        self.leases = relayed_leases(
             {"": self.pool, "teacher": self.teacher},
-            self.posted.append,
-            lease_s=LEASE_S,
-            clock=self.clock,
+            self.posted,
             on_lease=lambda *of: self.leased.append(of),
-            probe_timeout_s=5.0,
-            worker_stall_s=30.0,
         )
-        self.leases.renew(Heartbeat(number=1))
+
+    def want(self, lease_id: int) -> None:
+        """Ask for the lease of a call of a trajectory with this number."""
+        self.leases.handle_message(LeaseWanted(lease_id=lease_id, key=str(lease_id), tokens=9, prompt=4))
 
     async def lease(self) -> LeaseGranted:
-        self.leases.handle_message(LeaseWanted(lease_id=1, key="a", tokens=9, prompt=4))
+        self.want(1)
         await asyncio.sleep(0.01)
-        granted = self.posted[-1]
-        assert isinstance(granted, LeaseGranted)
+        (*_, granted) = self.granted
         return granted
+
+    def end(self, lease_id: int = 1) -> None:
+        self.leases.handle_message(LeaseEnded(lease_id=lease_id, received=5))
+
+    def interrupt(self, mode: InterruptMode = "abort", pool: EnginePool | None = None) -> asyncio.Task[None]:
+        """Hold the engine, and interrupt its calls."""
+        pool = pool or self.pool
+        pool.hold_engine("engine-0")
+        return self.nursery.start_task("interrupt", pool.interrupt_engine(self.engine, mode))
+
+    @property
+    def revoked(self) -> RevokeLeases:
+        """The only message that has revoked leases."""
+        (message,) = (each for each in self.posted if isinstance(each, RevokeLeases))
+        return message
+
+    def confirm(self) -> None:
+        """Say that nothing more is sent to the engines whose leases were revoked."""
+        self.leases.handle_message(LeasesRevoked(number=self.revoked.number))
+
+    def receive_payload(self, number: int) -> None:
+        """Report that a piece of the call's payload has come."""
+        piece = CallProgress(lease_id=1, received=1, payload_arrives=True)
+        self.leases.renew(Heartbeat(number=number, calls=(piece,)))
 
     async def wait_for_engine(self) -> None:
         """Wait for an update that the engine never ends."""
@@ -318,149 +166,293 @@ class Driver:
             await asyncio.Future()
 
     @property
+    def granted(self) -> list[LeaseGranted]:
+        return [message for message in self.posted if isinstance(message, LeaseGranted)]
+
+    @property
     def num_calls(self) -> int:
         return self.pool.statistics.load_of("engine-0").calls
 
+    @property
+    def state(self) -> EngineState:
+        snapshot = self.pool.snapshot_of("engine-0")
+        assert snapshot is not None
+        return snapshot.state
 
-async def test_a_call_of_a_teacher_has_its_engine_and_is_none_of_the_policys() -> None:
+
+@asynccontextmanager
+async def driving(*, leased: bool = True) -> AsyncIterator[Driver]:
+    """A driver whose worker has one call; its tasks end with the block."""
     async with Nursery() as nursery:
         driver = Driver(nursery)
+        if leased:
+            await driver.lease()
+        yield driver
+        nursery.cancel_tasks()
+        driver.leases.close()
+
+
+# -- the worker's side ------------------------------------------------------------------------------
+
+
+async def test_streams_are_read_at_once_when_their_engine_aborts_them_and_not_when_it_pauses_them() -> None:
+    """After each update in place a worker would otherwise wake up for every event of every stream."""
+    worker = Worker()
+    reads: list[str] = []
+    worker.engine.read_at_once = lambda: reads.append("at once")
+    calling = await worker.start_call()
+    await asyncio.sleep(0.5)
+    worker.revoke(aborts=False)
+    assert not reads
+    worker.revoke(number=8)  # no call has begun since
+    assert reads == ["at once"]
+    calling.cancel()
+
+
+async def test_calls_of_other_models_name_them_and_their_versions_are_none_of_the_policy() -> None:
+    worker = Worker()
+    judge = ModelCalls(worker.calls, "judge")
+    calling = asyncio.create_task(judge.lease("a", 10, prompt=9).__aenter__())
+    await asyncio.sleep(0)
+    worker.grant(1, weight_version=800)
+    await calling
+    assert (worker.calls.newest_version, judge.newest_version) == (-1, 800)
+    wanted = worker.posted[0]
+    assert isinstance(wanted, LeaseWanted)
+    assert (wanted.model, wanted.tokens, wanted.prompt) == ("judge", 10, 9)
+
+
+@pytest.mark.parametrize("end", ["revoked", "revoked and granted again", "expired, and its timer is late"])
+async def test_nothing_is_sent_under_a_lease_that_has_ended(end: str) -> None:
+    worker = Worker()
+    calling = await worker.start_call(wait_s=0.5)
+    await asyncio.sleep(0.1)
+    if end.startswith("revoked"):
+        worker.revoke()
+        assert isinstance(worker.posted[-1], LeasesRevoked)
+        if end == "revoked and granted again":
+            worker.grant(1)
+        # A lease given afterwards does not bring the revoked one back.
+        other = await worker.start_call(wait_s=100.0, lease_id=2)
+    else:
+        worker.stopped_s = LEASE_S
+        other = None
+    lease = await calling
+    (end_of_call,) = worker.events
+    assert isinstance(end_of_call, Finish)
+    assert (end_of_call.reason, lease.interrupted) == ("abort", True)
+    assert isinstance(worker.posted[-1], LeaseEnded)
+    if other is not None:
+        other.cancel()
+
+
+@pytest.mark.parametrize("error", [EngineBusy("503", 5.0), RequestRefused("400")], ids=["busy", "refused"])
+@pytest.mark.parametrize("revoked", [False, True])
+async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: bool, error: Exception) -> None:
+    """Whose memory is released refuses calls; the report would arrive in its next epoch."""
+    worker = Worker()
+
+    async def refuse(request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
+        await asyncio.sleep(0.5)
+        raise error
+        yield
+
+    worker.engine.generate = refuse  # type: ignore[assignment]
+    calling = await worker.start_call()
+    await asyncio.sleep(0.1)
+    if revoked:
+        worker.revoke()
+    with pytest.raises(type(error)):
+        await calling
+    reports = [message for message in worker.posted if isinstance(message, EngineReport)]
+    assert len(reports) == (0 if revoked else 1)
+    if reports and isinstance(error, EngineBusy):
+        assert (reports[0].kind, reports[0].retry_after_s) == ("busy", 5.0)
+
+
+@pytest.mark.parametrize("early_s", [1e-9, 0.0009])
+async def test_a_lease_expires_also_when_the_timer_for_that_is_early(early_s: float) -> None:
+    """By the resolution of the event loop: a nanosecond of asyncio's, a millisecond of uvloop's."""
+    worker = Worker()
+    worker.stopped_s = -early_s
+    with pytest.raises(CallLost, match="lease has expired"):
+        await (await worker.start_call())
+    assert worker.clock() == pytest.approx(LEASE_S, abs=0.01)
+
+
+async def test_an_expired_lease_closes_its_stream_and_sends_nothing() -> None:
+    worker = Worker()
+    calling = await worker.start_call()
+    await asyncio.sleep(4.0)
+    worker.calls.renew(worker.clock() - 1.0)  # what counts is when the heartbeat was sent
+    with pytest.raises(CallLost, match="expired"):
+        await calling
+    assert worker.clock() == pytest.approx(3.0 + LEASE_S)
+    received = sum(len(event.token_ids) for event in worker.events if isinstance(event, Chunk))
+    assert received == pytest.approx(130, abs=2)
+    worker.events.clear()
+    await (await worker.start_call(lease_id=2))
+    assert [event.reason for event in worker.events if isinstance(event, Finish)] == ["abort"]
+    worker.calls.renew(worker.clock())
+    again = await worker.start_call(lease_id=3)
+    await asyncio.sleep(1.0)
+    assert isinstance(worker.events[-1], Chunk)
+    worker.calls.drop_call(DropCall(lease_id=3, why="enough"))
+    with pytest.raises(CallLost, match="enough"):
+        await again
+
+
+async def test_pieces_of_payloads_are_reported_at_once_and_tokens_seldom() -> None:
+    worker = Worker(report_s=8.0)
+    calling = await worker.start_call()
+    await asyncio.sleep(1.0)
+    assert worker.calls.progress() == ()
+    worker.leases[0].record_payload()
+    (progress,) = worker.calls.progress()
+    assert progress.payload_arrives
+    assert worker.calls.progress() == ()
+    calling.cancel()
+
+
+# -- calls in the driver's pool ---------------------------------------------------------------------
+
+
+async def test_a_call_of_a_teacher_has_its_engine_and_is_none_of_the_policys() -> None:
+    async with driving(leased=False) as driver:
         driver.leases.handle_message(LeaseWanted(lease_id=1, key="a", tokens=9, prompt=9, model="teacher"))
-        granted = driver.posted[-1]
-        assert isinstance(granted, LeaseGranted)
+        (granted,) = driver.granted
         assert (granted.engine_id, granted.weight_version) == ("teacher-0", 0)
         assert (driver.teacher.statistics.load_of("teacher-0").calls, driver.num_calls) == (1, 0)
         assert driver.leases.begin_revocation("teacher-0", aborts=True)
         driver.leases.handle_message(EngineReport(engine_id="teacher-0", kind="failure", text="gone"))
         assert driver.teacher.needs_repair("teacher-0")
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
+        driver.end()
         assert driver.leased == []  # version 0 would make the trajectory too old
         driver.leases.handle_message(EngineReport(engine_id="engine-9", kind="failure", text="gone"))
         driver.leases.close()
         assert driver.leases.is_closed
 
 
-async def test_calls_of_a_worker_name_their_model() -> None:
-    worker = Worker()
-
-    async def call() -> None:
-        async with ModelCalls(worker.calls, "teacher").lease("a", 9, prompt=9):
-            raise AssertionError("nothing grants it")
-
-    calling = asyncio.create_task(call())
-    await asyncio.sleep(0)
-    calling.cancel()
-    wanted = worker.posted[0]
-    assert isinstance(wanted, LeaseWanted)
-    assert (wanted.model, wanted.tokens, wanted.prompt) == ("teacher", 9, 9)
-
-
-async def test_a_worker_holds_a_lease_of_the_pool_for_each_call() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
+async def test_each_call_of_a_worker_is_one_of_the_pool_also_when_its_messages_are_repeated() -> None:
+    async with driving(leased=False) as driver:
         granted = await driver.lease()
-        assert (granted.engine_id, granted.weight_version, driver.num_calls) == ("engine-0", 3, 1)
-        assert driver.leased == [("a", 3)]
-        driver.leases.handle_message(LeaseEnded(lease_id=1, received=5))
+        assert (granted.engine_id, granted.weight_version) == ("engine-0", 3)
+        driver.want(1)
         await asyncio.sleep(0.01)
-        assert driver.num_calls == 0
-        assert driver.leased == [("a", 3), ("a", None)]
-
-
-async def test_a_repeated_message_takes_no_second_lease_and_returns_no_other() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        wanted = LeaseWanted(lease_id=1, key="a", tokens=9, prompt=4)
-        driver.leases.handle_message(wanted)
-        await asyncio.sleep(0.01)
-        assert driver.num_calls == 1
+        assert (driver.num_calls, driver.leased) == (1, [("1", 3)])
         for _ in range(2):
-            driver.leases.handle_message(LeaseEnded(lease_id=1, received=5))
+            driver.end()
             await asyncio.sleep(0.01)
-        driver.leases.handle_message(wanted)  # late
+        driver.want(1)  # late
         await asyncio.sleep(0.01)
-        assert driver.num_calls == 0
-        assert sum(isinstance(message, LeaseGranted) for message in driver.posted) == 1
+        assert (driver.num_calls, driver.leased) == (0, [("1", 3), ("1", None)])
+        assert len(driver.granted) == 1
 
 
 async def test_a_lease_that_is_not_wanted_any_more_takes_no_engine() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
+    async with driving(leased=False) as driver:
         driver.pool.hold_engine("engine-0")
         for number in (1, 2):
-            driver.leases.handle_message(LeaseWanted(lease_id=number, key=str(number), tokens=9, prompt=4))
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
+            driver.want(number)
+        driver.end(1)
         driver.pool.serve_engine("engine-0", 4)
         await asyncio.sleep(0.01)
-        granted = [message.lease_id for message in driver.posted if isinstance(message, LeaseGranted)]
-        assert granted == [2]
+        assert [granted.lease_id for granted in driver.granted] == [2]
         assert driver.num_calls == 1
-        driver.leases.handle_message(LeaseEnded(lease_id=2))
+        driver.end(2)
         assert driver.num_calls == 0
 
 
 async def test_all_waiting_calls_begin_in_turns_of_the_event_loop() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
+    async with driving(leased=False) as driver:
         driver.pool.hold_engine("engine-0")
         for number in range(1, 101):
-            driver.leases.handle_message(LeaseWanted(lease_id=number, key=str(number), tokens=9, prompt=4))
+            driver.want(number)
         driver.pool.serve_engine("engine-0", 4)
         assert 0 < driver.num_calls < 50
         await asyncio.sleep(0.01)
         assert driver.num_calls == 100
-        for number in range(1, 101):
-            driver.leases.handle_message(LeaseEnded(lease_id=number))
 
 
-async def test_an_engine_is_interrupted_when_workers_have_confirmed_that_they_send_nothing_more() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
-        interrupting = nursery.start_task("interrupt", driver.pool.interrupt_engine(driver.engine, "abort"))
+async def test_a_heartbeat_reports_trajectories_that_make_no_more_calls() -> None:
+    async with driving(leased=False) as driver:
+        calls = Worker().calls
+        request_lease = partial(driver.pool.request_lease, prompt=4, on_placed=lambda lease: None)
+        for key in "ab":
+            driver.pool.return_lease(request_lease(key, 9))
+        calls.forget_trajectory("a")
+        driver.leases.renew(Heartbeat(number=2, forgotten=calls.pop_forgotten()))
+        assert calls.pop_forgotten() == ()
+        again = [request_lease(key, 9) for key in "ab"]
+        assert [lease.cached_prefix is None for lease in again] == [True, False]
+        for lease in again:
+            driver.pool.return_lease(lease)
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+async def test_each_update_of_an_engine_begins_an_epoch(keeps_cache: bool) -> None:
+    async with driving(leased=False) as driver, driver.pool.lease("a", 9, prompt=4) as before:
+        await driver.interrupt()
+        driver.pool.serve_engine("engine-0", 4, keeps_cache=keeps_cache)
+        async with driver.pool.lease("b", 9, prompt=4) as after:
+            assert (before.epoch, after.epoch) == (1, 2)
+        (end,) = [event async for event in before.generate(request())]
+        assert isinstance(end, Finish)
+        assert end.reason == "abort"  # nothing was sent
+
+
+# -- interruptions wait for workers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+async def test_workers_know_how_an_engine_is_interrupted_and_which_version_its_calls_may_report(
+    mode: InterruptMode,
+) -> None:
+    async with driving() as driver:
+        driver.pool.announce_version(3)
+        driver.interrupt(mode)
+        await asyncio.sleep(0.1)
+        assert driver.revoked.engines == {"engine-0": mode == "abort"}
+        worker = Worker()
+        assert worker.calls.newest_version == -1
+        worker.calls.revoke(driver.revoked)
+        assert worker.calls.newest_version == 3
+        worker.calls.revoke(msgspec.structs.replace(driver.revoked, newest_version=2))
+        assert worker.calls.newest_version == 3
+
+
+@pytest.mark.parametrize("end", [Driver.confirm, lambda driver: driver.leases.close()], ids=["says", "ends"])
+async def test_an_engine_is_interrupted_when_its_worker_says_that_it_sends_nothing_more_or_ends(
+    end: Callable[[Driver], None],
+) -> None:
+    async with driving() as driver:
+        interrupting = driver.interrupt()
         await asyncio.sleep(1.0)
-        revoke = driver.posted[-1]
-        assert isinstance(revoke, RevokeLeases)
         assert not interrupting.done()
-        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
+        end(driver)
         await asyncio.sleep(0.1)
         assert interrupting.done()
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
 
 
 async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None:
     """An update of a thousand engines would otherwise send each worker hundreds of messages."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
+    async with driving(leased=False) as driver:
         driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
         driver.pool.serve_engine("engine-1", 3)
         posted: list[Message] = []
-        other = RelayedLeases(
-            "rollout-worker-1",
-            {"": driver.pool},
-            posted.append,
-            lease_s=LEASE_S,
-            clock=driver.clock,
-            on_lease=lambda *of: None,
-            probe_timeout_s=5.0,
-            worker_stall_s=30.0,
-        )
-        other.renew(Heartbeat(number=1))
+        other = relayed_leases({"": driver.pool}, posted, worker="rollout-worker-1")
         for number in (1, 2):  # one call on each engine
-            driver.leases.handle_message(LeaseWanted(lease_id=number, key=str(number), tokens=9, prompt=4))
+            driver.want(number)
         other.handle_message(LeaseWanted(lease_id=1, key="3", tokens=1, prompt=1))
         (shared,) = (message.engine_id for message in posted if isinstance(message, LeaseGranted))
         interrupting = {}
         for engine in driver.pool.engines():
             driver.pool.hold_engine(engine.engine_id)
             interrupt = driver.pool.interrupt_engine(engine, "abort")
-            interrupting[engine.engine_id] = nursery.start_task("interrupt", interrupt)
+            interrupting[engine.engine_id] = driver.nursery.start_task("interrupt", interrupt)
         await asyncio.sleep(0.1)
-        (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
-        assert revoke.engines == dict.fromkeys(interrupting, True)
-        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
+        assert driver.revoked.engines == dict.fromkeys(interrupting, True)
+        driver.confirm()
         await asyncio.sleep(0.1)  # the other worker delays only the engine that it may call
         assert [name for name, task in interrupting.items() if not task.done()] == [shared]
         (revoke,) = (message for message in posted if isinstance(message, RevokeLeases))
@@ -468,66 +460,15 @@ async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None
         other.handle_message(LeasesRevoked(number=revoke.number))
         await asyncio.sleep(0.1)
         assert interrupting[shared].done()
-        driver.leases.close()
         other.close()
 
 
-async def test_a_worker_that_ends_before_its_leases_are_revoked_delays_no_engine() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
+async def test_leases_of_a_silent_worker_expire_and_it_gets_others_when_it_is_back() -> None:
+    async with driving() as driver:
         driver.pool.hold_engine("engine-0")
-        interrupting = nursery.start_task("interrupt", driver.pool.interrupt_engine(driver.engine, "abort"))
-        await asyncio.sleep(0)
-        driver.leases.close()
-        await asyncio.sleep(0.1)
-        assert interrupting.done()
-
-
-async def test_a_heartbeat_reports_trajectories_that_make_no_more_calls() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        sent: list[Message] = []
-        calls = RemoteCalls(
-            sent.append,
-            lambda *of: driver.engine,
-            lease_s=LEASE_S,
-            metrics=Metrics(),
-            clock=driver.clock,
-        )
-        leases = [driver.pool.request_lease(key, 9, prompt=4, on_placed=lambda of: None) for key in "ab"]
-        for lease in leases:
-            driver.pool.return_lease(lease)
-        calls.forget_trajectory("a")
-        driver.leases.renew(Heartbeat(number=2, forgotten=calls.pop_forgotten()))
-        assert calls.pop_forgotten() == ()
-        assert sent == []
-        again = [driver.pool.request_lease(key, 9, prompt=4, on_placed=lambda of: None) for key in "ab"]
-        assert [lease.cached_prefix is None for lease in again] == [True, False]
-        for lease in again:
-            driver.pool.return_lease(lease)
-
-
-async def test_leases_of_a_silent_worker_expire_before_an_engine_is_interrupted() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        renewed_s = driver.clock()
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
-        await driver.pool.interrupt_engine(driver.engine, "abort")
-        waited_s = driver.clock() - renewed_s
-        assert LEASE_S < waited_s < LEASE_S + 1.0
-        await asyncio.sleep(0.1)
-        assert driver.num_calls == 0
-
-
-async def test_a_silent_worker_that_is_back_in_time_still_gets_the_leases_that_it_waits_for() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
-        driver.leases.handle_message(LeaseWanted(lease_id=2, key="b", tokens=9, prompt=4))
-        await driver.pool.interrupt_engine(driver.engine, "abort")  # its leases expire
+        driver.want(2)
+        await driver.interrupt()
+        assert LEASE_S < driver.clock() < LEASE_S + 1.0
         assert driver.num_calls == 0
         driver.pool.serve_engine("engine-0", 4)
         await asyncio.sleep(0.1)
@@ -538,194 +479,48 @@ async def test_a_silent_worker_that_is_back_in_time_still_gets_the_leases_that_i
         assert isinstance(granted, LeaseGranted)
         assert (granted.lease_id, granted.weight_version) == (2, 4)
         assert driver.num_calls == 1
-        driver.leases.close()
 
 
 async def test_requests_of_a_lost_worker_take_no_engine_when_its_leases_are_returned() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
+    async with driving() as driver:
         driver.pool.hold_engine("engine-0")
-        driver.leases.handle_message(LeaseWanted(lease_id=2, key="b", tokens=9, prompt=4))
+        driver.want(2)
         driver.pool.serve_engine("engine-0", 4)
         driver.pool.hold_engine("engine-0")
-        driver.leases.handle_message(LeaseWanted(lease_id=3, key="c", tokens=9, prompt=4))
+        driver.want(3)
         driver.leases.close()
         driver.pool.serve_engine("engine-0", 5)
         await asyncio.sleep(0.1)
         assert driver.num_calls == 0
-        assert not any(isinstance(m, LeaseGranted) and m.lease_id == 3 for m in driver.posted)
+        assert not any(granted.lease_id == 3 for granted in driver.granted)
 
 
 async def test_calls_of_a_worker_that_is_silent_after_its_answer_end_with_its_leases() -> None:
     """It has confirmed that it sends nothing more, and does not say that its streams are closed."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        renewed_s = driver.clock()
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
-        interrupting = nursery.start_task("i", driver.pool.interrupt_engine(driver.engine, "abort"))
+    async with driving() as driver:
+        interrupting = driver.interrupt()
         await asyncio.sleep(0.1)
-        (revoke,) = (message for message in driver.posted if isinstance(message, RevokeLeases))
-        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
+        driver.confirm()
         await interrupting
-        assert driver.clock() - renewed_s < LEASE_S + 1.0
+        assert driver.clock() < 1.0
         await asyncio.sleep(LEASE_S + 1.0)
         assert driver.num_calls == 0
 
 
-async def test_nothing_is_sent_after_expiry_when_the_timer_of_it_is_late() -> None:
-    worker = Worker()
-    worker.calls.renew(worker.clock())
-    async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(worker.call(wait_s=0.5))
-        await asyncio.sleep(0)
-        worker.grant(1)
-        worker.stopped_s = LEASE_S
-        lease = await calling
-    (end,) = worker.events
-    assert isinstance(end, Finish)
-    assert (end.reason, lease.interrupted) == ("abort", True)
-
-
-async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more() -> None:
-    """A silent worker's leases last longer than `weights.timeout_s` here: no engine is to blame for it."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
-        began_s = driver.clock()
-
-        async def update(load_s: float) -> None:
-            async with driver.pool.bounded_request("engine-0", 4.0):
-                await driver.pool.interrupt_engine(driver.engine, "abort")
-                await asyncio.sleep(load_s)
-
-        await update(3.9)
-        assert driver.clock() - began_s > LEASE_S + 3.9
-        with pytest.raises(TimeoutError):
-            await update(4.1)
-
-
-async def test_the_silence_of_an_engine_is_judged_from_the_end_of_a_lost_workers_leases_on() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        other = driver.pool.request_lease("b", 9, prompt=4, on_placed=lambda lease: None)
-        await asyncio.sleep(5.0)
-        driver.leases.close()
-        assert driver.pool.statistics.load_of("engine-0").progress_s == driver.clock()
-        driver.pool.return_lease(other)
-
-
-async def test_an_update_has_its_whole_limit_when_a_lost_worker_receives_a_payload_no_longer() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        piece = CallProgress(lease_id=1, received=1, payload_arrives=True)
-        driver.leases.renew(Heartbeat(number=2, calls=(piece,)))
-        driver.pool.hold_engine("engine-0")
-        updating = asyncio.ensure_future(driver.wait_for_engine())
-        await asyncio.sleep(10.0)
-        driver.leases.close()
-        await asyncio.sleep(3.9)
-        assert not updating.done()
-        with pytest.raises(TimeoutError):
-            await updating
-
-
-async def test_an_update_has_its_whole_limit_when_a_lost_worker_did_not_say_that_calls_ended() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
-        updating = asyncio.ensure_future(driver.wait_for_engine())
-        nursery.start_task("expire", driver.leases.expire())
-        await asyncio.sleep(LEASE_S + 0.4)
-        assert driver.num_calls == 1
-        await asyncio.sleep(4.0)
-        assert driver.num_calls == 0
-        assert not updating.done()
-        with pytest.raises(TimeoutError):
-            await updating
-        assert driver.clock() < LEASE_S + 5.5
-
-
-async def test_pieces_of_payloads_are_reported_at_once_and_tokens_seldom() -> None:
-    worker = Worker(report_s=8.0)
-    worker.calls.renew(worker.clock())
-    calling = asyncio.create_task(worker.call())
-    await asyncio.sleep(0)
-    worker.grant(1)
-    await asyncio.sleep(1.0)
-    assert worker.calls.progress() == ()
-    worker.leases[0].record_payload()
-    (progress,) = worker.calls.progress()
-    assert progress.payload_arrives
-    assert worker.calls.progress() == ()
-    calling.cancel()
-
-
-async def test_an_update_waits_for_the_report_of_a_worker_that_receives_a_payload() -> None:
-    """A piece may have come that a silent worker has not reported; one that reports none ends the wait."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        piece = CallProgress(lease_id=1, received=1, payload_arrives=True)
-        driver.leases.renew(Heartbeat(number=2, calls=(piece,)))
-        driver.pool.hold_engine("engine-0")
-        began_s = driver.clock()
-        updating = asyncio.ensure_future(driver.wait_for_engine())
-        await asyncio.sleep(6.0)
-        assert not updating.done()
-        driver.leases.renew(Heartbeat(number=3, calls=(piece,)))
-        await asyncio.sleep(5.0)
-        assert not updating.done()
-        driver.leases.renew(Heartbeat(number=4))
-        with pytest.raises(TimeoutError):
-            await updating
-        assert began_s + 11.0 < driver.clock() < began_s + 11.5
-        driver.leases.close()
-
-
-async def test_an_update_has_its_whole_limit_when_the_last_piece_of_a_payload_has_come() -> None:
-    """The lease ends with it, before the next heartbeat."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        piece = CallProgress(lease_id=1, received=1, payload_arrives=True)
-        driver.leases.renew(Heartbeat(number=2, calls=(piece,)))
-        driver.pool.hold_engine("engine-0")
-        updating = asyncio.ensure_future(driver.wait_for_engine())
-        await asyncio.sleep(3.0)
-        driver.leases.renew(Heartbeat(number=3))
-        ended_s = driver.clock()
-        driver.leases.handle_message(LeaseEnded(lease_id=1, received=1))
-        with pytest.raises(TimeoutError):
-            await updating
-        assert driver.clock() == pytest.approx(ended_s + 4.0)
-        driver.leases.close()
-
-
-async def test_an_engine_that_fails_while_workers_are_silent_is_waited_for_no_longer() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
-        began_s = driver.clock()
-        asyncio.get_running_loop().call_later(
-            1.0, driver.pool.quarantine_engine, "engine-0", EngineError("three probes missed")
-        )
-        with pytest.raises(TimeoutError):
-            async with driver.pool.bounded_request("engine-0", 4.0):
-                await driver.pool.interrupt_engine(driver.engine, "abort")
-        assert driver.clock() - began_s == pytest.approx(1.0)
-        driver.leases.close()
+async def test_leases_expire_also_when_the_wait_for_that_is_cancelled() -> None:
+    """An evaluation that is stopped has workers that may still send requests."""
+    async with driving() as driver:
+        expiring = asyncio.ensure_future(driver.leases.expire())
+        await asyncio.sleep(1.0)
+        expiring.cancel()
+        await driver.interrupt()
+        assert LEASE_S - 1.0 < driver.clock() < LEASE_S + 2.0
+        await asyncio.sleep(1.0)
+        assert driver.leases.is_closed
 
 
 async def test_an_engine_that_still_gets_calls_is_not_interrupted() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
+    async with driving(leased=False) as driver:
         with pytest.raises(InvariantError, match="hold it first"):
             await driver.pool.interrupt_engine(driver.engine, "abort")
 
@@ -742,41 +537,29 @@ def lender_of(borrower: Driver) -> EnginePool:
 
 async def test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away() -> None:
     """The run takes it from an evaluation: workers of the evaluation have leases of its own pool."""
-    async with Nursery() as nursery:
-        borrower = Driver(nursery)
+    async with driving() as borrower:
         run = lender_of(borrower)
-        await borrower.lease()
         run.quarantine_engine("engine-0", EngineError("it is broken"))
-        interrupting = nursery.start_task("interrupt", run.interrupt_engine(borrower.engine, "abort"))
+        interrupting = borrower.nursery.start_task("i", run.interrupt_engine(borrower.engine, "abort"))
         await asyncio.sleep(0.1)
         assert not borrower.pool.has_engine(EngineState.SERVING)
         assert not interrupting.done()
-        (revoke,) = (message for message in borrower.posted if isinstance(message, RevokeLeases))
-        borrower.leases.handle_message(LeasesRevoked(number=revoke.number))
+        borrower.confirm()
         await asyncio.sleep(0.1)
         assert interrupting.done()
-        borrower.leases.handle_message(LeaseEnded(lease_id=1))
 
 
-async def test_a_lent_engines_limit_begins_when_the_borrowers_workers_send_it_nothing() -> None:
-    """The run that takes it away has no calls on it whose workers could be asked."""
-    async with Nursery() as nursery:
-        borrower = Driver(nursery)
-        run = lender_of(borrower)
-        await borrower.lease()
-        began_s = borrower.clock()
-        async with run.bounded_request("engine-0", 4.0):
-            await run.interrupt_engine(borrower.engine, "abort")
-            await asyncio.sleep(3.9)
-        assert borrower.clock() - began_s > LEASE_S + 3.9
+# -- limits of engines ------------------------------------------------------------------------------
 
 
-async def test_the_limit_of_an_engine_begins_when_a_worker_that_hears_nothing_is_ended() -> None:
-    """Its heartbeats go on, so its leases do not expire."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.hold_engine("engine-0")
+@pytest.mark.parametrize("worker", ["is silent", "is silent, of an evaluation", "hears nothing"])
+async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more(worker: str) -> None:
+    """A worker's leases last longer than `weights.timeout_s` here: no engine is to blame for it.
+
+    One that hears nothing sends heartbeats, so its leases do not expire: it is ended after 12 s. The run that
+    takes an engine away from an evaluation has no calls on it whose workers could be asked.
+    """
+    async with driving() as driver:
 
         async def be_deaf() -> None:
             for number in range(2, 14):
@@ -784,101 +567,185 @@ async def test_the_limit_of_an_engine_begins_when_a_worker_that_hears_nothing_is
                 driver.leases.renew(Heartbeat(number=number), hears=False)
             driver.leases.close()
 
+        pool = lender_of(driver) if worker.endswith("evaluation") else driver.pool
+        if pool is driver.pool:
+            pool.hold_engine("engine-0")
+        if worker == "hears nothing":
+            driver.nursery.start_task("deaf", be_deaf())
         began_s = driver.clock()
-        nursery.start_task("deaf", be_deaf())
-        async with driver.pool.bounded_request("engine-0", 4.0):
-            await driver.pool.interrupt_engine(driver.engine, "abort")
-            await asyncio.sleep(3.9)
-        assert driver.clock() - began_s == pytest.approx(12.0 + 3.9)
+
+        async def update(load_s: float) -> None:
+            async with pool.bounded_request("engine-0", 4.0):
+                await pool.interrupt_engine(driver.engine, "abort")
+                await asyncio.sleep(load_s)
+
+        await update(3.9)
+        waited_s = driver.clock() - began_s - 3.9
+        if worker == "hears nothing":
+            assert waited_s == pytest.approx(12.0)
+        else:
+            assert LEASE_S - 0.1 < waited_s < LEASE_S + 1.0
+        with pytest.raises(TimeoutError):
+            await update(4.1)
 
 
-async def test_calls_of_a_worker_are_dropped_when_their_engine_is_quarantined() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        driver.pool.quarantine_engine("engine-0", EngineError("it is broken"))
-        await asyncio.sleep(0.01)
-        drop = driver.posted[-1]
-        assert isinstance(drop, DropCall)
-        assert "it is broken" in drop.why
-        assert driver.num_calls == 1  # until the worker has ended it
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
+async def lose_worker(driver: Driver) -> None:
+    await asyncio.sleep(10.0)
+    driver.leases.close()
+
+
+async def report_no_piece(driver: Driver) -> None:
+    """A piece may have come that a silent worker has not reported; one that reports none ends the wait."""
+    await asyncio.sleep(6.0)
+    driver.receive_payload(3)
+    await asyncio.sleep(5.0)
+    driver.leases.renew(Heartbeat(number=4))
+
+
+async def end_with_last_piece(driver: Driver) -> None:
+    """The lease ends with it, before the next heartbeat."""
+    await asyncio.sleep(3.0)
+    driver.leases.renew(Heartbeat(number=3))
+    driver.end()
+
+
+@pytest.mark.parametrize(
+    ("payload", "until_s"), [(lose_worker, 14.0), (report_no_piece, 11.0), (end_with_last_piece, 7.0)]
+)
+async def test_an_update_waits_for_a_payload_and_has_its_whole_limit_when_the_call_has_ended(
+    payload: Callable[[Driver], Awaitable[None]], until_s: float
+) -> None:
+    async with driving() as driver:
+        driver.receive_payload(2)
+        driver.pool.hold_engine("engine-0")
+        began_s = driver.clock()
+        updating = asyncio.ensure_future(driver.wait_for_engine())
+        await payload(driver)
+        assert not updating.done()
+        with pytest.raises(TimeoutError):
+            await updating
+        assert driver.clock() - began_s == pytest.approx(until_s, abs=0.5)
+
+
+async def test_an_update_has_its_whole_limit_when_a_lost_worker_did_not_say_that_calls_ended() -> None:
+    async with driving() as driver:
+        driver.pool.hold_engine("engine-0")
+        updating = asyncio.ensure_future(driver.wait_for_engine())
+        driver.nursery.start_task("expire", driver.leases.expire())
+        await asyncio.sleep(LEASE_S + 0.4)
+        assert driver.num_calls == 1
+        await asyncio.sleep(4.0)
+        assert driver.num_calls == 0
+        assert not updating.done()
+        with pytest.raises(TimeoutError):
+            await updating
+        assert driver.clock() < LEASE_S + 5.5
+
+
+async def test_an_engine_that_fails_while_workers_are_silent_is_waited_for_no_longer() -> None:
+    async with driving() as driver:
+        driver.pool.hold_engine("engine-0")
+        began_s = driver.clock()
+        asyncio.get_running_loop().call_later(
+            1.0, driver.pool.quarantine_engine, "engine-0", EngineError("three probes missed")
+        )
+        with pytest.raises(TimeoutError):
+            async with driver.pool.bounded_request("engine-0", 4.0):
+                await driver.pool.interrupt_engine(driver.engine, "abort")
+        assert driver.clock() - began_s == pytest.approx(1.0)
+
+
+async def test_the_silence_of_an_engine_is_judged_from_the_end_of_a_lost_workers_leases_on() -> None:
+    async with driving() as driver:
+        other = driver.pool.request_lease("b", 9, prompt=4, on_placed=lambda lease: None)
+        await asyncio.sleep(5.0)
+        driver.leases.close()
+        assert driver.pool.statistics.load_of("engine-0").progress_s == driver.clock()
+        driver.pool.return_lease(other)
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+async def test_an_engine_is_not_blamed_for_a_worker_that_is_silent_or_handles_no_messages(
+    is_deaf: bool,
+) -> None:
+    """Heartbeats of a deaf worker go on, but it does not hear that it may begin the calls."""
+    async with driving() as driver:
+        load = driver.pool.statistics.load_of
+        assert not load("engine-0").unobserved
+        for number in range(2, 22):
+            await asyncio.sleep(0.25)
+            if is_deaf:
+                driver.leases.renew(Heartbeat(number=number), hears=False)
+        assert load("engine-0").unobserved
+        driver.leases.renew(Heartbeat(number=22))
+        assert not load("engine-0").unobserved
+        assert load("engine-0").progress_s == driver.clock()  # the silence begins now
+
+
+# -- engines that fail, leave or are busy -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong_weights", [False, True])
-async def test_workers_know_that_calls_are_dropped_for_their_weights(wrong_weights: bool) -> None:
+async def test_calls_of_a_worker_are_dropped_for_what_their_engine_is_quarantined_for(
+    wrong_weights: bool,
+) -> None:
     """Strike three: all calls of the engine sample by its weights."""
     worker = Worker()
-    worker.calls.renew(worker.clock())
     error = (VersionMismatch if wrong_weights else EngineError)("it serves version 0")
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
+    async with driving() as driver:
         for _ in range(3):
             worker.calls.record_strike("engine-0", error)
             driver.leases.handle_message(worker.posted[-1])
         drop = driver.posted[-1]
         assert isinstance(drop, DropCall)
-        calling = asyncio.ensure_future(refused(worker, VersionMismatch if wrong_weights else CallLost))
-        await asyncio.sleep(0)
-        worker.grant(1)
+        assert driver.num_calls == 1  # until the worker has ended it
+        calling = await worker.start_call()
         await asyncio.sleep(0.5)
         worker.calls.drop_call(drop)
-        await calling
+        with pytest.raises(VersionMismatch if wrong_weights else CallLost, match="it serves version 0"):
+            await calling
         # The driver has dealt with the engine.
         assert not any(isinstance(m, EngineReport) and m.kind == "failure" for m in worker.posted)
-        driver.leases.close()
 
 
-async def test_a_failed_engine_is_restarted_when_its_leases_are_revoked() -> None:
-    restarted: list[str] = []
-
-    async def restart(engine_id: str) -> None:
-        restarted.append(engine_id)
-
-    async def catch_up(engine_id: str) -> None:
-        driver.pool.serve_engine(engine_id, 3)
-
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        config = SimulatedEngines()
-        repair = EngineRepair(driver.pool, restart, catch_up, config, driver.metrics, driver.clock, seed=0)
-        nursery.start_task("repair", repair.repair_engines())
-        driver.pool.quarantine_engine("engine-0", EngineError("it is broken"))
-        await asyncio.sleep(1.0)
-        assert restarted == []
-        revoke = driver.posted[-1]
-        assert isinstance(revoke, RevokeLeases)
-        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
-        await asyncio.sleep(1.0)
-        assert restarted == ["engine-0"]
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
-        await asyncio.sleep(0.1)
-        nursery.cancel_tasks()
-
-
-async def test_a_failed_engine_on_shared_devices_is_ended_when_its_leases_are_revoked() -> None:
+@pytest.mark.parametrize("by", ["repair", "shared devices"])
+async def test_a_failed_engine_is_ended_when_its_leases_are_revoked(by: str) -> None:
     ended: list[str] = []
 
     async def end(engine_id: str) -> None:
         ended.append(engine_id)
 
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        devices = SharedDevices(driver.pool, end, driver.metrics, driver.clock, timeout_s=60.0)
+    async def catch_up(engine_id: str) -> None:
+        driver.pool.serve_engine(engine_id, 3)
+
+    async with driving() as driver:
         driver.pool.quarantine_engine("engine-0", EngineError("it is broken"))
-        clearing = nursery.start_task("clear", devices.clear_devices())
+        if by == "repair":
+            repair = EngineRepair(
+                driver.pool, end, catch_up, SimulatedEngines(), driver.metrics, driver.clock, seed=0
+            )
+            driver.nursery.start_task("repair", repair.repair_engines())
+        else:
+            devices = SharedDevices(driver.pool, end, driver.metrics, driver.clock, timeout_s=60.0)
+            driver.nursery.start_task("clear", devices.clear_devices())
         await asyncio.sleep(1.0)
         assert ended == []
-        revoke = driver.posted[-1]
-        assert isinstance(revoke, RevokeLeases)
-        driver.leases.handle_message(LeasesRevoked(number=revoke.number))
-        await asyncio.sleep(0.1)
+        driver.confirm()
+        await asyncio.sleep(1.0)
         assert ended == ["engine-0"]
-        assert clearing.done()
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
+
+
+async def join_by_file(
+    driver: Driver, path: Path, depart: Callable[[str], Awaitable[None]], drain_s: float
+) -> None:
+    """Let the engine join by the file of servers, which the driver follows from now on."""
+    path.write_text("http://a:1")
+    driver.pool.remove_engine("engine-0")
+    members = EngineMembership(path, driver.pool, lambda *of: driver.engine, depart, drain_s=drain_s)
+    driver.nursery.start_task("members", members.follow_file())
+    await asyncio.sleep(5.0)
+    driver.pool.serve_engine("engine-0", 3)
+    driver.leases.renew(Heartbeat(number=2))
 
 
 async def test_an_engine_leaves_when_the_leases_of_a_silent_worker_have_expired(tmp_path: Path) -> None:
@@ -888,24 +755,17 @@ async def test_an_engine_leaves_when_the_leases_of_a_silent_worker_have_expired(
         departed.append(driver.clock())
 
     path = tmp_path / "servers.txt"
-    path.write_text("http://a:1")
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        driver.pool.remove_engine("engine-0")  # it joins by the file
-        members = EngineMembership(path, driver.pool, lambda *of: driver.engine, depart, drain_s=1.0)
-        nursery.start_task("members", members.follow_file())
-        await asyncio.sleep(5.0)
-        driver.pool.serve_engine("engine-0", 3)
+    async with driving(leased=False) as driver:
+        await join_by_file(driver, path, depart, drain_s=1.0)
         await driver.lease()
         path.write_text("")
         await asyncio.sleep(5.0)
-        driver.leases.renew(Heartbeat(number=2))
+        driver.leases.renew(Heartbeat(number=3))
         renewed_s = driver.clock()  # as the time to drain is up
         await asyncio.sleep(9.9)
         assert not departed
         await asyncio.sleep(10.0)
         assert LEASE_S < departed[0] - renewed_s < LEASE_S + 1.0
-        nursery.cancel_tasks()
 
 
 async def test_an_engine_is_not_restarted_when_it_leaves_while_leases_expire(tmp_path: Path) -> None:
@@ -922,56 +782,17 @@ async def test_an_engine_is_not_restarted_when_it_leaves_while_leases_expire(tmp
         raise AssertionError(f"{engine_id} leaves")
 
     path = tmp_path / "servers.txt"
-    path.write_text("http://a:1")
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        driver.pool.remove_engine("engine-0")  # it joins by the file
-        members = EngineMembership(path, driver.pool, lambda *of: driver.engine, depart, drain_s=30.0)
-        nursery.start_task("members", members.follow_file())
-        await asyncio.sleep(5.0)
-        driver.pool.serve_engine("engine-0", 3)
+    async with driving(leased=False) as driver:
+        await join_by_file(driver, path, depart, drain_s=30.0)
         config = SimulatedEngines()
         repair = EngineRepair(driver.pool, restart, catch_up, config, driver.metrics, driver.clock, seed=0)
-        nursery.start_task("repair", repair.repair_engines())
-        driver.leases.renew(Heartbeat(number=2))
+        driver.nursery.start_task("repair", repair.repair_engines())
         await driver.lease()
         driver.pool.quarantine_engine("engine-0", EngineError("its node has died"))
         path.write_text("")
         await asyncio.sleep(30.0)
         assert not known
         assert not driver.pool.engines()
-        nursery.cancel_tasks()
-
-
-async def test_leases_expire_also_when_the_wait_for_that_is_cancelled() -> None:
-    """An evaluation that is stopped has workers that may still send requests."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        expiring = asyncio.ensure_future(driver.leases.expire())
-        await asyncio.sleep(1.0)
-        expiring.cancel()
-        driver.pool.hold_engine("engine-0")
-        began_s = driver.clock()
-        await driver.pool.interrupt_engine(driver.engine, "abort")
-        assert LEASE_S - 2.0 < driver.clock() - began_s < LEASE_S + 1.0
-        await asyncio.sleep(1.0)
-        assert driver.leases.is_closed
-
-
-@pytest.mark.parametrize("keeps_cache", [False, True])
-async def test_each_update_of_an_engine_begins_an_epoch(keeps_cache: bool) -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        async with driver.pool.lease("a", 9, prompt=4) as before:
-            driver.pool.hold_engine("engine-0")
-            await driver.pool.interrupt_engine(driver.engine, "abort")
-            driver.pool.serve_engine("engine-0", 4, keeps_cache=keeps_cache)
-            async with driver.pool.lease("b", 9, prompt=4) as after:
-                assert (before.epoch, after.epoch) == (1, 2)
-            (end,) = [event async for event in before.generate(request())]
-            assert isinstance(end, Finish)
-            assert end.reason == "abort"  # nothing was sent
 
 
 @pytest.mark.parametrize(
@@ -986,81 +807,27 @@ async def test_each_update_of_an_engine_begins_an_epoch(keeps_cache: bool) -> No
 async def test_what_a_worker_reports_of_an_engine_counts_as_a_call_of_the_driver(
     report: EngineReport, state: EngineState
 ) -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
+    async with driving() as driver:
         driver.leases.handle_message(report)
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
-        snapshot = driver.pool.snapshot_of("engine-0")
-        assert snapshot is not None
-        assert snapshot.state is state
+        driver.end()
+        assert driver.state is state
         if report.kind == "busy":
-            driver.leases.handle_message(LeaseWanted(lease_id=2, key="a", tokens=9, prompt=4))
+            driver.want(2)
             await asyncio.sleep(4.0)
-            assert sum(isinstance(message, LeaseGranted) for message in driver.posted) == 1
+            assert len(driver.granted) == 1
             await asyncio.sleep(2.0)
-            assert isinstance(driver.posted[-1], LeaseGranted)
-            driver.leases.handle_message(LeaseEnded(lease_id=2))
+            assert len(driver.granted) == 2
 
 
 async def test_a_late_report_says_nothing_against_an_engine_that_was_restarted() -> None:
     """The worker's leases have expired, and its report was under way for longer."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
+    async with driving() as driver:
         driver.pool.quarantine_engine("engine-0", EngineError("another worker has seen that"))
         await driver.pool.end_engine("engine-0", lambda name: asyncio.sleep(0))
         driver.pool.rejoin_engine("engine-0")
         driver.pool.serve_engine("engine-0", 4)
-        for kind, wrong in (
-            ("failure", False),
-            ("strike", True),
-            ("connection", False),
-            ("busy", False),
-            ("refused", False),
-        ):
-            report = EngineReport(engine_id="engine-0", kind=kind, text="x", wrong_weights=wrong)
+        for kind in ("failure", "strike", "connection", "busy", "refused"):
+            report = EngineReport(engine_id="engine-0", kind=kind, text="x", wrong_weights=kind == "strike")
             for _ in range(3):
                 driver.leases.handle_message(report)
-        snapshot = driver.pool.snapshot_of("engine-0")
-        assert snapshot is not None
-        assert snapshot.state is EngineState.SERVING
-        driver.leases.close()
-
-
-async def test_a_busy_engine_is_reported_with_the_time_that_it_asked_for() -> None:
-    worker = Worker()
-    worker.calls.record_back_pressure("engine-0", EngineBusy("too many calls", 5.0))
-    (report,) = worker.posted
-    assert isinstance(report, EngineReport)
-    assert (report.kind, report.retry_after_s) == ("busy", 5.0)
-
-
-async def test_an_engine_is_not_blamed_for_the_silence_of_a_worker() -> None:
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        load = driver.pool.statistics.load_of
-        assert not load("engine-0").unobserved
-        await asyncio.sleep(5.0)
-        assert load("engine-0").unobserved
-        driver.leases.renew(Heartbeat(number=2))
-        assert not load("engine-0").unobserved
-        assert load("engine-0").progress_s == driver.clock()  # the silence begins now
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
-
-
-async def test_an_engine_is_not_blamed_for_calls_of_a_worker_that_handles_no_messages() -> None:
-    """Its heartbeats go on, but it does not hear that it may begin the calls."""
-    async with Nursery() as nursery:
-        driver = Driver(nursery)
-        await driver.lease()
-        load = driver.pool.statistics.load_of
-        for number in range(2, 22):
-            await asyncio.sleep(0.25)
-            driver.leases.renew(Heartbeat(number=number), hears=False)
-        assert load("engine-0").unobserved
-        driver.leases.renew(Heartbeat(number=22))
-        assert not load("engine-0").unobserved
-        assert load("engine-0").progress_s == driver.clock()
-        driver.leases.handle_message(LeaseEnded(lease_id=1))
+        assert driver.state is EngineState.SERVING

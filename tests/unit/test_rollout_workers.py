@@ -8,8 +8,8 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Awaitable, Mapping, Set
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
+from collections.abc import AsyncIterator, Mapping, Set
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -53,14 +53,12 @@ from async_rl.rollout.workers import messages
 from async_rl.rollout.workers.link import StreamLink, connect_link, listen
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
-    CallStarted,
     CancelRequest,
     DropCall,
     Failure,
     Heartbeat,
     LeaseEnded,
     LeaseGranted,
-    LeaseWanted,
     Link,
     Message,
     MetricIncrement,
@@ -269,10 +267,13 @@ class WorkerBench:
         delay_s: float = 0.001,
         journals: Path | None = None,
         node: str | None = None,
+        num_tokens: int | None = None,
         **rollout: Any,
     ) -> None:
-        self.config = config_of(loop, **rollout)
-        self.policy = Watched(stop_at=[17, 23])
+        """Lets answers have `num_tokens` tokens, and never end if these are more than they may have."""
+        long = {} if num_tokens is None else {"max_context_tokens": 4096, "max_new_tokens": 4000}
+        self.config = config_of(loop, **(long | rollout))
+        self.policy = Watched(stop_at=[17, 23] if num_tokens is None else [num_tokens])
         self.bench = Bench(simulated(self.policy, decode_step_s=0.01, prefill_tokens_per_s=1e9))
         self.metrics = self.bench.metrics
         chat = cast(ChatFormat, PlainChat())
@@ -307,6 +308,10 @@ class WorkerBench:
     def local_backend(self) -> LocalBackend:
         """The backend that runs loops in this process."""
         return LocalBackend(self.config, self.context, self.spool, self.inspected)
+
+    async def run(self, of: Attempt | None = None) -> AttemptEnd:
+        """Run an attempt in a worker."""
+        return await self.backend.run_attempt(of or attempt())
 
     async def trajectories(
         self, of: Attempt | None = None, backend: RolloutBackend | None = None
@@ -354,12 +359,16 @@ def timeless(trajectory: Trajectory) -> tuple[Any, ...]:
     return trajectory.trajectory_id, segments, turns, counts, outcome.reward_parts, trajectory.num_inherited
 
 
-async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
-    async with WorkerBench("Everything") as workers:
+@pytest.mark.parametrize("loop", ["Everything", "TooTalkative"])
+async def test_trajectories_are_the_same_wherever_the_loop_runs(loop: str) -> None:
+    async with WorkerBench(loop) as workers:
         there = await workers.trajectories()
-    async with WorkerBench("Everything") as workers, workers.local_backend() as here:
+    async with WorkerBench(loop) as workers, workers.local_backend() as here:
         local = await workers.trajectories(backend=here)
     assert [timeless(trajectory) for trajectory in there] == [timeless(trajectory) for trajectory in local]
+    if loop == "TooTalkative":
+        assert [t.outcome.stop_reason for t in there] == ["length"]
+        return
     assert [len(t.trajectory_id.split(".")) for t in there] == [1, 2, 3, 2]
     assert there[0].turns[0].metadata["length"] == 4
     assert len({trajectory.outcome.reward for trajectory in there}) == 1  # one reward source
@@ -394,13 +403,14 @@ async def test_attempts_go_to_workers_on_nodes_that_answer() -> None:
         gone, there = workers.backend.workers.values()
         gone.link.peer_node = "gone"
         workers.spool.absent.add("gone")
-        async with asyncio.TaskGroup() as group:
-            runs = [
-                group.create_task(workers.backend.run_attempt(attempt(f"{number:032x}")))
-                for number in range(4)
-            ]
-        ends = [run.result() for run in runs]
-    assert {os.path.dirname(each.path) for end in ends for each in end.trajectories} == {there.frame_folder}
+        assert await folders_of_four_attempts(workers) == {there.frame_folder}
+
+
+async def folders_of_four_attempts(workers: WorkerBench) -> set[str]:
+    """Run attempts at the same time; return the folders of their frames."""
+    async with asyncio.TaskGroup() as group:
+        runs = [group.create_task(workers.run(attempt(f"{number:032x}"))) for number in range(4)]
+    return {os.path.dirname(each.path) for run in runs for each in run.result().trajectories}
 
 
 async def test_attempts_go_to_workers_on_nodes_that_have_space() -> None:
@@ -410,16 +420,10 @@ async def test_attempts_go_to_workers_on_nodes_that_have_space() -> None:
         full.frame_node = full.link.peer_node = "full"
         workers.processes.on_full_disk = lambda: None
         with pytest.raises(SpoolFull):
-            await workers.backend.run_attempt(attempt())
+            await workers.run()
         workers.processes.on_full_disk = None
         assert workers.backend.has_space_elsewhere
-        async with asyncio.TaskGroup() as group:
-            runs = [
-                group.create_task(workers.backend.run_attempt(attempt(f"{number:032x}")))
-                for number in range(4)
-            ]
-        folders = {os.path.dirname(each.path) for run in runs for each in run.result().trajectories}
-        assert folders == {other.frame_folder}
+        assert await folders_of_four_attempts(workers) == {other.frame_folder}
         other.frame_node = other.link.peer_node = "full"
         assert not workers.backend.has_space_elsewhere
 
@@ -465,13 +469,11 @@ async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
 ) -> None:
     """One that is cut off goes on to sample and write for as long as its leases last."""
     monkeypatch.setattr(simulated_workers, "CUT_OFF_S", 0.0)
-    limits = {"max_context_tokens": 2048, "max_new_tokens": 1900}
-    async with WorkerBench(num_workers=2, journals=tmp_path, **limits) as workers:
-        workers.policy.stop_at = frozenset({1500})
+    async with WorkerBench(num_workers=2, journals=tmp_path, num_tokens=1500) as workers:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             first = workers.attempt()
-            playing = tasks.create_task(_lost(workers.backend.run_attempt(first)))
+            playing = tasks.create_task(_lost(workers.run(first)))
             await workers.policy.reaches(257)
             end = getattr(workers.processes, how)
             assert sum(map(end, (0, 1))) == 2  # one of them has it
@@ -509,8 +511,7 @@ async def test_a_worker_journals_on_time_when_a_write_takes_long(
         await asyncio.sleep(write_s)
 
     monkeypatch.setattr(Journal, "write_in_thread", write_slowly)
-    async with WorkerBench(journals=tmp_path, max_context_tokens=2048, max_new_tokens=1900) as workers:
-        workers.policy.stop_at = frozenset({1000})
+    async with WorkerBench(journals=tmp_path, num_tokens=1000) as workers:
         await workers.trajectories(workers.attempt())
     assert len(begins) >= 6
     assert [now - before for before, now in pairwise(begins)] == pytest.approx([every_s] * (len(begins) - 1))
@@ -520,9 +521,9 @@ async def test_attempts_that_go_on_from_the_same_journals_share_a_worker_up_to_i
     tmp_path: Path,
 ) -> None:
     """After a restart each worker reads the journals of one worker before, and not of all."""
-    limits = {"max_context_tokens": 2048, "max_new_tokens": 1900, "max_concurrent_trajectories": 12}
-    async with WorkerBench(num_workers=3, journals=tmp_path, **limits) as workers:
-        workers.policy.stop_at = frozenset()
+    async with WorkerBench(
+        num_workers=3, journals=tmp_path, num_tokens=9999, max_concurrent_trajectories=12
+    ) as workers:
         await asyncio.sleep(1.0)
         async with asyncio.TaskGroup() as tasks:
 
@@ -533,7 +534,7 @@ async def test_attempts_that_go_on_from_the_same_journals_share_a_worker_up_to_i
                     sources = (JournalSource(folder=str(tmp_path / journal)),)
                     claim = JournalClaim(owner_epoch=number + 1, sources=sources)
                     each = Attempt(TASK, f"{number:032}", f"g{number}", 1, started_s=0.0, claim=claim)
-                    running.append(tasks.create_task(workers.backend.run_attempt(each)))
+                    running.append(tasks.create_task(workers.run(each)))
                     await asyncio.sleep(0)
                     (owner,) = (w for w in workers.backend.workers.values() if each in w.attempts.values())
                     found.setdefault(journal, set()).add(owner.name)
@@ -568,13 +569,11 @@ async def test_an_attempt_goes_on_at_the_node_that_has_its_journal(worker: str, 
     def busy() -> list[str]:
         return [each.name for each in workers.backend.workers.values() if each.attempts]
 
-    limits = {"max_context_tokens": 2048, "max_new_tokens": 1900}
-    workers = WorkerBench(num_workers=2, journals=tmp_path, node="driver", **limits)
+    workers = WorkerBench(num_workers=2, journals=tmp_path, node="driver", num_tokens=1500)
     workers.processes.nodes.node_of = node_of  # type: ignore[method-assign]
     async with workers, asyncio.TaskGroup() as tasks:
-        workers.policy.stop_at = frozenset({1500})
         first = workers.attempt()
-        playing = tasks.create_task(_lost(workers.backend.run_attempt(first)))
+        playing = tasks.create_task(_lost(workers.run(first)))
         await workers.policy.reaches(257)
         (lost,) = busy()
         workers.processes.kill(sorted(workers.processes.ends).index(lost))
@@ -595,7 +594,7 @@ async def lose_attempts(workers: WorkerBench) -> None:
 
     async def lose(name: str) -> None:
         while True:
-            await _lost(workers.backend.run_attempt(attempt(name)))
+            await _lost(workers.run(attempt(name)))
 
     async with workers, asyncio.timeout(600.0), asyncio.TaskGroup() as tasks:
         tasks.create_task(lose("0" * 32))
@@ -615,13 +614,14 @@ async def test_a_worker_is_started_again_when_its_loop_could_not_be_entered_for_
     CannotEnter.failures = 2
     async with WorkerBench("CannotEnter") as workers:
         for _ in range(2):
-            await _lost(workers.backend.run_attempt(attempt()))
+            await _lost(workers.run())
         (trajectory,) = await workers.trajectories()
         assert len(trajectory.token_ids) > 1
     assert CannotEnter.failures == 0
 
 
 NO_PLACE = EnvironmentNotReady("no node has enough of {'CPU': 64}")
+BROKEN_CODE = ConfigError("my_rewards.py: invalid syntax")
 
 
 def leave_no_place(workers: WorkerBench, names: Set[str], error: Exception = NO_PLACE) -> None:
@@ -636,11 +636,12 @@ def leave_no_place(workers: WorkerBench, names: Set[str], error: Exception = NO_
     workers.processes.nodes.node_of = place  # type: ignore[method-assign]
 
 
-async def test_the_run_goes_on_when_one_worker_finds_no_place_any_more() -> None:
-    """Its node has left, and the others have no resources for it."""
+@pytest.mark.parametrize("error", [NO_PLACE, BROKEN_CODE], ids=["no place", "broken code"])
+async def test_the_run_goes_on_when_one_worker_cannot_start_again_for_a_while(error: Exception) -> None:
+    """Its node has left, and the others have no resources for it; or its file is being edited."""
     left: set[str] = set()
     workers = WorkerBench(num_workers=2)
-    leave_no_place(workers, left)
+    leave_no_place(workers, left, error)
     async with workers:
         await workers.trajectories()
         left.add(sorted(workers.processes.ends)[0])
@@ -665,7 +666,7 @@ async def test_a_worker_that_works_again_counts_as_one_that_works() -> None:
         for _ in range(30):  # two at a time: the other worker gets one, and fails before it has completed any
             async with asyncio.TaskGroup() as tasks:
                 for name in ("0" * 32, "1" * 32):
-                    tasks.create_task(_perhaps_lost(workers.backend.run_attempt(attempt(name, name))))
+                    tasks.create_task(_perhaps_lost(workers.run(attempt(name, name))))
             await asyncio.sleep(1.0)
         assert CannotEnter.failures == 0
         left.add(first)
@@ -676,10 +677,8 @@ async def test_a_worker_that_works_again_counts_as_one_that_works() -> None:
 
 async def test_a_worker_that_handles_no_messages_is_given_up() -> None:
     """Its leases expire then, for which an interruption of its engine waits."""
-    limits = {"max_context_tokens": 4096, "max_new_tokens": 4000}
-    async with WorkerBench(**limits) as workers, asyncio.TaskGroup() as tasks:
-        workers.policy.stop_at = frozenset({4000})
-        running = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))
+    async with WorkerBench(num_tokens=4000) as workers, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(_lost(workers.run()))
         await workers.policy.reaches(100)
         assert workers.processes.deafen(0)
         pool, engine = workers.bench.pool, workers.bench.engines[0]
@@ -713,8 +712,7 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
         return encoded
 
     monkeypatch.setattr(simulated_workers, "encode", encode)
-    async with WorkerBench(journals=tmp_path, max_context_tokens=2048, max_new_tokens=1900) as workers:
-        workers.policy.stop_at = frozenset({1500})
+    async with WorkerBench(journals=tmp_path, num_tokens=1500) as workers:
         await workers.trajectories(workers.attempt())
     assert len(sizes) > 50
     assert median(sizes) < 400
@@ -739,7 +737,7 @@ async def test_the_run_ends_with_one_error_when_the_disk_is_full_under_the_journ
 
     async def run() -> None:
         async with WorkerBench(journals=tmp_path) as workers:
-            await workers.backend.run_attempt(workers.attempt())
+            await workers.run(workers.attempt())
             await asyncio.sleep(100.0)
 
     with pytest.raises(ExceptionGroup) as errors:
@@ -757,7 +755,7 @@ async def test_a_worker_keeps_a_finished_attempt_until_the_ledger_has_it(
     monkeypatch.setattr(journal_module, "_COMPACT_BYTES", 0)
     monkeypatch.setattr(journal_module, "_GROWTH", 0)  # every write compacts
     async with WorkerBench(journals=tmp_path / "journal") as workers:
-        await workers.backend.run_attempt(workers.attempt())
+        await workers.run(workers.attempt())
         await asyncio.sleep(5.0)
         (folder,) = (tmp_path / "journal").iterdir()
         (left,) = read_journal(folder)[0].values()
@@ -774,10 +772,9 @@ async def test_a_worker_keeps_a_finished_attempt_until_the_ledger_has_it(
 async def test_a_worker_ends_when_its_journal_was_removed_because_others_have_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with WorkerBench(journals=tmp_path, max_context_tokens=4000, max_new_tokens=3000) as workers:
-        workers.policy.stop_at = frozenset()
+    async with WorkerBench(journals=tmp_path, num_tokens=9999) as workers:
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(_lost(workers.backend.run_attempt(workers.attempt())))
+            playing = tasks.create_task(_lost(workers.run(workers.attempt())))
             await asyncio.sleep(3.0)
             (folder,) = tmp_path.iterdir()
             shutil.rmtree(folder)
@@ -794,7 +791,7 @@ async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
     async with WorkerBench(max_new_tokens=40, worker_stall_s=2.0) as workers:
         workers.policy.stop_at = frozenset()
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))
+            playing = tasks.create_task(_lost(workers.run()))
             await workers.policy.reaches(20)
             (lost,) = workers.backend.workers.values()
             workers.processes.cut_off(0)
@@ -826,7 +823,7 @@ async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
         for count in (1, 2):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.055):
-                    await workers.backend.run_attempt(attempt())
+                    await workers.run()
             await asyncio.sleep(1.0)
             assert Swallows.caught == ["CancelledError", "RuntimeError"] * count
         assert len(workers.processes.metrics) == 1  # the worker goes on
@@ -836,7 +833,7 @@ async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
 async def test_the_attempt_fails_and_its_worker_goes_on_when_messages_cannot_be_sent() -> None:
     async with WorkerBench("AddsObject", reward=f"{HERE}:group_reward") as workers:
         with pytest.raises(AsyncRLError, match="object"):
-            await workers.backend.run_attempt(attempt())
+            await workers.run()
         assert len(workers.processes.metrics) == 1
 
 
@@ -846,12 +843,12 @@ async def test_a_task_that_no_message_can_hold_fails_and_leaves_nothing_in_the_d
     async with WorkerBench() as workers:
         await asyncio.sleep(1.0)
         with pytest.raises(RolloutError, match=r"task t cannot be sent .* of more than 64 bits"):
-            await workers.backend.run_attempt(Attempt(task, "0" * 32, "g", 1, started_s=0.0))
+            await workers.run(Attempt(task, "0" * 32, "g", 1, started_s=0.0))
         with pytest.raises(RolloutError, match="64 bits"):
             await workers.backend.score_group(task, [])
         (worker,) = workers.backend.workers.values()
         assert (worker.inboxes, worker.attempts, worker.by_trajectory) == ({}, {}, {})
-        await workers.backend.run_attempt(attempt())
+        await workers.run()
         assert len(workers.processes.metrics) == 1
 
 
@@ -869,7 +866,7 @@ async def test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair(
 ) -> None:
     async with WorkerBench(loop, reward=f"{HERE}:{reward}") as workers:
         with nullcontext() if words is None else pytest.raises(RolloutError, match=words):
-            end = await workers.backend.run_attempt(attempt())
+            end = await workers.run()
             for score in await workers.backend.score_group(TASK, end.completions) if end.unscored else ():
                 if isinstance(score, RewardError):
                     raise score
@@ -877,42 +874,18 @@ async def test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair(
         assert len(workers.processes.metrics) == 1
 
 
-@pytest.mark.parametrize("where", ["worker", "driver"])
 @pytest.mark.parametrize(
     ("loop", "reward"), [("AwaitsWhatOthersCancel", "reward"), ("OneTurn", "awaits_what_others_cancel")]
 )
-async def test_an_attempt_fails_when_its_code_is_cancelled_by_others(
-    loop: str, reward: str, where: str
-) -> None:
-    async with WorkerBench(loop, reward=f"{HERE}:{reward}") as workers:
-        backend = workers.backend if where == "worker" else workers.local_backend()
-        async with asyncio.timeout(60.0), AsyncExitStack() as stack:
-            if isinstance(backend, LocalBackend):
-                await stack.enter_async_context(backend)
-            with pytest.raises(RolloutError):
-                await backend.run_attempt(attempt())
-
-
-async def test_a_worker_starts_again_although_it_could_not_load_its_code_for_a_while() -> None:
-    """Its file was being edited, or its new node lacks a package."""
-    broken: set[str] = set()
-    workers = WorkerBench(num_workers=2)
-    leave_no_place(workers, broken, ConfigError("my_rewards.py: invalid syntax"))
-    async with workers:
-        await workers.trajectories()
-        broken.add(sorted(workers.processes.ends)[0])
-        workers.processes.kill(0)
-        await asyncio.sleep(60.0)
-        assert len(workers.backend.workers) == 1
-        await workers.trajectories()
-        broken.clear()
-        await asyncio.sleep(60.0)
-        assert len(workers.backend.workers) == 2
+async def test_an_attempt_fails_when_its_code_is_cancelled_by_others(loop: str, reward: str) -> None:
+    async with WorkerBench(loop, reward=f"{HERE}:{reward}") as workers, asyncio.timeout(60.0):
+        with pytest.raises(RolloutError):
+            await workers.run()
 
 
 async def test_a_run_does_not_start_when_a_worker_cannot_load_its_code() -> None:
     workers = WorkerBench(num_workers=2)
-    leave_no_place(workers, {"rollout-worker-0"}, ConfigError("my_rewards.py: invalid syntax"))
+    leave_no_place(workers, {"rollout-worker-0"}, BROKEN_CODE)
     with pytest.raises(ExceptionGroup) as errors:
         async with workers:
             await asyncio.sleep(60.0)
@@ -923,10 +896,9 @@ async def test_a_run_does_not_start_when_a_worker_cannot_load_its_code() -> None
 async def test_an_attempt_knows_whether_it_waited_for_an_engine_when_its_worker_ended(
     loop: str, in_call: bool
 ) -> None:
-    async with WorkerBench(loop, max_context_tokens=2048, max_new_tokens=1900) as workers:
-        workers.policy.stop_at = frozenset()
+    async with WorkerBench(loop, num_tokens=9999) as workers:
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))
+            playing = tasks.create_task(_lost(workers.run()))
             await asyncio.sleep(5.0)
             workers.processes.kill(0)
         assert playing.result().in_call == in_call
@@ -975,7 +947,7 @@ async def test_workers_are_not_restarted_when_the_driver_stalls() -> None:
         for _ in range(5):
             loop.jump(100.0)
             await asyncio.sleep(0.5)
-        await workers.backend.run_attempt(attempt())
+        await workers.run()
         assert len(workers.processes.metrics) == 1  # the first incarnation
 
 
@@ -984,30 +956,17 @@ async def test_the_driver_reports_the_worker_and_what_its_loop_waits_for() -> No
         await asyncio.sleep(1.0)
         (worker,) = workers.backend.workers.values()
         workers.bench.pool.hold_engine("engine-0")
-        playing = tasks.create_task(workers.backend.run_attempt(attempt()))
+        playing = tasks.create_task(workers.run())
         await asyncio.sleep(20.0)
         assert "an engine that serves for" in worker.waits["0" * 32]
         workers.bench.pool.serve_engine("engine-0", 0)
         await playing
 
 
-@pytest.mark.parametrize(
-    ("loop", "kind", "words"),
-    [
-        ("Raising", AgentLoopError, "the cat is on the keyboard"),
-        ("TooTalkative", None, ""),
-    ],
-)
-async def test_a_loop_fails_or_ends_in_the_driver_as_in_its_worker(
-    loop: str, kind: type[Exception] | None, words: str
-) -> None:
-    async with WorkerBench(loop) as workers:
-        if kind is None:
-            (trajectory,) = await workers.trajectories()
-            assert trajectory.outcome.stop_reason == "length"
-        else:
-            with pytest.raises(kind, match=words):
-                await workers.backend.run_attempt(attempt())
+async def test_an_attempt_fails_in_the_driver_when_its_loop_fails_in_the_worker() -> None:
+    async with WorkerBench("Raising") as workers:
+        with pytest.raises(AgentLoopError, match="the cat is on the keyboard"):
+            await workers.run()
 
 
 def test_errors_keep_their_class_when_they_cross_the_link() -> None:
@@ -1032,7 +991,7 @@ def test_a_shortage_in_a_worker_is_one_in_the_driver() -> None:
 async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
     """The completion is that of a worker that has ended; then the worker ends that was asked first."""
     async with WorkerBench(num_workers=3, reward=f"{HERE}:group_reward") as workers:
-        end = await workers.backend.run_attempt(attempt())
+        end = await workers.run()
         (trajectory,), (unscored,) = end.trajectories, end.unscored
         assert unscored.trajectory_id == unscored.reward_source == trajectory.trajectory_id
         writer = Path(trajectory.path).parent.name.partition("-")[2]
@@ -1072,7 +1031,7 @@ async def test_what_crosses_the_link_for_a_group_does_not_grow_with_its_answers(
             crossed.clear()
             task = Task(task_id="t", messages=TASK.messages, metadata={"tokens": tokens, "words": words})
             of = Attempt(task, f"{number:032x}", "g", 1, started_s=0.0)
-            (unscored,) = (await workers.backend.run_attempt(of)).unscored
+            (unscored,) = (await workers.run(of)).unscored
             assert await workers.backend.score_group(task, [unscored.completion] * 8)
             about = [each for each in crossed if isinstance(each, AttemptEnded | ScoreGroup)]
             assert [type(each).__name__ for each in about] == ["AttemptEnded", "ScoreGroup"]
@@ -1084,18 +1043,16 @@ async def test_what_crosses_the_link_for_a_group_does_not_grow_with_its_answers(
         )
 
 
-@pytest.mark.parametrize("where", ["worker", "driver"])
-async def test_a_group_is_scored_without_the_completions_that_are_damaged(where: str) -> None:
-    async with WorkerBench(reward=f"{HERE}:group_reward") as workers, workers.local_backend() as local:
-        backend: RolloutBackend = workers.backend if where == "worker" else local
-        ends = [await backend.run_attempt(attempt(name=f"{number:032x}")) for number in range(4)]
+async def test_a_group_is_scored_without_the_completions_that_are_damaged() -> None:
+    async with WorkerBench(reward=f"{HERE}:group_reward") as workers:
+        ends = [await workers.run(attempt(f"{number:032x}")) for number in range(4)]
         stored = [end.unscored[0].completion for end in ends]
         damaged = bytearray(Path(stored[0].path).read_bytes())
         damaged[-1] ^= 1
         Path(stored[0].path).write_bytes(damaged)
         codec.write_frame(stored[2].path, Completion(messages=[], text="", stop_reason="completed"))
         Path(stored[3].path).unlink()
-        flawed, scored, other, lost = await backend.score_group(TASK, stored)
+        flawed, scored, other, lost = await workers.backend.score_group(TASK, stored)
         token_ids = read_columns(ends[1].trajectories[0])["token_ids"]
         assert scored == {"reward": float(token_ids.sum() % 89)}
         for error, words in ((flawed, "checksum"), (other, "another"), (lost, "does not exist")):
@@ -1108,7 +1065,7 @@ async def test_a_group_fails_when_its_completions_cannot_be_opened(monkeypatch: 
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     async with WorkerBench(reward=f"{HERE}:group_reward") as workers:
-        (unscored,) = (await workers.backend.run_attempt(attempt())).unscored
+        (unscored,) = (await workers.run()).unscored
         monkeypatch.setattr(Path, "read_bytes", refuse)
         with pytest.raises(RewardError, match="Permission denied"):
             await workers.backend.score_group(TASK, [unscored.completion])
@@ -1122,13 +1079,13 @@ def frames_in(spool: Spool) -> list[Path]:
 
 async def test_frames_outlive_their_worker_and_those_that_it_never_reported_do_not() -> None:
     async with WorkerBench() as workers:
-        kept = (await workers.backend.run_attempt(attempt())).trajectories
+        kept = (await workers.run()).trajectories
         workers.processes.on_kill_after_frame = lambda: None
-        await _lost(workers.backend.run_attempt(attempt(name="1" * 32)))
+        await _lost(workers.run(attempt(name="1" * 32)))
         assert len(frames_in(workers.spool)) == 2
         await asyncio.sleep(1.0)  # its process has ended
         assert [str(path) for path in frames_in(workers.spool)] == [kept[0].path]
-        again = (await workers.backend.run_attempt(attempt(name="1" * 32))).trajectories
+        again = (await workers.run(attempt(name="1" * 32))).trajectories
         assert Path(again[0].path).parent != Path(kept[0].path).parent
 
 
@@ -1140,7 +1097,7 @@ async def test_no_frame_is_left_of_an_attempt_that_is_not_wanted_any_more(late_s
         stored = asyncio.Event()
         workers.processes.on_store = stored.set
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(workers.backend.run_attempt(attempt()))
+            playing = tasks.create_task(workers.run())
             await stored.wait()
             if not late_s:
                 (worker,) = workers.backend.workers.values()
@@ -1170,7 +1127,7 @@ async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_pat
             end = AttemptEnd(trajectories=(), unscored=(unscored,))
         (link,) = workers.processes.ends.values()
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(_lost(workers.backend.run_attempt(attempt())))
+            playing = tasks.create_task(_lost(workers.run()))
             await asyncio.sleep(0.01)
             (worker,) = workers.backend.workers.values()
             link.post(AttemptEnded(request_id=next(iter(worker.inboxes)), end=end))
@@ -1185,7 +1142,7 @@ async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> 
         workers.bench.pool.hold_engine("engine-0")
         async with asyncio.TaskGroup() as tasks:
             for number in range(12):
-                tasks.create_task(workers.backend.run_attempt(attempt(name=f"{number:032x}")))
+                tasks.create_task(workers.run(attempt(name=f"{number:032x}")))
             await asyncio.sleep(1.0)
             assert [len(worker.attempts) for worker in workers.backend.workers.values()] == [3, 3, 3]
             workers.bench.pool.serve_engine("engine-0", 0)
@@ -1204,7 +1161,7 @@ async def test_siblings_share_a_worker_unless_that_overloads_it(slots: int, sibl
             for group in range(len(siblings)):
                 for number in range(4):
                     name = f"{group:016x}{number:016x}"
-                    tasks.create_task(workers.backend.run_attempt(attempt(name, group=str(group))))
+                    tasks.create_task(workers.run(attempt(name, group=str(group))))
                     await asyncio.sleep(0.01)
                 counts.append(len(first.attempts) - total)
                 total += counts[-1]
@@ -1262,58 +1219,41 @@ def test_limits_of_rewards_are_divided_among_workers() -> None:
 # -- links -----------------------------------------------------------------------------------------
 
 
-async def connected_links() -> tuple[StreamLink, StreamLink]:
+@asynccontextmanager
+async def connected_links() -> AsyncIterator[tuple[StreamLink, StreamLink]]:
     """Both ends of a link over a socket."""
     async with listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
         worker = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
-        return await listener.accept_link(), await worker
+        ours, theirs = await listener.accept_link(), await worker
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+async def numbers_received(link: StreamLink, count: int) -> list[int]:
+    """The numbers of requests that messages ask to cancel."""
+    received = [await link.receive() for _ in range(count)]
+    return [message.request_id for message in received if isinstance(message, CancelRequest)]
 
 
 @pytest.mark.real_time  # real sockets
 async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
-    ours, theirs = await connected_links()
     task = Task(task_id="t", messages=TASK.messages, answer={"a": [1]})
     start = StartAttempt(request_id=1, task=task, trajectory_id="x", group_id="g", attempt=1)
-    for message in (
-        start,
-        DropCall(lease_id=1, why="é" * 100_000),
-        CancelRequest(request_id=2),
-    ):
-        ours.post(message)
-    theirs.post(Heartbeat(waits={"x": "tool"}))
-    assert (await theirs.receive()).task == task  # type: ignore[attr-defined]
-    assert len((await theirs.receive()).why) == 100_000  # type: ignore[attr-defined]
-    assert isinstance(await theirs.receive(), CancelRequest)
-    assert isinstance(await ours.receive(), Heartbeat)
-    ours.close()
-    with pytest.raises(WorkerLost):
-        await theirs.receive()
-    theirs.close()
-
-
-@pytest.mark.real_time  # real sockets
-async def test_messages_that_may_wait_share_a_frame_and_keep_their_order() -> None:
-    ours, theirs = await connected_links()
-    writes: list[bytes] = []
-    write = theirs.transport.write
-
-    def record(data: bytes) -> None:
-        writes.append(data)
-        write(data)
-
-    theirs.transport.write = record  # type: ignore[method-assign]
-    theirs.post(CallStarted(lease_id=1, received=1))
-    theirs.post(LeaseEnded(lease_id=1))
-    theirs.post(LeaseWanted(lease_id=2, key="x", tokens=1, prompt=1))  # waits for nothing
-    names = [type(await ours.receive()).__name__ for _ in range(3)]
-    assert names == ["CallStarted", "LeaseEnded", "LeaseWanted"]
-    assert len(writes) == 1
-    theirs.post(LeaseEnded(lease_id=2))
-    await asyncio.sleep(0)
-    assert len(writes) == 1
-    assert isinstance(await ours.receive(), LeaseEnded)  # alone, when it has waited
-    ours.close()
-    theirs.close()
+    async with connected_links() as (ours, theirs):
+        for message in (start, DropCall(lease_id=1, why="é" * 100_000), CancelRequest(request_id=2)):
+            ours.post(message)
+        theirs.post(LeaseEnded(lease_id=1))  # may wait for others
+        theirs.post(Heartbeat(waits={"x": "tool"}))
+        theirs.post(LeaseEnded(lease_id=2))
+        assert (await theirs.receive()).task == task  # type: ignore[attr-defined]
+        assert len((await theirs.receive()).why) == 100_000  # type: ignore[attr-defined]
+        assert isinstance(await theirs.receive(), CancelRequest)
+        names = [type(await ours.receive()).__name__ for _ in range(3)]
+        assert names == ["LeaseEnded", "Heartbeat", "LeaseEnded"]
+        ours.close()
+        with pytest.raises(WorkerLost):
+            await theirs.receive()
 
 
 @pytest.mark.real_time  # real sockets
@@ -1333,13 +1273,11 @@ async def test_a_connection_is_refused_without_the_key() -> None:
     "data", [struct.pack("<QQ", 1 << 40, 1), struct.pack("<QQ", 64, 1) + bytes(64), b"\x01"], ids=len
 )
 async def test_a_link_is_lost_when_an_invalid_message_comes(data: bytes) -> None:
-    ours, theirs = await connected_links()
-    theirs.transport.write(data)
-    theirs.transport.write_eof()
-    with pytest.raises(WorkerLost):
-        await ours.receive()
-    ours.close()
-    theirs.close()
+    async with connected_links() as (ours, theirs):
+        theirs.transport.write(data)
+        theirs.transport.write_eof()
+        with pytest.raises(WorkerLost):
+            await ours.receive()
 
 
 def numbered(number: int) -> bytes:
@@ -1350,42 +1288,31 @@ def numbered(number: int) -> bytes:
 
 @pytest.mark.real_time  # real sockets
 async def test_what_was_posted_before_a_link_was_closed_arrives() -> None:
-    ours, theirs = await connected_links()
-    theirs.post(CancelRequest(request_id=1))
-    theirs.post(CancelRequest(request_id=2))
-    theirs.close()
-    received = [await ours.receive() for _ in range(2)]
-    assert [each.request_id for each in received if isinstance(each, CancelRequest)] == [1, 2]
-    with pytest.raises(WorkerLost):
-        await ours.receive()
-    ours.close()
+    async with connected_links() as (ours, theirs):
+        theirs.post(CancelRequest(request_id=1))
+        theirs.post(CancelRequest(request_id=2))
+        theirs.close()
+        assert await numbers_received(ours, 2) == [1, 2]
+        with pytest.raises(WorkerLost):
+            await ours.receive()
 
 
 @pytest.mark.real_time  # real sockets
 async def test_a_message_that_arrives_again_is_discarded() -> None:
-    ours, theirs = await connected_links()
-    for number in (1, 1, 2, 3, 1, 2, 4):
-        theirs.transport.write(numbered(number))
-    assert [(await ours.receive()).request_id for _ in range(4)] == [1, 2, 3, 4]  # type: ignore[attr-defined]
-    ours.close()
-    theirs.close()
+    async with connected_links() as (ours, theirs):
+        for number in (1, 1, 2, 3, 1, 2, 4):
+            theirs.transport.write(numbered(number))
+        assert await numbers_received(ours, 4) == [1, 2, 3, 4]
 
 
 @pytest.mark.real_time  # real sockets
 @pytest.mark.parametrize("numbers", [(1, 3), (2, 1), (1, 2, 2**64 - 1)], ids=str)
 async def test_a_link_is_lost_when_a_message_is_missing_or_late(numbers: tuple[int, ...]) -> None:
-    ours, theirs = await connected_links()
-    for number in numbers:
-        theirs.transport.write(numbered(number))
-
-    async def receive_all() -> None:
-        for _ in numbers:
-            await ours.receive()
-
-    with pytest.raises(WorkerLost, match="messages are missing"):
-        await receive_all()
-    ours.close()
-    theirs.close()
+    async with connected_links() as (ours, theirs):
+        for number in numbers:
+            theirs.transport.write(numbered(number))
+        with pytest.raises(WorkerLost, match="messages are missing"):
+            await numbers_received(ours, len(numbers))
 
 
 async def test_nothing_happens_twice_when_all_messages_arrive_twice() -> None:
@@ -1423,7 +1350,7 @@ async def test_an_attempt_goes_on_elsewhere_when_a_message_of_it_is_lost(
     monkeypatch.setattr(MemoryLink, "post", post_or_lose)
     async with WorkerBench() as workers, asyncio.timeout(3.0):
         with suppress(WorkerLost) if kind is LeaseEnded else pytest.raises(WorkerLost):
-            await workers.backend.run_attempt(attempt())
+            await workers.run()
         (trajectory,) = await workers.trajectories()
         assert met
     assert trajectory.token_ids.tolist() == await _undisturbed()
@@ -1432,7 +1359,7 @@ async def test_an_attempt_goes_on_elsewhere_when_a_message_of_it_is_lost(
 async def test_an_engine_is_interrupted_when_the_message_that_revokes_its_leases_is_lost() -> None:
     async with WorkerBench() as workers, asyncio.TaskGroup() as tasks:
         await asyncio.sleep(1.0)
-        running = tasks.create_task(ignored(workers.backend.run_attempt(attempt())))
+        running = tasks.create_task(_perhaps_lost(workers.run()))
         await asyncio.sleep(0.05)
         pool, engine = workers.bench.pool, workers.bench.engines[0]
         pool.hold_engine(engine.engine_id)
@@ -1441,11 +1368,6 @@ async def test_an_engine_is_interrupted_when_the_message_that_revokes_its_leases
             await pool.interrupt_engine(engine, "abort")
         pool.serve_engine(engine.engine_id, 0)
         await running
-
-
-async def ignored(attempt: Awaitable[object]) -> None:
-    with suppress(WorkerLost):
-        await attempt
 
 
 async def test_a_worker_is_lost_when_it_sends_a_message_of_the_driver() -> None:
