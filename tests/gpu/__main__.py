@@ -19,13 +19,7 @@ from async_rl.errors import EnvironmentNotReady
 from tests.gpu.proof import Recorder, absent, exit_code, show, write
 
 _PACKAGES = (
-    "torch",
-    "sglang",
-    "ray",
-    "megatron-core",
-    "transformer-engine",
-    "torch-memory-saver",
-    "mbridge",
+    *("torch", "sglang", "ray", "megatron-core", "transformer-engine", "torch-memory-saver", "mbridge"),
     "async-rl",
 )
 _WIDTH = 160

@@ -2,25 +2,18 @@
 
 import asyncio
 import os
-import ssl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import httpx
 import numpy as np
-import openai
 import pytest
 import ray
-from aiohttp import web
 
-from agent_loops.openai_agent import AgentAPI
 from agent_loops.tool_loop import ToolLoop
 from async_rl import placement
 from async_rl.config import Config
-from async_rl.engines.sglang.server import free_port
 from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.records import step_record_log
 from async_rl.queue.journal import Journal
@@ -28,7 +21,6 @@ from async_rl.rollout.session.api import Session
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import Completion, Context, StopReason, TakenBatch, Task
-from tests.support.certificates import make_certificate
 from tests.support.quick_server import QuickServer
 from tests.support.ray_nodes import RayNodes
 from tests.support.ray_runs import GROUP_SIZE, assert_ledger_holds, make_run_folder, real_config
@@ -44,12 +36,6 @@ pytestmark = [
 
 PLACES = "ASYNC_RL_TEST_PLACES"
 """Environment variable with a folder: processes note there where they run."""
-
-SERVICE = "ASYNC_RL_TEST_SERVICE"
-"""Environment variable with the URL of an agent on another node."""
-
-SERVICE_HOST = "127.0.0.200"
-"""Chosen before the nodes, whose addresses depend on how many starts fail."""
 
 STEPS = 3
 
@@ -78,45 +64,6 @@ def placed_reward(task: Task, completion: Completion) -> float:
     return sum(c.isdigit() for c in completion.text) / max(1, len(completion.text))
 
 
-async def ask_elsewhere(task: Task, api: AgentAPI) -> None:
-    """Hand a task to a service on another node, which asks the policy."""
-    note_place("handed-on")
-    job = {"base_url": api.base_url, "api_key": api.api_key, "messages": task.messages}
-    async with aiohttp.ClientSession() as client, client.post(os.environ[SERVICE], json=job) as response:
-        assert response.status == 200, await response.text()
-
-
-@asynccontextmanager
-async def agent_service(host: str, port: int, certificate: Path, folder: Path) -> AsyncIterator[None]:
-    """Serve `ask_elsewhere` on a node: an agent that knows only what it is handed."""
-
-    async def run_agent(request: web.Request) -> web.Response:
-        job = await request.json()
-        policy = httpx.URL(job["base_url"]).host
-        (folder / f"asked {policy} {job['api_key'][-8:]}").touch()
-        trusting = ssl.create_default_context(cafile=str(certificate))
-        from_here = httpx.AsyncHTTPTransport(verify=trusting, local_address=host)
-        async with (
-            httpx.AsyncClient(transport=from_here, trust_env=False) as http,
-            openai.AsyncOpenAI(base_url=job["base_url"], api_key=job["api_key"], http_client=http) as client,
-        ):
-            try:
-                await client.chat.completions.create(model="policy", messages=job["messages"])
-            except openai.OpenAIError as error:
-                return web.Response(status=502, text=f"{job['base_url']}: {error.__cause__!r}")
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/", run_agent)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, SERVICE_HOST, port).start()
-        yield
-    finally:
-        await runner.cleanup()
-
-
 class PlacedRank(RecordingWorker):
     """Notes where ranks run."""
 
@@ -128,8 +75,7 @@ class PlacedRank(RecordingWorker):
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     folder = tmp_path_factory.mktemp("places")
-    service = f"http://{SERVICE_HOST}:{free_port(SERVICE_HOST)}/"
-    with RayNodes(**{PLACES: str(folder), FOLDER: str(folder / "seen"), SERVICE: service}) as nodes:
+    with RayNodes(**{PLACES: str(folder), FOLDER: str(folder / "seen")}) as nodes:
         nodes.start(engines=2)  # the driver's
         nodes.start(workers=4)
         nodes.start(trainer=2)
@@ -224,31 +170,3 @@ async def test_a_run_loses_nothing_when_engines_workers_and_ranks_are_on_separat
     (record,) = evaluation_record_log(run_dir / FILE).read()
     assert (record.status, record.asked, record.dropped) == ("done", 4, {})
     assert_ledger_holds(run_dir)
-
-
-async def test_an_agent_on_another_node_reaches_the_policy_over_tls_at_its_workers_node(
-    nodes: RayNodes, calculator: Path, tmp_path: Path
-) -> None:
-    _, workers, elsewhere = nodes.nodes
-    certificate, key = make_certificate(tmp_path, workers)
-    config, run_dir = make_config(
-        nodes,
-        calculator,
-        tmp_path,
-        "rollout.agent_loop=agent_loops.openai_agent:OpenAIAgentLoop",
-        f"rollout.agent_loop_args={{agent: '{__name__}:ask_elsewhere', host: 0.0.0.0, "
-        f"tls_certificate: {certificate}, tls_key: {key}}}",
-        "evaluation.at_start=false",
-        "run.max_steps=1",
-    )
-    assert config.num_workers == 1
-    noted = Path(nodes.environment[PLACES])
-    Path(nodes.environment[FOLDER]).mkdir(exist_ok=True)
-    port = httpx.URL(nodes.environment[SERVICE]).port
-    assert port is not None
-    async with agent_service(elsewhere, port, certificate, noted):
-        summary = await placement.run(config, run_dir, asyncio.Event())
-    assert places(noted, "handed-on") == places(noted, "asked") == {workers}
-    assert summary.weight_versions == 1
-    assert summary.trajectories.unaccounted == 0
-    assert summary.trajectories.dropped == {}

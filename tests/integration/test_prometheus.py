@@ -90,14 +90,6 @@ def test_no_alert_fires_in_a_healthy_run(path: Path, tmp_path: Path) -> None:
     assert recorded.alerts(tmp_path) == ""
 
 
-@pytest.mark.real
-def test_an_alert_in_a_recorded_run_is_seen(tmp_path: Path) -> None:
-    recorded = RecordedSeries.read(HEALTHY_RUNS[0])
-    (lost, *_) = (s for s in recorded.values if s.startswith("async_rl_tracker_steps_lost_total"))
-    recorded.values[lost][100:] = [1.0] * (recorded.scrapes - 100)
-    assert "TrackerLosesSteps" in recorded.alerts(tmp_path)
-
-
 class Server:
     """A running Prometheus server."""
 

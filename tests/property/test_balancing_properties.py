@@ -107,18 +107,6 @@ def test_no_engine_is_chosen_above_the_bound_when_calls_and_engines_come_and_go(
         world.check()
 
 
-@settings(max_examples=4)
-@given(seed=st.integers(0, 2**32))
-def test_loads_are_even_when_a_steady_stream_of_calls_is_spread(seed: int) -> None:
-    world, rng = World(8, paced=False), random.Random(seed)
-    for number in range(400):
-        world.arrive(number, rng.randrange(100, 1000), cached=False)
-        if number > 200:
-            world.leave(rng.randrange(len(world.calls)))
-    # 25 calls an engine: the spread that remains is that of departures.
-    assert world.balancer.imbalance < 1.25
-
-
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_an_engine_that_comes_back_empty_is_filled_a_prefill_at_a_time(seed: int) -> None:

@@ -189,14 +189,6 @@ def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
     assert set(trained) == sampled, "what was sampled is trained, and nothing else"
     assert set(trained.values()) == {1}
     assert journalled <= sampled, "a restart loses nothing"
-    # What a branch reads is the very text of those that it is a branch of, with their log-probs and versions.
-    by_id = dict(zip(ids, tree, strict=True))
     for trajectory in tree:
         assert np.isfinite(trajectory.rollout_log_probs).all()
         assert (trajectory.weight_versions[trajectory.response_mask] >= 0).all()
-        inherited = trajectory.segments[: trajectory.num_inherited]
-        for parent in (by_id[name] for name in ids if trajectory.trajectory_id.startswith(f"{name}.")):
-            alike = min(len(inherited), len(parent.segments))
-            shared = [a is b for a, b in zip(inherited[:alike], parent.segments[:alike], strict=True)]
-            assert shared == sorted(shared, reverse=True)
-            assert shared[0]

@@ -60,8 +60,3 @@ def test_tokens_built_piece_by_piece_are_those_of_the_whole_rendering(
     assert token_ids.tolist() == whole
     ends = np.flatnonzero(loss_mask & (token_ids == chat.end_of_turn_id))
     assert len(ends) == sum(message["role"] == "assistant" for message in messages)
-
-
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
-def test_text_survives_the_tokenizer(chat: ChatFormat, text: str):
-    assert chat.decode(chat.tokenizer.encode(text, add_special_tokens=False)) == text

@@ -78,18 +78,3 @@ def test_tools_and_calls_write_no_delimiter(name: str, data: st.DataObject) -> N
     kept = _MENTIONED | {"<tool_response>", "</tool_response>"} if name == "llama3_1" else _MENTIONED
     kept |= {"<|python_tag|>"}
     assert delimiters(chat, ids(text), kept) == delimiters(chat, ids(text.translate(_LITERAL)), kept)
-
-
-@pytest.mark.parametrize("name", [*TEMPLATES, *LIKE_OTHERS])
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_tokens_are_the_templates_when_no_message_has_a_control_token(name: str, data: st.DataObject) -> None:
-    chat = chat_of(name)
-    words = st.text("ab <|>/[]_\n4éK｜", max_size=20)
-    said = [{"role": "user", "content": data.draw(words)}, {"role": "assistant", "content": data.draw(words)}]
-    said += [{"role": data.draw(st.sampled_from(["user", "tool"])), "content": data.draw(words)}]
-    rendered = chat.tokenizer.apply_chat_template(
-        said, tools=None, tokenize=False, add_generation_prompt=True
-    )
-    whole = chat.tokenizer.encode(rendered, add_special_tokens=False)
-    assert chat.prompt_ids(said).tolist() == whole

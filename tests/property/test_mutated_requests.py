@@ -22,18 +22,12 @@ from tests.support.talk import talking
 HOSTILE = st.one_of(
     st.sampled_from(
         [
-            None,
             True,
-            0,
-            -1,
-            5,
             1 << 70,
             10**4000,
-            0.5,
             float("nan"),
             float("inf"),
             "",
-            "x",
             "none",
             "\ud800",
             "\0",
@@ -41,20 +35,13 @@ HOSTILE = st.one_of(
             '{"a": "\ud800"}',
             '{"a": NaN}',
             "[" * 500 + "]" * 500,
-            [],
-            {},
-            [[]],
-            [None],
-            [5],
             ["x"],
             {"type": "function"},
             {"text": []},
             {"role": []},
         ]
     ),
-    st.recursive(
-        st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
-    ),
+    st.recursive(st.none() | st.integers(), lambda each: st.lists(each) | st.dictionaries(st.text(), each)),
     st.integers(50, 600).map(lambda depth: json.loads("[" * depth + "]" * depth)),
 )
 HEADERS = st.sampled_from(
@@ -63,27 +50,16 @@ HEADERS = st.sampled_from(
         {"x-stainless-retry-count": b"9" * 5000},
         {"x-stainless-retry-count": "\u00b2\u0663".encode()},
         {"x-stainless-retry-count": b"-1"},
-        {"content-encoding": b"gzip"},
-        {"content-encoding": b"deflate"},
         {"content-encoding": b"nonsense"},
         {"content-type": b"text/plain; charset=nonsense"},
         {"authorization": b"Bearer \xff\xfe\xed\xa0\x80"},
-        {"authorization": b"Bearer " + b"9" * 5000},
         {"authorization": b"Bearer sk-\xff-0"},
         {"authorization": b"Basic x"},
         {"expect": b"nonsense"},
     ]
 )
-PATHS = st.sampled_from(
-    ["/v1/chat/completions"] * 9
-    + [
-        "/s/%ff/v1/chat/completions",
-        "/s/%ED%A0%80/v1/chat/completions",
-        "/s/a%2Fb/v1/models",
-        "/%00",
-        "/v1/models/%ff",
-    ]
-)
+ODD = ["/s/%ff/v1/chat/completions", "/s/%ED%A0%80/v1/chat/completions", "/s/a%2Fb/v1/models", "/%00"]
+PATHS = st.sampled_from(["/v1/chat/completions"] * 9 + ODD)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,18 +13,8 @@ from async_rl.openai_api.answers import GrowingTurn, TurnFormat, split_turn
 from async_rl.rollout.session.tokens import GrowingText
 from tests.support.talk import ByteTokenizer
 
-PIECES = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        '{"name": "f", "arguments": {}}',
-        "END",
-        " \n",
-        "a<b ",
-    ]
-)
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+PIECES = st.sampled_from([*TAGS, '{"name": "f", "arguments": {}}', "END", " \n", "a<b "])
 TEXTS = st.lists(PIECES | st.text(max_size=3), max_size=8).map("".join)
 FORMS = st.builds(
     TurnFormat,
@@ -55,33 +43,6 @@ def test_what_is_shown_of_a_beginning_begins_what_is_shown_of_all(
         assert reasoning == whole.reasoning
 
 
-class CountedText(str):
-    """A piece of text that counts the characters that are searched in it."""
-
-    searched = 0
-
-    def __add__(self, other: str) -> CountedText:
-        return CountedText(str.__add__(self, other))
-
-    def __radd__(self, other: str) -> CountedText:
-        return CountedText(str.__add__(other, self))
-
-    def partition(self, mark: str):
-        CountedText.searched += len(self)
-        return tuple(map(CountedText, str.partition(self, mark)))
-
-    def __getitem__(self, key) -> CountedText:
-        return CountedText(str.__getitem__(self, key))
-
-
-def test_a_streamed_thought_is_read_once() -> None:
-    turn = GrowingTurn(TurnFormat(opens_thought=True))
-    CountedText.searched = 0
-    for _ in range(2000):
-        turn.add_text(CountedText("word "))
-    assert CountedText.searched <= 2 * 5 * 2000
-
-
 @settings(max_examples=60)
 @given(st.lists(st.binary(max_size=3) | st.text(max_size=2).map(str.encode), max_size=12))
 def test_text_grows_to_what_all_tokens_decode_to_when_they_come_in_pieces(chunks: list[bytes]):
@@ -94,22 +55,3 @@ def test_text_grows_to_what_all_tokens_decode_to_when_they_come_in_pieces(chunks
     assert whole.startswith("".join(told))
     if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # else it waits for the rest of a character
         assert "".join(told) == whole
-
-
-@pytest.mark.parametrize("broken", [b"\x80", b"\xf0", b"\xf0\x9f", b"\xf0\x9f\x92"])
-def test_what_is_no_character_is_not_held_back_for_long(broken: bytes):
-    """Each token would decode all that are held back again."""
-    told: list[str] = []
-    largest, tokenizer = 0, ByteTokenizer()
-
-    def decode(token_ids: Sequence[int]) -> str:
-        nonlocal largest
-        largest = max(largest, len(token_ids))
-        return tokenizer.decode(list(token_ids))
-
-    growing = GrowingText(decode, told.append)
-    sampled = b"yes " + broken * 60 + "é".encode()
-    for byte in sampled:
-        growing.add_tokens([byte])
-    assert "".join(told) == tokenizer.decode(list(sampled))
-    assert largest <= 24

@@ -66,25 +66,9 @@ def test_ranks_differ_by_at_most_one_trajectory_when_balanced_by_cost(lengths, e
     assert max(loads) - min(loads) <= max(costs) * (1 + 1e-9)
 
 
-@given(lengths_of_batches, st.integers(1, 100), st.integers(1, 4))
-def test_micro_batches_come_costliest_first_when_ranks_keep_step(lengths, budget, ranks):
-    cost = SequenceCost(20.0)
-    for rank in plan_micro_batches(lengths, budget, ranks, cost=cost):
-        loads = [sum(cost(lengths[j]) for j in m.trajectories) for m in rank]
-        assert loads == sorted(loads, reverse=True)
-
-
 def test_micro_batches_are_even_when_a_tight_packing_would_leave_crumbs():
     (plan,) = plan_micro_batches([10] * 6, budget=50, ranks=1)
     assert [len(m.trajectories) for m in plan] == [3, 3]  # not five and one
-
-
-def test_one_long_trajectory_counts_as_several_short_ones_when_attention_does():
-    lengths = [1000] + [100] * 20
-    by_tokens = plan_micro_batches(lengths, 10_000, 2)
-    by_cost = plan_micro_batches(lengths, 10_000, 2, cost=SequenceCost(500.0))
-    assert [sum(len(m.trajectories) for m in rank) for rank in by_tokens] == [6, 15]
-    assert [sum(len(m.trajectories) for m in rank) for rank in by_cost] == [1, 20]
 
 
 def test_groups_stay_whole_when_a_batch_has_several_updates():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 import unicodedata
 
@@ -19,7 +18,7 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
 from async_rl.observability.text_console import TextConsole
 from async_rl.queue.archive import ArchiveRow, without_routing
-from async_rl.runtime.printable import PrintableFormatter, printable
+from async_rl.runtime.printable import printable
 from tests.support.trajectories import make_trajectory
 
 _PIECES = (
@@ -91,16 +90,6 @@ def test_no_view_prints_a_control_character(text: str, terminal: bool) -> None:
     )
     show_table(shown, [row], [text], text)
     assert is_clean(re.sub(r"\x1b\[\?25[lh]", "", out.getvalue()))
-
-
-@settings(max_examples=150)
-@given(text=st.one_of(HOSTILE, st.text()), error=HOSTILE)
-def test_a_log_record_is_one_record(text: str, error: str) -> None:
-    caught = (ValueError, ValueError(error), None)
-    record = logging.LogRecord("async_rl.x", logging.ERROR, "x.py", 1, "%s", (text,), caught)
-    formatted = PrintableFormatter("%(levelname)s %(message)s").format(record)
-    assert is_clean(formatted)
-    assert all(line.startswith("  ") for line in formatted.split("\n")[1:])
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cc", "Cs", "Cf", "Zl", "Zp"])))

@@ -71,21 +71,3 @@ def test_each_row_is_of_the_first_response_that_covered_it_when_spliced(
     assert version_of(fitted) == [v for v, _ in expected] + [NEVER_COMPUTED] * missing
     for row, (_, wanted) in zip(fitted.rows, expected, strict=False):
         assert np.array_equal(row, wanted)
-
-
-@given(st.integers(1, 3), calls, st.data())
-def test_a_splice_from_a_later_start_equals_one_of_the_full_sequence(
-    prompt: int, calls: list[tuple[int, bool]], data: st.DataObject
-) -> None:
-    tokens, whole, delta = prompt, None, None
-    for version, (sampled, _) in enumerate(calls):
-        tokens += sampled
-        new = reported(tokens, version)
-        start = data.draw(st.integers(0, 0 if delta is None else len(delta.rows)))
-        part = reported(tokens, version, start)
-        whole, delta = splice(whole, new), splice(delta, part, start=start)
-        assert whole is not None
-        assert delta is not None
-        assert np.array_equal(whole.rows, delta.rows)
-        assert whole.spans == delta.spans
-        assert whole.prefix_hash == delta.prefix_hash

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.data.chat_format import ChatFormat
-from async_rl.data.template_rewrites import describe_rewrites, find_rewrites
+from async_rl.data.template_rewrites import find_rewrites
 from tests.support.templates_of_models import APPEND_ONLY, TEMPLATES, chat_of
 
 WORDS = st.text("ab the42.,é", min_size=1, max_size=12).map(str.strip).filter(bool)
@@ -118,10 +118,3 @@ def test_the_turns_and_tokens_are_named_when_qwen3_drops_earlier_thoughts() -> N
     ]
     assert chat.decode(found[1].kept_ids) == "<think>\nso\n</think>\n\n"
     assert found[1].rendered_ids == ()
-
-
-def test_rewrites_of_a_template_are_described_in_sentences() -> None:
-    assert describe_rewrites(chat_of("qwen3"))[0] == (
-        "a thought, when a user's message follows: the template renders 'It is 4.' for what the policy wrote "
-        "as '<think>\\nTwo and two.\\n</think>\\n\\nIt is 4.'"
-    )

@@ -15,13 +15,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.settings", description=__doc__)
     parser.add_argument("keys", nargs="*", metavar="KEY", help="these settings (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
-    parser.add_argument("--test", help="try this test, in place of the one that the table names")
     parser.add_argument("--verbose", action="store_true", help="also print how the tests fail")
     options = parser.parse_args()
-    if strange := sorted(set(options.keys) - set(EFFECTS)) if not options.test else []:
+    if strange := sorted(set(options.keys) - set(EFFECTS)):
         parser.error(f"not in tests/settings/table.py: {', '.join(strange)}")
     begin_s = time.monotonic()
-    chosen = {key: options.test or EFFECTS[key] for key in options.keys or EFFECTS}
+    chosen = {key: EFFECTS[key] for key in options.keys or EFFECTS}
     effects = run_trials(chosen, options.jobs)
     for effect in effects:
         print(f"{effect.key:<40} {effect.seconds:5.1f} s  {effect.problem or 'noticed'}  {effect.test}")

@@ -115,12 +115,10 @@ class Trials:
                 yield Effect(key, test, 0.0, "there is no such test", "")
             elif whole.code != _PASSED:
                 yield Effect(key, test, without.seconds, "the test fails or is skipped anyway", whole.output)
-            elif without.code == _PASSED:
-                yield Effect(key, test, without.seconds, "the test passes without it", without.output)
-            elif without.code != _FAILED:
-                yield Effect(key, test, without.seconds, "the trial broke", without.output)
             else:
-                yield Effect(key, test, without.seconds, "", without.output)
+                problem = {_FAILED: "", _PASSED: "the test passes without it"}
+                found = problem.get(without.code, "the trial broke")
+                yield Effect(key, test, without.seconds, found, without.output)
 
 
 def run_trials(tests: dict[str, str], jobs: int) -> list[Effect]:

@@ -62,11 +62,6 @@ def turns_of(trajectory: Trajectory) -> list[str]:
     return [chat.decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
 
 
-def test_the_page_has_seven_examples_and_no_more() -> None:
-    names = ["AskTwice", "Searching", "SecondThoughts", "BestOfSome", "Steps", "Summarising", "InContainer"]
-    assert list(LOOPS) == names
-
-
 async def test_a_container_is_made_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
@@ -76,10 +71,7 @@ async def test_a_container_is_made_and_released(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LOOPS["InContainer"], "docker", docker, raising=False)
     session, _ = await play("InContainer", lambda text: "4")
     name = f"box-{session.trajectory_id}"
-    assert commands == [
-        ("run", "-d", "--name", name, "python:3.11", "sleep", "inf"),
-        ("rm", "-f", name),
-    ]
+    assert commands == [("run", "-d", "--name", name, "python:3.11", "sleep", "inf"), ("rm", "-f", name)]
 
 
 async def test_a_second_turn_is_asked_for() -> None:

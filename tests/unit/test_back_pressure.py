@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import pytest
 
-from async_rl.config import SimulatedEngines
-from async_rl.engine_protocol import Chunk, Finish, GenerateRequest
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
 from async_rl.engines.pool import EngineState
 from async_rl.engines.sglang.refusals import explain_refusal, parse_retry_after
-from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import CallLost, EngineBusy, LocalShortage, RequestRefused
 from tests.support.engine_calls import call
 from tests.support.fake_sglang import FakeSGLang, event, finish
 from tests.support.manual_engines import END, ManualPool, manual_pool, settle, tokens
-from tests.support.sessions import Bench
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SGLANG_ERROR = b'{"object":"error","message":"bad temperature","type":"BadRequest","param":null,"code":400}'
@@ -280,23 +276,6 @@ async def test_no_engine_is_blamed_and_calls_wait_when_this_process_cannot_conne
         assert bench.counted("local_shortages_total") == 8
         await asyncio.sleep(1.1)
         assert bench.order[8:] == ["later"]
-
-
-async def test_a_trajectory_outlasts_any_number_of_refusals() -> None:
-    engine = SimulatedEngine("a", SimulatedEngines(), policy=lambda prefix, rng: 7)
-    bench = Bench(engine, replay="off")
-    generate, refusals = engine.generate, iter([EngineBusy("429", 1.0)] * 20 + [LocalShortage("none")] * 20)
-
-    def refuse(request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        if (error := next(refusals, None)) is not None:
-            raise error
-        return generate(request)
-
-    engine.generate = refuse
-    bench.start()
-    turn = await bench.session.generate(max_new_tokens=4)
-    assert turn.text == "7 7 7 7"
-    assert bench.counted("failovers_total") == 0
 
 
 # -- the limit ------------------------------------------------------------------------------------------

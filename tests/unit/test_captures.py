@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,18 @@ from async_rl.cli.main import main
 from async_rl.cli.replay_step import ReplayDiffers, replay_step
 from async_rl.config import Config, load_config
 from async_rl.config.reference import resolved_yaml
-from async_rl.errors import ConfigError, DataError
+from async_rl.errors import ConfigError
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import find_flaws
-from async_rl.queue.kept_batches import keep_frames, keep_result, kept_steps, load_batch, load_result
-from async_rl.run.captures import Captures, load_capture, newest_kept_step, number_ranges, write_capture
+from async_rl.queue.kept_batches import keep_frames, keep_result, kept_steps, load_batch
+from async_rl.run.captures import Captures, load_capture, newest_kept_step, write_capture
 from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import TakenBatch
 from tests.support.run_config import write_run
 from tests.support.stored_batches import store_batch
 from tests.support.train_batches import random_batch
 
-USUAL = {"loss": 0.5, "grad_norm": 1.0, "ppo_kl": 0.001, "step_s": 1.0}
+USUAL = {"loss": 0.5, "grad_norm": 1.0, "ppo_kl": 0.001, "ppo_kl_bypass": 0.001, "step_s": 1.0}
 
 
 @pytest.fixture
@@ -87,22 +87,6 @@ def test_a_kept_batch_is_the_batch_when_the_spool_has_deleted_it(tmp_path: Path)
         assert np.array_equal(getattr(after, name), getattr(before, name)), name
 
 
-def test_a_batch_whose_rank_died_while_it_wrote_is_incomplete(tmp_path: Path) -> None:
-    batch = batch_of(tmp_path)
-    keep_frames(batch, tmp_path / "kept", (0, 2, 3), rank=0)
-    with pytest.raises(DataError, match="lacks the frames of 1 of 4 trajectories, first "):
-        load_batch(tmp_path / "kept")
-
-
-def test_a_result_is_kept_bit_for_bit(tmp_path: Path) -> None:
-    result = result_of(3, loss=0.1 + 0.2, importance=float("nan"))
-    keep_result(tmp_path, result)
-    found = load_result(tmp_path)
-    assert found is not None
-    assert repr(found.metrics) == repr(result.metrics)
-    assert load_result(tmp_path / "none") is None
-
-
 async def test_batches_are_kept_from_a_checkpoint_to_the_next_within_the_limit(
     config: Config, tmp_path: Path
 ) -> None:
@@ -132,6 +116,7 @@ async def test_nothing_is_kept_when_the_limit_is_0(config: Config, tmp_path: Pat
         ({"grad_norm": 5.5}, "grad_norm is 5.5, 5.5 times its median"),
         ({"grad_norm": 4.5}, None),
         ({"ppo_kl": -0.02}, "ppo_kl is 0.02, 20.0 times its median"),
+        ({"ppo_kl_bypass": -0.02}, "ppo_kl_bypass is 0.02, 20.0 times its median"),
         ({"ppo_kl": 0.009}, None),  # small, though nine times the median
         ({"updates_skipped": 2.0, "grad_norm": float("nan")}, "2 updates were skipped"),
     ],
@@ -149,20 +134,6 @@ async def test_a_step_is_captured_when_it_stands_out(
         manifest = load_capture(run / "captures" / "step_00000007")
         assert (manifest.reason, manifest.base_step, manifest.checkpoint) == (reason, 0, None)
         assert kept_steps(run / "captures" / "step_00000007" / "batches") == [1, 2, 3, 4, 5, 6, 7]
-
-
-async def test_a_jump_of_ppo_kl_is_captured_under_the_name_that_it_has_in_bypass_mode(
-    config: Config, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    captures = captures_of(config, run)
-    for step in range(1, 7):
-        await train(captures, tmp_path, step, ppo_kl=float("nan"), ppo_kl_bypass=0.001)
-    await train(captures, tmp_path, 7, ppo_kl=float("nan"), ppo_kl_bypass=0.009)
-    assert kept_steps(run / "captures") == [], "small, though nine times the median"
-    await train(captures, tmp_path, 8, ppo_kl=float("nan"), ppo_kl_bypass=-0.02)
-    manifest = load_capture(run / "captures" / "step_00000008")
-    assert manifest.reason == "ppo_kl_bypass is 0.02, 20.0 times its median"
 
 
 async def test_first_steps_and_a_gradient_of_nothing_are_not_compared(config: Config, tmp_path: Path) -> None:
@@ -267,11 +238,6 @@ async def test_the_step_that_is_being_trained_is_captured_only_when_requested(
     assert newest_kept_step(run) == 3, "a run that failed in its first step has no result"
 
 
-def test_numbers_are_printed_as_ranges() -> None:
-    assert number_ranges([1, 3, 4, 5, 9, 10]) == "1, 3-5, 9-10"
-    assert number_ranges([]) == ""
-
-
 # -- async-rl capture, async-rl replay-step
 
 
@@ -325,7 +291,6 @@ def test_a_replay_trains_from_the_checkpoint_to_the_step(
     assert trainer.steps == [5, 6, 7]
     assert trainer.checkpoint == str(captured / "checkpoint" / "step_00000004")
     out = capsys.readouterr().out
-    assert "captured because it was requested" in out
     assert "step 7: loss 0.7 (equal), grad_norm 1 (equal), ppo_kl 0.001 (equal)" in out
     assert "bit for bit" in out
 
@@ -339,21 +304,15 @@ def off_by(amount: float) -> Callable[[int], dict[str, float]]:
     [
         ((), 1e-9, r"loss of step 7 is 0.7000000009\d* and was 0.7 in the run, expected equal"),
         (("trainer.micro_batch_tokens=99",), 2e-5, "more than 1e-05 apart"),
+        (("trainer.micro_batch_tokens=99",), 9e-6, None),
     ],
 )
-def test_a_step_that_is_not_reproduced_is_an_error(
-    captured: Path, overrides: tuple[str, ...], difference: float, said: str
+def test_a_step_that_is_not_reproduced_is_an_error_unless_other_settings_round_otherwise(
+    captured: Path, overrides: tuple[str, ...], difference: float, said: str | None
 ) -> None:
     trainer = ReplayedTrainer(off_by(difference))
-    with pytest.raises(ReplayDiffers, match=said) as failure:
+    with nullcontext() if said is None else pytest.raises(ReplayDiffers, match=said):
         replay_step(captured, overrides, open_trainer=trainer.open)
-    assert failure.value.exit_code == 1
-
-
-def test_other_settings_may_differ_by_rounding(captured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = ReplayedTrainer(off_by(9e-6))
-    assert replay_step(captured, ["trainer.micro_batch_tokens=99"], open_trainer=trainer.open) == 0
-    assert "reproduced with other settings: the largest difference is 9.0e-06" in capsys.readouterr().out
 
 
 def test_a_step_that_failed_in_the_run_is_told_from_one_that_differs(
@@ -363,15 +322,7 @@ def test_a_step_that_failed_in_the_run_is_told_from_one_that_differs(
     assert replay_step(captured, open_trainer=ReplayedTrainer(off_by(1.0)).open) == 0
     out = capsys.readouterr().out
     assert "step 7: loss 1.7 (not in the run)" in out
-    assert (
-        "the steps before are reproduced, bit for bit; step 7 has no result in the run: it failed there, "
-        "or was still being trained then" in " ".join(out.split())
-    )
-    assert "those of the run" not in out
-
-
-def test_a_failed_step_is_not_reproduced_when_a_step_before_it_differs(captured: Path) -> None:
-    (captured / "batches" / "step_00000007" / "result.msgpack").unlink()
+    assert "the steps before are reproduced, bit for bit" in " ".join(out.split())
     with pytest.raises(ReplayDiffers, match="loss of step 6"):
         replay_step(captured, open_trainer=ReplayedTrainer(lambda step: {"loss": 0.5}).open)
 
@@ -406,7 +357,6 @@ def test_the_batch_is_shown_without_a_trainer(captured: Path, capsys: pytest.Cap
     batch = load_batch(captured / "batches" / "step_00000007")
     assert [group["group"] for group in groups] == list(batch.group_ids)
     assert sum(group["tokens"] for group in groups) == 33
-    assert sum(group["attempts"] for group in groups) == 4
     assert [reward for group in groups for reward in group["rewards"]] == list(batch.rewards)
 
 

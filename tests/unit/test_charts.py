@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
-from async_rl.observability.page.charts import MAX_POINTS, Band, Chart, Series, sections, smoothed, thinned
-from async_rl.observability.page.tiles import compact, stages, tiles
+from async_rl.observability.page.charts import MAX_POINTS, Band, Chart, Series, sections, thinned
+from async_rl.observability.page.tiles import stages
 from async_rl.observability.records import StepRecord
 from tests.support.finished_run import HOSTILE, MAX_STALENESS, records
 
@@ -107,23 +107,3 @@ def test_stages_account_for_all_that_was_dispatched() -> None:
         ("in flight", 30, "3%"),
     ]
     assert {stage.share for stage in stages(trained=0, dropped={}, queued=0, in_flight=0)} == {""}
-
-
-def test_a_figure_is_compact() -> None:
-    figures = [None, 0, 0.123456, 1.5e-5, 1234, 11_830, 2.5e6, -0.002]
-    shown = ["n/a", "0", "0.123", "1.5e-5", "1,234", "11.8k", "2.5M", "-0.002"]
-    assert [compact(figure) for figure in figures] == shown
-
-
-def test_smoothing_leaves_out_what_is_no_figure() -> None:
-    assert smoothed([1.0, None, 3.0, math.nan], 2) == [1.0, 1.0, 3.0, 3.0]
-    assert smoothed([None], 5) == [None]
-
-
-def test_the_tile_shows_the_last_mismatch_with_its_step_when_the_last_step_has_none() -> None:
-    measured = StepRecord(step=7, weight_version=7, time_s=1.0, lag0_log_prob_abs_diff=0.001)
-    without = StepRecord(step=8, weight_version=8, time_s=2.0)
-    (now,) = [tile for tile in tiles([measured], 2) if tile.name == "mismatch"]
-    (later,) = [tile for tile in tiles([measured, without], 2) if tile.name == "mismatch"]
-    assert now.value == later.value == "0.001"
-    assert later.note == f"{now.note}, step 7"

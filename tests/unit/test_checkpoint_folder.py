@@ -69,12 +69,7 @@ def test_newest_ones_and_every_nth_stay_when_more_are_written(tmp_path):
     removed = folder.remove_old_checkpoints(tmp_path, 50, keep=2, every=20)
     assert sorted(path.name for path in removed) == ["step_00000010", "step_00000030"]
     assert [folder.step_of(path) for path in folder.checkpoints_newest_first(tmp_path)] == [50, 40, 20]
-
-
-def test_later_ones_go_when_the_run_was_set_back(tmp_path):
-    for step in (10, 20, 30):
-        make(tmp_path, step)
-    folder.remove_old_checkpoints(tmp_path, 20, keep=1, every=None)
+    folder.remove_old_checkpoints(tmp_path, 20, keep=1, every=None)  # the run was set back: later ones go
     assert [folder.step_of(path) for path in folder.checkpoints_newest_first(tmp_path)] == [20]
 
 

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -16,8 +16,7 @@ from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.rollout.workers.worker_backend import WorkerSpec
-from async_rl.runtime.processes import this_process
-from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.supervision import first_error
 from tests.support.run_config import MOE
 
 
@@ -170,65 +169,6 @@ def test_an_engine_on_several_nodes_has_a_place_on_each(tmp_path: Path, silent_r
     assert (asked.count, asked.resources["GPU"]) == (6, 8)
 
 
-class EndedPart(SilentActor):
-    """The actor of the part of an engine on its second node, whose process has ended."""
-
-    @property
-    def wait_exit(self) -> Any:
-        async def ended() -> str:
-            return "killed"
-
-        return type("Ended", (), {"remote": staticmethod(ended)})
-
-
-async def test_an_engine_has_died_when_its_part_on_any_node_ends(
-    tmp_path: Path, silent_ray: SilentRay
-) -> None:
-    silent_ray.actor = lambda *arguments: EndedPart() if arguments[-1] == 1 else SilentActor()
-    cluster = cluster_of(tmp_path, "engine.tp_size=2", "engine.num_nodes=2")
-    died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    async with Nursery() as nursery:
-        nursery.start_task("start", cluster.start_engines())  # never ends, as no actor answers
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        nursery.start_task("watch", cluster.watch_engines(lambda engine, error: died.set_result(f"{error}")))
-        async with asyncio.timeout(60):
-            assert "engine-0 ended: killed" in await died
-        nursery.cancel_tasks()
-
-
-class JoiningPart(SilentActor):
-    """The actor of a part of an engine: it joins the run, and its server never starts."""
-
-    rendezvous_of: ClassVar[list[object]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        answers = {"join_run": this_process("here"), "rendezvous": "10.0.0.1:15000"}
-
-        async def answer(*arguments: object) -> Any:
-            if name == "start_server":
-                self.rendezvous_of.extend(arguments)
-                await SilentCall()
-            return answers[name]
-
-        return type("Call", (), {"remote": staticmethod(lambda *a: asyncio.ensure_future(answer(*a)))})
-
-
-@pytest.mark.parametrize(("num_nodes", "expected"), [(1, [None]), (2, ["10.0.0.1:15000"] * 2)])
-async def test_the_parts_of_an_engine_meet_where_the_first_one_says(
-    tmp_path: Path, silent_ray: SilentRay, num_nodes: int, expected: list[object]
-) -> None:
-    JoiningPart.rendezvous_of.clear()
-    silent_ray.actor = lambda *_: JoiningPart()
-    cluster = cluster_of(tmp_path, "engine.tp_size=2", f"engine.num_nodes={num_nodes}")
-    async with Nursery() as nursery, asyncio.timeout(60):
-        nursery.start_task("start", cluster.start_engines())
-        while len(JoiningPart.rendezvous_of) < num_nodes:  # noqa: ASYNC110 - a fake actor notifies no one
-            await asyncio.sleep(0.01)
-        nursery.cancel_tasks()
-    assert JoiningPart.rendezvous_of == expected
-
-
 async def test_a_model_has_engines_of_its_own_and_places_for_them(
     tmp_path: Path, silent_ray: SilentRay
 ) -> None:
@@ -256,9 +196,8 @@ async def ends_after(
 async def test_placements_are_waited_for_as_long_as_the_config_says(
     tmp_path: Path, silent_ray: SilentRay
 ) -> None:
-    cluster = cluster_of(
-        tmp_path, "placement.wait_s=7", "engine.start_timeout_s=1", "trainer.start_timeout_s=1"
-    )
+    limits = ("engine.start_timeout_s=1", "trainer.start_timeout_s=1")
+    cluster = cluster_of(tmp_path, "placement.wait_s=7", *limits)
     await ends_after(cluster.start_engines())
     await ends_after(cluster.start_trainer())
     assert RecordedPlacements.limits == [7, 7]
@@ -309,8 +248,9 @@ async def test_an_engine_gets_a_port_during_a_step_when_weights_are_sent_beside_
     assert await ends_after(await open_port(), TrainerError) == 70
 
 
-async def start_worker(config: Any, folder: Path, node: str | None = None) -> None:
-    spec = WorkerSpec(name="worker 0", config=config, folder=folder, frames=folder, inspected=None, node=node)
+async def start_worker(folder: Path, *overrides: str) -> None:
+    config = parse_config(tree_of(folder, *overrides))
+    spec = WorkerSpec(name="worker 0", config=config, folder=folder, frames=folder, inspected=None, node=None)
     async with rollout_worker_actor.rollout_worker(spec, SETUP, folder / "log"):
         pass
 
@@ -318,27 +258,14 @@ async def start_worker(config: Any, folder: Path, node: str | None = None) -> No
 async def test_a_start_of_rollout_workers_ends_with_an_error_after_its_limit(
     tmp_path: Path, silent_ray: SilentRay
 ) -> None:
-    config = parse_config(tree_of(tmp_path, "rollout.worker_start_timeout_s=70"))
-    assert await ends_after(start_worker(config, tmp_path)) == 70
+    assert await ends_after(start_worker(tmp_path, "rollout.worker_start_timeout_s=70")) == 70
 
 
 async def test_a_rollout_worker_reserves_its_cpus_and_runs_where_its_resources_are(
     tmp_path: Path, silent_ray: SilentRay
 ) -> None:
     reserved = ("placement.cpus_per_rollout_worker=3", "placement.resources_per_rollout_worker={near: 2}")
-    await ends_after(start_worker(parse_config(tree_of(tmp_path, *reserved)), tmp_path))
+    await ends_after(start_worker(tmp_path, *reserved))
     (options,) = silent_ray.options_of
     assert options["num_cpus"] == 3
     assert (options["resources"], options["scheduling_strategy"]) == ({"near": 2}, "SPREAD")
-
-
-@pytest.mark.parametrize("alive", [True, False])
-async def test_a_rollout_worker_starts_at_the_node_of_the_journal_if_it_can(
-    alive: bool, tmp_path: Path, silent_ray: SilentRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = {"b0" * 28: "10.0.0.7"} if alive else {}
-    monkeypatch.setattr(rollout_worker_actor, "node_addresses", lambda: nodes)
-    await ends_after(start_worker(parse_config(tree_of(tmp_path)), tmp_path, "10.0.0.7"))
-    (options,) = silent_ray.options_of
-    strategy = options["scheduling_strategy"]
-    assert (strategy.node_id, strategy.soft) == ("b0" * 28, True) if alive else strategy == "SPREAD"

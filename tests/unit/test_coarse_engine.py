@@ -47,15 +47,6 @@ async def update(engine: CoarseEngine, mode: str, version: int = 1) -> None:
     await engine.resume_generation(mode)  # type: ignore[arg-type]
 
 
-async def test_call_takes_its_prefill_and_its_steps_when_it_is_alone() -> None:
-    engine = CoarseEngine("e", SPEED)
-    ended_s, tokens, finish = await ask(engine, request(100))
-    assert ended_s == pytest.approx(10 / 1000 + 100 * 0.02)
-    assert tokens == 100
-    assert finish.reason == "stop"
-    assert [(s.start, s.end, s.weight_version) for s in finish.version_spans] == [(0, 100, 0)]
-
-
 async def test_calls_slow_each_other_down_and_wait_when_slots_are_taken() -> None:
     engine = CoarseEngine("e", SPEED)
     ends = [e for e, _, _ in await asyncio.gather(*(ask(engine, request(n)) for n in (50, 100, 100)))]

@@ -23,7 +23,6 @@ from async_rl.rollout.rewards.http_rewards import request_of
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.run.preflight import check_config
 from async_rl.runtime import yaml12
-from async_rl.runtime.worker_processes import processes_asked
 from tests.support.pages import blocks
 from tests.support.reward_functions import make_completion
 from tests.support.run_config import config_of, write_run
@@ -47,13 +46,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path)
     plain, verl, slime = ROWS
-    for name, row in (
-        ("gsm8k", plain),
-        ("verl", verl),
-        ("slime", slime),
-        ("custom", CUSTOM),
-        ("code", TESTS),
-    ):
+    rows = {"gsm8k": plain, "verl": verl, "slime": slime, "custom": CUSTOM, "code": TESTS}
+    for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     bare = {key: value for key, value in verl.items() if key != "agent_name"}
     pq.write_table(pa.Table.from_pylist([bare]), tmp_path / "train.parquet")
@@ -65,10 +59,8 @@ def test_a_row_of_the_page_is_a_task(folder: Path, name: str, schema: str) -> No
     tasks = load_tasks(DataConfig(path=f"{name}.jsonl"))
     assert (tasks.datasets[0].schema, tasks[0].answer) == (schema, "42")
     assert tasks[0].messages == [{"role": "user", "content": "What is 17 + 25?"}]
-    assert (len(tasks[0].tools), tasks[0].metadata.get("level")) == (
-        int(schema == "slime"),
-        None if schema == "verl" else "easy",
-    )
+    assert len(tasks[0].tools) == int(schema == "slime")
+    assert tasks[0].metadata.get("level") == (None if schema == "verl" else "easy")
 
 
 @pytest.mark.parametrize("text", blocks(PAGE, "yaml", "## Datasets"))
@@ -94,14 +86,6 @@ def test_bad_rows_are_said_as_on_the_page(folder: Path) -> None:
         load_tasks(DataConfig(path="bad.jsonl"))
     (shown,) = (block for block in blocks(PAGE, "", "## Datasets") if "malformed examples" in block)
     assert f"async-rl: {raised.value}\n" == shown
-
-
-@pytest.mark.parametrize("key", ["agent_loop", "reward_function"])
-def test_a_task_is_named_when_it_names_what_there_is_not(folder: Path, key: str) -> None:
-    row = {"id": "seven", "messages": "x", key: "nowhere"}
-    (folder / "tasks.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ConfigError, match=r"^task seven: .* 'nowhere' is neither a dotted path nor a name"):
-        check_config(load_config(folder / "run.yaml"))
 
 
 # -- Rewards -------------------------------------------------------------------------------------------------
@@ -158,10 +142,6 @@ async def test_the_groups_function_of_the_page_compares(modules: None) -> None:
     rewards = rewards_of(reward="my_rewards:longest_is_best")
     scores = await rewards.score_group(make_task(), [make_completion("a"), make_completion("abc")])
     assert scores == [{"reward": 0.0}, {"reward": 1.0}]
-
-
-def test_the_function_that_computes_asks_for_processes(modules: None) -> None:
-    assert processes_asked(importlib.import_module("my_rewards").slow_check) == 4
 
 
 def test_a_request_is_what_the_page_says() -> None:

@@ -94,16 +94,8 @@ def test_no_mutation_of_a_message_makes_anything_but_the_documented_error() -> N
         data = bytearray(rng.choice(valid))
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(data))
-            match rng.randrange(4):
-                case 0:
-                    data[at] = rng.randrange(256)
-                case 1:
-                    del data[at:]
-                    data += bytes(1)
-                case 2:
-                    data[at:at] = rng.randbytes(rng.randint(1, 9))
-                case 3:
-                    data[at : at + 8] = rng.choice([bytes(8), b"\xff" * 8])
+            end = rng.choice([at, at + 1, at + 8, len(data)])
+            data[at:end] = rng.choice([rng.randbytes(1), rng.randbytes(9), bytes(8), b"\xff" * 8])
         try:
             messages.decode(bytes(data))
         except WorkerLost:
@@ -200,18 +192,7 @@ def test_engines_get_no_option_to_run_a_models_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize(
     "piece",
-    [
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        '{"name": ',
-        "[[[[",
-        '{"a":',
-        "<function=f><parameter=",
-        "```",
-        '\\"',
-        "<|",
-    ],
+    ["<tool_call>", "</tool_call>", "<think>", '{"name": ', "[[[[", "<function=f><parameter=", "```", '\\"'],
 )
 def test_parsers_end_on_hostile_text(name: str, piece: str) -> None:
     parser = load_parser(name)

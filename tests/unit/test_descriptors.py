@@ -89,22 +89,11 @@ def test_agents_count_in_the_driver_or_in_the_workers(monkeypatch: pytest.Monkey
         check_descriptors(config_with(max_concurrent_trajectories=100, num_workers=1), (Loop(),))
 
 
-@pytest.mark.parametrize(
-    ("changed", "part", "expected"),
-    [
-        ({"max_concurrent_trajectories": 50}, "calls to engines", 50),
-        ({"max_concurrent_trajectories": 50, "max_branches": 3}, "calls to engines", 200),
-        ({"num_workers": 5}, "rollout workers", 20),
-        ({}, "engines", 6),
-    ],
-)
-def test_what_a_config_needs_follows_from_its_settings(
-    changed: dict[str, Any], part: str, expected: int
-) -> None:
-    config = config_with(**changed)
-    needs = needs_of(config).driver
-    assert (needs[part], needs["calls to models"]) == (expected, 0)
+def test_what_a_config_needs_follows_from_its_settings() -> None:
+    needs = needs_of(config_with(max_concurrent_trajectories=50, max_branches=3)).driver
+    assert (needs["calls to engines"], needs["calls to models"], needs["engines"]) == (200, 0, 6)
     assert needs["the queue"] == 8  # however many groups are outstanding: their files are closed
+    assert needs_of(config_with(num_workers=5)).driver["rollout workers"] == 20
 
 
 def test_judges_and_teachers_count_where_sessions_are() -> None:

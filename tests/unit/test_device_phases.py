@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import suppress
 from typing import get_args
 
 import pytest
@@ -59,23 +60,23 @@ async def test_a_lease_holder_waits_for_the_engines_phase() -> None:
     assert order == ["trained", "engine"]
 
 
-@pytest.mark.parametrize("ends", ["well", "by an error"])
-async def test_the_trainer_waits_for_the_lease_holders(ends: str) -> None:
+async def test_the_trainer_waits_for_the_lease_holders_however_they_end() -> None:
     phases, order = DevicePhases(), list[str]()
 
     async def start_an_engine(seconds: float) -> None:
-        async with phases.lease_engines():
-            await asyncio.sleep(seconds)
-            order.append(f"engine after {seconds:.0f} s")
-            if ends == "by an error":
-                raise RuntimeError("it does not come up")
+        with suppress(RuntimeError):
+            async with phases.lease_engines():
+                await asyncio.sleep(seconds)
+                order.append(f"engine after {seconds:.0f} s")
+                if seconds > 5.0:
+                    raise RuntimeError("it does not come up")
 
     async with asyncio.TaskGroup() as group:
         for seconds in (5.0, 9.0):
-            group.create_task(_caught(start_an_engine(seconds)))
+            group.create_task(start_an_engine(seconds))
         await asyncio.sleep(1.0)
         phases.enter_phase("to trainer")
-        late = group.create_task(_caught(start_an_engine(0.0)))
+        late = group.create_task(start_an_engine(0.0))
         with pytest.raises(InvariantError, match="2 lease holders"):
             phases.enter_phase("trainer")
         await phases.wait_for_lease_holders()
@@ -83,13 +84,6 @@ async def test_the_trainer_waits_for_the_lease_holders(ends: str) -> None:
         order.append("trainer")
         late.cancel()
     assert order == ["engine after 5 s", "engine after 9 s", "trainer"]
-
-
-async def _caught(starting: object) -> None:
-    try:
-        await starting  # type: ignore[misc]
-    except RuntimeError:
-        return
 
 
 async def test_the_end_of_the_engines_phase_is_seen_while_lease_holders_are_left() -> None:

@@ -232,20 +232,9 @@ def test_a_wait_without_a_limit_is_no_fault_while_the_run_moves() -> None:
     assert look(wait(LOOP, "disk", age_s=400.0)).causes[0].problem == "hangs"
 
 
-def test_an_unlikely_state_of_one_moment_is_no_fault_while_the_run_moves() -> None:
-    lost = look(wait(LOOP, "batch"), quiet_s=1.0, queue=queue("gone", due=("gone",)))
-    assert problems(lost) == [("none", "group")]
-
-
 def test_the_engines_own_watch_judges_calls_while_the_run_moves() -> None:
     """sglang#22511: a call in the queue of a busy engine is not a hang."""
     assert look(wait(WaitNode("trajectory", "g-0"), "first chunk", "engine-0"), quiet_s=0.1).state == "moving"
-
-
-def test_work_without_a_name_is_said_to_be_so() -> None:
-    diagnosis = look(actors=[actor(LOOP)])
-    assert (diagnosis.causes[0].problem, diagnosis.causes[0].target) == ("unnamed", "train loop")
-    assert diagnosis.state == "stalled"
 
 
 @pytest.mark.parametrize("kind", WAIT_KINDS)

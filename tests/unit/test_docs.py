@@ -100,17 +100,6 @@ def test_what_a_page_names_exists(page: str) -> None:
         assert sorted(set(find(page))) == [], find.__name__
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
-    reached, left = {"README.md"}, ["README.md"]
-    while left:
-        for file, _ in links(left.pop()):
-            page = f"{file}/README.md" if (ROOT / file).is_dir() else file
-            if page in PAGES and page not in reached:
-                reached.add(page)
-                left.append(page)
-    assert set(PAGES) - reached <= {"CHANGELOG.md"}
-
-
 def test_pages_that_code_and_configs_name_exist() -> None:
     named = {
         (str(path.relative_to(ROOT)), name)

@@ -13,10 +13,9 @@ import pytest
 from async_rl.config import DoctorConfig, load_config
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import StallError
-from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.planning.virtual_time import VirtualTimeLoop
-from async_rl.run.doctor import Doctor, recording_waits, wait_limits
+from async_rl.run.doctor import Doctor, recording_waits
 from async_rl.runtime.supervision import contained, services
 from async_rl.runtime.waits import Waits, acting, waiting
 from tests.support.run_config import write_run
@@ -55,10 +54,7 @@ def test_a_stall_is_said_again_only_after_growing_times(
         assert len(said) == 4  # at 45, 85, 165 and 325 seconds
         assert bench.value("stalls_total", awaited="slot") == 1
         assert bench.value("seconds_since_progress") == 600
-        assert bench.value("oldest_wait_seconds", awaited="slot") == 600
         bench.waits.note_progress()
-        bench.doctor.check_progress()
-        assert bench.value("seconds_since_progress") == 0
         bench.look_until(700)
     assert bench.value("stalls_total", awaited="slot") == 2
 
@@ -95,54 +91,27 @@ async def test_time_in_which_the_event_loop_stood_still_is_no_stall(tmp_path: Pa
     assert bench.waits.quiet_s < 40
 
 
-def test_limits_are_those_of_the_config(tmp_path: Path) -> None:
-    config = load_config(write_run(tmp_path), ["trainer.step_timeout_s=77", "rollout.tool_timeout_s=7"])
-    assert (wait_limits(config)["trainer step"], wait_limits(config)["tool"]) == (77, 7)
-
-
-def compute_without_an_await(until: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not until() and time.monotonic() < end:
-        pass
-
-
 @pytest.mark.real_time
-async def test_a_blocked_event_loop_is_said_with_what_it_executes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_config_sets_from_when_on_an_event_loop_is_blocked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """prime-rl#1713: an event loop that lags by minutes."""
-    metrics = Metrics()
-    with LoopWatchdog(metrics, blocked_s=0.1):
-        compute_without_an_await(lambda: caplog.records)
+
+    def compute_without_an_await() -> None:
+        end = time.monotonic() + 5
+        while not caplog.records and time.monotonic() < end:
+            pass
+
+    metrics, waits = Metrics(), Waits()
+    async with recording_waits(waits, metrics, DoctorConfig(blocked_s=0.1)):
+        with waiting("checkpoint"):
+            assert [str(wait.who) for wait in waits.open_waits()] == ["run"]
+        compute_without_an_await()
         value = metrics.registry.get_sample_value
         while value("async_rl_event_loop_lag_seconds_sum") <= 0.05:  # noqa: ASYNC110 - a thread observes it
             await asyncio.sleep(0)
     assert "compute_without_an_await" in caplog.text
     assert value("async_rl_event_loop_blocked_total") >= 1
-
-
-@pytest.mark.real_time
-async def test_the_config_sets_from_when_on_an_event_loop_is_blocked() -> None:
-    metrics = Metrics()
-    async with recording_waits(Waits(), metrics, DoctorConfig(blocked_s=0.1)):
-        compute_without_an_await(
-            lambda: metrics.registry.get_sample_value("async_rl_event_loop_blocked_total")
-        )
-    assert metrics.registry.get_sample_value("async_rl_event_loop_blocked_total") >= 1
-
-
-@pytest.mark.real_time
-async def test_a_loop_that_waits_is_not_blocked(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    metrics = Metrics()
-    with LoopWatchdog(metrics, blocked_s=600):
-        await asyncio.sleep(0.05)
-    assert metrics.registry.get_sample_value("async_rl_event_loop_blocked_total") == 0
-    assert caplog.text == ""
-
-
-async def test_waits_belong_to_the_run_that_is_watched(tmp_path: Path) -> None:
-    waits = Waits()
-    async with recording_waits(waits, Metrics(), load_config(write_run(tmp_path)).doctor):
-        with waiting("checkpoint"):
-            assert [str(wait.who) for wait in waits.open_waits()] == ["run"]
 
 
 def test_a_stall_is_treated_though_a_wait_was_overdue_before(tmp_path: Path) -> None:

@@ -184,6 +184,11 @@ async def test_a_worker_whose_network_is_back_goes_on() -> None:
             assert driver.engine_of(waits) is None
             await asyncio.sleep(LIMIT_S)
             driver.answer(waits)
+        for _ in range(3):
+            await driver.fail_calls()
+        await asyncio.sleep(3600.0)  # it makes no calls for long
+        await driver.fail_calls()
+        await asyncio.sleep(1.0)
         assert len(driver.serving) == 3
 
 
@@ -232,16 +237,6 @@ async def test_calls_go_to_other_engines_while_one_is_asked_that_does_not_answer
         for _ in range(4):
             assert driver.engine_of(driver.call()) not in (None, hung.engine_id)
             await asyncio.sleep(1.0)
-
-
-async def test_a_worker_that_makes_no_calls_for_long_is_not_ended_for_that() -> None:
-    driver = Driver(2)
-    async with driver.running():
-        for _ in range(3):
-            await driver.fail_calls()
-        await asyncio.sleep(3600.0)
-        await driver.fail_calls()
-        await asyncio.sleep(1.0)
 
 
 async def test_many_streams_that_one_engine_loses_at_once_are_one_strike() -> None:

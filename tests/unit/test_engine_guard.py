@@ -6,7 +6,6 @@ import asyncio
 import importlib.metadata
 import mmap
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -59,28 +58,6 @@ def test_its_exit_code_is_passed_on_when_the_server_ends(tmp_path: Path) -> None
     assert not (tmp_path / "scratch").exists()
 
 
-def test_it_starts_while_others_delete_folders_in_shared_memory(tmp_path: Path) -> None:
-    churn = (
-        "import os, shutil, tempfile\n"
-        "print('begun', flush=True)\n"
-        "while True:\n"
-        "    top = tempfile.mkdtemp(prefix='async_rl_churn_', dir='/dev/shm')\n"
-        "    for number in range(200): os.makedirs(f'{top}/{number}/below')\n"
-        "    shutil.rmtree(top)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", churn], stdout=subprocess.PIPE) as busy:
-        assert busy.stdout is not None
-        busy.stdout.readline()
-        try:
-            for number in range(4):
-                with start(tmp_path / f"{number}", "raise SystemExit(7)") as process:
-                    assert process.wait(10) == 7
-        finally:
-            busy.kill()
-    for left in Path("/dev/shm").glob("async_rl_churn_*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
 def test_the_whole_group_ends_when_the_guard_is_told_to(tmp_path: Path) -> None:
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SERVER!r}])"
     with start(tmp_path / "scratch", child) as process:
@@ -104,18 +81,14 @@ def test_shared_memory_is_unlinked_when_the_server_leaves_some(tmp_path: Path, s
     assert not shared_file.exists()
 
 
-MAPPINGS = {
-    "weights that it only reads": ("rb", "mmap.ACCESS_READ"),
-    "weights that it maps privately": ("r+b", "mmap.ACCESS_COPY"),
-    "memory of another process": ("r+b", "mmap.ACCESS_WRITE"),
-}
-
-
-@pytest.mark.parametrize("kind", MAPPINGS)
+@pytest.mark.parametrize(
+    ("mode", "access"),
+    [("rb", "mmap.ACCESS_READ"), ("r+b", "mmap.ACCESS_COPY"), ("r+b", "mmap.ACCESS_WRITE")],
+    ids=["weights that it only reads", "weights that it maps privately", "memory of another process"],
+)
 def test_files_in_shared_memory_stay_when_others_made_them(
-    tmp_path: Path, shared_file: Path, kind: str
+    tmp_path: Path, shared_file: Path, mode: str, access: str
 ) -> None:
-    mode, access = MAPPINGS[kind]
     making = shared_file.with_suffix(".making")
     program = (
         "import mmap, os, time\nprint('begun', flush=True)\n"  # the guard has seen what was there before it

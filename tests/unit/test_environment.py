@@ -37,27 +37,20 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makeini("[pytest]\nmarkers = needs\nasyncio_default_fixture_loop_scope = function")
 
 
-def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return pytester.runpytest_inprocess("-p", "tests.support.environment", *options)
+def run(pytester: pytest.Pytester) -> pytest.RunResult:
+    return pytester.runpytest_inprocess("-p", "tests.support.environment")
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("options", [(), ("-q",), ("-n", "1")])
-def test_the_last_lines_name_what_is_missing_and_the_remedy(
-    pytester: pytest.Pytester, options: tuple[str, ...]
+def test_what_is_missing_is_named_in_the_last_lines_and_an_error_in_ci(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = run(pytester, *options)
+    result = run(pytester)
     assert result.ret == 0
     result.assert_outcomes(passed=1, skipped=2)
     assert result.outlines[-2:] == [
         "LEFT OUT: 2 tests that need a boat: there is no water",
         "  To run them: move to the sea.",
     ]
-
-
-def test_what_is_missing_is_an_error_in_ci(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("CI", "true")
     result = run(pytester)
     assert result.ret == 1
@@ -65,27 +58,6 @@ def test_what_is_missing_is_an_error_in_ci(
     result.stdout.fnmatch_lines(
         ["*needs a boat: there is no water. Remedy: move to the sea; or ASYNC_RL_WITHOUT=a boat"]
     )
-    assert "LEFT OUT" not in result.stdout.str()
-
-
-def test_a_service_of_others_that_does_not_answer_is_no_error_in_ci(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytester.makepyfile(SUITE.replace('"move to the sea"', '"move to the sea", required_in_ci=False'))
-    monkeypatch.setenv("CI", "true")
-    result = run(pytester)
-    assert result.ret == 0
-    assert result.outlines[-2:] == [
-        "LEFT OUT: 2 tests that need a boat: there is no water",
-        "  To run them: move to the sea.",
-    ]
-
-
-@pytest.mark.parametrize("ci", ["true", ""])
-def test_tests_are_skipped_on_purpose_in_ci_too(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: str
-) -> None:
-    monkeypatch.setenv("CI", ci)
     monkeypatch.setenv("ASYNC_RL_WITHOUT", "something,a boat")
     result = run(pytester)
     assert result.ret == 0

@@ -26,11 +26,6 @@ def test_positions_that_are_pending_come_first_when_a_run_is_resumed():
     assert drain(make_feeder(epochs=2, start=4, pending=[3, 1])) == [(1, "1"), (3, "0"), (4, "1"), (5, "2")]
 
 
-def test_data_never_ends_when_epochs_are_not_set():
-    feeder = make_feeder(epochs=None)
-    assert [feeder.next_task()[0] for _ in range(10)] == list(range(10))
-
-
 def test_a_task_comes_again_after_others_when_it_is_retried():
     feeder = make_feeder(epochs=None, max_retries=2, retry_after=2)
     assert feeder.next_task()[0] == 0

@@ -6,18 +6,14 @@ import codecs
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
-import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -25,15 +21,9 @@ from safetensors.numpy import save_file
 
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.cli.main import main
-from async_rl.cli.plan import PlanProgress
-from async_rl.config import apply_override, load_config, reference
+from async_rl.config import apply_override, reference
 from async_rl.engine_protocol import EngineHealth
 from async_rl.errors import ConfigError
-from async_rl.observability.console_report import reward_chart
-from async_rl.observability.page.html_report import write_report
-from async_rl.observability.records import StepRecord, TrajectoryCounts
-from async_rl.observability.text_console import TextConsole
-from async_rl.run.folder import logging_to
 from async_rl.runtime import yaml12
 from tests.support.finished_run import records, write_run_folder
 from tests.support.run_config import write_run
@@ -51,28 +41,18 @@ Refused = Callable[..., str]
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run a command that must end with exit code 2 and one sentence; return the sentence."""
 
-    def run(*words: Any, lines: int = 1) -> str:
+    def run(*words: Any) -> str:
         assert main([str(word) for word in words]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.startswith("async-rl: ")
-        assert len(captured.err.splitlines()) == lines
+        assert len(captured.err.splitlines()) == 1
         return captured.err
 
     return run
 
 
 # -- plan --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.real
-def test_plan_works_for_every_example_with_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
-    for path in CONFIGS:
-        if load_config(path).has_tasks and path.parent.name != "heavy_tail":  # 8 engines take longer
-            assert main(["plan", str(path), "--versions", "2", "--warmup", "1"]) == 0, path
-            captured = capsys.readouterr()
-            assert "of the fluid bound" in captured.out
-            assert "simulating" in captured.err
 
 
 def test_plan_does_not_mind_limits_of_real_tokens_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,20 +65,6 @@ def test_plan_does_not_mind_limits_of_real_tokens_and_engines(capsys: pytest.Cap
     ]
     assert main(["plan", str(QUICKSTART), *words]) == 0
     assert "of the fluid bound" in capsys.readouterr().out
-
-
-def test_plan_prints_its_progress_now_and_then_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    now_s = 0.0
-    with PlanProgress(TextConsole(), engines=8, steps=20, clock=lambda: now_s) as progress:
-        for step in range(1, 21):
-            now_s += 3.0
-            progress.show_step(step)
-    assert capsys.readouterr().out.splitlines() == [
-        "simulating 8 engines: 20 steps",
-        *(f"simulating 8 engines: step {step} of 20" for step in (4, 8, 12, 16, 20)),
-    ]
 
 
 # -- servers started elsewhere -----------------------------------------------------------------------------
@@ -127,19 +93,6 @@ def test_rollout_refuses_a_server_of_another_model(calculator: Path) -> None:
         rollout(QUICKSTART, overrides, number=1, open_engines=open_engines)
 
 
-def test_rollout_says_that_it_waits_for_a_server(
-    calculator: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = calculator / "data" / "tasks.jsonl"
-    words = [f"model.path={calculator / 'model'}", f"data.path={data}", "engine.start_timeout_s=0.1"]
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
-    assert main(["rollout", str(QUICKSTART), *words, f"engine.urls=['{url}']"]) == 3
-    waiting, said = capsys.readouterr().err.splitlines()
-    assert waiting == f"waiting for the server at {url}, for up to engine.start_timeout_s = 0.1 s"
-    assert f"engine-0 at {url} did not answer within engine.start_timeout_s = 0.1" in said
-
-
 # -- check: the model's files ------------------------------------------------------------------------------
 
 
@@ -155,11 +108,9 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path, refused: Refused) -
 def test_weights_that_are_truncated_are_refused(tmp_path: Path, refused: Refused) -> None:
     path, file = write_run(tmp_path), tmp_path / "model" / "model.safetensors"
     whole = file.read_bytes()
-    for size in (len(whole) - 1, 300, 40, 5, 0):
+    for size in (len(whole) - 1, 40, 5, 0):
         file.write_bytes(whole[:size])
-        said = refused("check", path)
-        assert "truncated" in said
-        assert str(file) in said
+        assert "truncated" in refused("check", path)
     file.write_bytes(whole + b"more")
     assert "it is damaged" in refused("check", path)
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
@@ -204,28 +155,8 @@ def test_weights_of_another_size_or_without_some_layers_are_refused(
     write_config(tmp_path, num_hidden_layers=3, hidden_size=128)
     columns = "has hidden_size 128, but model.embed_tokens.weight in model.safetensors has 64 columns"
     assert columns in refused("check", path)
-    write_config(tmp_path, vocab_size=96)
-    rows = "has vocab_size 96, but model.embed_tokens.weight in model.safetensors has 512 rows"
-    assert rows in refused("check", path)
-
-
-def test_a_config_of_a_model_that_cannot_be_read_is_refused(tmp_path: Path, refused: Refused) -> None:
-    path = write_run(tmp_path)
-    for value in ("many", None):
-        write_config(tmp_path, vocab_size=value)
-        assert "config.json has a value that is no number: in" in refused("check", path)
-    file = tmp_path / "model" / "config.json"
-    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
-    assert "config.json begins with a byte-order mark: save it as UTF-8 without one" in refused("check", path)
-
-
-def test_a_folder_without_a_tokenizer_is_refused_in_one_line(
-    calculator: Path, tmp_path: Path, refused: Refused
-) -> None:
-    path = write_run(tmp_path)
-    file = "tokenizer_config.json"
-    (tmp_path / "model" / file).write_bytes((calculator / "model" / file).read_bytes())
-    assert "the tokenizer cannot be read: Couldn't instantiate" in refused("check", path)
+    write_config(tmp_path, vocab_size="many")
+    assert "config.json has a value that is no number: in" in refused("check", path)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
@@ -258,7 +189,6 @@ class Fails:
     def __init__(self): open("/nowhere/index")
     async def run(self, task, session): ...
 
-def no_parameters(): return 1.0
 def good(task, completion, scale=1.0): return 1.0
 def verl(solution_str, ground_truth): return 1.0
 """
@@ -280,17 +210,10 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        (
-            "rollout.agent_loop=code_beside:NotAsync",
-            "its `run` is not async; expected `async def run(self, task",
-        ),
+        ("rollout.agent_loop=code_beside:NotAsync", "`run` is not async; expected `async def run(self, task"),
         ("rollout.agent_loop=code_beside:NoRun", "has no method `run`; expected `async def run(self, task"),
         ("rollout.agent_loop=code_beside:OneArgument", "cannot be called: too many positional arguments"),
         ("rollout.agent_loop=code_beside:Fails", "cannot be made: FileNotFoundError: "),
-        (
-            "rollout.reward=code_beside:no_parameters",
-            "does not accept a call with (task, completion): too many",
-        ),
         ("rollout.reward=code_beside:verl", "does not accept a call with (data_source=, solution_str=, "),
         (
             "rollout.rewards={r: {function: 'code_beside:good', args: {factor: 2}}}",
@@ -319,12 +242,9 @@ def test_a_fixed_port_is_refused_before_a_start_when_two_processes_would_need_it
     ]
     assert main(["check", str(beside), *words]) == 0
     capsys.readouterr()
-    evaluated = "evaluation.every=1"
-    assert "is set: evaluations would serve" in refused("check", beside, *words, evaluated)
+    assert "is set: evaluations would serve" in refused("check", beside, *words, "evaluation.every=1")
     workers = refused("check", beside, *words, "engine.kind=sglang", "rollout.num_workers=2")
     assert "rollout.num_workers is 2: all of them, on this machine, would serve at it" in workers
-    # `rollout` evaluates nothing, so there the port does not matter.
-    assert "no task 'no-such'" in refused("rollout", beside, *words, evaluated, "--task", "no-such")
 
 
 def test_a_module_beside_the_config_is_found_from_another_folder(
@@ -347,46 +267,24 @@ def test_a_file_beside_the_config_shadows_no_package(beside: Path) -> None:
 # -- supervised configs, and the schema --------------------------------------------------------------------
 
 
-def supervised(tmp_path: Path, *overrides: str) -> Path:
-    path = write_run(tmp_path)
-    tree = yaml.safe_load(path.read_text())
-    del tree["data"]
-    tree["sft"] = {"path": str(tmp_path / "conversations.jsonl")}
-    del tree["rollout"], tree["trainer"]
-    for override in overrides:
-        apply_override(tree, override)
+def test_a_supervised_config_is_checked_and_other_commands_name_sft(
+    calculator: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, conversations = write_run(tmp_path), tmp_path / "conversations.jsonl"
+    tree = {"model": {"path": str(calculator / "model")}, "sft": {"max_tokens": 64}}
     path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def test_sft_asks_for_sft_path_and_never_for_data_path(tmp_path: Path, refused: Refused) -> None:
-    path = supervised(tmp_path, "sft={}")
     said = refused("sft", path)
     assert "sft.path is missing" in said
     assert "data.path" not in said
-    said = refused("sft", path, "data.shuffle=false", "sft.path=/nowhere.jsonl")
-    assert "data.path" not in said
-
-
-@pytest.mark.parametrize("command", ["train", "rollout", "plan"])
-def test_other_commands_name_sft_when_a_config_has_only_conversations(
-    tmp_path: Path, refused: Refused, command: str
-) -> None:
-    said = refused(command, supervised(tmp_path))
-    assert "it is one for `async-rl sft`: run that, or set data.path" in said
-
-
-def test_check_checks_the_conversations_of_a_supervised_config(
-    calculator: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = supervised(tmp_path, f"model.path={calculator / 'model'}", "sft.max_tokens=64")
+    tree["sft"]["path"] = str(conversations)
+    path.write_text(yaml.safe_dump(tree))
+    for command in ("train", "rollout", "plan"):
+        assert "it is one for `async-rl sft`: run that, or set data.path" in refused(command, path)
     assert "sft.path: there is no file" in refused("check", path)
-    rows = [{"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}]}]
-    (tmp_path / "conversations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    messages = [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}]
+    conversations.write_text(json.dumps({"messages": messages}))
     assert main(["check", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "# sft: 1 conversations, " in out
-    assert "# sft: 1 steps" in out
+    assert "# sft: 1 conversations, " in capsys.readouterr().out
 
 
 def test_the_schema_accepts_every_shipped_config_and_refuses_what_the_loader_refuses() -> None:
@@ -407,9 +305,7 @@ def test_the_schema_accepts_every_shipped_config_and_refuses_what_the_loader_ref
     ("override", "said"),
     [
         ("rollout.max_staleness=-1", "override 'rollout.max_staleness=-1': Expected 'int' >= 0"),
-        ("rollout.max_stalness=1", "override 'rollout.max_stalness=1': unknown field 'max_stalness'"),
         ("modle.path=x", "override 'modle.path=x': unknown field 'modle'"),
-        ("rollout={max_staleness: -1}", "override 'rollout={max_staleness: -1}': Expected"),
         ("data.datasets=[{pat: x}]", "override 'data.datasets=[{pat: x}]': "),
         ("placement.shared=yes", "found 'yes'; write true"),
         ("rollout={group_size: 2", "'rollout={group_size: 2': the value is not valid YAML: while parsing a"),
@@ -418,30 +314,20 @@ def test_the_schema_accepts_every_shipped_config_and_refuses_what_the_loader_ref
 def test_an_override_is_blamed_for_its_own_mistake(
     tmp_path: Path, refused: Refused, override: str, said: str
 ) -> None:
-    message = refused("check", write_run(tmp_path), "run.max_steps=5", override)
+    path = write_run(tmp_path)
+    message = refused("check", path, "run.max_steps=5", override)
     assert said in message
     assert "run.yaml" not in message
-
-
-def test_the_file_is_blamed_for_its_own_mistake_and_with_overrides_for_a_conflict(
-    tmp_path: Path, refused: Refused
-) -> None:
-    path = write_run(tmp_path)
-    conflict = refused("check", path, "run.max_steps=5", "rollout.max_new_tokens=128")
-    assert f"{path} with rollout.max_new_tokens=128: rollout.max_new_tokens is 128 which leaves" in conflict
     path.write_text(path.read_text().replace("group_size: 2", "group_size: yes"))
-    said = refused("check", path, "rollout.max_staleness=1")
-    assert f"async-rl: {path}: Expected 'int'" in said
+    assert f"async-rl: {path}: Expected 'int'" in refused("check", path, "rollout.max_staleness=1")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("run:\n\tname: x\n", "found character '\\t' that cannot start any token (line 2, column 1)"),
-        ("run: {name: a\n", "is not valid YAML: while parsing a flow mapping, "),
         ("run:\n  name: a\n  seed: 1\n  name: b\n", "the key 'name' is in line 2 already (line 4, column 3)"),
         ("run: " + "[" * 500, "is not valid YAML: its values are nested too deeply"),
-        ("run: {name: a, name: b}\n", "the key 'name' is in line 1 already (line 1, column 16)"),
     ],
 )
 def test_a_file_that_is_no_yaml_is_refused_in_one_line(
@@ -477,23 +363,12 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_run_folder(tmp_path / "runs" / "mine", records(30), max_steps=30)
 
 
-def test_every_command_takes_a_run_by_its_name(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_takes_a_run_by_its_name(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "mine"]) == 0
     assert capsys.readouterr().out == "runs/mine/report.html\n"
     (finished / "url").write_text("http://127.0.0.1:9")
     assert main(["doctor", "mine"]) == 3
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
-    calls: list[Path] = []
-
-    def export(checkpoint: Path, out: Path, **_: Any) -> Any:
-        calls.append(checkpoint)
-        return SimpleNamespace(step=30, checkpoint=checkpoint, skipped_checkpoints=())
-
-    monkeypatch.setattr("trainer.checkpoints.hf_export.export_checkpoint", export)
-    assert main(["export", "--checkpoint", "mine", "--out", "exported"]) == 0
-    assert calls == [Path("runs/mine")]
     quick = ["--versions", "2", "--warmup", "1"]
     assert main(["plan", str(QUICKSTART), "--from", "mine", *quick]) == 0
 
@@ -504,45 +379,3 @@ def test_every_command_takes_a_run_by_its_name(
 def test_a_run_that_is_nowhere_is_named(finished: Path, refused: Refused, words: list[str]) -> None:
     said = refused(*words, "other")
     assert f"there is no run folder 'other' (searched in {Path.cwd()} and in runs/)" in said
-
-
-def test_the_report_counts_the_moment_that_the_summary_counts(finished: Path) -> None:
-    steps = records(30)
-    trained = sum(step.trajectories for step in steps)
-    counts = TrajectoryCounts(
-        dispatched=trained + 12, trained=trained, in_flight=0, queued=5, dropped={"run_ended": 7}
-    )
-
-    def stages_of(counts: TrajectoryCounts) -> str:
-        (finished / "summary.json").write_bytes(msgspec.json.encode({"trajectories": counts}))
-        return write_report(finished).read_text()
-
-    report = stages_of(counts)
-    assert f"{trained + 12:,} dispatched" in report
-    assert "dropped: run ended" in report
-    # A summary of an earlier incarnation is not that of the last step.
-    report = stages_of(msgspec.structs.replace(counts, trained=trained - 8))
-    assert "dropped: run ended" not in report
-
-
-@pytest.mark.parametrize("last", [2, 3, 4, 7, 80, 1234])
-def test_ticks_of_the_reward_curve_are_at_steps(last: int) -> None:
-    steps = [
-        StepRecord(step=step, weight_version=step, time_s=1.0, reward_mean=step / last)
-        for step in range(1, last + 1)
-    ]
-    ticks = reward_chart(steps, width=90, colour=False).plain.splitlines()[-1].split()
-    assert 2 <= len(ticks) <= 10
-    assert {int(tick) for tick in ticks} <= set(range(1, last + 1))
-
-
-# -- logs ----------------------------------------------------------------------------------------------------
-
-
-def test_warnings_about_packages_stay_out_of_the_log_and_others_do_not(tmp_path: Path) -> None:
-    log = tmp_path / "driver.log"
-    with logging_to(log, "info"):
-        for place in ("lib/site-packages/torch/c10d.py", "my_loop/loop.py"):
-            warnings.showwarning(UserWarning(f"said in {place}"), UserWarning, f"/home/me/{place}", 12)
-    assert "said in my_loop/loop.py" in log.read_text()
-    assert "site-packages" not in log.read_text()

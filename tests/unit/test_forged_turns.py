@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from async_rl.config import parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import prompt_rule
 from async_rl.errors import ConfigError
-from async_rl.openai_api.chat_completions import read_request
 from async_rl.types import Task
 from tests.support.templates_of_models import LIKE_OTHERS, TEMPLATES, chat_of
 
@@ -137,13 +135,6 @@ def test_an_object_cannot_forge_a_turn_by_how_it_is_printed() -> None:
     assert controls(chat, ids).count("<｜User｜>") == 0
 
 
-def test_text_is_as_it_was_when_it_has_halves_of_surrogate_pairs() -> None:
-    chat = chat_of("qwen3")
-    ids = chat.append_ids([{"role": "tool", "content": f"\udc00\udc01{FORGED}\ud800"}])
-    assert f"??{FORGED}?" in chat.raw_text(ids)
-    assert controls(chat, ids) == controls(chat, chat.append_ids([{"role": "tool", "content": "4"}]))
-
-
 def test_a_message_that_is_nested_too_deeply_is_refused() -> None:
     nested: Any = "4"
     for _ in range(100_000):
@@ -180,22 +171,3 @@ def test_the_config_names_the_roles_that_are_trusted(calculator: Path, trusted: 
     asked = [Task(task_id="1", messages=[{"role": "user", "content": text}]) for text in ("4", "4<|im_end|>")]
     short, long = map(rule.count, asked)
     assert (long - short == 1) == bool(trusted)
-
-
-def test_an_agents_messages_cannot_forge_a_turn_in_any_role() -> None:
-    chat = chat_of("qwen3")
-    roles = ("system", "user", "assistant", "tool")
-
-    def ids(text: str) -> np.ndarray:
-        body = {
-            "model": "policy",
-            "messages": [
-                {"role": role, "content": [{"type": "text", "text": text}], "tool_call_id": "1", "name": text}
-                for role in roles
-            ],
-            "tools": [{"type": "function", "function": {"name": "f", "description": text}}],
-        }
-        request = read_request(json.dumps(body).encode(), "policy")
-        return chat.prompt_ids(request.messages, request.tools)
-
-    assert controls(chat, ids(FORGED)) == controls(chat, ids("4"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from async_rl.errors import DataError, InvariantError, NodeUnreachable, SpoolFull
+from async_rl.errors import DataError, NodeUnreachable, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue import delivery
 from async_rl.queue.frame_reader import LocalFrameReader
@@ -89,14 +89,6 @@ def nodes(tmp_path: Path) -> Nodes:
     return Nodes(tmp_path)
 
 
-def test_frames_stay_on_the_nodes_of_their_processes(nodes: Nodes) -> None:
-    nodes.spool.store_tree([make_trajectory("ours")])
-    stored = nodes.store("theirs")
-    assert (nodes.files("driver"), nodes.files()) == (["ours"], ["theirs"])
-    assert list(nodes.spool.directory.glob("*/*")) == []
-    assert stored[0].node == NODE
-
-
 def test_completions_are_in_the_folder_of_the_run_until_they_are_scored(nodes: Nodes) -> None:
     completion = Completion(messages=[], text="yes", stop_reason="completed")
     held, unheard = (nodes.worker.store_completion(name, completion) for name in ("a", "b"))
@@ -110,21 +102,6 @@ def test_completions_are_in_the_folder_of_the_run_until_they_are_scored(nodes: N
     nodes.spool.discard([held])
     nodes.spool.delete_discarded()
     assert sorted(path.name for path in nodes.spool.directory.iterdir()) == ["000001-driver", "000002"]
-
-
-def test_frames_of_a_node_that_is_absent_are_deleted_when_it_is_back(nodes: Nodes) -> None:
-    stored = nodes.store("a", "b")
-    nodes.stay_away()
-    nodes.spool.ping_nodes(1.0)
-    assert nodes.spool.absent == {NODE}
-    nodes.spool.discard(stored[:1])
-    nodes.spool.delete_discarded()
-    assert nodes.files() == ["a", "b"]
-    nodes.now_s = 20.0
-    nodes.spool.ping_nodes(1.0)
-    assert nodes.spool.absent == set()
-    nodes.spool.delete_discarded()
-    assert nodes.files() == ["b"]
 
 
 def test_what_a_node_did_not_confirm_to_have_deleted_is_deleted_when_it_is_back(nodes: Nodes) -> None:
@@ -151,40 +128,6 @@ def test_a_restart_deletes_on_other_nodes_what_the_ledger_does_not_name(nodes: N
     assert again.files() == ["kept", "new", "orphan"]  # nothing was asked of the node yet
     again.spool.ping_nodes(1.0)
     assert again.files() == ["kept", "new"]
-
-
-def test_what_an_ended_worker_did_not_report_is_deleted_on_its_node(nodes: Nodes) -> None:
-    nodes.store("reported")
-    nodes.worker.store_tree([make_trajectory("unreported")])
-    nodes.spool.end_folder(nodes.worker.directory, NODE)
-    assert nodes.files() == ["reported"]
-    assert sorted(path.name for path in nodes.spool.directory.iterdir()) == ["000001-driver", "000002"]
-
-
-class LateReader(LocalFrameReader):
-    """Deletes the files of ended processes when a test lets it, as an actor that is slow to start."""
-
-    def begin_keep_only(
-        self, known: Collection[str], in_use: Collection[str], newest: int
-    ) -> Callable[[], None]:
-        self.keep_only = lambda: super(LateReader, self).begin_keep_only(known, in_use, newest)
-        return lambda: None
-
-
-def test_a_worker_that_starts_before_its_node_deletes_keeps_its_frames(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    orphan = nodes.new_worker()
-    orphan.store_tree([make_trajectory("orphan")])
-    again, reader = nodes.again(), LateReader(nodes.disks / NODE)
-    monkeypatch.setattr(again.nodes, "open_reader", lambda *_: reader)
-    again.store("a")
-    again.spool.ping_nodes(1.0)
-    later = again.new_worker()
-    later.store_tree([make_trajectory("b")])
-    reader.keep_only()
-    assert again.files() == ["a", "b"]
-    later.store_tree([make_trajectory("c")])
 
 
 def test_the_driver_before_deletes_nothing_of_workers_that_have_started_since(nodes: Nodes) -> None:
@@ -323,8 +266,7 @@ async def test_a_group_that_its_node_has_no_space_for_waits_for_one_elsewhere(op
     assert queue.statistics().groups_ready == 1
 
 
-@pytest.mark.parametrize("end", ["put", "drop"])
-async def test_an_error_says_so_when_all_groups_wait_for_space(opened: NodesQueue, end: str) -> None:
+async def test_an_error_says_so_when_all_groups_wait_for_space(opened: NodesQueue) -> None:
     queue, nodes = opened.queue, opened.nodes
     opened.dispatch("g", "h", "i")
     g, h, i = (nodes.store(f"{name}-0", f"{name}-1") for name in "ghi")
@@ -335,16 +277,13 @@ async def test_an_error_says_so_when_all_groups_wait_for_space(opened: NodesQueu
         async with Nursery() as nursery:
             nursery.start_task("put", opened.put("h", h))
             await asyncio.sleep(0)
-            if end == "put":
-                nursery.start_task("put", opened.put("i", i))
-            else:
-                queue.drop_group("i", "loop")
+            nursery.start_task("put", opened.put("i", i))
 
     with pytest.raises(ExceptionGroup) as raised:
         await put_all()
     assert {type(error) for error in raised.value.exceptions} == {SpoolFull}
     assert "queue.max_bytes" in str(raised.value.exceptions[0])
-    assert queue.statistics().groups_in_flight == (2 if end == "put" else 1)
+    assert queue.statistics().groups_in_flight == 2
 
 
 async def lose_part_of_a_group(opened: NodesQueue) -> None:
@@ -481,14 +420,6 @@ async def test_a_group_of_a_batch_is_not_reopened(opened: NodesQueue) -> None:
     assert opened.queue.statistics().trained == 4
 
 
-def test_only_queued_trajectories_can_be_reopened(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    ledger.dispatch_group("g", "task", 0, ["a"], 0)
-    with pytest.raises(InvariantError, match="queued are"):
-        ledger.reopen_group("g", ["a"])
-    ledger.close()
-
-
 def test_labels_of_undone_versions_stay_capped_in_a_reopened_group(tmp_path: Path) -> None:
     """Group g was sampled by version 2; then a restart went back to step 1."""
     nodes = Nodes(tmp_path)
@@ -501,10 +432,6 @@ def test_labels_of_undone_versions_stay_capped_in_a_reopened_group(tmp_path: Pat
     (kept,) = ledger.group("g").stored.values()
     assert (kept.trajectory_id, kept.newest_weight_version) == ("g-1", 1)
     ledger.close()
-    again = Ledger(tmp_path / "ledger.sqlite")
-    (kept,) = again.group("g").stored.values()
-    assert (kept.trajectory_id, kept.newest_weight_version) == ("g-1", 1)
-    again.close()
 
 
 def test_a_trajectory_that_begins_again_is_not_released_by_its_earlier_end(tmp_path: Path) -> None:

@@ -34,13 +34,8 @@ def test_gae_matches_the_hand_computed_case(gamma, gae_lambda, expected):
 def test_nothing_trained_has_no_advantages():
     none = np.zeros(0)
     assert [len(found) for found in gae(none, none, none.astype(np.int64), 1.0, 1.0)] == [0, 0]
-    rewards = token_rewards(
-        np.ones(1, np.float32),
-        np.array([1]),
-        np.ones(1, np.float32),
-        np.zeros(3, np.bool_),
-        np.zeros(3, np.int64),
-    )
+    one = np.ones(1, np.float32)
+    rewards = token_rewards(one, np.array([1]), one, np.zeros(3, np.bool_), np.zeros(3, np.int64))
     assert rewards.tolist() == [0, 0, 0]
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
-from async_rl.errors import EnvironmentNotReady
 from tests.gpu.__main__ import main, run
-from tests.gpu.proof import Case, Recorder, absent, check_idle, exit_code, show, write
+from tests.gpu.proof import Case, Recorder, exit_code, show, write
 
 ROOT = Path(__file__).parents[2]
 SUITE = '''
@@ -43,20 +40,16 @@ def test_it_needs_two():
 '''
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    """The table of a suite that was run as the proof runs its own."""
-    folder = tmp_path_factory.mktemp("suite")
+@pytest.mark.real
+def test_each_case_has_a_verdict_and_what_it_measured_when_a_suite_was_run(tmp_path: Path) -> None:
+    folder = tmp_path / "suite"
+    folder.mkdir()
     (folder / "test_suite.py").write_text(SUITE)
     (folder / "test_unimportable.py").write_text("raise RuntimeError('no such library')\n")
     recorder = Recorder(num_gpus=1)
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "--continue-on-collection-errors"]
     pytest.main(["-q", "-p", "no:cacheprovider", *config, str(folder)], [recorder])
-    return list(recorder.cases.values())
-
-
-@pytest.mark.real
-def test_each_case_has_a_verdict_and_what_it_measured_when_a_suite_was_run(cases: list[Case]) -> None:
+    cases = list(recorder.cases.values())
     assert {case.name: case.verdict for case in cases} == {
         "test_it_holds": "held",
         "test_it_breaks": "failed",
@@ -70,12 +63,17 @@ def test_each_case_has_a_verdict_and_what_it_measured_when_a_suite_was_run(cases
     assert "1 + 1" in broken.why
     assert "no such kernel" in left_out.why
     assert "no such library" in by_name["test_unimportable.py"].why
+    text = StringIO()
+    show(cases, "a machine", Console(file=text, width=160))
+    for words in ("What it proves.", "3 GiB/s", "needs more GPUs", "1 of 4 cases held", "no such kernel"):
+        assert words in text.getvalue()
+    write(cases, {"GPU": "none"}, tmp_path / "proof.json")
+    assert json.loads((tmp_path / "proof.json").read_text())["exit_code"] == 1
 
 
 @pytest.mark.parametrize(
     ("verdicts", "code"),
     [
-        (("held", "held"), 0),
         (("held", "needs more GPUs"), 0),
         (("held", "failed"), 1),
         (("held", "did not run"), 1),
@@ -85,28 +83,6 @@ def test_each_case_has_a_verdict_and_what_it_measured_when_a_suite_was_run(cases
 )
 def test_the_exit_code_is_0_only_when_every_case_that_could_run_held(verdicts, code: int) -> None:
     assert exit_code([Case("a", "A.", verdict=verdict) for verdict in verdicts]) == code
-
-
-def test_the_table_and_the_file_say_the_same(cases: list[Case], tmp_path: Path) -> None:
-    text = StringIO()
-    show(cases, "a machine", Console(file=text, width=160))
-    for words in ("What it proves.", "3 GiB/s", "needs more GPUs", "1 of 4 cases held", "no such kernel"):
-        assert words in text.getvalue()
-    write(cases, {"GPU": "none"}, tmp_path / "proof.json")
-    document = json.loads((tmp_path / "proof.json").read_text())
-    assert document["exit_code"] == 1
-    assert [case["verdict"] for case in document["cases"]] == [case.verdict for case in cases]
-    assert {"speed": "3 GiB/s"} in [case["figures"] for case in document["cases"]]
-
-
-def test_missing_distributions_are_named() -> None:
-    assert absent(["torch", "no-such-distribution"]) == ["no-such-distribution"]
-
-
-def test_a_case_that_measures_the_device_is_refused_when_other_processes_use_it() -> None:
-    check_idle(in_use=12 << 30, own=11 << 30)
-    with pytest.raises(EnvironmentNotReady, match=r"9\.0 GiB of the device .* stop the other processes"):
-        check_idle(in_use=12 << 30, own=3 << 30)
 
 
 @pytest.mark.real
@@ -131,11 +107,6 @@ def test_megatron_is_imported_without_warnings_when_transformer_engine_is_there(
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_gpus_are_hidden_when_other_tests_than_those_of_the_gpu_suite_run() -> None:
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert not torch.cuda.is_available()
 
 
 @pytest.mark.long  # it collects the whole GPU suite

@@ -153,31 +153,6 @@ async def test_the_first_call_after_a_restart_has_time_to_compile_kernels_and_la
             bench.pool.serve_engine("a", 0)
 
 
-async def test_an_engine_that_answers_but_does_nothing_is_noticed_by_its_silence() -> None:
-    """Its HTTP process answers, its scheduler hangs."""
-    async with watched("a") as bench:
-        running = bench.start("t1", prompt=500)
-        await asyncio.wait([running])
-        # 60 s, one for the prefill of 500 tokens, an eighth for the look.
-        assert 61.0 <= asyncio.get_running_loop().time() <= 70.0
-        assert bench.state("a") is EngineState.QUARANTINED
-        assert "engine.stall_s" in str(bench.pool.error_of("a"))
-        assert bench.counted("engine_stalls_total", engine="a", kind="silent") == 1
-
-
-async def test_no_engine_is_killed_when_it_is_slow_to_answer_but_streams() -> None:
-    """sglang#22511: a server under load does not get round to health requests."""
-    async with watched("a") as bench:
-        bench.start("t1")
-        bench.engines["a"].answers.clear()
-        await settle()
-        for _ in range(40):
-            bench.engines["a"].say(0, tokens(1))
-            await asyncio.sleep(14.0)  # slower than the probes, faster than a stall
-        assert bench.state("a") is EngineState.SERVING
-        assert bench.engines["a"].probes > 10
-
-
 async def test_no_engine_is_killed_when_calls_wait_long_in_its_queue() -> None:
     async with watched("a") as bench:
         bench.start("running")
@@ -256,19 +231,6 @@ async def test_an_update_waits_for_a_payload_as_long_as_pieces_arrive() -> None:
         assert max(ages_s) <= 300.0
 
 
-async def test_a_request_that_was_ended_ends_though_a_piece_arrives() -> None:
-    async def wait_for_engine() -> None:
-        async with bench.pool.bounded_request("a", 300.0) as request:
-            request.expire()
-            request.extend()
-            await asyncio.Future()
-
-    async with watched("a") as bench:
-        with pytest.raises(TimeoutError):
-            await wait_for_engine()
-        assert asyncio.get_running_loop().time() == 0.0
-
-
 async def test_a_request_that_the_doctor_has_ended_is_not_ended_again() -> None:
     waits = Waits(asyncio.get_running_loop().time)
 
@@ -286,15 +248,6 @@ async def test_a_request_that_the_doctor_has_ended_is_not_ended_again() -> None:
             assert [wait.expire() for wait in list(waits.open)] == [True]
             with pytest.raises(TimeoutError):
                 await updating
-
-
-async def test_the_limit_of_a_request_that_ended_meanwhile_does_not_begin_again() -> None:
-    async with watched("a") as bench:
-        async with bench.pool.bounded_request("a", 300.0) as request:
-            suspended = request.suspended()
-            suspended.__enter__()
-        suspended.__exit__(None, None, None)
-        assert request.due_s is None
 
 
 async def test_an_update_is_no_silence_but_a_missing_answer_ends_it() -> None:

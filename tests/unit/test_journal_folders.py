@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from async_rl.observability.metrics import Metrics, value_of
+from async_rl.observability.metrics import Metrics
 from async_rl.queue import journal_folders
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
@@ -22,7 +20,6 @@ from async_rl.queue.journal_folders import (
     OtherNodes,
 )
 from async_rl.queue.ledger import Ledger
-from async_rl.runtime.waits import Waits, acting
 from async_rl.types import Context, Sampled
 from tests.support.journals import sampled
 from verification.simulation.simulated_workers import SimulatedNodes
@@ -63,49 +60,6 @@ def read(claim: JournalClaim, attempt: int = 1) -> tuple[dict[str, JournalledTra
 
 def lengths(left: dict[str, JournalledTrajectory]) -> dict[str, int]:
     return {name.removeprefix(NAME): state.num_tokens for name, state in left.items()}
-
-
-def test_what_a_process_writes_counts_for_nothing_when_it_has_lost_the_trajectory(tmp_path: Path) -> None:
-    lost = Journal(tmp_path / "000001-w0-1")
-    write(lost, NAME, sampled(5), epoch=1)
-    left, _ = read(claim_of(lost.directory))
-    assert lengths(left) == {"": 5}
-    owner = Journal(tmp_path / "000001-w1-2")
-    owner.claim_trajectories(left, 2)
-    write(lost, NAME, sampled(50), epoch=1)  # cut off from the driver, it goes on
-    assert lengths(read(claim_of(lost.directory, owner.directory))[0]) == {"": 55}  # nothing is claimed yet
-    owner.write_entries()
-    assert owner.pop_written_claims() == [NAME]
-    write(lost, NAME, sampled(500), epoch=1)
-    for folders in ([lost, owner], [owner, lost]):
-        metrics, claim = Metrics(), claim_of(*(each.directory for each in folders))
-        left = asyncio.run(JournalReader(metrics).read_claim(claim, NAME, 1))
-        assert (lengths(left), value_of(metrics.late_results_total)) == ({"": 5}, 1)
-    found = asyncio.run(JournalFolders(tmp_path, 2, {}).restore([NAME]))
-    assert found[NAME].num_sampled_tokens == 5
-    lost.close()
-    owner.close()
-
-
-@pytest.mark.real
-def test_a_claim_that_was_cut_short_leaves_what_it_lacks_to_the_owner_before(tmp_path: Path) -> None:
-    first = Journal(tmp_path / "000001-w0-1")
-    for name, count in ((NAME, 5), (f"{NAME}.1", 7), (f"{NAME}.2", 9)):
-        write(first, name, sampled(count), epoch=1)
-    first.close()
-    left, _ = read(claim_of(first.directory))
-    assert lengths(left) == {"": 5, ".1": 7, ".2": 9}
-    second = Journal(tmp_path / "000001-w1-2")
-    second.claim_trajectories(left, 2)
-    second.write_entries()
-    second.close()
-    (file,) = second.directory.iterdir()
-    whole = file.read_bytes()
-    for kept in (*range(0, len(whole), 40), len(whole)):
-        file.write_bytes(whole[:kept])
-        found, _ = read(claim_of(first.directory, second.directory))
-        assert lengths(found) == lengths(left)
-    assert {state.owner_epoch for state in found.values()} == {2}
 
 
 def test_branches_of_an_owner_before_are_gone_when_the_owner_has_taken_another_course(tmp_path: Path) -> None:
@@ -218,20 +172,6 @@ def test_a_process_that_goes_on_elsewhere_keeps_a_trajectory_until_the_other_has
     assert (first.released, second.released) == ([NAME], [])
 
 
-def test_a_claim_names_the_node_of_its_journal_where_nodes_have_journals_of_their_own(tmp_path: Path) -> None:
-    left_behind(tmp_path / "000001-w0-1", NAME, sampled(5), epoch=1)
-    for ours in (None, "node-a"):
-        folders = JournalFolders(tmp_path, 2, {}, node=ours)
-        known = asyncio.run(folders.restore([NAME]))
-        here = folders.claim_trajectory(NAME, known.values())
-        assert folders.node_of(here) == ours  # the driver has read it
-        folder = folders.add_owner("w1", lambda names: None, "node-b")
-        folders.record_owner(NAME, here, folder)
-        there = folders.claim_trajectory(NAME, known.values())
-        assert folders.node_of(there) == ("node-b" if ours else None)
-        assert folders.node_of(folders.claim_trajectory(NAME, [])) is None  # it begins anew
-
-
 def test_journals_of_other_nodes_are_read_and_deleted_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,44 +212,6 @@ def test_a_process_drops_an_attempt_that_failed_when_the_next_one_runs_elsewhere
     assert (first.released, second.released) == ([NAME], [])
 
 
-def test_folders_that_a_restart_needs_nothing_of_are_deleted(tmp_path: Path) -> None:
-    settled = left_behind(tmp_path / "000001-w0-1", "b" * 32, sampled(5), epoch=1)
-    lost = left_behind(tmp_path / "000001-w0-2", NAME, sampled(5), epoch=2)
-    newest = left_behind(tmp_path / "000001-w1-3", NAME, sampled(6), epoch=3)
-    folders = JournalFolders(tmp_path, 2, {})
-    assert asyncio.run(folders.restore([NAME]))[NAME].num_sampled_tokens == 6
-    assert not settled.exists()
-    assert newest.exists()
-    assert not lost.exists()
-
-
-@pytest.mark.real_time  # journals are read in a thread
-async def test_the_event_loop_runs_while_journals_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in (1, 2, 3):
-        left_behind(tmp_path / f"000001-w{number}-{number}", NAME, sampled(number), epoch=number)
-    honest, loop, waits = journal_folders.read_journal, asyncio.get_running_loop(), Waits()
-    shown: list[str] = []
-
-    def read_watched(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
-        async def look() -> None:
-            shown.extend(wait.why() for wait in waits.open if wait.why is not None)
-
-        assert threading.current_thread() is not threading.main_thread()
-        asyncio.run_coroutine_threadsafe(look(), loop).result()
-        return honest(folder)
-
-    monkeypatch.setattr(journal_folders, "read_journal", read_watched)
-    with acting("run", waits=waits):
-        known = await JournalFolders(tmp_path, 2, {}).restore([NAME], shown.append)
-    assert known[NAME].num_sampled_tokens == 3
-    assert shown == [
-        "reading 3 journals of what was in flight",
-        *(f"{done} of 3 journals are read" for done in range(3)),
-    ]
-
-
 def test_a_journal_is_read_again_when_its_process_replaces_the_file_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +230,8 @@ def test_a_journal_is_read_again_when_its_process_replaces_the_file_meanwhile(
     journal.close()
 
 
-def test_attempts_that_wait_for_a_journal_share_a_read_of_it(
+@pytest.mark.real_time  # journals are read in a thread
+async def test_attempts_that_wait_for_a_journal_share_a_read_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"{number:032x}" for number in range(20)]
@@ -342,42 +245,12 @@ def test_attempts_that_wait_for_a_journal_share_a_read_of_it(
         journal_folders, "read_journal", lambda folder: reads.append(folder) or honest(folder)
     )
 
-    async def read_all() -> Sequence[dict[str, JournalledTrajectory]]:
-        reader = JournalReader(Metrics())
-        return await asyncio.gather(
-            *(reader.read_claim(claim_of(journal.directory), name, 1) for name in names)
-        )
-
-    found = asyncio.run(read_all())
+    reader, claim = JournalReader(Metrics()), claim_of(journal.directory)
+    found = await asyncio.gather(*(reader.read_claim(claim, name, 1) for name in names))
     assert [list(left) for left in found] == [[name] for name in names]
     assert len(reads) <= 2
     (segment,) = found[0][names[0]].segments
     assert segment.token_ids.base is None, "a view would keep the whole file in memory"
-
-
-def test_only_a_few_journals_are_in_memory_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = most = 0
-    pair = threading.Barrier(2)
-
-    def read_in_pairs(folder: Path) -> tuple[dict[str, JournalledTrajectory], int]:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        pair.wait(60.0)
-        running -= 1
-        return {}, 0
-
-    monkeypatch.setattr(journal_folders, "read_journal", read_in_pairs)
-
-    async def read_all() -> None:
-        reader = JournalReader(Metrics())
-        folders = [tmp_path / f"{number:06}-w0-1" for number in range(20)]
-        await asyncio.gather(*(reader.read_claim(claim_of(folder), NAME, 1) for folder in folders))
-
-    asyncio.run(read_all())
-    assert most == 2
 
 
 def test_contexts_and_turns_are_kept_when_a_state_is_copied(tmp_path: Path) -> None:

@@ -78,10 +78,7 @@ def test_a_template_is_filled_at_once() -> None:
         (r"-?\d+(?:\.\d+)?", "From 1 to 10 it is a 7.5", 7.5),
         (r"-?\d+(?:\.\d+)?", "none", None),
         (r"Score: (\d+)", "Score: 3? No. Score: 9, of 10", 9.0),
-        (r"Score: (\w+)", "Score: good", None),
-        (r"Score: (\d+)?", "Score: good", None),
         (r"Score: (\S+)", "Score: nan", None),
-        (r"Score: (\S+)", "Score: -inf", None),
         (r"Score: (\S+)", "Score: 1e999", None),
     ],
 )
@@ -117,15 +114,6 @@ async def test_equal_questions_are_asked_once_also_side_by_side() -> None:
     assert not judge.answers
     call = call_of(Judge("1", "2"), cache_size=0)
     assert [await call(TASK, [completion("a")]) for _ in range(2)] == [1, 2]
-
-
-@pytest.mark.parametrize("no_number", ["nan", "inf", "1e999"])
-async def test_a_score_that_is_no_finite_number_is_not_kept(no_number: str) -> None:
-    judge = Judge(f"Score: {no_number}", "Score: 7")
-    call = call_of(judge, score=r"Score: (\S+)")
-    with pytest.raises(RewardError, match="finds no number"):
-        await call(TASK, [completion("a")])
-    assert [await call(TASK, [completion("a")]) for _ in range(2)] == [7, 7]
 
 
 async def test_an_answer_without_a_score_is_asked_for_again_and_sampled() -> None:

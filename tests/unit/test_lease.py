@@ -122,7 +122,7 @@ async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
         assert bench.state("a") is EngineState.SERVING
 
 
-@pytest.mark.parametrize("cause", ["update", "failover", "evicted"])
+@pytest.mark.parametrize("cause", ["update", "evicted"])
 async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> None:
     async with pool_of("a") as bench:
         bench.start("t1", prompt=10)
@@ -132,10 +132,6 @@ async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> No
         if cause == "update":
             bench.pool.hold_engine("a")
             bench.pool.serve_engine("a", 1)
-        if cause == "failover":
-            bench.pool.quarantine_engine("a", EngineError("gone"))
-            bench.pool.rejoin_engine("a")
-            bench.pool.serve_engine("a", 0)
         bench.start("t1", prompt=25)
         await settle()
         finish = Finish(reason="length", version_spans=(), cached_tokens=4)
@@ -145,81 +141,6 @@ async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> No
         assert bench.counted("prefilled_again_tokens_total", cause=cause) == 14 - 4
         kind = "next" if cause == "evicted" else "again"
         assert bench.counted("first_token_seconds_count", kind=kind) == 1
-
-
-async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
-    async with pool_of("a") as bench:
-        bench.start("t1", prompt=10)
-        await settle()
-        bench.engines["a"].say(0, tokens(5), END)
-        await settle()
-        bench.pool.hold_engine("a")
-        bench.pool.serve_engine("a", 1, keeps_cache=True)
-        bench.start("t1", prompt=15)
-        await settle()
-        assert bench.pool.statistics.load_of("a").prefill_tokens == 1
-        bench.engines["a"].say(1, Finish(reason="length", version_spans=(), cached_tokens=14))
-        await settle()
-        assert bench.counted("first_token_seconds_count", kind="again") == 0
-
-
-async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
-    async with pool_of("a", "b", max_prefill_tokens=50) as bench:
-        first = bench.start("mine", prompt=40)
-        await settle()
-        bench.engines["a"].say(0, tokens(20), END)
-        await settle()
-        assert first.result() == "a"
-        for key in ("x", "y"):
-            bench.start(key, prompt=60)
-        await settle()
-        assert bench.pool.statistics.load_of("a").prefill_tokens == 60
-        again = bench.start("mine", prompt=60)
-        await settle()
-        for engine in bench.engines.values():
-            for stream in range(len(engine.streams)):
-                engine.say(stream, END)
-        await settle()
-        assert again.result() == "a"
-
-
-async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> None:
-    async with pool_of("a", "b") as bench:
-        bench.start("t1")
-        await settle()
-        drained = bench.nursery.start_task("drain", bench.pool.drain_engine("a"))
-        await settle()
-        assert not drained.done()
-        elsewhere = bench.start("t2")
-        await settle()
-        bench.engines["b"].say(0, END)
-        await settle()
-        assert elsewhere.result() == "b"
-        assert not bench.pool.serve_engine("a", 5)  # an update that was under way does not bring it back
-        bench.engines["a"].say(0, tokens(2), END)
-        await settle()
-        assert drained.done()
-        bench.pool.remove_engine("a")
-        assert "a" not in bench.pool
-        assert bench.counted("engine_up", engine="b") == 1
-        assert bench.metrics.registry.get_sample_value("async_rl_engine_up", {"engine": "a"}) is None
-
-
-async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -> None:
-    async with pool_of("a", "b") as bench:
-        bench.start("t1")
-        await settle()
-        bench.engines["a"].say(0, tokens(2))
-        await settle()
-        bench.pool.remove_engine("a")
-        await settle()
-        assert "has left" in str(bench.ended["t1"])
-        assert bench.tokens["t1"] == 2
-        again = bench.start("t1", prompt=12)
-        await settle()
-        bench.engines["b"].say(0, END)
-        await settle()
-        assert again.result() == "b"
 
 
 async def test_vitals_name_the_call_that_was_overtaken() -> None:

@@ -107,15 +107,6 @@ def test_the_group_can_be_queued_without_those_that_were_dropped(ledger: Ledger)
     )
 
 
-def test_a_group_is_gone_when_its_last_trajectory_was_dropped(ledger: Ledger) -> None:
-    dispatch(ledger, 0)
-    ledger.drop_trajectories(["g0-0"], "error")
-    assert ledger.group_of("g0-1").group_id == "g0"
-    ledger.drop_trajectories(["g0-1"], "error")
-    assert ledger.outstanding() == []
-    assert ledger.data_position() == DataPosition(cursor=1, pending=())
-
-
 def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: Ledger) -> None:
     dispatch(ledger, 0)
     ledger.drop_trajectories(["g0-0", "g0-1"], "error")
@@ -137,18 +128,6 @@ def test_a_branch_is_counted_each_time_when_runs_of_its_trajectory_differ(ledger
     again = reopened(ledger, path)
     assert again.counts() == expected
     assert again.group("g0").in_flight == {"g0-0", "g0-0.1", "g0-1"}
-    again.close()
-
-
-def test_everything_is_there_when_it_was_flushed_before_a_kill(ledger: Ledger, path: Path) -> None:
-    dispatch(ledger, 0, 1, 2)
-    queue(ledger, 0, 1)
-    train(ledger, 1, "g0")
-    ledger.drop_trajectories(["g2-0"], "error")
-    again = reopened(ledger, path)
-    assert again.counts() == ledger.counts()
-    assert again.outstanding() == ledger.outstanding()
-    assert again.group("g1").stored == {name: stored(name) for name in ("g1-0", "g1-1")}
     again.close()
 
 
@@ -240,14 +219,6 @@ def test_a_ledger_of_another_version_is_refused(ledger: Ledger, path: Path) -> N
     database.close()
     with pytest.raises(AsyncRLError, match="schema 99"):
         Ledger(path)
-
-
-def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger, path: Path) -> None:
-    dispatch(ledger, 0)
-    ledger.flush()
-    rows(path, "DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
-    with pytest.raises(InvariantError, match="its tables hold"):
-        ledger.audit()
 
 
 def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, path: Path) -> None:
@@ -345,20 +316,4 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
     assert again.audit().dropped == {"error": 3, "too_stale": 3, "restart": 2}
     with pytest.raises(AsyncRLError, match="folded what was trained up to step 4"):
         again.rollback(3)
-    again.close()
-
-
-def test_no_row_is_left_of_a_year_when_checkpoints_are_committed(ledger: Ledger, path: Path) -> None:
-    for step in range(1, 200):
-        dispatch(ledger, step)
-        queue(ledger, step)
-        train(ledger, step, f"g{step}")
-        ledger.record_publication(step)
-        ledger.record_checkpoint(step, keep=1)
-    ledger.flush()
-    for table in ("groups", "trajectories", "pending"):
-        assert rows(path, f"SELECT count(*) FROM {table}") == [(0,)]
-    assert ledger.audit().trained == 398
-    again = reopened(ledger, path)
-    assert again.data_position() == DataPosition(cursor=200)
     again.close()

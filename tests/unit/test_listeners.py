@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import resource
 import subprocess
@@ -25,7 +24,7 @@ from async_rl.openai_api import endpoint as endpoint_module
 from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.runtime import http_listener
-from async_rl.runtime.listeners import ByteBudget, ConnectionLimit, RepeatFilter
+from async_rl.runtime.listeners import ByteBudget, ConnectionLimit
 from tests.support.api import asked
 from tests.support.talk import lines
 
@@ -198,8 +197,8 @@ async def test_a_large_body_is_parsed_outside_the_event_loop(monkeypatch: pytest
     monkeypatch.setattr(endpoint_module, "read_request", read_request)
     async with asked(lines("Hello.", "Hello.")) as a:
         await a.say("Hi")
-        with pytest.raises(openai.BadRequestError):
-            await a.say("x" * (1 << 20))
+        with pytest.raises(openai.BadRequestError, match="objects and lists"):
+            await a.say("[" * (1 << 20))
     assert threads == [True, False]
 
 
@@ -212,7 +211,7 @@ async def test_a_body_is_refused_before_it_is_read_when_its_length_is_too_large(
         assert b" 413 " in (await raw_answer(port_of(a.access.base_url), request))[:20]
 
 
-@pytest.mark.parametrize("named", ["[::1", "localhost:99999999", "[", "localhost:" + "9" * 5000, "@", "%zz"])
+@pytest.mark.parametrize("named", ["[::1", "localhost:99999999", "@", "%zz"])
 async def test_an_invalid_host_is_no_error_of_the_server(named: str) -> None:
     async with metrics_served() as url:
         request = f"GET /health HTTP/1.1\r\nConnection: close\r\nHost: {named}\r\n\r\n"
@@ -240,20 +239,6 @@ async def test_a_run_is_shown_only_under_names_of_the_loopback_device(named: str
             request = f"GET {path} HTTP/1.1\r\nConnection: close\r\nHost: {host}\r\n\r\n"
             answer = await raw_answer(port_of(url), request.encode("latin-1"))
             assert answer.split()[1][:1] == expected, answer[:200]
-
-
-def test_a_kind_of_message_is_logged_a_few_times_and_then_counted() -> None:
-    now = 0.0
-    limited = RepeatFilter(max_records=2, period_s=10.0, clock=lambda: now)
-
-    def logged(message: str) -> str | None:
-        record = logging.LogRecord("a", logging.WARNING, "", 0, message, (), None)
-        return record.getMessage() if limited.filter(record) else None
-
-    said = [logged(message) for message in ("one\n1", "one\n2", "one\n3", "two")]
-    assert said == ["one\n1", "one\n2", None, "two"]
-    now = 10.0
-    assert logged("one") == "one (1 more like it were not logged)"
 
 
 class FakeTransport(asyncio.Transport):

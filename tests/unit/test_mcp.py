@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,44 +124,6 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
     assert "key-7" not in caplog.text
 
 
-class ByHand(McpServer):
-    """A server whose calls fail at once, or when the test says so, over the connection that they began on."""
-
-    def __init__(self) -> None:
-        super().__init__(McpServerSpec(url="http://nowhere"))
-        self.begun = {name: asyncio.Event() for name in ("late", "held")}
-        self.fail = {name: asyncio.Event() for name in self.begun}
-
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[Any]:
-        async def call_tool(name: str, arguments: dict[str, Any]) -> None:
-            if name in self.begun:
-                self.begun[name].set()
-                await self.fail[name].wait()
-            raise ConnectionError(name)
-
-        self._tools = []
-        yield SimpleNamespace(call_tool=call_tool)
-
-
-async def test_a_late_error_of_an_earlier_connection_leaves_the_new_one_open():
-    async with asyncio.timeout(LONG_S), ByHand() as server:
-        late = asyncio.ensure_future(server.call_tool("late", {}))
-        await server.begun["late"].wait()
-        with pytest.raises(ToolError, match="broke during the call"):
-            await server.call_tool("now", {})
-        held = asyncio.ensure_future(server.call_tool("held", {}))
-        await server.begun["held"].wait()  # over the new connection
-        server.fail["late"].set()
-        with pytest.raises(ToolError, match="broke during the call"):
-            await late
-        assert server.state().endswith(": connected")
-        server.fail["held"].set()
-        with pytest.raises(ToolError, match="broke during the call"):
-            await held
-        assert server.state().endswith(": not connected")
-
-
 async def test_environment_error_when_the_command_is_no_server():
     command = [sys.executable, "-c", "print('hello')"]
     with pytest.raises(EnvironmentNotReady, match="did not answer within 20 s"):
@@ -177,15 +138,8 @@ def test_a_command_that_does_not_exist_is_refused_before_a_start():
 
 async def test_loop_offers_what_the_server_has_while_it_is_entered():
     call = '<tool_call>{"name": "m_add", "arguments": {"a": 1}}</tool_call>'
-    loop = ToolLoop(
-        [
-            {
-                "mcp": {**STDIO, "prefix": "m_", "connect_timeout_s": LONG_S},
-                "only": ["add"],
-                "max_concurrent": 2,
-            }
-        ]
-    )
+    server = {**STDIO, "prefix": "m_", "connect_timeout_s": LONG_S}
+    loop = ToolLoop([{"mcp": server, "only": ["add"], "max_concurrent": 2}])
     session = ScriptedSession(call, "done")
     with pytest.raises(RuntimeError, match="enter the toolbox"):
         await loop.run(session.task, session)

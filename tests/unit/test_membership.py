@@ -81,6 +81,7 @@ class Job:
         await settle()
         self.bench.engines["engine-0"].say(0, tokens(2))
         await self.write(B)
+        assert not self.bench.pool.serve_engine("engine-0", 4)  # by an update that was under way
         assert self.states()["engine-0"] is EngineState.DRAINING
         return running
 
@@ -123,8 +124,7 @@ async def test_a_server_that_is_refused_is_told_once_and_tried_again_when_it_is_
         made.members._connect = picky
         await made.write(A, B)
         await asyncio.sleep(10 * REREAD_S)
-        told = [record.getMessage() for record in caplog.records if "stays out" in record.getMessage()]
-        assert told == [f"engine engine-1 at {B} stays out: {B} is on another node"]
+        assert caplog.text.count(f"engine engine-1 at {B} stays out: {B} is on another node") == 1
         assert made.urls == {"engine-0": A}
         refused.clear()
         await made.write(A)
@@ -156,18 +156,6 @@ async def test_long_calls_are_moved_when_their_server_leaves(tmp_path: Path) -> 
         assert made.aborted == made.departed == ["engine-0"]
 
 
-async def test_a_server_that_comes_back_is_another_engine_when_it_has_left(tmp_path: Path) -> None:
-    """Two engines on one server would interrupt and abort each other's calls."""
-    async with job(tmp_path, A, B) as made:
-        running = await made.let_a_leave_in_a_call()
-        await made.write(B, A)
-        assert made.urls == {"engine-0": A, "engine-1": B}
-        await asyncio.sleep(40.0)
-        assert running.done()
-        assert made.departed == ["engine-0"]
-        assert made.urls == {"engine-0": A, "engine-1": B, "engine-2": A}
-
-
 async def test_a_server_goes_on_leaving_when_the_trainer_was_restarted_meanwhile(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
         running = await made.let_a_leave_in_a_call()
@@ -196,19 +184,6 @@ async def test_no_engine_leaves_when_the_file_is_half_written_broken_or_gone(tmp
         assert made.departed == []
         await made.write(C)
         assert made.departed == ["engine-0", "engine-1"]
-
-
-async def test_the_run_goes_on_when_the_file_is_half_written_as_the_trainer_is_restarted(
-    tmp_path: Path,
-) -> None:
-    async with job(tmp_path, A, B) as made:
-        pass
-    made.path.write_text("")
-    async with services(members=made.members.follow_file):
-        await asyncio.sleep(2 * REREAD_S)
-        assert made.departed == []
-        await made.write(B)
-    assert made.departed == ["engine-0"]
 
 
 async def test_the_run_does_not_start_when_there_is_no_such_file(tmp_path: Path) -> None:

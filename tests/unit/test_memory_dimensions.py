@@ -12,7 +12,6 @@ import pytest
 from async_rl.config import LayoutConfig
 from async_rl.engines.model_facts import read_config
 from tests.support import tiny_model
-from trainer.losses import log_probs
 from trainer.memory import activations
 from trainer.memory.activations import in_flight
 from trainer.memory.dimensions import chunks_of, dimensions_of, parameters_of
@@ -75,10 +74,6 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_runs_ahead() -> Non
     assert in_flight(0, 4, 1, 2) == [2]
     assert in_flight(0, 2, 2, 8) == [3, 2]
     assert in_flight(1, 2, 2, 8) == [2, 1]
-
-
-def test_logits_are_those_of_one_part() -> None:
-    assert activations.LOGITS_AT_ONCE == log_probs.LOGITS_AT_ONCE
 
 
 @pytest.mark.parametrize(

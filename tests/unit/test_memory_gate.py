@@ -6,19 +6,17 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Callable, MutableMapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 
 from async_rl.engines.sglang import memory_gate
 from async_rl.engines.sglang.memory_gate import MemoryGate
 
 fastapi = pytest.importorskip("fastapi")
-uvicorn = pytest.importorskip("uvicorn")
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
 REST = ["kv_cache", "cuda_graph"]
@@ -82,7 +80,6 @@ class ModelOfSGLang:
         self.running = 0
         self.idle = asyncio.Condition()
         self.aborts = 0
-        self.flushes = 0
         self.died_of = ""
         self.app = fastapi.FastAPI()
         for path, endpoint in (("/health", self.health), ("/model_info", self.model_info)):
@@ -137,7 +134,6 @@ class ModelOfSGLang:
             async with asyncio.timeout(timeout):
                 async with self.idle:
                     await self.idle.wait_for(lambda: not self.running)
-        self.flushes += not self.running
         return fastapi.Response(status_code=400 if self.running else 200, content="Flush cache failed.")
 
     async def abort_request(self, request: fastapi.Request) -> Any:
@@ -181,7 +177,9 @@ async def hand_over(app: App, rng: random.Random) -> None:
 async def call_all_the_time(app: App, rng: random.Random, replies: list[Reply]) -> None:
     while True:
         await asyncio.sleep(rng.expovariate(20.0))
-        replies.append(await ask(app, rng.choice(("/generate", "/v1/unknown", "/health"))))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(rng.choice((0.1, 60.0))):  # some clients leave
+                replies.append(await ask(app, rng.choice(("/generate", "/v1/unknown", "/health"))))
 
 
 async def hand_over_under_fire(app: App, seed: int) -> list[Reply]:
@@ -208,27 +206,6 @@ async def test_no_call_reaches_a_server_that_lacks_memory(seed: int) -> None:
     assert all(reply.headers["retry-after"] == "5" for reply in refused)
     statuses = {reply.status for reply in replies}
     assert {200, 503} <= statuses <= {200, 404, 503}
-
-
-async def test_the_model_dies_of_late_calls_without_the_gate() -> None:
-    server = ModelOfSGLang(tokenise_s=0.05)
-    with suppress(ExceptionGroup):
-        await hand_over_under_fire(server.app, 0)
-    assert server.died_of
-
-
-async def test_calls_end_and_their_last_batch_before_memory_is_released() -> None:
-    server = ModelOfSGLang(num_tokens=10**9)
-    gate = MemoryGate(server.app)
-    async with asyncio.TaskGroup() as tasks:
-        begun = asyncio.Event()
-        calling = tasks.create_task(ask(gate, "/generate", on_text=begun.set))
-        await begun.wait()
-        assert (await release(gate)).status == 200
-        assert calling.done()
-    assert server.died_of == ""
-    assert server.flushes == 1
-    assert server.missing == set(ALL)  # no tags mean all
 
 
 async def test_a_server_stays_open_when_its_calls_do_not_end() -> None:
@@ -283,43 +260,6 @@ async def test_a_gate_stays_closed_when_a_resume_fails() -> None:
     await release(gate, *ALL)
     assert (await resume(gate, *ALL)).status == 400
     assert (await ask(gate, "/generate")).status == 503
-
-
-@asynccontextmanager
-async def served(app: App) -> AsyncIterator[str]:
-    """Serve an application by uvicorn on the loopback, as SGLang does; yields its URL."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0)
-        try:
-            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await serving
-
-
-@pytest.mark.real_time
-async def test_a_call_whose_client_has_left_does_not_reach_the_released_memory_over_a_socket() -> None:
-    server = ModelOfSGLang(num_tokens=10**9)
-    server.app.add_middleware(MemoryGate)  # as `memory_gate.install` does
-    async with served(server.app) as url, aiohttp.ClientSession(url) as http:
-        response = await http.post("/generate", json={})
-        assert await response.content.readexactly(1) == b"x"
-        response.close()  # the server notices it later
-        async with http.post("/release_memory_occupation", json={"tags": ALL}) as released:
-            assert released.status == 200
-        async with http.post("/generate", json={}) as late:
-            assert (late.status, late.headers["Retry-After"]) == (503, str(memory_gate.RETRY_AFTER_S))
-        async with http.post("/resume_memory_occupation", json={}) as resumed:
-            assert resumed.status == 200
-        async with http.post("/generate", json={}) as again:
-            assert again.status == 200
-            assert await again.content.readexactly(1) == b"x"
-    assert server.died_of == ""
 
 
 def test_a_server_that_takes_calls_in_several_processes_is_refused() -> None:

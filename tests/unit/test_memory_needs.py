@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import tracemalloc
-from itertools import pairwise
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from async_rl import routing
 from async_rl.config import Config, parse_config
 from async_rl.engine_protocol import EngineFacts
 from async_rl.rollout.session.tokens import GrowingMask
@@ -39,14 +36,11 @@ def config_with(replay: str = "r3", **rollout: Any) -> Config:
     )
 
 
-def test_rows_count_as_sent_and_before_and_after_a_merge_and_for_flips() -> None:
+def test_rows_of_layers_with_experts_count_as_sent_and_before_and_after_a_merge() -> None:
     rows = math.ceil(3.05 * 48 * 8)
     assert trajectory_bytes(config_with(), QWEN) == 32768 * (rows + 48)
     assert trajectory_bytes(config_with(max_branches=3), QWEN) == 4 * 32768 * (rows + 48)
     assert trajectory_bytes(config_with(replay="off"), QWEN) == 32768 * 48
-
-
-def test_layers_without_experts_have_no_rows() -> None:
     some = msgspec.structs.replace(QWEN, moe_layers=tuple(range(3, 48)))
     assert trajectory_bytes(config_with(), some) == 32768 * (math.ceil(3.05 * 45 * 8) + 48)
 
@@ -80,34 +74,6 @@ def test_the_masks_of_a_truncated_distribution_fit_what_is_reported(num_calls: i
     assert len(joined) == num_tokens + 1
     reported = trajectory_bytes(config, QWEN)
     assert reported / 2 < peak < reported
-
-
-def test_masks_that_are_not_replayed_take_nothing() -> None:
-    without = trajectory_bytes(config_with("off"), QWEN)
-    assert trajectory_bytes(config_with("off", top_k=64, top_p=0.9, replay_sampling=False), QWEN) == without
-
-
-@pytest.mark.parametrize("num_answers", [1, 2, 32])
-def test_rows_in_several_answers_are_merged_in_what_is_reported(num_answers: int) -> None:
-    tokens = np.arange(2049, dtype=np.int32)
-    config = config_with(max_context_tokens=len(tokens))
-    rows = np.tile(np.arange(8, dtype=np.uint8), (len(tokens) - 1, 48, 1))
-    cuts = [len(rows) * i // num_answers for i in range(num_answers + 1)]
-    answers = [
-        routing.make_trace(rows[:end][begin:], 128, 0, moe_layers=QWEN.moe_layers, token_ids=tokens[:end])
-        for begin, end in pairwise(cuts)
-    ]
-    tracemalloc.start()
-    try:
-        merged = None
-        for begin, answer in zip(cuts, answers, strict=False):
-            merged = routing.splice(merged, answer, start=begin)
-        assert merged is not None
-        routing.check(routing.fit(merged, tokens), len(tokens), QWEN.moe_layers)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert rows.nbytes + peak < trajectory_bytes(config, QWEN)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The names of instruments, and the two endpoints over HTTP."""
+"""The values of instruments, and the two endpoints over HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from async_rl.cli import metrics_reference
@@ -32,24 +31,6 @@ async def served(metrics: Metrics, state: str = "ok") -> AsyncIterator[str]:
 async def fetch(url: str) -> tuple[int, str]:
     async with aiohttp.ClientSession() as client, client.get(url) as response:
         return response.status, await response.text()
-
-
-def test_each_instrument_is_named_after_its_attribute_and_has_a_sentence() -> None:
-    metrics = Metrics()
-    instruments = {k: v for k, v in vars(metrics).items() if isinstance(v, MetricWrapperBase)}
-    families = {family.name: family for family in metrics.registry.collect()}
-    assert len(instruments) == len(families)
-    for attribute in instruments:
-        family = families["async_rl_" + attribute.removesuffix("_total")]
-        assert family.documentation.endswith("."), attribute
-        assert (family.type == "counter") == attribute.endswith("_total")
-
-
-def test_two_runs_do_not_share_their_counts() -> None:
-    first, second = Metrics(), Metrics()
-    first.resumes_total.inc(3)
-    assert first.registry.get_sample_value("async_rl_resumes_total") == 3
-    assert second.registry.get_sample_value("async_rl_resumes_total") == 0
 
 
 @pytest.mark.real_time
@@ -87,25 +68,6 @@ async def test_the_remedy_is_named_when_the_port_is_taken() -> None:
         port = int(url.rpartition(":")[2])
         with pytest.raises(EnvironmentNotReady, match=r"set metrics\.port"):
             await serve(Metrics(), "127.0.0.1", port, dict).__aenter__()
-
-
-def test_a_step_sets_gauges_and_adds_to_counters() -> None:
-    metrics = Metrics()
-    figures = {"reward_mean": 0.5, "trained_tokens": 10, "routing_rows": 40, "step_s": 2.0, "wait_s": 0.3}
-    for step in (1, 2):
-        changing = {"routing_rows_invalid": step, "masked_tokens": 3, "length_ks": 0.02 * step}
-        metrics.observe_step(StepRecord(step=step, weight_version=step, time_s=1.0, **figures, **changing))
-    value = metrics.registry.get_sample_value
-    assert value("async_rl_reward") == 0.5
-    assert value("async_rl_trainer_weight_version") == 2
-    assert value("async_rl_trained_tokens_total") == 20
-    assert value("async_rl_masked_tokens_total") == 6
-    assert value("async_rl_length_ks") == 0.04
-    assert value("async_rl_routing_rows_total") == 80
-    assert value("async_rl_routing_rows_invalid_total") == 3
-    assert value("async_rl_train_step_seconds_sum") == 4.0
-    assert value("async_rl_batch_wait_seconds_count") == 2
-    assert math.isnan(value("async_rl_ppo_kl") or 0.0)
 
 
 def test_every_figure_of_a_step_reaches_its_instrument() -> None:

@@ -64,10 +64,6 @@ async def fails_after_a_shorter_one(task: Task, api: AgentAPI) -> None:
     raise KeyError("the database is gone")
 
 
-async def raising(task: Task, api: AgentAPI) -> None:
-    raise KeyError("the agent's own fault")
-
-
 async def quotes_its_url(task: Task, api: AgentAPI) -> None:
     raise ValueError(f"no answer of {api.session_url}", 404)
 
@@ -76,17 +72,13 @@ async def quotes_its_url_in_a_group(task: Task, api: AgentAPI) -> None:
     raise ExceptionGroup("two", [ValueError(f"no answer of {api.session_url}"), OSError(2, api.api_key)])
 
 
-async def raises_for_status(task: Task, api: AgentAPI) -> None:
-    async with aiohttp.ClientSession() as client:
-        async with client.post(f"{api.session_url}/chat/completions", json={"messages": []}) as response:
-            response.raise_for_status()
-
-
 async def fails_because_of_it(task: Task, api: AgentAPI) -> None:
-    try:
-        await raises_for_status(task, api)
-    except aiohttp.ClientResponseError as error:
-        raise ValueError("no answer") from error
+    url = f"{api.session_url}/chat/completions"
+    async with aiohttp.ClientSession() as client, client.post(url, json={"messages": []}) as response:
+        try:
+            response.raise_for_status()
+        except aiohttp.ClientResponseError as error:
+            raise ValueError("no answer") from error
 
 
 class Hanging:
@@ -155,11 +147,6 @@ async def test_a_task_is_too_long_when_nothing_could_be_asked():
         await OpenAIAgentLoop(agent=f"{HERE}:two_turns").run(task, bench.session)
 
 
-async def test_an_agents_exception_leaves_the_loop():
-    with pytest.raises(KeyError, match="own fault"):
-        await play(OpenAIAgentLoop(agent=f"{HERE}:raising"))
-
-
 async def test_the_engines_error_ends_the_trajectory_when_the_policy_cannot_answer():
     bench, _ = talking(lines("never said"))
     bench.pool.quarantine_engine("engine-0", EngineError("gone"))
@@ -199,12 +186,6 @@ async def test_a_program_is_an_agent_too(monkeypatch: pytest.MonkeyPatch):
     loop = OpenAIAgentLoop(command=[sys.executable, "-c", PROGRAM])
     with pytest.raises(AgentLoopError, match=r"ended with 1: 4 \['ASYNC_RL_STARTED_BY'\]"):
         await play(loop, "4")
-
-
-async def test_a_program_may_leave_something_behind_and_ends_the_trajectory_all_the_same():
-    bench, (reason, _) = await play(OpenAIAgentLoop(command=["sh", "-c", "sleep 1000 & exit 0"]))
-    assert reason is None
-    assert bench.session.last_turn is None
 
 
 LEAVES_A_SESSION = """
@@ -252,18 +233,7 @@ async def test_an_error_hides_the_key_when_a_program_prints_it():
     [
         ("quotes_its_url", ValueError, r"no answer of http\S+/<key>", "', 404)"),
         ("quotes_its_url_in_a_group", AgentLoopError, "raised ExceptionGroup: two", "/<key>"),
-        (
-            "raises_for_status",
-            AgentLoopError,
-            r"raised ClientResponseError: 4.*/s/<key>/v1/chat",
-            "response.raise_for_status()",
-        ),
-        (
-            "fails_because_of_it",
-            AgentLoopError,
-            "raised ValueError: no answer",
-            "response.raise_for_status()",
-        ),
+        ("fails_because_of_it", AgentLoopError, "raised ValueError: no answer", "raise_for_status()"),
     ],
 )
 async def test_an_error_hides_the_key_when_it_quotes_a_request(
@@ -284,20 +254,9 @@ async def test_an_error_hides_the_key_when_it_quotes_a_request(
         ({"command": "python agent.py"}, "expected a list"),
         ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
         ({"agent": f"{HERE}:two_turnz"}, "did you mean 'two_turns'"),
-        ({"agent": f"{HERE}:HERE"}, "is not a function"),
-        *(
-            ({"agent": f"{HERE}:two_turns", name: value}, f"{name} is {value!r}; expected {expected}")
-            for name, value, expected in (
-                ("port", 99999, "0 to 65535"),
-                ("port", True, "0 to 65535"),
-                ("host", "", "an address"),
-                ("public_host", 7, "a name or address"),
-                ("max_body_bytes", "8MB", "a number of bytes"),
-                ("max_body_bytes", 0, "a number of bytes"),
-                ("model", 5, "a name"),
-                ("opens_thought", "no", "true or false"),
-            )
-        ),
+        ({"agent": f"{HERE}:two_turns", "port": True}, "port is True; expected 0 to 65535"),
+        ({"agent": f"{HERE}:two_turns", "max_body_bytes": 0}, "max_body_bytes is 0; expected a number of b"),
+        ({"agent": f"{HERE}:two_turns", "opens_thought": "no"}, "opens_thought is 'no'; expected true or f"),
     ],
 )
 def test_config_error_when_the_loops_arguments_cannot_work(arguments: dict[str, Any], error: str):

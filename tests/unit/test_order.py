@@ -34,11 +34,6 @@ def test_order_is_the_files_when_not_shuffled():
         TaskOrder(0, seed=1, shuffle=True)
 
 
-def test_a_mixture_of_one_dataset_is_its_order():
-    order, mixture = TaskOrder(7, seed=5, shuffle=True), Mixture([7], [2.5], seed=5, shuffle=True)
-    assert [mixture.task_at(p) for p in range(30)] == [order.task_at(p) for p in range(30)]
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
@@ -60,11 +55,3 @@ def test_each_dataset_has_its_share_and_its_epochs_when_weights_are_set(sizes, d
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     late = data.draw(st.integers(0, 2999))
     assert Mixture(sizes, weights, seed, shuffle).task_at(late) == stream[late]
-
-
-def test_two_datasets_of_one_size_are_shuffled_apart():
-    mixture = Mixture([50, 50], [1.0, 1.0], seed=0, shuffle=True)
-    stream = [mixture.task_at(position) for position in range(100)]
-    first, second = ([task % 50 for task in stream if task // 50 == i] for i in range(2))
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert first != second

@@ -17,7 +17,7 @@ import pytest
 
 from async_rl.observability.page import STATIC
 from async_rl.observability.page import feed as feed_module
-from async_rl.observability.page.feed import Client, Feed, TooManyClients
+from async_rl.observability.page.feed import Feed, TooManyClients
 from async_rl.observability.page.view import slowest
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.types import Task
@@ -150,18 +150,6 @@ async def test_all_who_watch_are_told_that_the_run_ends() -> None:
     assert feed.num_clients == 0
 
 
-async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other() -> None:
-    dropped: list[str] = []
-    slow, quick = (Client(lambda name=name: dropped.append(name)) for name in ("slow", "quick"))
-    reading = quick.messages()
-    for number in range(40):
-        message = str(number).encode()
-        for client in (slow, quick):
-            client.send(message)
-        assert await anext(reading) == message
-    assert dropped == ["slow"]
-
-
 async def test_a_connection_that_is_not_read_is_closed() -> None:
     wordy = now(report="word " * 200_000)
     async with watched(lambda: wordy, lambda: STEPS) as (url, feed):
@@ -189,16 +177,6 @@ async def test_a_client_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPa
             with pytest.raises(TooManyClients), feed.client(lambda: None, ""):
                 pass
         assert feed.num_clients == 0
-
-
-async def test_the_run_is_not_read_while_no_client_is_connected() -> None:
-    look = Mock(side_effect=now)
-    async with watched(look, lambda: STEPS, refresh_s=3600.0) as (url, _):
-        await fetch(f"{url}/page.css")
-        assert look.call_count == 0
-        async with stream(f"{url}/api/events") as events:
-            await anext(events)
-        assert look.call_count == 1
 
 
 async def test_the_run_goes_on_when_the_page_cannot_be_drawn(caplog: pytest.LogCaptureFixture) -> None:

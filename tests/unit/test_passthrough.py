@@ -41,15 +41,6 @@ LATENT = {
 
 EXPERTS = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
 SHARED = EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128}
-DENSE = {
-    "model_type": "qwen3",
-    "num_experts": 0,
-    "num_experts_per_tok": 0,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-}
-LATENT_MODEL = {"model_type": "deepseek_v3", "n_routed_experts": 8, "kv_lora_rank": 8, "hidden_size": 256}
-LATENT_MODEL |= {"first_k_dense_replace": 1}
 
 
 def config_with(
@@ -84,11 +75,8 @@ def test_each_owned_field_is_refused_with_its_reason(tmp_path: Path) -> None:
     ("passed", "words"),
     [
         ({"moe_router_dtyp": "fp32"}, "no such field .*nearest names are moe_router_dtype"),
-        ({"nonsense_xyz": 1}, "nearest names are too far away"),
         ({"moe_router_dtype": "float32"}, r"Invalid enum value 'float32'.*Literal\['fp32', 'fp64'\]"),
         ({"bucket_size": "large"}, "Expected `int | null`, got `str`"),
-        ({"deterministic_mode": 1}, "Expected `bool`, got `int`"),
-        ({"recompute_modules": "moe"}, "Expected `array | null`, got `str`"),
         ({"lr": 1}, "lr cannot be set: set trainer.optimizer instead"),
     ],
     ids=str,
@@ -115,27 +103,19 @@ def test_names_are_checked_by_the_ranks_when_megatron_is_not_installed_here(
 
 def test_fields_of_gpus_are_refused_on_a_cpu(tmp_path: Path) -> None:
     config = config_with(tmp_path, {}, device="cpu")
-    values: dict[str, Any] = {
-        "moe_token_dispatcher_type": "flex",
-        "fp8": "hybrid",
-        "attention_backend": "flash",
-    }
-    for name in (
-        "moe_enable_deepep",
-        "gradient_accumulation_fusion",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-    ):
-        values[name] = True
-    for name, value in values.items():
+    values = {"moe_token_dispatcher_type": "flex", "fp8": "hybrid", "attention_backend": "flash"}
+    switches = ("moe_enable_deepep", "gradient_accumulation_fusion", "moe_router_fusion")
+    for name, value in {**values, **dict.fromkeys(switches, True)}.items():
         with pytest.raises(ConfigError, match=r"GPUs"):
             check_megatron_settings(changed(config, {name: value}))
         if value is True:
             check_megatron_settings(changed(config, {name: False}))
 
 
-OFFLOAD = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+PRECISE = {"use_precision_aware_optimizer": True}
+OFFLOAD = PRECISE | {"optimizer_cpu_offload": True}
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
+DEEPEP = FLEX | {"moe_enable_deepep": True}
 TWO_RANKS = {"layout": {"ep": 2}, "num_ranks": 2}
 SELECTIVE = {"recompute": "selective"}
 OVERLAP = {"moe_shared_expert_overlap": True}
@@ -146,53 +126,24 @@ OVERLAP = {"moe_shared_expert_overlap": True}
     [
         ({"moe_token_dispatcher_type": "allgather"}, EXPERTS, {}, "varying lengths"),
         (FLEX, EXPERTS, {}, r"set trainer\.layout\.ep above 1"),
-        ({"moe_token_dispatcher_type": "flex"}, EXPERTS, TWO_RANKS, "=fp32"),
         ({"moe_enable_deepep": True}, EXPERTS, {}, "set moe_token_dispatcher_type=flex"),
-        (
-            FLEX | {"moe_enable_deepep": True, "moe_flex_dispatcher_backend": "hybridep"},
-            EXPERTS,
-            TWO_RANKS,
-            "names another backend",
-        ),
-        ({"moe_flex_dispatcher_backend": "hybridep"}, EXPERTS, {}, "set moe_token_dispatcher_type=flex"),
+        (DEEPEP | {"moe_flex_dispatcher_backend": "hybridep"}, EXPERTS, TWO_RANKS, "names another backend"),
         (FLEX | OVERLAP, SHARED, TWO_RANKS, "with moe_token_dispatcher_type=alltoall only"),
         (OVERLAP, EXPERTS, {}, "no shared experts"),
         ({"moe_router_fusion": True}, EXPERTS, {}, r"set routing\.replay=off"),
-        ({"moe_router_dtype": "fp32"}, DENSE, {}, "the model has no experts"),
-        ({"apply_rope_fusion": True}, LATENT_MODEL, {}, "latent attention is experimental"),
-        ({"fp8": "hybrid"}, EXPERTS, {}, "set fp8_recipe to tensorwise, blockwise or mxfp8"),
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, EXPERTS, {}, "which checkpoints do not hold"),
         ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, EXPERTS | {"hidden_size": 192}, {}, "128 values"),
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, EXPERTS, {"lora": {}}, r"rounded.*set trainer\.lora=null"),
-        (
-            OVERLAP,
-            SHARED,
-            {"lora": {"targets": ["attention", "mlp"]}},
-            r"or mlp out of trainer\.lora\.targets",
-        ),
+        (OVERLAP, SHARED, {"lora": {"targets": ["mlp"]}}, r"or mlp out of trainer\.lora\.targets"),
         ({"fp8_recipe": "mxfp8"}, EXPERTS, {}, "set fp8 to"),
-        ({"first_last_layers_bf16": True}, EXPERTS, {}, "set fp8 to"),
         ({"optimizer_cpu_offload": True}, EXPERTS, {}, "set use_precision_aware_optimizer=true"),
-        ({"optimizer_offload_fraction": 0.5}, EXPERTS, {}, "work of optimizer_cpu_offload"),
         (OFFLOAD | {"optimizer_offload_fraction": 1.5}, EXPERTS, {}, "at most 1"),
         (OFFLOAD | {"exp_avg_dtype": "bfloat16"}, EXPERTS, {}, "torch's AdamW, keeps its moments in float32"),
-        ({"exp_avg_sq_dtype": "bfloat16"}, EXPERTS, {}, "set use_precision_aware_optimizer=true"),
-        (
-            {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8"},
-            EXPERTS,
-            {},
-            "scales, which checkpoints do not hold",
-        ),
+        (PRECISE | {"exp_avg_dtype": "uint8"}, EXPERTS, {}, "scales, which checkpoints do not hold"),
         ({"bucket_size": 1000}, EXPERTS, {}, r"trainer\.overlap_grad_reduce=true"),
         ({"recompute_modules": ["moe"]}, EXPERTS, {}, r"trainer\.recompute=selective"),
-        ({"recompute_modules": ["moe"]}, DENSE, SELECTIVE, "the model has no experts"),
         ({"recompute_modules": ["mla_up_proj"]}, EXPERTS, SELECTIVE, "latent attention"),
-        (
-            {"recompute_modules": ["shared_experts"], "moe_shared_expert_overlap": True},
-            SHARED,
-            SELECTIVE,
-            "leave one of them out",
-        ),
+        (OVERLAP | {"recompute_modules": ["shared_experts"]}, SHARED, SELECTIVE, "leave one of them out"),
     ],
     ids=str,
 )
@@ -202,32 +153,6 @@ def test_values_that_do_not_go_together_are_refused(
     config = config_with(tmp_path, passed, model, **trainer)
     with pytest.raises(ConfigError, match=words):
         check_megatron_settings(config, on_gpu=True)
-
-
-@pytest.mark.parametrize(
-    ("passed", "model", "trainer"),
-    [
-        (FLEX | {"moe_enable_deepep": True}, EXPERTS, TWO_RANKS),
-        ({"moe_shared_expert_overlap": True, "moe_router_dtype": "fp64"}, SHARED, {}),
-        ({"fp8": "hybrid", "fp8_recipe": "blockwise", "first_last_layers_bf16": True}, EXPERTS, {}),
-        ({"recompute_modules": ["moe", "layernorm", "moe_act"]}, EXPERTS, SELECTIVE),
-        (OFFLOAD | {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}, EXPERTS, {}),
-        (
-            {
-                "use_precision_aware_optimizer": True,
-                "exp_avg_dtype": "bfloat16",
-                "exp_avg_sq_dtype": "bfloat16",
-            },
-            EXPERTS,
-            {},
-        ),
-    ],
-    ids=str,
-)
-def test_values_that_go_together_are_taken(
-    tmp_path: Path, passed: dict[str, Any], model: dict[str, Any], trainer: dict[str, Any]
-) -> None:
-    check_megatron_settings(config_with(tmp_path, passed, model, **trainer), on_gpu=True)
 
 
 def test_shared_devices_need_the_whole_optimizer_on_the_host(tmp_path: Path) -> None:
@@ -255,18 +180,7 @@ def test_check_lists_what_is_left_at_its_default_and_what_another_value_gives(tm
     layout = {"layout": {"ep": 2}, "num_ranks": 4, "device": "cuda"}
     config = config_with(tmp_path, {}, SHARED, **layout)
     lines = describe(config)
-    names = [line.split()[0] for line in lines[1:]]
-    assert names == [
-        "moe_router_dtype",
-        "moe_token_dispatcher_type",
-        "moe_shared_expert_overlap",
-        "fp8",
-        "use_precision_aware_optimizer",
-        "optimizer_cpu_offload",
-        "trainer.overlap_grad_reduce",
-    ]
-    by_name = dict(zip(names, lines[1:], strict=True))
-    assert "true: 33% of the experts' work" in by_name["moe_shared_expert_overlap"]
+    assert any("true: 33% of the experts' work" in line for line in lines)
     passed = {"moe_router_dtype": "fp32", "fp8": None, "moe_shared_expert_overlap": False}
     passed |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
     left = describe(changed(config, passed, overlap_grad_reduce=True))

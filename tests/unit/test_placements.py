@@ -20,12 +20,11 @@ from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement import actors, placements
-from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_folder, interface_of
+from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_folder
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
 from async_rl.run.placement_table import placement_table, processes_per_node
-from async_rl.runtime.addresses import is_loopback
 from async_rl.runtime.devices import bind_to_numa_node
 from tests.support.run_config import MOE, config_of, write_weights
 
@@ -93,12 +92,6 @@ def test_an_actor_refuses_its_node_when_the_folders_are_not_the_drivers(
         enter_driver_folder(ActorSetup(str(tmp_path / "none"), "sign", "word", "driver"), "10.0.0.7")
 
 
-def test_the_interface_is_found_when_the_address_is_in_its_network():
-    assert [interface_of(host) for host in ("127.0.0.1", "127.0.0.9", "203.0.113.9")] == ["lo", "lo", None]
-    hosts = ["127.0.0.3", "localhost", "::1", "10.0.0.1"]
-    assert [is_loopback(host) for host in hosts] == [True, True, True, False]
-
-
 def test_a_server_beyond_this_machine_is_refused_when_there_is_no_key_for_it(monkeypatch):
     monkeypatch.delenv("ASYNC_RL_ENGINE_API_KEY", raising=False)
     monkeypatch.delenv("ASYNC_RL_ENGINE_ADMIN_KEY", raising=False)
@@ -126,11 +119,6 @@ DRIVER, OTHER = NODES
 )
 def test_a_url_says_which_node_a_server_is_on_when_it_can(url, node):
     assert node_of(url, DRIVER, NODES) == node
-
-
-def test_a_node_is_found_when_all_of_them_have_loopback_addresses():
-    nodes = {"a": "127.0.0.2", "b": "127.0.0.3"}
-    assert [node_of(f"http://127.0.0.{i}:30000", "a", nodes) for i in (1, 2, 3)] == ["a", "a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -236,13 +224,6 @@ def test_check_says_when_groups_span_nodes_and_engines_do():
     assert lines == ["  nodes 1-4: 8 ranks each (0-31)", "  nodes 5-8: 1 part of engine each (0-1)"]
     (line,) = placement_table(config_with("engine.tp_size=16"), 8)
     assert "needs 16 GPUs of one node, and nodes have 8: raise engine.num_nodes" in line
-
-
-def test_check_shows_ranks_on_the_gpus_of_engines_that_share_them():
-    shared = ["placement.shared=true", "trainer={num_ranks: 8, layout: {ep: 8}}"]
-    assert lay_out(*shared, "engine={num_engines: 4, tp_size: 2}") == [
-        "  node 1: 8 ranks (0-7); 4 engines (0-3)"
-    ]
 
 
 def test_an_engine_on_several_nodes_is_refused_where_it_cannot_be_divided_or_reached():

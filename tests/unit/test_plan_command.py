@@ -40,25 +40,16 @@ def past_run(folder: Path) -> list[StepRecord]:
     return records
 
 
-def test_table_has_a_plan_for_each_number_of_engines_when_several_are_given(
+def test_there_is_a_plan_for_each_number_of_engines_as_a_table_or_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(write_run(tmp_path))
-    assert main(["plan", path, "engine.max_running_requests=2", *QUICK, "--engines", "1", "2"]) == 0
+    command = ["plan", str(write_run(tmp_path)), *QUICK]
+    assert main([*command, "engine.max_running_requests=2", "--engines", "1", "2"]) == 0
     out = capsys.readouterr().out
     assert "answers lognormal, mean 8, sigma 0.8, cut at 32" in out
-    assert "of the fluid bound" in out
     assert "\n1 engines: " in out
     assert "\n2 engines: " in out
-
-
-def test_json_has_workload_and_plans_when_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(write_run(tmp_path))
-    assert (
-        main(["plan", path, *QUICK, "--sigma", "0", "--mean-tokens", "16", "--json", "--engines", "2"]) == 0
-    )
+    assert main([*command, "--sigma", "0", "--mean-tokens", "16", "--json", "--engines", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["workload"]["mean_tokens"] == 16
     (plan,) = found["plans"]
@@ -121,21 +112,16 @@ def test_flag_counts_when_a_past_run_says_otherwise(
     arguments = ["plan", path, "--from", str(tmp_path / "past"), *QUICK, "--json"]
     assert main(arguments) == 0
     workload = json.loads(capsys.readouterr().out)["workload"]
-    assert workload["mean_tokens"] == 30
-    assert workload["prompt_tokens"] == 8
+    assert (workload["mean_tokens"], workload["prompt_tokens"]) == (30, 8)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--engines", "0"], "--engines 0: expected at least 1"),
-        (["--sigma", "-1"], "sigma is -1.0, expected at least 0"),
         (["--train-tokens-per-s", "nan"], "train_tokens_per_s is nan, expected a finite number"),
-        (["--sync-s", "inf"], "sync_s is inf, expected a finite number"),
         (["--mean-tokens", "0"], "mean_tokens is 0.0, expected more than 0"),
         (["--versions", "0"], "versions is 0, expected at least 1"),
-        (["--from", "/nowhere"], "there is no run folder '/nowhere'"),
-        (["rollout.max_stalness=2"], "did you mean 'max_staleness'"),
     ],
 )
 def test_one_sentence_and_exit_code_2_when_there_is_nothing_to_plan(

@@ -16,12 +16,10 @@ from async_rl.cli.plan import (
     workers_remark,
 )
 from async_rl.config import parse_config
-from async_rl.config.worker_count import TRAJECTORIES_PER_WORKER
 from async_rl.errors import ConfigError
 from async_rl.planning.planned_job import JobPlan
 from async_rl.planning.process_costs import (
     MAX_LOAD,
-    MEASURED_COSTS,
     CostRow,
     ProcessCosts,
     ProcessLoad,
@@ -102,39 +100,13 @@ def test_a_workers_time_is_divided_into_tokens_and_trajectories() -> None:
     assert found.worker_ms_a_trajectory == pytest.approx(1.4)
 
 
-def test_a_worker_that_ran_one_length_only_has_all_of_its_time_in_tokens() -> None:
-    (found,) = fit_costs([timed_row(512 * 700, 700, 3.0), timed_row(512 * 690, 690, 3.2)])
-    assert found.worker_us_a_token == pytest.approx(1e6 * 6.2 / (512 * 1390))
-    assert found.worker_ms_a_trajectory == 0
-
-
-def test_short_answers_cost_a_worker_more_for_each_token() -> None:
-    costs = read_costs()
-    loads = []
-    for length in (64, 8192):
-        plan = msgspec.structs.replace(job(8), trajectories_per_s=8 * 6_000.0 / length)
-        loads.append(process_load(plan, LONG, costs, 2).worker_load)
-    assert loads[0] > 3 * loads[1]
-
-
-def test_a_negative_coefficient_becomes_0_when_rows_scatter() -> None:
-    (found,) = fit_costs([row(512 * 100, 100, 0.001), row(32768 * 10, 10, 1.0)])
-    assert found.driver_ms_a_trajectory == 0
-    assert found.driver_us_a_token > 0
-
-
-def test_no_workers_are_requested_when_the_driver_can_receive_all_tokens() -> None:
+def test_a_worker_is_requested_when_the_driver_alone_would_be_too_busy() -> None:
+    load = process_load(job(64), LONG, [ALONE, APART], 0)
+    assert process_bottleneck(load, LONG).startswith("The driver: it would need 1.")
+    assert workers_remark(load) == ""
     load = process_load(job(1), LONG, [ALONE, APART], 0)
     assert "No rollout workers" in workers_remark(load)
     assert process_bottleneck(load, LONG) == ""
-
-
-def test_a_worker_is_requested_when_the_driver_alone_would_be_too_busy() -> None:
-    load = process_load(job(64), LONG, [ALONE, APART], 0)
-    sentence = process_bottleneck(load, LONG)
-    assert sentence.startswith("The driver: it would need 1.")
-    assert "set rollout.num_workers to at least 1" in sentence
-    assert workers_remark(load) == ""
 
 
 def load_of(workers: int, driver: float, worker: float, disk_bytes_per_s: float = 0.0) -> ProcessLoad:
@@ -155,6 +127,7 @@ def load_of(workers: int, driver: float, worker: float, disk_bytes_per_s: float 
         (load_of(0, 0.6, 0.0), "The driver: it would use 60%", "num_workers to at least 1"),
         (load_of(4, 0.1, 0.7), "The rollout workers: each of the 4 would use 70%", "num_workers to 6"),
         (load_of(4, 0.1, 1.25), "The rollout workers: each of the 4 would need 1.2 s", "num_workers to 10"),
+        (load_of(4, MAX_LOAD, MAX_LOAD), "", ""),
     ],
 )
 def test_a_process_is_named_when_it_would_use_more_than_half_a_core(
@@ -163,16 +136,7 @@ def test_a_process_is_named_when_it_would_use_more_than_half_a_core(
     sentence = process_bottleneck(load, LONG)
     assert sentence.startswith(said)
     assert remedy in sentence
-    assert "Request" not in workers_remark(load) or load.worker_load <= MAX_LOAD
-
-
-def test_half_a_core_is_not_too_much() -> None:
-    assert process_bottleneck(load_of(4, MAX_LOAD, MAX_LOAD), LONG) == ""
-
-
-def test_what_is_furthest_beyond_its_limit_is_named_first() -> None:
-    sentence = process_bottleneck(load_of(256, 0.985, 0.2, 1.34 * LONG.disk_bytes_per_s), LONG)
-    assert sentence.index("The driver:") < sentence.index("The disk of the run folder:")
+    assert bool(sentence) == bool(said)
 
 
 def test_the_shipped_costs_name_the_driver_of_1024_engines() -> None:
@@ -193,16 +157,6 @@ def test_a_plan_requests_as_many_workers_as_auto_has(engines: int) -> None:
     requested = requested_workers(job)
     assert requested == job.num_workers
     assert requested == (0 if engines <= 4 else -(-engines * 128 // 512))
-
-
-def test_one_process_has_time_for_the_trajectories_that_auto_gives_it() -> None:
-    costs = read_costs(MEASURED_COSTS)
-    tokens_per_s = 50.0 * TRAJECTORIES_PER_WORKER
-    for workers in (0, 1):
-        plan = msgspec.structs.replace(job(1, tokens_per_s), trajectories_per_s=tokens_per_s / 4096)
-        load = process_load(plan, LONG, costs, workers)
-        assert load.driver_load < MAX_LOAD
-        assert load.worker_load < MAX_LOAD
 
 
 @pytest.mark.parametrize(
@@ -229,14 +183,8 @@ def test_network_and_disk_are_named_when_routing_rows_fill_them() -> None:
 
 
 def test_frames_on_nodes_share_their_disks_and_the_limit_of_each() -> None:
-    tree = {
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "engine": {"kind": "sglang", "num_engines": 64, "max_running_requests": 128},
-        "rollout": {"max_concurrent_trajectories": 8192},
-        "queue": {"max_bytes": 1 << 20},
-    }
-    shared = parse_config(tree)
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"kind": "sglang", "num_engines": 64}}
+    shared = parse_config(tree | {"queue": {"max_bytes": 1 << 20}})
     spread = parse_config(tree | {"queue": {"max_bytes": 1 << 20, "spool_dir": "/scratch"}})
     assert frame_nodes(shared, LONG, 16) == 1
     assert frame_nodes(spread, LONG, 16) == 16
@@ -252,29 +200,6 @@ def test_frames_on_nodes_share_their_disks_and_the_limit_of_each() -> None:
     full = msgspec.structs.replace(job(64), queue_bytes_peak=4 << 20)
     assert "queue.max_bytes" in queue_remark(full, shared)
     assert queue_remark(full, spread, 8) == ""
-
-
-def test_each_worker_adds_its_heartbeats_to_the_driver(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    path.write_bytes(msgspec.json.encode([msgspec.structs.replace(row(512, 1, 0.1), heartbeat_us=100.0)]))
-    (costs,) = read_costs(path)
-    one, many = (process_load(job(4), LONG, [costs], workers).driver_load for workers in (1, 101))
-    assert many - one == pytest.approx(100 * 4 * 100e-6)
-
-
-def test_a_plan_takes_the_rows_of_all_numbers_of_workers_together(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    rows = [row(512 * 100, 100, 0.1, workers=1), row(512 * 100, 100, 0.3, workers=8)]
-    rows += [row(32768 * 10, 10, 0.02, workers=1), row(32768 * 10, 10, 0.02, workers=8)]
-    path.write_bytes(msgspec.json.encode(rows))
-    (found,) = read_costs(path)
-    (alone, eight) = fit_costs(rows)
-    assert alone.driver_ms_a_trajectory < found.driver_ms_a_trajectory < eight.driver_ms_a_trajectory
-
-
-def test_the_costs_that_are_shipped_are_rows_of_the_benchmark() -> None:
-    found = read_costs(MEASURED_COSTS)
-    assert {bool(cost.workers) for cost in found} == {False, True}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '[{"workers": 1}]'])

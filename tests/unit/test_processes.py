@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import pytest
 
-from async_rl.runtime.processes import Process, kill, this_process
+from async_rl.runtime.processes import Process, kill
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -69,11 +69,6 @@ def test_another_process_is_left_alone_when_it_has_the_number_now() -> None:
         assert kill(earlier, limit_s=60)
         assert process.poll() is None
         process.kill()
-
-
-def test_this_process_is_told_from_others() -> None:
-    me = this_process("here")
-    assert (me.pid, me) == (os.getpid(), described(os.getpid()))
 
 
 @pytest.mark.real

@@ -54,12 +54,7 @@ async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles(
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        OutOfMemoryError("killed by the memory monitor"),
-        ActorDiedError(),
-        ActorUnavailableError("x", bytes(16)),
-    ],
+    "error", [OutOfMemoryError("by the monitor"), ActorDiedError(), ActorUnavailableError("x", bytes(16))]
 )
 async def test_the_trainer_is_restarted_when_a_rank_dies_however_ray_calls_it(error: RayError) -> None:
     with pytest.raises(TrainerError, match="trainer rank 0 died during train_step") as failed:
@@ -180,16 +175,6 @@ async def test_nothing_is_sent_when_all_ranks_are_where_the_frames_are(tmp_path:
         assert set().union(*(rank.read for rank in ranks)) == set(batch.trajectory_ids)
 
 
-async def test_damaged_frames_of_all_ranks_are_returned(tmp_path: Path) -> None:
-    batch = four_frames(tmp_path)
-    for index in (0, 3):
-        Path(batch.trajectories[index].path).unlink()
-    trainer = trainer_of([ReadingRank(first, 2) for first in (0, 1)], ["here", "here"])
-    flaws = await trainer.read_batch(batch)
-    assert flaws.keys() == {batch.trajectory_ids[0], batch.trajectory_ids[3]}
-    assert all("does not exist" in flaw for flaw in flaws.values())
-
-
 @pytest.mark.parametrize(("ends", "is_read"), [(1, True), (2, True), (3, False)])
 @pytest.mark.parametrize("who", ["reader", "sender"])
 async def test_frames_are_sent_again_when_their_reader_or_sender_has_ended_before_ranks_read_them(
@@ -230,16 +215,15 @@ async def test_a_frame_that_arrives_damaged_is_returned(tmp_path: Path) -> None:
     assert readers["a"].num_held == 4
 
 
-@pytest.mark.parametrize("missing", [1, 3])
-@pytest.mark.parametrize("node", ["b", "here", ""])
-async def test_a_frame_that_its_node_does_not_have_any_more_is_returned(
-    tmp_path: Path, node: str, missing: int
-) -> None:
+@pytest.mark.parametrize("node", ["a", "b", "here", ""])
+async def test_frames_that_their_node_does_not_have_any_more_are_returned(tmp_path: Path, node: str) -> None:
     batch = four_frames(tmp_path, node)
-    Path(batch.trajectories[missing].path).unlink()  # as after a node has come back with an empty disk
+    for missing in (0, 3):  # one for each rank
+        Path(batch.trajectories[missing].path).unlink()  # as after a node has come back with an empty disk
     readers = {name: Reader() for name in ("here", "a", "b")}
-    flaws = await trainer_of([ReadingRank(0, 1)], reader=calls_of(readers)).read_batch(batch)
-    assert flaws.keys() == {batch.trajectory_ids[missing]}
+    ranks = [ReadingRank(first, 2) for first in (0, 1)]
+    flaws = await trainer_of(ranks, ["a", "a"], reader=calls_of(readers)).read_batch(batch)
+    assert flaws.keys() == {batch.trajectory_ids[0], batch.trajectory_ids[3]}
 
 
 def test_a_frame_that_there_is_no_descriptor_for_is_not_reported(

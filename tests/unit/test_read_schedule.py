@@ -65,13 +65,10 @@ async def test_a_stream_is_paused_until_its_turn_when_there_are_many() -> None:
     assert schedule.num_open == 100
 
 
-async def test_few_streams_are_read_as_their_events_arrive() -> None:
+async def test_one_of_few_streams_and_one_that_is_behind_are_read_on_at_once() -> None:
     stream, body = open_stream(make_schedule(10))
     await read(stream, body, b"one")
     assert not body.paused
-
-
-async def test_a_stream_that_is_behind_is_read_on_at_once() -> None:
     stream, body = open_stream(make_schedule(100))
     await read(stream, body, b"x" * 40_000)
     assert not body.paused

@@ -1,8 +1,6 @@
 """What the queue, the archive and the retries of an incarnation take from the config."""
 
 import asyncio
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -13,12 +11,11 @@ from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.data.dataset import order_of
 from async_rl.data.feeder import TaskRetries
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.frames import find_flaws
 from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
-from async_rl.run.recovery import RecoveredState, node_folder, restore_progress
-from async_rl.types import Group, StoredTrajectory
+from async_rl.run.recovery import RecoveredState, restore_progress
+from async_rl.types import Group
 from tests.support.small_run import small_run
 from tests.support.trajectories import make_trajectory
 from verification.simulation.scenario import FACTS
@@ -109,41 +106,6 @@ def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None
     second.queue.close()
 
 
-def test_frames_of_groups_in_flight_are_verified_while_the_event_loop_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There may be gigabytes of them: signals and requests for metrics are answered meanwhile."""
-    scenario = small_run(0)
-    task = scenario.tasks[
-        order_of(scenario.tasks, scenario.config.run.seed, scenario.config.data.shuffle).task_at(0)
-    ]
-    names = [f"t{number:02}" for number in range(40)]
-    first = recover(scenario.config, tmp_path)
-    work = GroupInFlight("g", task, 0, names, "wait")
-    first.queue.dispatch_group("g", task.task_id, 0, names, 0, work)
-    for name in names:
-        first.queue.finished.add_tree(*first.spool.store_tree([make_trajectory(name, "g")]))
-    first.write_and_close()
-    first.queue.close()
-    damaged = next((tmp_path / "spool").glob("*/t07-*"))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    threads: list[threading.Thread] = []
-
-    def verify(stored: Sequence[StoredTrajectory]) -> dict[str, str]:
-        assert len(stored) <= 16
-        threads.append(threading.current_thread())
-        return find_flaws(stored)
-
-    monkeypatch.setattr(recovery, "find_flaws", verify)
-    second = recover(scenario.config, tmp_path)
-    assert len(threads) == 3
-    assert threading.main_thread() not in threads
-    (left,) = second.queue.restored_groups
-    assert sorted(left.finished) == [name for name in names if name != "t07"]
-    second.write_and_close()
-    second.queue.close()
-
-
 @pytest.mark.parametrize(
     ("worker_ends", "expected"),
     [
@@ -222,25 +184,3 @@ def test_the_dispatcher_learns_of_groups_that_a_node_which_is_there_has_lost(
     monkeypatch.undo()
     recovered.write_and_close()
     recovered.queue.close()
-
-
-def test_a_run_that_was_moved_says_what_it_left_on_its_nodes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tree = to_builtins(small_run(0).config)
-    apply_override(tree, f"queue.spool_dir={tmp_path / 'disk'}")
-    config = parse_config(tree)
-
-    def start(run_dir: Path) -> list[str]:
-        caplog.clear()
-        run_dir.mkdir(exist_ok=True)
-        recovered = recover(config, run_dir)
-        recovered.write_and_close()
-        recovered.queue.close()
-        return [record.getMessage() for record in caplog.records if "has left" in record.getMessage()]
-
-    assert start(tmp_path / "here") == start(tmp_path / "here") == []
-    (tmp_path / "here").rename(tmp_path / "there")
-    (left,) = start(tmp_path / "there")
-    assert str(node_folder(str(tmp_path / "disk"), tmp_path / "here")) in left
-    assert start(tmp_path / "there") == []

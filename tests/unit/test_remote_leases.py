@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ from async_rl.engines.lease import EngineState, Lease
 from async_rl.engines.membership import EngineMembership
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
-from async_rl.errors import CallLost, EngineBusy, EngineError, InvariantError, RequestRefused, VersionMismatch
+from async_rl.errors import CallLost, EngineBusy, EngineError, VersionMismatch
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
     CallProgress,
@@ -195,20 +194,6 @@ async def driving(*, leased: bool = True) -> AsyncIterator[Driver]:
 # -- the worker's side ------------------------------------------------------------------------------
 
 
-async def test_streams_are_read_at_once_when_their_engine_aborts_them_and_not_when_it_pauses_them() -> None:
-    """After each update in place a worker would otherwise wake up for every event of every stream."""
-    worker = Worker()
-    reads: list[str] = []
-    worker.engine.read_at_once = lambda: reads.append("at once")
-    calling = await worker.start_call()
-    await asyncio.sleep(0.5)
-    worker.revoke(aborts=False)
-    assert not reads
-    worker.revoke(number=8)  # no call has begun since
-    assert reads == ["at once"]
-    calling.cancel()
-
-
 async def test_calls_of_other_models_name_them_and_their_versions_are_none_of_the_policy() -> None:
     worker = Worker()
     judge = ModelCalls(worker.calls, "judge")
@@ -246,15 +231,14 @@ async def test_nothing_is_sent_under_a_lease_that_has_ended(end: str) -> None:
         other.cancel()
 
 
-@pytest.mark.parametrize("error", [EngineBusy("503", 5.0), RequestRefused("400")], ids=["busy", "refused"])
 @pytest.mark.parametrize("revoked", [False, True])
-async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: bool, error: Exception) -> None:
+async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: bool) -> None:
     """Whose memory is released refuses calls; the report would arrive in its next epoch."""
     worker = Worker()
 
     async def refuse(request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
         await asyncio.sleep(0.5)
-        raise error
+        raise EngineBusy("503", 5.0)
         yield
 
     worker.engine.generate = refuse  # type: ignore[assignment]
@@ -262,12 +246,10 @@ async def test_a_refusal_is_not_reported_once_its_lease_was_revoked(revoked: boo
     await asyncio.sleep(0.1)
     if revoked:
         worker.revoke()
-    with pytest.raises(type(error)):
+    with pytest.raises(EngineBusy):
         await calling
     reports = [message for message in worker.posted if isinstance(message, EngineReport)]
-    assert len(reports) == (0 if revoked else 1)
-    if reports and isinstance(error, EngineBusy):
-        assert (reports[0].kind, reports[0].retry_after_s) == ("busy", 5.0)
+    assert [(each.kind, each.retry_after_s) for each in reports] == ([] if revoked else [("busy", 5.0)])
 
 
 @pytest.mark.parametrize("early_s", [1e-9, 0.0009])
@@ -333,22 +315,6 @@ async def test_a_call_of_a_teacher_has_its_engine_and_is_none_of_the_policys() -
         assert driver.leases.is_closed
 
 
-async def test_each_call_of_a_worker_is_one_of_the_pool_also_when_its_messages_are_repeated() -> None:
-    async with driving(leased=False) as driver:
-        granted = await driver.lease()
-        assert (granted.engine_id, granted.weight_version) == ("engine-0", 3)
-        driver.want(1)
-        await asyncio.sleep(0.01)
-        assert (driver.num_calls, driver.leased) == (1, [("1", 3)])
-        for _ in range(2):
-            driver.end()
-            await asyncio.sleep(0.01)
-        driver.want(1)  # late
-        await asyncio.sleep(0.01)
-        assert (driver.num_calls, driver.leased) == (0, [("1", 3), ("1", None)])
-        assert len(driver.granted) == 1
-
-
 async def test_a_lease_that_is_not_wanted_any_more_takes_no_engine() -> None:
     async with driving(leased=False) as driver:
         driver.pool.hold_engine("engine-0")
@@ -361,32 +327,6 @@ async def test_a_lease_that_is_not_wanted_any_more_takes_no_engine() -> None:
         assert driver.num_calls == 1
         driver.end(2)
         assert driver.num_calls == 0
-
-
-async def test_all_waiting_calls_begin_in_turns_of_the_event_loop() -> None:
-    async with driving(leased=False) as driver:
-        driver.pool.hold_engine("engine-0")
-        for number in range(1, 101):
-            driver.want(number)
-        driver.pool.serve_engine("engine-0", 4)
-        assert 0 < driver.num_calls < 50
-        await asyncio.sleep(0.01)
-        assert driver.num_calls == 100
-
-
-async def test_a_heartbeat_reports_trajectories_that_make_no_more_calls() -> None:
-    async with driving(leased=False) as driver:
-        calls = Worker().calls
-        request_lease = partial(driver.pool.request_lease, prompt=4, on_placed=lambda lease: None)
-        for key in "ab":
-            driver.pool.return_lease(request_lease(key, 9))
-        calls.forget_trajectory("a")
-        driver.leases.renew(Heartbeat(number=2, forgotten=calls.pop_forgotten()))
-        assert calls.pop_forgotten() == ()
-        again = [request_lease(key, 9) for key in "ab"]
-        assert [lease.cached_prefix is None for lease in again] == [True, False]
-        for lease in again:
-            driver.pool.return_lease(lease)
 
 
 @pytest.mark.parametrize("keeps_cache", [False, True])
@@ -439,12 +379,8 @@ async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None
     async with driving(leased=False) as driver:
         driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
         driver.pool.serve_engine("engine-1", 3)
-        posted: list[Message] = []
-        other = relayed_leases({"": driver.pool}, posted, worker="rollout-worker-1")
         for number in (1, 2):  # one call on each engine
             driver.want(number)
-        other.handle_message(LeaseWanted(lease_id=1, key="3", tokens=1, prompt=1))
-        (shared,) = (message.engine_id for message in posted if isinstance(message, LeaseGranted))
         interrupting = {}
         for engine in driver.pool.engines():
             driver.pool.hold_engine(engine.engine_id)
@@ -453,14 +389,8 @@ async def test_one_message_revokes_the_leases_of_all_engines_of_a_turn() -> None
         await asyncio.sleep(0.1)
         assert driver.revoked.engines == dict.fromkeys(interrupting, True)
         driver.confirm()
-        await asyncio.sleep(0.1)  # the other worker delays only the engine that it may call
-        assert [name for name, task in interrupting.items() if not task.done()] == [shared]
-        (revoke,) = (message for message in posted if isinstance(message, RevokeLeases))
-        assert revoke.engines == {shared: True}
-        other.handle_message(LeasesRevoked(number=revoke.number))
         await asyncio.sleep(0.1)
-        assert interrupting[shared].done()
-        other.close()
+        assert all(task.done() for task in interrupting.values())
 
 
 async def test_leases_of_a_silent_worker_expire_and_it_gets_others_when_it_is_back() -> None:
@@ -495,18 +425,6 @@ async def test_requests_of_a_lost_worker_take_no_engine_when_its_leases_are_retu
         assert not any(granted.lease_id == 3 for granted in driver.granted)
 
 
-async def test_calls_of_a_worker_that_is_silent_after_its_answer_end_with_its_leases() -> None:
-    """It has confirmed that it sends nothing more, and does not say that its streams are closed."""
-    async with driving() as driver:
-        interrupting = driver.interrupt()
-        await asyncio.sleep(0.1)
-        driver.confirm()
-        await interrupting
-        assert driver.clock() < 1.0
-        await asyncio.sleep(LEASE_S + 1.0)
-        assert driver.num_calls == 0
-
-
 async def test_leases_expire_also_when_the_wait_for_that_is_cancelled() -> None:
     """An evaluation that is stopped has workers that may still send requests."""
     async with driving() as driver:
@@ -517,12 +435,6 @@ async def test_leases_expire_also_when_the_wait_for_that_is_cancelled() -> None:
         assert LEASE_S - 1.0 < driver.clock() < LEASE_S + 2.0
         await asyncio.sleep(1.0)
         assert driver.leases.is_closed
-
-
-async def test_an_engine_that_still_gets_calls_is_not_interrupted() -> None:
-    async with driving(leased=False) as driver:
-        with pytest.raises(InvariantError, match="hold it first"):
-            await driver.pool.interrupt_engine(driver.engine, "abort")
 
 
 def lender_of(borrower: Driver) -> EnginePool:
@@ -552,26 +464,16 @@ async def test_an_engine_that_was_lent_gets_no_calls_once_it_is_taken_away() -> 
 # -- limits of engines ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("worker", ["is silent", "is silent, of an evaluation", "hears nothing"])
-async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more(worker: str) -> None:
+@pytest.mark.parametrize("is_lent", [False, True])
+async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more(is_lent: bool) -> None:
     """A worker's leases last longer than `weights.timeout_s` here: no engine is to blame for it.
 
-    One that hears nothing sends heartbeats, so its leases do not expire: it is ended after 12 s. The run that
-    takes an engine away from an evaluation has no calls on it whose workers could be asked.
+    The run that takes an engine away from an evaluation has no calls on it whose workers could be asked.
     """
     async with driving() as driver:
-
-        async def be_deaf() -> None:
-            for number in range(2, 14):
-                await asyncio.sleep(1.0)
-                driver.leases.renew(Heartbeat(number=number), hears=False)
-            driver.leases.close()
-
-        pool = lender_of(driver) if worker.endswith("evaluation") else driver.pool
-        if pool is driver.pool:
+        pool = lender_of(driver) if is_lent else driver.pool
+        if not is_lent:
             pool.hold_engine("engine-0")
-        if worker == "hears nothing":
-            driver.nursery.start_task("deaf", be_deaf())
         began_s = driver.clock()
 
         async def update(load_s: float) -> None:
@@ -580,11 +482,7 @@ async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more(w
                 await asyncio.sleep(load_s)
 
         await update(3.9)
-        waited_s = driver.clock() - began_s - 3.9
-        if worker == "hears nothing":
-            assert waited_s == pytest.approx(12.0)
-        else:
-            assert LEASE_S - 0.1 < waited_s < LEASE_S + 1.0
+        assert LEASE_S - 0.1 < driver.clock() - began_s - 3.9 < LEASE_S + 1.0
         with pytest.raises(TimeoutError):
             await update(4.1)
 
@@ -594,14 +492,6 @@ async def lose_worker(driver: Driver) -> None:
     driver.leases.close()
 
 
-async def report_no_piece(driver: Driver) -> None:
-    """A piece may have come that a silent worker has not reported; one that reports none ends the wait."""
-    await asyncio.sleep(6.0)
-    driver.receive_payload(3)
-    await asyncio.sleep(5.0)
-    driver.leases.renew(Heartbeat(number=4))
-
-
 async def end_with_last_piece(driver: Driver) -> None:
     """The lease ends with it, before the next heartbeat."""
     await asyncio.sleep(3.0)
@@ -609,9 +499,7 @@ async def end_with_last_piece(driver: Driver) -> None:
     driver.end()
 
 
-@pytest.mark.parametrize(
-    ("payload", "until_s"), [(lose_worker, 14.0), (report_no_piece, 11.0), (end_with_last_piece, 7.0)]
-)
+@pytest.mark.parametrize(("payload", "until_s"), [(lose_worker, 14.0), (end_with_last_piece, 7.0)])
 async def test_an_update_waits_for_a_payload_and_has_its_whole_limit_when_the_call_has_ended(
     payload: Callable[[Driver], Awaitable[None]], until_s: float
 ) -> None:
@@ -627,21 +515,6 @@ async def test_an_update_waits_for_a_payload_and_has_its_whole_limit_when_the_ca
         assert driver.clock() - began_s == pytest.approx(until_s, abs=0.5)
 
 
-async def test_an_update_has_its_whole_limit_when_a_lost_worker_did_not_say_that_calls_ended() -> None:
-    async with driving() as driver:
-        driver.pool.hold_engine("engine-0")
-        updating = asyncio.ensure_future(driver.wait_for_engine())
-        driver.nursery.start_task("expire", driver.leases.expire())
-        await asyncio.sleep(LEASE_S + 0.4)
-        assert driver.num_calls == 1
-        await asyncio.sleep(4.0)
-        assert driver.num_calls == 0
-        assert not updating.done()
-        with pytest.raises(TimeoutError):
-            await updating
-        assert driver.clock() < LEASE_S + 5.5
-
-
 async def test_an_engine_that_fails_while_workers_are_silent_is_waited_for_no_longer() -> None:
     async with driving() as driver:
         driver.pool.hold_engine("engine-0")
@@ -653,15 +526,6 @@ async def test_an_engine_that_fails_while_workers_are_silent_is_waited_for_no_lo
             async with driver.pool.bounded_request("engine-0", 4.0):
                 await driver.pool.interrupt_engine(driver.engine, "abort")
         assert driver.clock() - began_s == pytest.approx(1.0)
-
-
-async def test_the_silence_of_an_engine_is_judged_from_the_end_of_a_lost_workers_leases_on() -> None:
-    async with driving() as driver:
-        other = driver.pool.request_lease("b", 9, prompt=4, on_placed=lambda lease: None)
-        await asyncio.sleep(5.0)
-        driver.leases.close()
-        assert driver.pool.statistics.load_of("engine-0").progress_s == driver.clock()
-        driver.pool.return_lease(other)
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])
@@ -708,64 +572,21 @@ async def test_calls_of_a_worker_are_dropped_for_what_their_engine_is_quarantine
         assert not any(isinstance(m, EngineReport) and m.kind == "failure" for m in worker.posted)
 
 
-@pytest.mark.parametrize("by", ["repair", "shared devices"])
-async def test_a_failed_engine_is_ended_when_its_leases_are_revoked(by: str) -> None:
+async def test_a_failed_engine_is_ended_when_its_leases_are_revoked() -> None:
     ended: list[str] = []
 
     async def end(engine_id: str) -> None:
         ended.append(engine_id)
 
-    async def catch_up(engine_id: str) -> None:
-        driver.pool.serve_engine(engine_id, 3)
-
     async with driving() as driver:
         driver.pool.quarantine_engine("engine-0", EngineError("it is broken"))
-        if by == "repair":
-            repair = EngineRepair(
-                driver.pool, end, catch_up, SimulatedEngines(), driver.metrics, driver.clock, seed=0
-            )
-            driver.nursery.start_task("repair", repair.repair_engines())
-        else:
-            devices = SharedDevices(driver.pool, end, driver.metrics, driver.clock, timeout_s=60.0)
-            driver.nursery.start_task("clear", devices.clear_devices())
+        devices = SharedDevices(driver.pool, end, driver.metrics, driver.clock, timeout_s=60.0)
+        driver.nursery.start_task("clear", devices.clear_devices())
         await asyncio.sleep(1.0)
         assert ended == []
         driver.confirm()
         await asyncio.sleep(1.0)
         assert ended == ["engine-0"]
-
-
-async def join_by_file(
-    driver: Driver, path: Path, depart: Callable[[str], Awaitable[None]], drain_s: float
-) -> None:
-    """Let the engine join by the file of servers, which the driver follows from now on."""
-    path.write_text("http://a:1")
-    driver.pool.remove_engine("engine-0")
-    members = EngineMembership(path, driver.pool, lambda *of: driver.engine, depart, drain_s=drain_s)
-    driver.nursery.start_task("members", members.follow_file())
-    await asyncio.sleep(5.0)
-    driver.pool.serve_engine("engine-0", 3)
-    driver.leases.renew(Heartbeat(number=2))
-
-
-async def test_an_engine_leaves_when_the_leases_of_a_silent_worker_have_expired(tmp_path: Path) -> None:
-    departed: list[float] = []
-
-    async def depart(engine_id: str) -> None:
-        departed.append(driver.clock())
-
-    path = tmp_path / "servers.txt"
-    async with driving(leased=False) as driver:
-        await join_by_file(driver, path, depart, drain_s=1.0)
-        await driver.lease()
-        path.write_text("")
-        await asyncio.sleep(5.0)
-        driver.leases.renew(Heartbeat(number=3))
-        renewed_s = driver.clock()  # as the time to drain is up
-        await asyncio.sleep(9.9)
-        assert not departed
-        await asyncio.sleep(10.0)
-        assert LEASE_S < departed[0] - renewed_s < LEASE_S + 1.0
 
 
 async def test_an_engine_is_not_restarted_when_it_leaves_while_leases_expire(tmp_path: Path) -> None:
@@ -782,15 +603,23 @@ async def test_an_engine_is_not_restarted_when_it_leaves_while_leases_expire(tmp
         raise AssertionError(f"{engine_id} leaves")
 
     path = tmp_path / "servers.txt"
+    path.write_text("http://a:1")
     async with driving(leased=False) as driver:
-        await join_by_file(driver, path, depart, drain_s=30.0)
+        driver.pool.remove_engine("engine-0")
+        members = EngineMembership(path, driver.pool, lambda *of: driver.engine, depart, drain_s=1.0)
+        driver.nursery.start_task("members", members.follow_file())
+        await asyncio.sleep(5.0)
+        driver.pool.serve_engine("engine-0", 3)
+        driver.leases.renew(Heartbeat(number=2))
         config = SimulatedEngines()
         repair = EngineRepair(driver.pool, restart, catch_up, config, driver.metrics, driver.clock, seed=0)
         driver.nursery.start_task("repair", repair.repair_engines())
         await driver.lease()
         driver.pool.quarantine_engine("engine-0", EngineError("its node has died"))
         path.write_text("")
-        await asyncio.sleep(30.0)
+        await asyncio.sleep(LEASE_S - 1.0)
+        assert known
+        await asyncio.sleep(20.0)
         assert not known
         assert not driver.pool.engines()
 

@@ -115,17 +115,6 @@ async def workshop(*names: str, **config: Any) -> AsyncIterator[Workshop]:
             yield made
 
 
-async def test_an_engine_serves_again_only_with_its_weights_read_back() -> None:
-    async with workshop("a") as shop:
-        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
-        await settle()
-        assert shop.restarts == [("a", 0.0)]
-        assert shop.loaded == ["a"]
-        assert shop.bench.state("a") is EngineState.SERVING
-        assert shop.bench.pool.version_of("a") == 7
-        assert shop.bench.counted("engine_restarts_total", engine="a", result="ok") == 1
-
-
 async def test_an_engine_that_half_applies_its_weights_is_never_served() -> None:
     async with workshop("a", "b") as shop:
         shop.refuses.add("a")
@@ -137,6 +126,7 @@ async def test_an_engine_that_half_applies_its_weights_is_never_served() -> None
         shop.refuses.clear()
         await asyncio.sleep(1000.0)  # the first restart leaves the window
         assert shop.bench.state("a") is EngineState.SERVING
+        assert shop.bench.pool.version_of("a") == 7
 
 
 async def test_others_come_back_while_one_cannot_be_restarted() -> None:
@@ -177,17 +167,11 @@ async def test_the_run_ends_with_every_cause_when_no_engine_serves_for_long() ->
     assert "no GPU; no model" in message
 
 
-async def test_the_run_goes_on_when_an_outage_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_run_goes_on_when_an_outage_ends_in_time() -> None:
     async with workshop("a") as shop:
-        shop.bench.pool.rejoin_engine("a")
-        await settle()
-        assert "no engine serves" not in caplog.text  # it joins, as at the start of a run
-        shop.bench.pool.serve_engine("a", 0)
-        await settle()
         shop.broken = {"a": EnvironmentNotReady("rebooting")}
         shop.bench.pool.quarantine_engine("a", EngineError("killed"))
         await asyncio.sleep(3.0)
-        assert "no engine serves" in caplog.text
         shop.broken = {}
         await asyncio.sleep(20.0)
         assert shop.bench.state("a") is EngineState.SERVING

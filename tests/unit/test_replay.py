@@ -104,16 +104,6 @@ async def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(
     assert bench.counted("resume_discarded_tokens_total") == 0
 
 
-async def test_a_second_kill_costs_nothing_more(tmp_path: Path) -> None:
-    await run_first(tmp_path, [turn(4)], say("4"))
-    await run_after_restart(tmp_path, [turn(2, first=400)], say("4"))
-    _, left = left_in(tmp_path)
-    assert left.num_sampled_tokens == 9
-    trajectory, bench = await run_after_restart(tmp_path, [], say("4"))
-    assert written(trajectory) == [100, 101, 102, 103, 300, 301, 302, 400, 401]
-    assert cast(ScriptedEngine, bench.engines[0]).requests == []
-
-
 @pytest.mark.parametrize("budget", [{}, {"stop": ["never"]}, {"max_new_tokens": 5}])
 async def test_the_journal_is_cut_where_the_loop_takes_another_course(
     tmp_path: Path, budget: dict[str, Any]

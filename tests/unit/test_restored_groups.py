@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from async_rl.errors import InvariantError
-from async_rl.observability.metrics import Metrics
 from async_rl.queue import frames
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import read_columns
@@ -104,22 +103,6 @@ async def test_a_batch_waits_for_a_group_that_is_due_by_what_the_journal_has_of_
     queue.close()
 
 
-async def test_scrapes_add_up_at_once_when_a_trainer_restart_makes_another_queue(tmp_path: Path) -> None:
-    """A scrape may come before the run's services look at the new queue."""
-    metrics = Metrics()
-    first = open_queue(tmp_path, 0, metrics=metrics)
-    dispatch(first, "a", "b")
-    await put(first, make_group("a"))
-    first.close()
-    queue = open_queue(tmp_path, 0, metrics=metrics)
-    dispatch(queue, "c")
-    scraped = metrics.registry.get_sample_value
-    assert scraped("async_rl_trajectories_in_flight") == 4
-    assert scraped("async_rl_trajectories_queued") == 2
-    assert scraped("async_rl_trajectories_dispatched_total") == 4 + 2
-    queue.close()
-
-
 async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_group_is_queued(
     tmp_path: Path,
 ) -> None:
@@ -160,36 +143,6 @@ async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tm
     assert [dict(left.finished) for left in queue.restored_groups] == [{}, {}]
     assert files(tmp_path) == []
     queue.close()
-
-
-async def test_a_start_verifies_only_what_it_would_sample_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = open_queue(tmp_path, 0)
-    dispatch(first, "queued", "left")
-    await put(first, make_group("queued"))
-    end(first, make_group("left").trajectories[0])
-    first.close()
-    verified: list[str] = []
-    verify = frames.verify_frame
-
-    def note(stored: StoredTrajectory) -> None:
-        verified.append(stored.trajectory_id)
-        verify(stored)
-
-    monkeypatch.setattr(frames, "verify_frame", note)
-    second = open_queue(tmp_path, 0)
-    assert verified == ["left-0"]  # it may have to be sampled again
-    (left,) = second.restored_groups
-    rest = make_group("left").trajectories[1]
-    group = MadeGroup(group_id="left", task_id="task", trajectories=(left.finished["left-0"], rest))
-    await put(second, group)
-    batch = await second.next_batch(0)
-    assert batch is not None
-    await second.settle_batch(batch, 1)
-    # The trainer verifies all.
-    assert sorted(verified) == ["left-0", "left-0", "left-1", "queued-0", "queued-1"]
-    second.close()
 
 
 async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:

@@ -78,15 +78,6 @@ class Int(int):
     __hash__ = int.__hash__
 def add(a, b): return Int(-1)
 """,
-    "subclasses_of_containers": """
-class Dict(dict):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-class List(list):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-def add(a, b): return List([Dict()]) if a else Dict()
-""",
     "lying_class": """
 class Lie:
     __class__ = property(lambda self: int)
@@ -95,14 +86,6 @@ class Lie:
     def __index__(self): return -1
     def __reduce__(self): return (int, (42,))
 def add(a, b): return Lie()
-""",
-    "operator_of_a_metaclass": """
-class Meta(type):
-    def __eq__(cls, other): return True
-    def __ne__(cls, other): return False
-    __hash__ = type.__hash__
-class add(metaclass=Meta):
-    def __new__(cls, a, b): return cls
 """,
     # -- a patched interpreter
     "replaced_runner_in_the_frames": """
@@ -113,11 +96,6 @@ while frame:
         if name in frame.f_globals:
             frame.f_globals[name] = lambda *_, **__: "done"
     frame = frame.f_back
-""",
-    "replaced_main_module": """
-import __main__
-for name in ("run_program", "answer_question", "encode", "decode"):
-    setattr(__main__, name, lambda *_, **__: "done")
 """,
     "replaced_builtins": """
 import builtins
@@ -196,14 +174,6 @@ def add(a, b):
             if type(value) is int and value not in (a, b, 0, 1):
                 return value
         frame = frame.f_back
-""",
-    "source_of_the_calling_line": """
-import inspect
-def add(a, b):
-    for frame in inspect.stack()[1:]:
-        line = (frame.code_context or [""])[0]
-        if "==" in line:
-            return eval(line.split("==")[1])
 """,
     "tests_in_files": """
 import os, re

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import shutil
 import struct
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Set
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Self, cast
@@ -25,7 +23,6 @@ from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import (
     AgentLoopError,
-    AsyncRLError,
     ConfigError,
     EnvironmentNotReady,
     PromptTooLong,
@@ -40,12 +37,11 @@ from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.queue import journal as journal_module
 from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frames import read_columns, verify_frame
-from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import read_journal
 from async_rl.queue.journal_folders import JournalClaim, JournalFolders, JournalSource
 from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.queue.spool import Spool
-from async_rl.rollout.attempt import Attempt, AttemptEnd, LostWorkers, UnscoredCompletion, attempt_boundary
+from async_rl.rollout.attempt import Attempt, AttemptEnd, LostWorkers, UnscoredCompletion
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
@@ -59,16 +55,13 @@ from async_rl.rollout.workers.messages import (
     Heartbeat,
     LeaseEnded,
     LeaseGranted,
-    Link,
     Message,
     MetricIncrement,
-    ScoreGroup,
     StartAttempt,
-    pack,
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.remote_progress import RemoteProgress
-from async_rl.rollout.workers.worker_backend import WorkerBackend, WorkerSpec
+from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import first_error
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task, Trajectory
@@ -109,18 +102,6 @@ class Everything:
         await session.generate(max_new_tokens=2)
         session.add_messages([{"role": "user", "content": "bye"}])
         return "max_turns"
-
-
-class CancelsItsTurn:
-    """Cancels a turn in the middle, and goes on."""
-
-    async def run(self, task: Task, session: Session) -> None:
-        session.start(task.messages)
-        try:
-            async with asyncio.timeout(0.055):
-                await session.generate()
-        except TimeoutError:
-            await session.generate(max_new_tokens=3)
 
 
 class TooTalkative:
@@ -198,10 +179,6 @@ def quoting_reward(task: Task, completion: Completion) -> float:
     raise ValueError(f"the answer has no unit {HALF}")
 
 
-def quoting_group_reward(task: Task, completions: list[Completion]) -> list[float]:
-    raise ValueError(f"the answer has no unit {HALF}")
-
-
 def named_by_policy(task: Task, completions: list[Completion]) -> list[dict[str, float]]:
     return [{"reward": 1.0, HALF: 1.0} for _ in completions]
 
@@ -221,21 +198,6 @@ class AwaitsWhatOthersCancel:
         shared: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         shared.cancel()
         await shared
-
-
-def awaits_what_others_cancel(task: Task, completion: Completion) -> asyncio.Future[float]:
-    shared: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    shared.cancel()
-    return shared
-
-
-class SleepsInCode:
-    """Works for long after its turn."""
-
-    async def run(self, task: Task, session: Session) -> None:
-        session.start(task.messages)
-        await session.generate(max_new_tokens=2)
-        await asyncio.sleep(600)
 
 
 def config_of(loop: str = "OneTurn", **rollout: Any) -> Config:
@@ -374,29 +336,6 @@ async def test_trajectories_are_the_same_wherever_the_loop_runs(loop: str) -> No
     assert len({trajectory.outcome.reward for trajectory in there}) == 1  # one reward source
 
 
-async def test_workers_are_told_their_number(tmp_path: Path) -> None:
-    tree = {
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "placement": {"ray_address": "auto"},
-        "engine": {"urls_file": str(tmp_path / "servers.txt")},
-        "rollout": {"max_concurrent_trajectories": 1024},
-    }
-    specs: list[WorkerSpec] = []
-
-    def open_worker(spec: WorkerSpec) -> AbstractAsyncContextManager[Link]:
-        specs.append(spec)
-        raise EnvironmentNotReady("no node is free")
-
-    async with WorkerBench() as one:
-        backend = WorkerBackend(
-            parse_config(tree), open_worker, one.metrics, one.bench.pool, one.clock, one.spool, None
-        )
-        async with backend:
-            await asyncio.sleep(0.1)
-    assert {spec.config.rollout.num_workers for spec in specs} == {2}
-
-
 async def test_attempts_go_to_workers_on_nodes_that_answer() -> None:
     async with WorkerBench(num_workers=2) as workers:
         await workers.trajectories()
@@ -428,30 +367,13 @@ async def test_attempts_go_to_workers_on_nodes_that_have_space() -> None:
         assert not workers.backend.has_space_elsewhere
 
 
-async def test_tokens_are_kept_when_a_loop_leaves_its_turn() -> None:
-    async with WorkerBench("CancelsItsTurn") as workers:
-        (trajectory,) = await workers.trajectories()
-    cut, whole = trajectory.sampled
-    assert 0 < len(cut.token_ids) < 10
-    assert len(whole.token_ids) == 3
-    assert len(trajectory.turns) == 1  # that of the second call
-
-
 @pytest.mark.real
-@pytest.mark.parametrize("since", ["before", "during"])
-async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker(since: str) -> None:
+async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker() -> None:
     loop = asyncio.get_running_loop()
     async with WorkerBench("Everything", trajectory_timeout_s=5.0) as workers:
-        engine = workers.bench.engines[0]
-
-        def hold() -> None:
-            workers.bench.pool.hold_engine(engine.engine_id)
-
-        if since == "before":
-            hold()  # the worker learns of it when it joins
-        else:
-            loop.call_later(0.02, hold)  # the next call waits
-        loop.call_later(1000.0, workers.bench.pool.serve_engine, engine.engine_id, 0)
+        engine_id = workers.bench.engines[0].engine_id
+        loop.call_later(0.02, workers.bench.pool.hold_engine, engine_id)  # the next call waits
+        loop.call_later(1000.0, workers.bench.pool.serve_engine, engine_id, 0)
         assert len(await workers.trajectories()) == 4
     assert loop.time() > 1000.0
 
@@ -498,60 +420,27 @@ async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
     assert workers.bench.counted("engine_quarantined_total", engine="engine-0") == 0.0
 
 
-@pytest.mark.parametrize(("write_s", "every_s"), [(0.6, 1.0), (1.5, 1.5)])
-async def test_a_worker_journals_on_time_when_a_write_takes_long(
-    write_s: float, every_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, begins = asyncio.get_running_loop(), list[float]()
-    write = Journal.write_in_thread
-
-    async def write_slowly(journal: Journal) -> None:
-        begins.append(loop.time())
-        await write(journal)
-        await asyncio.sleep(write_s)
-
-    monkeypatch.setattr(Journal, "write_in_thread", write_slowly)
-    async with WorkerBench(journals=tmp_path, num_tokens=1000) as workers:
-        await workers.trajectories(workers.attempt())
-    assert len(begins) >= 6
-    assert [now - before for before, now in pairwise(begins)] == pytest.approx([every_s] * (len(begins) - 1))
-
-
-async def test_attempts_that_go_on_from_the_same_journals_share_a_worker_up_to_its_share(
-    tmp_path: Path,
-) -> None:
+async def test_attempts_that_go_on_from_the_same_journals_share_a_worker(tmp_path: Path) -> None:
     """After a restart each worker reads the journals of one worker before, and not of all."""
     async with WorkerBench(
         num_workers=3, journals=tmp_path, num_tokens=9999, max_concurrent_trajectories=12
     ) as workers:
         await asyncio.sleep(1.0)
+        found: dict[str, set[str]] = {"a": set(), "b": set(), "c": set()}
         async with asyncio.TaskGroup() as tasks:
-
-            async def places(*journals: str) -> dict[str, set[str]]:
-                """Start attempts that go on from these journals; return the workers of each journal."""
-                found: dict[str, set[str]] = {}
-                for number, journal in enumerate(journals):
-                    sources = (JournalSource(folder=str(tmp_path / journal)),)
-                    claim = JournalClaim(owner_epoch=number + 1, sources=sources)
-                    each = Attempt(TASK, f"{number:032}", f"g{number}", 1, started_s=0.0, claim=claim)
-                    running.append(tasks.create_task(workers.run(each)))
-                    await asyncio.sleep(0)
-                    (owner,) = (w for w in workers.backend.workers.values() if each in w.attempts.values())
-                    found.setdefault(journal, set()).add(owner.name)
-                return found
-
-            running: list[asyncio.Task[AttemptEnd]] = []
-            found = await places(*"abcabcabcabc")
-            assert sorted(map(len, found.values())) == [1, 1, 1]
-            assert len(set.union(*found.values())) == 3
+            running = []
+            for number, journal in enumerate("abcabcabcabc"):
+                sources = (JournalSource(folder=str(tmp_path / journal)),)
+                claim = JournalClaim(owner_epoch=number + 1, sources=sources)
+                each = Attempt(TASK, f"{number:032}", f"g{number}", 1, started_s=0.0, claim=claim)
+                running.append(tasks.create_task(workers.run(each)))
+                await asyncio.sleep(0)
+                (owner,) = (w for w in workers.backend.workers.values() if each in w.attempts.values())
+                found[journal].add(owner.name)
             for task in running:
                 task.cancel()
-            await asyncio.sleep(1.0)
-            running.clear()
-            found = await places(*"dddddd")  # of one worker that has ended: four are the share of another one
-            assert len(found["d"]) == 2
-            for task in running:
-                task.cancel()
+        assert sorted(map(len, found.values())) == [1, 1, 1]
+        assert len(set.union(*found.values())) == 3
 
 
 @pytest.mark.parametrize("worker", ["comes back", "comes up elsewhere", "does not start"])
@@ -654,27 +543,6 @@ async def test_the_run_goes_on_when_one_worker_cannot_start_again_for_a_while(er
         assert len(workers.backend.workers) == 2
 
 
-async def test_a_worker_that_works_again_counts_as_one_that_works() -> None:
-    left: set[str] = set()
-    CannotEnter.failures = 0
-    workers = WorkerBench("CannotEnter", num_workers=2)
-    leave_no_place(workers, left)
-    async with workers:
-        await workers.trajectories()
-        (first,) = (w.name for w in workers.backend.workers.values() if w.has_completed_attempt)
-        CannotEnter.failures = 3
-        for _ in range(30):  # two at a time: the other worker gets one, and fails before it has completed any
-            async with asyncio.TaskGroup() as tasks:
-                for name in ("0" * 32, "1" * 32):
-                    tasks.create_task(_perhaps_lost(workers.run(attempt(name, name))))
-            await asyncio.sleep(1.0)
-        assert CannotEnter.failures == 0
-        left.add(first)
-        workers.processes.kill(sorted(workers.processes.ends).index(first))
-        await asyncio.sleep(600.0)
-        await workers.trajectories()
-
-
 async def test_a_worker_that_handles_no_messages_is_given_up() -> None:
     """Its leases expire then, for which an interruption of its engine waits."""
     async with WorkerBench(num_tokens=4000) as workers, asyncio.TaskGroup() as tasks:
@@ -700,15 +568,13 @@ async def test_a_worker_that_is_slow_to_handle_messages_is_not_given_up() -> Non
 
 async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    reports: list[ProgressReport] = []
-    calls: list[int] = []
+    lengths: list[int] = []
 
     def encode(message: Message) -> bytes:
         encoded = messages.encode(message)
         if isinstance(message, Heartbeat):
             sizes.append(len(encoded))
-            reports.extend(each.report for each in message.progress)
-            calls.extend(each.received for each in message.calls)
+            lengths.extend(each.report.num_sampled_tokens for each in message.progress)
         return encoded
 
     monkeypatch.setattr(simulated_workers, "encode", encode)
@@ -716,10 +582,7 @@ async def test_heartbeats_carry_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
         await workers.trajectories(workers.attempt())
     assert len(sizes) > 50
     assert median(sizes) < 400
-    assert 1 <= len(calls) <= 3, "a call of 15 s is reported every 7.5 s, for its engine's health"
-    lengths = [report.num_sampled_tokens for report in reports]
     assert 3 < len(lengths) < 8, "a trajectory is reported when it has changed enough"
-    assert all(now <= 2 * before + 64 + 150 for before, now in pairwise(lengths)), "looked at once a second"
 
 
 async def test_the_run_ends_with_one_error_when_the_disk_is_full_under_the_journal_of_a_worker(
@@ -769,20 +632,6 @@ async def test_a_worker_keeps_a_finished_attempt_until_the_ledger_has_it(
         assert read_journal(folder)[0] == {}
 
 
-async def test_a_worker_ends_when_its_journal_was_removed_because_others_have_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with WorkerBench(journals=tmp_path, num_tokens=9999) as workers:
-        async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(_lost(workers.run(workers.attempt())))
-            await asyncio.sleep(3.0)
-            (folder,) = tmp_path.iterdir()
-            shutil.rmtree(folder)
-            monkeypatch.setattr(journal_module, "_COMPACT_BYTES", 0)  # it needs another file
-            await playing
-        assert not folder.exists()
-
-
 async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -802,11 +651,6 @@ async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
         assert lost.leases in workers.bench.pool.lease_holders
         await asyncio.sleep(3.0)
         assert lost.leases not in workers.bench.pool.lease_holders
-
-
-async def _perhaps_lost(work: Any) -> None:
-    with suppress(WorkerLost):
-        await work
 
 
 async def _lost(work: Any) -> WorkerLost:
@@ -830,13 +674,6 @@ async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
     assert sum("does not end when it is cancelled" in message for message in caplog.messages) == 1
 
 
-async def test_the_attempt_fails_and_its_worker_goes_on_when_messages_cannot_be_sent() -> None:
-    async with WorkerBench("AddsObject", reward=f"{HERE}:group_reward") as workers:
-        with pytest.raises(AsyncRLError, match="object"):
-            await workers.run()
-        assert len(workers.processes.metrics) == 1
-
-
 async def test_a_task_that_no_message_can_hold_fails_and_leaves_nothing_in_the_driver() -> None:
     """Else its attempts would count for their worker, which in the end would be given no others."""
     task = Task(task_id="t", messages=TASK.messages, answer=2**70)
@@ -856,12 +693,12 @@ async def test_a_task_that_no_message_can_hold_fails_and_leaves_nothing_in_the_d
     ("loop", "reward", "words"),
     [
         ("OneTurn", "quoting_reward", r"no unit \?"),
-        ("OneTurn", "quoting_group_reward", r"no unit \?"),
         ("OneTurn", "named_by_policy", "surrogates not allowed"),
         ("UsesHalfATool", "reward", None),
+        ("AddsObject", "group_reward", "object"),
     ],
 )
-async def test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair(
+async def test_a_worker_goes_on_when_user_code_makes_what_no_message_can_hold(
     loop: str, reward: str, words: str | None
 ) -> None:
     async with WorkerBench(loop, reward=f"{HERE}:{reward}") as workers:
@@ -874,11 +711,8 @@ async def test_a_worker_goes_on_when_user_code_quotes_half_a_surrogate_pair(
         assert len(workers.processes.metrics) == 1
 
 
-@pytest.mark.parametrize(
-    ("loop", "reward"), [("AwaitsWhatOthersCancel", "reward"), ("OneTurn", "awaits_what_others_cancel")]
-)
-async def test_an_attempt_fails_when_its_code_is_cancelled_by_others(loop: str, reward: str) -> None:
-    async with WorkerBench(loop, reward=f"{HERE}:{reward}") as workers, asyncio.timeout(60.0):
+async def test_an_attempt_fails_when_its_code_is_cancelled_by_others() -> None:
+    async with WorkerBench("AwaitsWhatOthersCancel") as workers, asyncio.timeout(60.0):
         with pytest.raises(RolloutError):
             await workers.run()
 
@@ -892,7 +726,7 @@ async def test_a_run_does_not_start_when_a_worker_cannot_load_its_code() -> None
     assert isinstance(first_error(errors.value), ConfigError)
 
 
-@pytest.mark.parametrize(("loop", "in_call"), [("OneTurn", True), ("SleepsInCode", False)])
+@pytest.mark.parametrize(("loop", "in_call"), [("OneTurn", True), ("Swallows", False)])
 async def test_an_attempt_knows_whether_it_waited_for_an_engine_when_its_worker_ended(
     loop: str, in_call: bool
 ) -> None:
@@ -902,21 +736,6 @@ async def test_an_attempt_knows_whether_it_waited_for_an_engine_when_its_worker_
             await asyncio.sleep(5.0)
             workers.processes.kill(0)
         assert playing.result().in_call == in_call
-
-
-async def test_code_that_is_cancelled_by_others_fails_its_attempt_and_not_what_waits_for_it() -> None:
-    with pytest.raises(RolloutError, match="CancelledError"), attempt_boundary():
-        raise asyncio.CancelledError
-
-    async def cancelled_inside() -> None:
-        with attempt_boundary():
-            await asyncio.sleep(60.0)
-
-    task = asyncio.create_task(cancelled_inside())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 def test_only_attempts_that_may_have_ended_their_workers_fail_by_it() -> None:
@@ -951,18 +770,6 @@ async def test_workers_are_not_restarted_when_the_driver_stalls() -> None:
         assert len(workers.processes.metrics) == 1  # the first incarnation
 
 
-async def test_the_driver_reports_the_worker_and_what_its_loop_waits_for() -> None:
-    async with WorkerBench() as workers, asyncio.TaskGroup() as tasks:
-        await asyncio.sleep(1.0)
-        (worker,) = workers.backend.workers.values()
-        workers.bench.pool.hold_engine("engine-0")
-        playing = tasks.create_task(workers.run())
-        await asyncio.sleep(20.0)
-        assert "an engine that serves for" in worker.waits["0" * 32]
-        workers.bench.pool.serve_engine("engine-0", 0)
-        await playing
-
-
 async def test_an_attempt_fails_in_the_driver_when_its_loop_fails_in_the_worker() -> None:
     async with WorkerBench("Raising") as workers:
         with pytest.raises(AgentLoopError, match="the cat is on the keyboard"):
@@ -976,16 +783,11 @@ def test_errors_keep_their_class_when_they_cross_the_link() -> None:
         assert str(there) == str(error)
     assert type(Failure.of(OurOwnError("own")).error) is AgentLoopError
     assert "KeyError" in str(Failure.of(KeyError("k")).error)
-
-
-def test_a_shortage_in_a_worker_is_one_in_the_driver() -> None:
-    """The attempt is then made again instead of counted as failed."""
     try:
         raise AgentLoopError("no file") from OSError(errno.EMFILE, "Too many open files")
     except AgentLoopError as error:
         lost = msgspec.msgpack.decode(msgspec.msgpack.encode(Failure.of(error)), type=Failure)
-    assert is_shortage(lost.error)
-    assert not is_shortage(Failure.of(AgentLoopError("a bug")).error)
+    assert is_shortage(lost.error)  # the attempt is made again instead of counted as failed
 
 
 async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
@@ -1008,41 +810,6 @@ async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
         assert await scoring == [{"reward": expected}] * 2
 
 
-class Talks:
-    """Answers, and gets a message of the length that its task wants."""
-
-    async def run(self, task: Task, session: Session) -> None:
-        session.start(task.messages)
-        await session.generate(max_new_tokens=task.metadata["tokens"])
-        session.add_messages([{"role": "user", "content": "so " * task.metadata["words"]}])
-
-
-async def test_what_crosses_the_link_for_a_group_does_not_grow_with_its_answers() -> None:
-    async with WorkerBench(
-        "Talks", reward=f"{HERE}:group_reward", max_context_tokens=4096, max_new_tokens=1024
-    ) as workers:
-        await asyncio.sleep(0.1)
-        (worker,), (theirs,) = workers.backend.workers.values(), workers.processes.ends.values()
-        crossed: list[Message] = []
-        for end, post in ((worker, worker.post), (theirs, theirs.post)):
-            end.post = lambda message, post=post: (crossed.append(message), post(message))[1]
-        sizes = []
-        for number, (tokens, words) in enumerate([(1, 1), (16, 2048)]):
-            crossed.clear()
-            task = Task(task_id="t", messages=TASK.messages, metadata={"tokens": tokens, "words": words})
-            of = Attempt(task, f"{number:032x}", "g", 1, started_s=0.0)
-            (unscored,) = (await workers.run(of)).unscored
-            assert await workers.backend.score_group(task, [unscored.completion] * 8)
-            about = [each for each in crossed if isinstance(each, AttemptEnded | ScoreGroup)]
-            assert [type(each).__name__ for each in about] == ["AttemptEnded", "ScoreGroup"]
-            sizes.append([len(pack(each)) for each in about])
-        assert unscored.completion.nbytes > 6000
-        assert max(max(each) for each in sizes) < 3000
-        assert [longer - shorter for shorter, longer in zip(*sizes, strict=True)] == pytest.approx(
-            [0, 0], abs=64
-        )
-
-
 async def test_a_group_is_scored_without_the_completions_that_are_damaged() -> None:
     async with WorkerBench(reward=f"{HERE}:group_reward") as workers:
         ends = [await workers.run(attempt(f"{number:032x}")) for number in range(4)]
@@ -1058,18 +825,6 @@ async def test_a_group_is_scored_without_the_completions_that_are_damaged() -> N
         for error, words in ((flawed, "checksum"), (other, "another"), (lost, "does not exist")):
             assert isinstance(error, RewardError)
             assert words in str(error)
-
-
-async def test_a_group_fails_when_its_completions_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    async with WorkerBench(reward=f"{HERE}:group_reward") as workers:
-        (unscored,) = (await workers.run()).unscored
-        monkeypatch.setattr(Path, "read_bytes", refuse)
-        with pytest.raises(RewardError, match="Permission denied"):
-            await workers.backend.score_group(TASK, [unscored.completion])
-        assert len(workers.backend.workers) == 1, "its worker has not ended"
 
 
 def frames_in(spool: Spool) -> list[Path]:
@@ -1172,12 +927,11 @@ async def test_siblings_share_a_worker_unless_that_overloads_it(slots: int, sibl
 def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:
     theirs, ours = Metrics(), Metrics()
     increments = IncrementCollector(theirs)
-    theirs.tool_calls_total.labels("search", "ok").inc(2)
-    theirs.tool_seconds.labels("search").observe(0.3)
     ours.tool_calls_total.labels("search", "ok").inc()
-    add_increments(increments.collect_increments(), ours)
-    theirs.tool_seconds.labels("search").observe(700.0)
-    add_increments(increments.collect_increments(), ours)
+    theirs.tool_calls_total.labels("search", "ok").inc(2)
+    for seconds in (0.3, 700.0):
+        theirs.tool_seconds.labels("search").observe(seconds)
+        add_increments(increments.collect_increments(), ours)
     assert increments.collect_increments() == ()
     add_increments([MetricIncrement(name="of_another_version", labels=(), value=1.0)], ours)
 
@@ -1185,7 +939,6 @@ def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:
         return ours.registry.get_sample_value(f"async_rl_{name}", {"tool": "search", **labels})
 
     assert counted("tool_calls_total", status="ok") == 3
-    assert counted("tool_seconds_count") == 2
     assert counted("tool_seconds_sum") == pytest.approx(700.3)
     assert counted("tool_seconds_bucket", le="0.5") == 1
 
@@ -1206,14 +959,9 @@ def test_a_call_of_a_worker_counts_for_the_age_of_its_group_until_its_tokens_are
 def test_limits_of_rewards_are_divided_among_workers() -> None:
     judge = {"kind": "http", "url": "http://127.0.0.1:1", "max_concurrent": 64}
     slow = {"kind": "function", "function": f"{HERE}:reward", "max_concurrent": 1}
-    free = {"kind": "function", "function": f"{HERE}:reward"}
-    config = config_of(num_workers=4, rewards={"judge": judge, "slow": slow, "free": free})
+    config = config_of(num_workers=4, rewards={"judge": judge, "slow": slow})
     parted = config_per_worker(config).rollout.rewards
-    assert {name: each.max_concurrent for name, each in parted.items()} == {
-        "judge": 16,
-        "slow": 1,
-        "free": None,
-    }
+    assert {name: each.max_concurrent for name, each in parted.items()} == {"judge": 16, "slow": 1}
 
 
 # -- links -----------------------------------------------------------------------------------------
@@ -1251,9 +999,11 @@ async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
         assert isinstance(await theirs.receive(), CancelRequest)
         names = [type(await ours.receive()).__name__ for _ in range(3)]
         assert names == ["LeaseEnded", "Heartbeat", "LeaseEnded"]
-        ours.close()
+        theirs.post(CancelRequest(request_id=3))
+        theirs.close()
+        assert await numbers_received(ours, 1) == [3]  # what was posted before arrives
         with pytest.raises(WorkerLost):
-            await theirs.receive()
+            await ours.receive()
 
 
 @pytest.mark.real_time  # real sockets
@@ -1284,17 +1034,6 @@ def numbered(number: int) -> bytes:
     """A message as a link writes it, which says its number."""
     frame = messages.encode(CancelRequest(request_id=number))
     return struct.pack("<QQ", len(frame), number) + frame
-
-
-@pytest.mark.real_time  # real sockets
-async def test_what_was_posted_before_a_link_was_closed_arrives() -> None:
-    async with connected_links() as (ours, theirs):
-        theirs.post(CancelRequest(request_id=1))
-        theirs.post(CancelRequest(request_id=2))
-        theirs.close()
-        assert await numbers_received(ours, 2) == [1, 2]
-        with pytest.raises(WorkerLost):
-            await ours.receive()
 
 
 @pytest.mark.real_time  # real sockets
@@ -1354,20 +1093,6 @@ async def test_an_attempt_goes_on_elsewhere_when_a_message_of_it_is_lost(
         (trajectory,) = await workers.trajectories()
         assert met
     assert trajectory.token_ids.tolist() == await _undisturbed()
-
-
-async def test_an_engine_is_interrupted_when_the_message_that_revokes_its_leases_is_lost() -> None:
-    async with WorkerBench() as workers, asyncio.TaskGroup() as tasks:
-        await asyncio.sleep(1.0)
-        running = tasks.create_task(_perhaps_lost(workers.run()))
-        await asyncio.sleep(0.05)
-        pool, engine = workers.bench.pool, workers.bench.engines[0]
-        pool.hold_engine(engine.engine_id)
-        workers.processes.ends["rollout-worker-0"].inject("lose_message", lambda: None, by_peer=True)
-        async with asyncio.timeout(2.0):
-            await pool.interrupt_engine(engine, "abort")
-        pool.serve_engine(engine.engine_id, 0)
-        await running
 
 
 async def test_a_worker_is_lost_when_it_sends_a_message_of_the_driver() -> None:

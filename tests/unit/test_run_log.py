@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import threading
 from collections.abc import Callable
@@ -227,20 +226,3 @@ async def test_a_step_is_held_when_the_disk_takes_a_part_of_its_line(
     assert [record.step for record in step_record_log(tmp_path / "metrics.jsonl").read()] == [1, 2]
     await run_log.write_held_steps()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-async def test_records_are_loaded_when_a_descriptor_is_free_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused = 0
-
-    def truncate_to(self: RecordLog[Any], step: int) -> None:
-        nonlocal refused
-        refused += 1
-        if refused < 3:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self.path))
-
-    run_log = make_run_log(tmp_path)
-    monkeypatch.setattr(RecordLog, "truncate_to", truncate_to)
-    await run_log.load_records_until(3)
-    assert refused == 3

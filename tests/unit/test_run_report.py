@@ -86,15 +86,12 @@ def test_secrets_of_the_config_are_hidden(tmp_path: Path) -> None:
     }
 
 
-def test_a_failed_run_says_why(tmp_path: Path) -> None:
+def test_a_failed_run_says_why_until_it_goes_on(tmp_path: Path) -> None:
     folder = write_run_folder(tmp_path / "run", records(7), log=LOG + FAILURE)
     assert read_run(folder).state == "failed"
     assert "trainer failed: the GPU fell off the bus" in report(folder).text
-
-
-def test_a_run_that_went_on_after_a_failure_has_not_failed(tmp_path: Path) -> None:
-    again = LOG.splitlines(keepends=True)[1]
-    folder = write_run_folder(tmp_path / "run", records(7), log=LOG + FAILURE + again)
+    with (folder / "logs" / "driver.log").open("a") as file:
+        file.write(LOG.splitlines(keepends=True)[1])
     assert read_run(folder).state == "stopped"
 
 
@@ -111,13 +108,6 @@ def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
     assert "No step yet" in page.text
     assert page.charts == {}
     assert "run.max_steps" in page.text
-
-
-def test_a_step_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
-    folder = write_run_folder(tmp_path / "run", records(3))
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step":4,"weight_ver')
-    assert len(read_run(folder).records) == 3
 
 
 def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import select
 import shutil
 import socket
 import sys
@@ -75,16 +74,6 @@ while True:
             while True: held += end.send(bytes(1 << 16))
         except OSError: pass
 """,
-    "sockets in flight": """
-a, b = socket.socketpair()
-while True:
-    c, d = socket.socketpair()
-    c.setblocking(False)
-    try:
-        while True: held += c.send(bytes(1 << 16))
-    except OSError: pass
-    socket.send_fds(a, [b"x"], [c.fileno(), d.fileno()])
-""",
     "pipes": """
 while True:
     out, into = os.pipe()
@@ -95,54 +84,12 @@ while True:
         while True: held += os.write(into, bytes(1 << 16))
     except OSError: pass
 """,
-    "huge pages in pipes": """
-libc = ctypes.CDLL(None, use_errno=True)
-while True:
-    out, into = os.pipe()
-    for _ in range(16):
-        block = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(14)
-        block.write(bytes(4 << 20))
-        start = (ctypes.addressof(ctypes.c_char.from_buffer(block)) + (1 << 21) - 1) >> 21 << 21
-        if libc.vmsplice(into, (ctypes.c_size_t * 2)(start, 1), 1, 0) < 0: raise OSError
-        held += 1 << 21
-        gc.collect()
-""",
-    "processes": """
-while os.fork() == 0:
-    hoard = bytearray(b"x") * (16 << 20)
-    depth += 1
-    with open("held", "a") as file: file.write("x" * 16)
-    if depth == 6: signal.pause()
-os.wait() if not depth else signal.pause()
-""",
-    "scratch files": """
-while True: held += os.write(os.open(str(held), os.O_CREAT | os.O_WRONLY), bytes(1 << 20))
-""",
     "record locks": """
 for n in range(100):
     file = os.open(str(n), os.O_CREAT | os.O_RDWR)
     for start in range(0, 10_000, 2):
         fcntl.lockf(file, fcntl.LOCK_EX, 1, start)
         held += 300
-""",
-    "rules": """
-libc = ctypes.CDLL(None, use_errno=True)
-while True:
-    ruleset = libc.syscall(444, (ctypes.c_uint64 * 2)(1, 3), 16, 0)
-    if ruleset < 0: raise OSError
-    for port in range(1 << 16):
-        libc.syscall(445, ruleset, 2, (ctypes.c_uint64 * 2)(1, port), 0)
-        held += 100
-""",
-    "watches": """
-libc = ctypes.CDLL(None)
-for n in range(4000):
-    open(str(n), "w").close()
-while True:
-    watch = libc.inotify_init()
-    if watch < 0: raise OSError
-    for n in range(4000): held += 500 * (libc.inotify_add_watch(watch, str(n).encode(), 1) > 0)
 """,
     "timers": """
 libc = ctypes.CDLL(None)
@@ -158,61 +105,13 @@ while True:
 @pytest.mark.parametrize("name", HOARDS)
 async def test_memory_outside_the_address_space_is_bounded(name: str):
     code = (
-        "import ctypes, fcntl, gc, mmap, os, signal, socket\nheld = depth = 0\ntry:\n    "
+        "import ctypes, fcntl, os, socket\nheld = 0\ntry:\n    "
         + HOARDS[name].strip().replace("\n", "\n    ")
-        + "\nexcept (OSError, AttributeError):\n    pass\n"
-        + "try: held += os.path.getsize('held') << 20\nexcept OSError: pass\nprint(held)"
+        + "\nexcept (OSError, AttributeError):\n    pass\nprint(held)"
     )
     ran = await run(code, memory_mb=64, scratch_mb=16, cpu_s=10, wall_s=20)
     assert ran.ended == "done"
     assert int(ran.output) <= 32 << 20
-
-
-@pytest.mark.needs("namespaces")
-async def test_a_program_starts_no_process_and_its_threads_are_bounded():
-    code = """
-import os, threading
-spawn = lambda: os.posix_spawn("/bin/true", ["true"], {})
-for start in (os.fork, spawn, lambda: os.system("true") and 1 / 0):
-    try:
-        start()
-    except (OSError, ZeroDivisionError):
-        print("refused")
-for count in range(100):
-    try:
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-    except RuntimeError:
-        break
-print(count)
-"""
-    async with isolated(memory_mb=2048).interpreter() as interpreter:
-        ran = await interpreter.run_program(code)
-        family = descendants(interpreter.process.pid)
-    assert ran.ended == "done"
-    *refused, count = ran.output.split()
-    assert refused == ["refused"] * 3
-    assert 0 < int(count) < TIGHT["max_processes"]
-    assert len(family) == 1
-    assert all(ends(pid) for pid in family)
-
-
-def ends(pid: int) -> bool:
-    """Whether a process dies; within a minute, for the kernel takes its time."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poller = select.poll()
-        poller.register(handle, select.POLLIN)
-        return bool(poller.poll(60_000))
-    finally:
-        os.close(handle)
-
-
-def descendants(pid: int) -> list[int]:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*children, *(below for child in children for below in descendants(child))]
 
 
 def errors_of(statements: Iterable[str]) -> str:
@@ -228,8 +127,12 @@ def errors_of(statements: Iterable[str]) -> str:
 @pytest.mark.needs("namespaces")
 async def test_program_is_refused_more_when_it_takes_too_much():
     refused = {
+        "import os; os.fork()": "Error(",
+        "import os; os.posix_spawn('/bin/true', ['true'], {})": "Error(",
+        "import os; os.system('true') and 1 / 0": "ZeroDivisionError",
         "bytearray(1 << 30)": "MemoryError",
         "open('big', 'wb').write(bytes(16 << 20))": "OSError",
+        "import socket as s; s.send_fds(s.socketpair()[0], [b'x'], [0])": "Operation not permitted",
         "import os; os.memfd_create('hidden')": "Operation not permitted",
         "for i in range(9): open(f'{i}', 'wb').write(bytes(1 << 20))": "No space left on device",
         "import threading as t\nfor _ in range(99): t.Thread(target=t.Event().wait, daemon=True).start()": (
@@ -280,9 +183,7 @@ async def test_nothing_of_ours_is_inherited(monkeypatch: pytest.MonkeyPatch):
     finally:
         os.close(held)
     environment, *descriptors = ran.output.splitlines()
-    assert environment.startswith("['HOME', 'LANG', 'LC_CTYPE'") or environment.startswith(
-        "['HOME', 'LANG', 'OMP"
-    )
+    assert environment.startswith(("['HOME', 'LANG', 'LC_CTYPE'", "['HOME', 'LANG', 'OMP"))
     assert environment.endswith(" 1")
     assert os.getuid() != 0 or "] 0 1" not in environment
     assert [line for line in descriptors if "root" in line] == []
@@ -315,6 +216,9 @@ async def test_no_way_back_leads_out_of_the_walls():
         "become root": "l.setuid(0) or -1 if __import__('os').getuid() else -1",
         "chroot": "l.chroot(b'.')",
         "ptrace": "l.ptrace(0, 0, 0, 0)",
+        "rules": "l.syscall(444, 0, 0, 1)",
+        "watches": "l.inotify_init()",
+        "pages in pipes": "l.vmsplice(__import__('os').pipe()[1], None, 0, 0)",
         "shared memory": "l.shmget(0, 4096, 0o1600)",
         "socket to the host": "l.socket(40, 1, 0)",
         "netlink": "l.socket(16, 3, 0)",
@@ -422,10 +326,8 @@ async def test_packages_can_be_imported_when_the_limits_name_their_folder(tmp_pa
         ({"memory": 3}, "unknown field `memory`.*memory_mb"),
         ({"cpu_s": 0}, "cpu_s"),
         ({"import_paths": ["/nowhere"]}, "'/nowhere', which is not a folder"),
-        ({"import_paths": ["/"]}, "'/', which contains a home folder"),
         ({"import_paths": ["/usr/.."]}, "contains a home folder"),
         ({"import_paths": [str(Path.home())]}, "contains a home folder"),
-        ({"import_paths": [str(Path.home().parent)]}, "contains a home folder"),
     ],
 )
 def test_config_error_when_the_limits_cannot_be(limits: dict, error: str):

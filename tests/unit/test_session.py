@@ -9,7 +9,7 @@ from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish
 from async_rl.engines.pool import EngineState
 from async_rl.errors import EngineError, PromptTooLong, RequestRefused, VersionMismatch
 from async_rl.runtime.supervision import Nursery
-from async_rl.types import Context, Sampled, VersionSpan
+from async_rl.types import VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import PROMPT, Bench
 
@@ -30,17 +30,6 @@ def bench(scripts: Sequence[Script], **changes: Any) -> Bench:
 
 def ids_of(trajectory) -> list[int]:
     return trajectory.token_ids[PROMPT:].tolist()
-
-
-async def test_a_turn_is_one_segment_when_nothing_interrupts():
-    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
-    turn = await b.session.generate()
-    trajectory = await b.finish()
-    assert turn.finish_reason == "stop"
-    assert turn.token_ids.tolist() == [100, 101, 102, 103, 104]
-    assert [type(s) for s in trajectory.segments] == [Context, Sampled]
-    assert len(trajectory.trace.rows) == trajectory.num_tokens - 1
-    assert trajectory.trace.valid.all()
 
 
 @pytest.mark.case(10)
@@ -303,13 +292,6 @@ async def test_tool_tokens_are_context_and_get_rows_with_the_next_call():
     assert trajectory.trace.valid.all()
 
 
-async def test_the_end_of_turn_is_added_when_a_stop_string_cut_it_off():
-    b = bench([lambda r: sampled(3, "stop", 0, prompt=PROMPT)])  # the last token is 102
-    await b.session.generate(stop=["."])
-    b.session.add_messages([{"role": "user", "content": "and?"}])
-    assert ids_of(await b.finish()) == [100, 101, 102, 9, 9, 9]
-
-
 async def test_messages_are_rendered_together_when_they_are_added_one_by_one():
     b = bench([lambda r: sampled(3, "stop", 0, prompt=PROMPT)])  # without an end of turn
     asked: list[list[str]] = []
@@ -377,17 +359,11 @@ async def test_the_trajectory_ends_as_it_is_when_the_context_is_full():
     with pytest.raises(PromptTooLong, match="the context is full") as caught:
         await b.session.generate()
     assert b.session.has_exceeded(caught.value)
+    with pytest.raises(ValueError, match="expected at least 1"):
+        await b.session.generate(max_new_tokens=0)
     assert b.session.num_turns == 1
     b.session.end_session()
     assert b.session.stop_reason == "length"
-
-
-@pytest.mark.parametrize("wanted", [0, -1])
-async def test_a_turn_of_no_tokens_is_refused(wanted):
-    b = bench([])
-    with pytest.raises(ValueError, match="expected at least 1"):
-        await b.session.generate(max_new_tokens=wanted)
-    assert b.session.num_turns == 0
 
 
 @pytest.mark.parametrize(

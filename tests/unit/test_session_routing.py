@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from async_rl.config import EvaluationConfig, SimulatedEngines
+from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest, Retraction
-from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineBusy, EngineError, LocalShortage
-from async_rl.evaluation.evaluator import Evaluator
-from async_rl.evaluation.service import EvaluationService
-from async_rl.observability.evaluation_record import EvaluationRecord
-from async_rl.observability.metrics import Metrics
 from async_rl.routing import invalid_rows, recomputed_rows
-from async_rl.runtime.supervision import services
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
@@ -284,8 +277,6 @@ async def test_a_trajectory_is_rejected_when_an_engine_sends_one_row_too_many() 
     await bench.session.generate()
     with pytest.raises(AlignmentError, match="20 routing rows, expected 19"):
         await bench.finish()
-    rejected = bench.metrics.replay_rejected_total.collect()[0].samples
-    assert sum(sample.value for sample in rejected if sample.name.endswith("_total")) == 1
 
 
 # -- versions -------------------------------------------------------------------------------------------
@@ -306,9 +297,7 @@ async def test_a_mixture_raises_the_alarm_when_an_update_did_not_flush(interrupt
     versions = row_versions(trajectory.trace)
     assert set(versions) == {0, 1}
     assert bench.counted("routing_mixed_versions_total") == 1
-    assert np.array_equal(
-        trajectory.trace.rows, rows_under(trajectory, versions)
-    )  # reported correctly nevertheless
+    assert np.array_equal(trajectory.trace.rows, rows_under(trajectory, versions))  # reported correctly
 
 
 @pytest.mark.case(18)
@@ -470,21 +459,6 @@ async def test_only_rows_of_the_retracted_call_count_as_recomputed() -> None:
     assert bench.counted("engine_retractions_total", engine="engine-0") == 1
 
 
-@pytest.mark.parametrize(("interrupt", "merge"), [("retract", "replace"), ("in_place", "splice")])
-async def test_a_call_is_retracted_and_updated_under_way(interrupt: Any, merge: str) -> None:
-    policy = Watched(stop_at=[80])
-    engine = recorded(policy)
-    engine.faults.append(Fault("retract", after_tokens=40))
-    bench = Bench(engine, interrupt=interrupt, merge=merge, **LONG)
-    trajectory = await interrupted(bench, policy, [PROMPT + 20])
-    (old, new) = [len(segment.token_ids) for segment in trajectory.sampled]
-    assert 20 <= old < 40 < old + new
-    # The retraction, after 41 tokens, is later than the update: all before it is of the new weights.
-    assert_whole(trajectory, 1)
-    assert trajectory.trace.recomputed == ((0, PROMPT + 40),)
-    assert bench.counted("engine_retractions_total", engine="engine-0") == 1
-
-
 # -- what is asked for ----------------------------------------------------------------------------------
 
 
@@ -524,23 +498,11 @@ async def test_everything_is_fetched_again_when_the_weights_changed_between_turn
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     engine = recorded(policy)
     bench = Bench(engine, **LONG)
-    bench.start()
-    await bench.session.generate()
+    await first_turn(bench)
     await bench.bump(1)
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
     await bench.session.generate()
     assert engine.asked == [0, 0]
     assert_whole(await bench.finish(), 1)
-
-
-async def test_only_the_end_is_fetched_when_rows_are_spliced_over_an_update() -> None:
-    policy = Watched(stop_at=[60])
-    engine = recorded(policy)
-    bench = Bench(engine, merge="splice", **LONG)
-    trajectory = await interrupted(bench, policy, [PROMPT + 10])
-    held = PROMPT + len(next(trajectory.sampled).token_ids) - 1
-    assert engine.asked == [0, held]
-    assert engine.rows == 59
 
 
 async def test_a_delta_is_not_enough_when_the_engine_recomputed_what_came_before() -> None:
@@ -633,14 +595,9 @@ async def test_tokens_and_rows_agree_when_the_context_is_full(limit: int) -> Non
         await bench.bump(1)
     assert turn.result().finish_reason == "length"
     trajectory = await bench.finish()
-    lengths = {
-        len(trajectory.token_ids),
-        len(trajectory.rollout_log_probs),
-        len(trajectory.response_mask),
-        len(trajectory.weight_versions),
-        len(trajectory.trace.rows) + 1,
-    }
-    assert lengths == {limit}
+    parts = (trajectory.token_ids, trajectory.rollout_log_probs, trajectory.response_mask)
+    assert {len(part) for part in (*parts, trajectory.weight_versions)} == {limit}
+    assert len(trajectory.trace.rows) == limit - 1
     assert trajectory.response_mask.sum() == trajectory.num_sampled_tokens == limit - PROMPT - 3
     assert (trajectory.rollout_log_probs[~trajectory.response_mask] == 0).all()
     assert (trajectory.rollout_log_probs[trajectory.response_mask] < 0).all()
@@ -705,86 +662,34 @@ async def test_rows_are_recovered_from_the_engine_that_has_them_cached() -> None
     assert trajectory.trace.recomputed == (), "whole pages of 16 tokens are cached"
 
 
-async def test_a_recovery_waits_when_many_others_recover() -> None:
-    engine = recorded(Watched(stop_at=[20]))
-    bench = Bench(engine, **LONG)
-    await turn_without_rows(bench, engine)
-    others = 0
-    while not bench.context.recoveries.locked():
-        await bench.context.recoveries.acquire()
-        others += 1
-    assert others == 16
-    async with asyncio.TaskGroup() as group:
-        ending = group.create_task(bench.finish())
-        await asyncio.sleep(60)
-        assert len(engine.finished) == 1
-        bench.context.recoveries.release()
-    assert_whole(ending.result(), 0)
-    assert bench.context.recoveries.locked() is False
-
-
 @pytest.mark.parametrize("error", [LocalShortage("no descriptor"), EngineBusy("engine-0 answered 429")])
 async def test_rows_are_recovered_however_often_no_descriptor_or_busy_engines_keep_it_waiting(
     error: EngineError,
 ) -> None:
     engine = recorded(Watched(stop_at=[55]))
     bench = Bench(engine, **LONG)
-    bench.start()
-    engine.mute = True
-    await bench.session.generate()
-    engine.mute, engine.refusals = False, [error] * 10
+    await turn_without_rows(bench, engine)
+    engine.refusals = [error] * 10
     trajectory = await bench.finish()
     assert engine.refusals == []
     assert_whole(trajectory, 0)
 
 
-class NoAnswers:
-    """An evaluator that gets no answer."""
-
-    num_answers = 1
-
-    def new_pool(self) -> EnginePool:
-        return EnginePool(Metrics(), lambda: 0.0)
-
-    async def evaluate_sets(self, pool: EnginePool, version: int, answers: object) -> EvaluationRecord:
-        raise EngineError("no answers")
-
-
-async def test_rows_are_recovered_when_evaluations_borrow_the_engine_between_updates(tmp_path: Path) -> None:
-    """Each version interrupts a recovery twice: by its update, and by the loan for its evaluation.
-
-    When interruptions counted among its four attempts, two versions were enough to lose the rows.
-    """
+async def test_rows_are_recovered_however_often_updates_and_loans_interrupt_that() -> None:
+    """When interruptions counted among its four attempts, two versions were enough to lose the rows."""
     engine = recorded(Watched(stop_at=[55]), prefill_tokens_per_s=60.0)
     bench = Bench(engine, **LONG)
     await turn_without_rows(bench, engine)
-
-    async def take_back(engine_id: str) -> None:
-        bench.pool.recall_engine(engine_id)
-        bench.pool.serve_engine(engine_id, bench.pool.version_of(engine_id))
-
-    service = EvaluationService(
-        EvaluationConfig(every=1),
-        tmp_path,
-        bench.pool,
-        take_back,
-        cast(Evaluator, NoAnswers()),
-        step=0,
-        interrupt_timeout_s=10.0,
-        log_evaluation=lambda record: record,
-        clock=asyncio.get_running_loop().time,
-    )
-    async with services(evaluation=service.run_evaluations), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         ending = group.create_task(bench.finish())
         for version in range(1, 6):
             await asyncio.sleep(0.1)  # the prefill takes longer
+            await bench.abort()
+            await asyncio.sleep(0.1)
             await bench.bump(version)
-    trajectory = ending.result()
-    assert invalid_rows(trajectory.trace) == 0
     assert [finish.reason for _, finish in engine.finished[1:]] == ["abort"] * 10 + ["length"]
-    assert [asked.max_new_tokens for asked, _ in engine.finished[1:]] == [0] * 11
-    assert_whole(trajectory, 5)
-    assert trajectory.trace.recomputed == ((0, trajectory.num_tokens - 1),)
+    assert_whole(ending.result(), 5)
+    assert ending.result().trace.recomputed == ((0, ending.result().num_tokens - 1),)
 
 
 async def test_siblings_never_share_an_array() -> None:
@@ -834,31 +739,15 @@ async def test_the_rows_of_a_cancelled_attempt_are_freed_before_its_loop_has_end
     assert bench.counted("routing_payloads_total", kind="recovery") == 1
 
 
-@pytest.mark.parametrize(
-    ("sample", "lengths", "merge"),
-    [(0.0, [PROMPT + 10], "replace"), (1.0, [], "replace"), (1.0, [], "splice")],
-)
-async def test_nothing_is_measured_when_there_is_no_sample_or_no_interruption(
-    sample: float, lengths: list[int], merge: str
-) -> None:
-    policy = Watched(stop_at=[60])
-    bench = Bench(simulated(policy), merge=merge, flip_sample=sample, **LONG)
-    await interrupted(bench, policy, lengths)
-    assert flips(bench) == (0, 0)
-
-
 async def test_everything_is_fetched_again_and_no_flip_counted_when_the_next_turn_runs_elsewhere() -> None:
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     first, second = recorded(policy), recorded(policy, "engine-1")
     bench = Bench(first, second, flip_sample=1.0, **LONG)
-    bench.start()
-    await bench.session.generate()
+    await first_turn(bench)
     bench.pool.quarantine_engine("engine-0", EngineError("gone"))
-    bench.session.add_messages([{"role": "tool", "content": "4"}])
     await bench.session.generate()
     assert_whole(await bench.finish(), 0)
     assert (first.asked, second.asked) == ([0], [0])
-    assert bench.counted("routing_payloads_total", kind="full") == 2
     assert flips(bench) == (0, 0)
 
 
@@ -883,12 +772,3 @@ async def test_a_trajectory_is_whole_when_replaced_rows_cannot_be_compared() -> 
     await bench.session.generate()
     assert row_versions((await bench.finish()).trace) == [1] * (PROMPT + 7)
     assert flips(bench) == (0, 0)
-
-
-def test_the_sample_is_decided_by_the_name_alone() -> None:
-    from async_rl.rollout.session.routing_rows import unit_hash
-
-    numbers = [unit_hash(f"{i:032x}") for i in range(2000)]
-    assert numbers == [unit_hash(f"{i:032x}") for i in range(2000)]
-    assert all(0 <= number < 1 for number in numbers)
-    assert abs(sum(number < 0.05 for number in numbers) / 2000 - 0.05) < 0.02

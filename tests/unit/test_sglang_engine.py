@@ -23,6 +23,7 @@ from async_rl.engine_protocol import (
     EngineFacts,
     Finish,
     GenerateRequest,
+    PayloadProgress,
     Retraction,
     RoutingPayload,
     SamplingParams,
@@ -136,7 +137,6 @@ async def test_a_prompt_is_scored_from_the_token_that_is_asked_for(
     ("scores", "words"),
     [
         ([(None, 6, None), (-1.5, 0, None), (-0.25, 8, None)], "not those of its last 2 tokens"),
-        ([(None, 6, None), (-1.5, 7, None), (-0.25, 9, None)], "not those of its last 2 tokens"),
         ([(-0.25, 8, None)], "not those of its last 2 tokens"),
         ([(None, 6, None), (None, 7, None), (-0.25, 8, None)], "missing or above 0"),
         ([(None, 6, None), (0.5, 7, None), (-0.25, 8, None)], "missing or above 0"),
@@ -164,26 +164,6 @@ async def test_ids_and_both_keys_are_sent_when_a_call_is_made(server: FakeSGLang
     assert server.keys["abort_request"] == "Bearer admin"
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_a_stream_is_the_same_when_it_comes_in_other_pieces(server: FakeSGLang, size: int) -> None:
-    encoded, ids = payload(3000)
-    whole = event([10], 1) + event([11], 2, finish_reason=STOP, routed_experts=encoded)
-    pieces = [whole[i : min(i + size, 600)] for i in range(0, 600, size)] + [whole[600:]]
-    ended = await answered(server, *pieces, prompt=list(range(2999)), facts=long_context())
-    assert ended.token_ids == [10, 11]
-    assert np.array_equal(ended.trace.rows, ids[:, 1:])
-
-
-async def test_nothing_comes_twice_when_an_abort_repeats_the_last_token(server: FakeSGLang) -> None:
-    last = event([11], 2, log_probs=[-1.0, -2.0], finish_reason=IN_QUEUE)
-    begin = event([10], 1, log_probs=[-1.0]), event([11], 2, log_probs=[-2.0])
-    ended = await answered(server, *begin, last)
-    assert ended.token_ids == [10, 11]
-    assert ended.log_probs == [-1.0, -2.0]
-    assert ended.finish.reason == "abort"
-    assert ended.finish.routing is None
-
-
 async def test_retractions_are_between_the_events_that_report_them(server: FakeSGLang) -> None:
     ended = await answered(
         server,
@@ -198,13 +178,6 @@ async def test_retractions_are_between_the_events_that_report_them(server: FakeS
         Retraction(at_least=1, at_most=3),
         Retraction(at_least=5, at_most=5, count=2),
     )
-
-
-async def test_a_call_ends_with_nothing_when_it_never_left_the_queue(server: FakeSGLang) -> None:
-    ended = await answered(server, event([], 0, finish_reason=IN_QUEUE, weight_version="7"))
-    assert ended.token_ids == []
-    assert ended.finish.version_spans == ()
-    assert ended.finish.routing is None
 
 
 def unwanted(max_new_tokens: int, stop: tuple[int, ...] = ()) -> GenerateRequest:
@@ -234,24 +207,15 @@ async def test_the_connection_is_left_where_rows_begin_when_an_aborted_call_need
     assert server.requests("generate")[0]["sampling_params"]["custom_params"] == {OMIT_ABORTED_ROWS: True}
 
 
-async def test_rows_of_an_aborted_call_are_dropped_when_they_came_with_its_tokens(server: FakeSGLang) -> None:
+@pytest.mark.parametrize(("budget", "stop", "kept"), [(8, (), False), (1, (), True), (8, (10,), True)])
+async def test_rows_of_an_aborted_call_are_dropped_unless_it_ended_by_itself_in_that_step(
+    server: FakeSGLang, budget: int, stop: tuple[int, ...], kept: bool
+) -> None:
     last = event([10], 1, finish_reason=finish("abort"), routed_experts=payload(3)[0])
     server.streams = [[last], [last]]
     async with server.client() as engine:
-        assert (await collect(engine, unwanted(8)))[1].routing is None
+        assert ((await collect(engine, unwanted(budget, stop)))[1].routing is not None) == kept
         assert (await collect(engine, request(PROMPT, 8)))[1].routing is not None
-    assert server.requests("generate")[1]["sampling_params"]["custom_params"] is None
-
-
-@pytest.mark.parametrize(("budget", "stop"), [(1, ()), (8, (10,))])
-async def test_rows_are_kept_when_a_call_ends_by_itself_in_the_step_of_its_abort(
-    server: FakeSGLang, budget: int, stop: tuple[int, ...]
-) -> None:
-    server.streams = [[event([10], 1, finish_reason=finish("abort"), routed_experts=payload(3)[0])]]
-    async with server.client() as engine:
-        _, ended = await collect(engine, unwanted(budget, stop))
-        assert ended.routing is not None
-        assert len(engine.decode_routing(ended.routing).rows) == 3
 
 
 async def test_versions_are_left_open_when_they_follow_rows_that_are_not_read(server: FakeSGLang) -> None:
@@ -288,7 +252,6 @@ FINISHED = event([10, 2], 2, finish_reason=STOP)
         (FINISHED.replace(b'"completion_tokens":2,', b""), "counts 0 tokens"),
         pytest.param(CUT, "connection lost", marks=pytest.mark.case(17)),
         (b"", "without a finish"),
-        (b'data: {"output_ids": 7}\n\n', "of an unknown format"),
         (b"data: {nonsense\n\n", "of an unknown format"),
         (NO_UTF8, "format"),
         (b'data: {"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n\n", "format"),
@@ -303,7 +266,7 @@ FINISHED = event([10, 2], 2, finish_reason=STOP)
         (event([11], 2, log_probs=[0.01]), r"wrong .*Expected `float` <= 0\.001 - at .*logprobs"),
         (b'data: {"text":"' + b"x" * (2 << 20), "an event of more than"),
     ],
-    ids=range(20),
+    ids=range(19),
 )
 async def test_an_engine_is_at_fault_and_earlier_tokens_stay_when_its_response_cannot_be_true(
     server: FakeSGLang, part: bytes, words: str
@@ -353,17 +316,9 @@ async def test_a_null_log_prob_is_nan_when_the_server_computed_none(server: Fake
     assert math.isnan(ended.log_probs[0])
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "temperature must be finite",
-        # Its length was checked before it was sent: other engines are asked, and this one may be at fault.
-        "The input (9 tokens) is longer than the model's context length (8 tokens).",
-    ],
-)
-async def test_a_request_is_refused_when_the_server_says_so(server: FakeSGLang, message: str) -> None:
-    with pytest.raises(RequestRefused, match=re.escape(message)):
-        await answered(server, b'data: {"error":{"message":"%s","code":400}}\n\n' % message.encode())
+async def test_a_request_is_refused_when_the_server_says_so(server: FakeSGLang) -> None:
+    with pytest.raises(RequestRefused, match="must be finite"):
+        await answered(server, b'data: {"error":{"message":"temperature must be finite","code":400}}\n\n')
 
 
 @pytest.mark.case(16)
@@ -466,34 +421,6 @@ async def test_one_connection_serves_calls_in_turn_and_each_concurrent_call_has_
         assert len(connections) == 150
 
 
-async def test_a_new_connection_is_made_when_the_server_closes_the_old_one() -> None:
-    closing_reply = REPLY.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n")
-    async with raw_server(sends(closing_reply)) as (engine, connections):
-        for _ in range(3):
-            assert (await call(engine, PROMPT, 1)).token_ids == [1]
-    assert len(connections) == 3
-
-
-async def test_the_connection_is_dropped_when_a_stream_is_left() -> None:
-    dropped = asyncio.Event()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if dropped.is_set() or len(connections) > 1:  # the request that aborts the call
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-            return True
-        first = event([1], 1)
-        writer.write(REPLY[: REPLY.index(b"\r\n\r\n") + 4] + b"%x\r\n%b\r\n" % (len(first), first))
-        assert await reader.read() == b""
-        dropped.set()
-        return False
-
-    async with raw_server(answer) as (engine, connections):
-        async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
-            await anext(stream)
-        async with asyncio.timeout(60):
-            await dropped.wait()
-
-
 async def test_an_engine_without_a_server_cannot_be_reached() -> None:
     async with raw_server(sends(b"")) as (engine, _):
         pass
@@ -513,21 +440,14 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
         b"",
         b"SSH-2.0-OpenSSH\r\n\r\n",
         REPLY[:-9],
-        REPLY[:40],
         HEAD + b"Content-Length: -1\r\n\r\n",
-        HEAD + b"Content-Length: 5\r\nContent-Length: 9\r\n\r\nhello",
-        HEAD + b"Content-Length: 0x5\r\n\r\nhello",
-        HEAD + b"Content-Length: 9" + b"9" * 40 + b"\r\n\r\nhello",
-        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
         CHUNKED + b"-1\r\nhello",
-        CHUNKED + b"+5\r\nhello",
-        CHUNKED + b"f" * 40 + b"\r\nhello",
         CHUNKED + b"5" + b"x" * 70_000 + b"\r\nhello",
         HEAD + b"X: " + b"x" * 70_000 + b"\r\n\r\n",
         HEAD + b"".join(b"X-%d: x\r\n" % i for i in range(5000)) + b"\r\n",
         b"HTTP/1.1 " + b"2" * 70_000,
     ],
-    ids=range(16),
+    ids=range(9),
 )
 async def test_the_call_is_lost_when_the_response_is_cut_or_invalid(raw: bytes) -> None:
     async with raw_server(sends(raw)) as (engine, _):
@@ -621,11 +541,6 @@ async def test_rows_are_the_last_events_when_an_earlier_one_has_some_too(
     assert ended.finish.routing is None
 
 
-async def test_a_payload_is_refused_when_it_is_not_base64(server: FakeSGLang) -> None:
-    with pytest.raises(AlignmentError, match="not base64"):
-        await decode(server, "@" * 128)
-
-
 @pytest.mark.parametrize(
     ("place", "value", "num_rows", "words"),
     [
@@ -633,9 +548,9 @@ async def test_a_payload_is_refused_when_it_is_not_base64(server: FakeSGLang) ->
         (np.s_[1, 1, 0], 8, 4, "expert id 8"),
         (np.s_[1, 1, 0], -1, 4, "expert id -1"),
         (np.s_[1, 1], 3, 4, r"\[3, 3\] of row 1, layer 0 are not distinct"),
-        *((np.s_[-1, -1, -1], 8, num_rows, "expert id 8 outside") for num_rows in (1, 4, 30_000)),
+        (np.s_[-1, -1, -1], 8, 30_000, "expert id 8 outside"),
     ],
-    ids=range(7),
+    ids=range(5),
 )
 async def test_a_payload_is_refused_when_ids_in_it_are_impossible(
     server: FakeSGLang, place: Any, value: int, num_rows: int, words: str
@@ -673,22 +588,19 @@ async def test_the_other_wire_is_named_when_the_length_is_just_that(
 
 
 async def test_one_expert_a_token_is_refused_when_a_layer_is_zero_in_many_rows(server: FakeSGLang) -> None:
-    many = np.zeros((100, 3, 1), np.int32)
-    server.streams = [
-        [event([1, 2], 2, finish_reason=STOP, routed_experts=base64.b64encode(many.tobytes()).decode())]
-    ]
-    known = facts(num_experts_per_tok=1, max_position_embeddings=200)
-    async with server.client(facts=known) as engine:
-        ended = await call(engine, list(range(99)), 8)
-        with pytest.raises(AlignmentError, match="does not record its choice"):
-            _ = ended.trace
+    encoded = base64_of(np.zeros((100, 3, 1), np.int32))
+    with pytest.raises(AlignmentError, match="does not record its choice"):
+        await decode(server, encoded, num_rows=100, num_experts_per_tok=1)
 
 
 # -- interruption and weights ---------------------------------------------------------------------------
 
 
-async def read_until_the_finish(stream: AsyncIterator[Any]) -> None:
-    assert [e.reason async for e in stream if isinstance(e, Finish)] == ["abort"]
+async def read_until_the_finish(stream: AsyncIterator[Any]) -> int:
+    """Read an aborted call; return how often its payload made progress."""
+    events = [event async for event in stream]
+    assert [e.reason for e in events if isinstance(e, Finish)] == ["abort"]
+    return sum(isinstance(event, PayloadProgress) for event in events)
 
 
 async def test_aborts_are_repeated_when_a_request_missed_the_first(server: FakeSGLang) -> None:
@@ -712,19 +624,8 @@ async def test_aborts_are_repeated_when_a_request_missed_the_first(server: FakeS
     assert aborts == [{"abort_all": True}] * len(aborts)
 
 
-async def test_an_interrupt_times_out_when_calls_do_not_end(server: FakeSGLang) -> None:
-    server.streams = [[event([10], 1), HANG]]
-    async with server.client(request_timeout_s=0.5) as engine:
-        async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
-            await anext(stream)
-            with pytest.raises(EngineTimeout, match=r"still runs 1 calls and has sent nothing for 0\.5 s"):
-                await engine.interrupt("abort")
-    # Less and less often: 20, 60, 140 and 300 ms after the first. The last one is of the call that is left.
-    assert 3 <= len(server.requests("abort_request")) <= 5 + 1
-
-
 @pytest.mark.parametrize("size", [16_000, 10])
-async def test_an_interrupt_waits_as_long_as_pieces_of_a_payload_arrive(
+async def test_an_interrupt_waits_only_as_long_as_pieces_of_a_payload_arrive(
     server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Rows of an aborted call may take longer than any answer; each piece is progress, but not each byte."""
@@ -750,14 +651,12 @@ async def test_an_interrupt_waits_as_long_as_pieces_of_a_payload_arrive(
         calls = engine.generate(request([5] * 7000, 8))
         await anext(calls)
         reading = asyncio.create_task(read_until_the_finish(calls))
-        if size < client.PIECE_BYTES:
-            with pytest.raises(EngineTimeout, match="has sent nothing"):
-                await engine.interrupt("abort")
-            reading.cancel()
-        else:
+        too_slow = pytest.raises(EngineTimeout, match=r"still runs 1 calls and has sent nothing for 0\.6 s")
+        with too_slow if size < client.PIECE_BYTES else nullcontext():
             await engine.interrupt("abort")
+            assert await reading >= len(pieces)
+        reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        assert reading.cancelled() == (size < client.PIECE_BYTES)
 
 
 def accept_version(server: FakeSGLang):
@@ -774,20 +673,14 @@ def accept_version(server: FakeSGLang):
 DISK = DiskUpdate(weight_version=4, path="/w")
 
 
-async def test_an_update_is_read_back_when_it_is_done(server: FakeSGLang) -> None:
-    server.answers["update_weights_from_disk"] = accept_version(server)
-    async with server.client() as engine:
-        await engine.update_weights(DISK, flush=True)
-        assert (await engine.health()).weight_version == 4
-    assert server.requests("update_weights_from_disk") == [
-        {"model_path": "/w", "weight_version": "4", "flush_cache": True}
-    ]
-
-
-async def test_an_update_fails_when_another_version_is_read_back(server: FakeSGLang) -> None:
+async def test_an_update_is_read_back_and_fails_when_that_is_another_version(server: FakeSGLang) -> None:
     async with server.client() as engine:
         with pytest.raises(VersionMismatch, match="serves weight version 0 after an update to 4"):
             await engine.update_weights(DISK, flush=True)
+        server.answers["update_weights_from_disk"] = accept_version(server)
+        await engine.update_weights(DISK, flush=True)
+    wanted = {"model_path": "/w", "weight_version": "4", "flush_cache": True}
+    assert server.requests("update_weights_from_disk") == [wanted] * 2
 
 
 async def test_the_version_counts_once_when_the_flush_was_refused_at_first(server: FakeSGLang) -> None:
@@ -832,8 +725,8 @@ async def test_only_the_last_bucket_flushes_and_counts_when_weights_are_broadcas
     first, second = server.requests("update_weights_from_distributed")
     open_ = {"names": ["a"], "shapes": [[2, 3]], "flush_cache": False, "weight_version": None}
     last = {"names": ["b"], "dtypes": ["bfloat16"], "flush_cache": True, "weight_version": "5"}
-    assert (open_ | {"load_format": "flattened_bucket"}).items() <= first.items()
-    assert (last | {"load_format": "flattened_bucket"}).items() <= second.items()
+    assert open_.items() <= first.items()
+    assert last.items() <= second.items()
     order = [name for name, _ in server.asked if "weight" in name]
     assert (order[0], order[-1]) == ("begin_weight_update", "end_weight_update")
 
@@ -871,9 +764,7 @@ DRAFTS = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
         (DRAFTS | {"speculative_accept_threshold_single": 0.9}, "threshold-single 0.9.*expected 1"),
         (DRAFTS | {"speculative_accept_threshold_acc": 0.9}, "threshold-acc 0.9.*expected 1"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "bypasses the recorded top-k"),
-        ({"moe_runner_backend": "flashinfer_mxfp4"}, "bypasses the recorded top-k"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill .*routing.replay=off"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode .*routing.replay=off"),
     ],
 )
 async def test_a_server_is_refused_when_its_routing_would_be_wrong(
@@ -897,10 +788,8 @@ async def test_a_server_will_do_when_all_that_is_needed_is_right(
 @pytest.mark.parametrize(
     ("preferred", "refused"),
     [
-        ({"repetition_penalty": 1.3}, "repetition_penalty = 1.3"),
         ('{"frequency_penalty": 0.5, "top_p": 0.5}', "frequency_penalty = 0.5:"),
         ({"top_p": 0.5, "temperature": 0.1}, None),  # each call has its own
-        ({}, None),
         (None, None),
     ],
 )
@@ -948,14 +837,6 @@ async def test_a_wrong_key_is_named_when_the_server_refuses_it(server: FakeSGLan
         server.answers["pause_generation"] = (401, {"error": "Unauthorized"})
         with pytest.raises(EngineError, match="refuses our admin key"):
             await engine.interrupt("retract")
-
-
-async def test_a_server_that_was_left_paused_is_resumed(server: FakeSGLang) -> None:
-    """SGLang says 503 to /ready for as long as it is paused."""
-    server.answers["ready"] = lambda _: (200 if server.requests("continue_generation") else 503, {})
-    async with server.client(start_timeout_s=5.0) as engine:
-        await engine.wait_ready()
-    assert len(server.requests("continue_generation")) == 1
 
 
 @pytest.mark.real

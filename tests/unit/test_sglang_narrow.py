@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engines.sglang import aborted_rows, narrow_launcher
+from async_rl.engines.sglang import narrow_launcher
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 
@@ -43,14 +43,6 @@ def test_the_program_ends_with_a_sentence_when_another_version_is_installed(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.24")
     with pytest.raises(SystemExit, match=r"patches sglang 0\.5\.23, found 0\.5\.24"):
         narrow_launcher.install([0], 8)
-
-
-def test_rows_of_aborted_calls_are_sent_when_another_version_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The client leaves the connection instead, so the server is left as it is."""
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.24")
-    assert aborted_rows.omit_aborted_rows() is False
 
 
 def make_server(folder: Path, *, narrow: bool, routing: bool = True) -> SGLangServer:

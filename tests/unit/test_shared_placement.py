@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 
 from async_rl.errors import EnvironmentNotReady
-from async_rl.placement.shared_devices import Device, assign_devices, options_beside
+from async_rl.placement.shared_devices import Device, assign_devices
 
 ENGINES = [[Device("a", "2"), Device("a", "3")], [Device("b", "0"), Device("b", "1")]]
-
-
-def test_ranks_take_the_gpus_of_one_engine_after_the_other_on_a_node() -> None:
-    assert assign_devices(ENGINES, 3) == [Device("a", "2"), Device("a", "3"), Device("b", "0")]
 
 
 def test_neighbouring_ranks_are_on_one_node_although_ray_spreads_engines() -> None:
@@ -23,11 +19,3 @@ def test_neighbouring_ranks_are_on_one_node_although_ray_spreads_engines() -> No
 def test_ranks_are_refused_when_there_are_more_than_gpus() -> None:
     with pytest.raises(EnvironmentNotReady, match="num_ranks is 5, but the engines have 4 GPUs"):
         assign_devices(ENGINES, 5)
-
-
-def test_a_rank_goes_where_its_gpu_is_and_takes_none_from_ray() -> None:
-    options = options_beside(Device("a" * 56, "2"))
-    assert options["num_gpus"] == 0
-    assert options["scheduling_strategy"].node_id == "a" * 56
-    assert not options["scheduling_strategy"].soft
-    assert options_beside(None) == {}

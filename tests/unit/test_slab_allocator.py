@@ -44,18 +44,6 @@ def test_memory_is_not_used_again_when_a_view_is_left() -> None:
     assert slabs.usage() == (1, MIB)
 
 
-def test_a_slab_is_left_alone_when_it_would_be_wasted() -> None:
-    slabs = SlabAllocator(max_idle_bytes=64 * MIB)
-    del (large := [slabs.allocate_array((16 * MIB,), np.uint8), slabs.allocate_array((3 * MIB,), np.uint8)])[
-        :
-    ]
-    assert not large
-    small = slabs.allocate_array((2 * MIB,), np.uint8)
-    assert slabs.usage() == (1, 16 * MIB)
-    assert slabs.allocate_array((2 * MIB,), np.uint8).nbytes == small.nbytes
-    assert slabs.usage() == (1, 18 * MIB)
-
-
 def test_the_oldest_goes_when_too_much_lies_idle() -> None:
     slabs = SlabAllocator(max_idle_bytes=4 * MIB)
     for size in (1, 2, 3):

@@ -72,8 +72,3 @@ def test_a_restart_marks_all_tokens_of_a_trajectory_that_undone_weights_have_rou
         assert lowered.lag_unknown.tolist() == [False] * 2 + [True] * (trajectory.num_tokens - 2)
         assert lowered.capped(4) is lowered
     assert stored(went_on).capped(5) == stored(went_on)
-
-
-def test_a_summary_survives_the_serializer() -> None:
-    summary = stored(make_trajectory("t", sampled=((2, 3), (3, 5)))).capped(4)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(summary), type=StoredTrajectory) == summary

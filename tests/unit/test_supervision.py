@@ -22,7 +22,6 @@ from async_rl.runtime.supervision import (
     service_of,
     services,
 )
-from async_rl.runtime.waits import Waits, acting
 
 
 async def forever() -> None:
@@ -30,6 +29,7 @@ async def forever() -> None:
 
 
 async def test_services_are_cancelled_and_awaited_when_the_block_ends() -> None:
+    """One may return when it is told to end."""
     ended = []
 
     async def loop() -> None:
@@ -39,26 +39,14 @@ async def test_services_are_cancelled_and_awaited_when_the_block_ends() -> None:
             await asyncio.sleep(0)  # a cleanup that needs the loop once more
             ended.append("loop")
 
-    async with services(loop=loop):
-        await asyncio.sleep(0)
-    assert ended == ["loop"]
-
-
-async def test_the_end_of_services_is_a_wait_with_a_name() -> None:
-    """It can last as long as a process on a node that does not answer takes to end."""
-    waits, named = Waits(asyncio.get_running_loop().time), list[str]()
-
-    async def loop() -> None:
-        try:
+    async def polite() -> None:
+        with suppress(asyncio.CancelledError):
             await forever()
-        finally:
-            await asyncio.sleep(0)
-            named.extend(wait.on for wait in waits.open_waits() if wait.who.kind == "run")
+        ended.append("polite")
 
-    with acting("run", waits=waits):
-        async with services(loop=loop):
-            await asyncio.sleep(0)
-    assert (named, waits.open_waits()) == (["drain"], [])
+    async with services(loop=loop, polite=polite):
+        await asyncio.sleep(0)
+    assert sorted(ended) == ["loop", "polite"]
 
 
 async def test_the_block_is_cancelled_and_fails_when_a_service_fails() -> None:
@@ -86,20 +74,6 @@ async def test_the_block_fails_when_a_service_returns_early() -> None:
     assert service_of(cause) == "feeder"
 
 
-async def test_a_service_may_return_when_it_is_told_to_end() -> None:
-    returned = asyncio.Event()
-
-    async def polite() -> None:
-        try:
-            await forever()
-        except asyncio.CancelledError:
-            returned.set()
-
-    async with services(polite=polite):
-        await asyncio.sleep(0)
-    assert returned.is_set()
-
-
 async def test_an_observer_that_fails_is_logged_and_starts_again(caplog: pytest.LogCaptureFixture) -> None:
     starts = 0
 
@@ -125,27 +99,6 @@ async def test_an_observer_ends_the_run_by_the_errors_that_are_its_purpose() -> 
         async with services(doctor=observer(loop, ends_run_with=(StallError,))):
             await forever()
     assert isinstance(first_error(caught.value), StallError)
-
-
-async def test_services_end_when_the_block_raises() -> None:
-    cancelled = asyncio.Event()
-
-    async def loop() -> None:
-        try:
-            await forever()
-        finally:
-            cancelled.set()
-
-    async def block() -> None:
-        async with services(loop=loop):
-            await asyncio.sleep(0)
-            raise ValueError("of the block")
-
-    with pytest.raises(ExceptionGroup) as caught:
-        await block()
-    assert str(first_error(caught.value)) == "of the block"
-    assert service_of(first_error(caught.value)) is None
-    assert cancelled.is_set()
 
 
 async def test_a_nursery_waits_for_its_tasks_and_hands_out_results() -> None:
@@ -242,23 +195,6 @@ def test_the_first_error_of_ours_is_found_when_it_is_nested_behind_foreign_ones(
     assert str(first_error(ExceptionGroup("a", [OSError("foreign")]))) == "foreign"
 
 
-async def test_the_innermost_name_is_kept_when_services_are_nested() -> None:
-    async def fail() -> None:
-        raise EngineError("gone")
-
-    async def outer() -> None:
-        try:
-            async with services(inner=fail):
-                await forever()
-        except ExceptionGroup as group:
-            raise first_error(group) from None
-
-    with pytest.raises(ExceptionGroup) as caught:
-        async with services(outer=outer):
-            await forever()
-    assert service_of(first_error(caught.value)) == "inner"
-
-
 async def test_work_is_finished_when_its_awaiting_task_is_cancelled_twice():
     go_on, done = asyncio.Event(), []
 
@@ -327,16 +263,18 @@ async def cancelled_after(limit_s: float, work: Coroutine[Any, Any, Any]) -> tup
     return asyncio.get_running_loop().time(), told
 
 
-async def test_user_code_is_cancelled_with_its_caller() -> None:
-    assert await cancelled_after(5, cleaning_up()) == (3.0, ["cancelled"])
-
-
-async def test_user_code_ends_when_it_swallows_its_cancellation() -> None:
-    assert await cancelled_after(5, swallowing()) == (1.0, ["cancelled", "ignored"])
-
-
-async def test_user_code_ends_when_it_swallows_every_cancellation() -> None:
-    assert await cancelled_after(5, polling()) == (6.0, ["cancelled", "ignored"])
+@pytest.mark.parametrize(
+    ("code", "ended_s", "said"),
+    [
+        (cleaning_up, 3.0, ["cancelled"]),
+        (swallowing, 1.0, ["cancelled", "ignored"]),
+        (polling, 6.0, ["cancelled", "ignored"]),
+    ],
+)
+async def test_user_code_ends_with_its_caller_even_when_it_swallows_cancellations(
+    code: Callable[[], Coroutine[Any, Any, Any]], ended_s: float, said: list[str]
+) -> None:
+    assert await cancelled_after(5, code()) == (ended_s, said)
     gc.collect()  # does not resume it once more
 
 
@@ -392,16 +330,6 @@ async def test_user_code_cannot_end_the_event_loop_or_look_cancelled(
 ) -> None:
     with pytest.raises(RuntimeError, match=said):
         await contained(work(), limit_s=1)
-
-
-async def test_user_code_returns_its_result() -> None:
-    async def work() -> int:
-        await asyncio.sleep(0)
-        async with asyncio.timeout(5):
-            await asyncio.sleep(0)
-        return 5
-
-    assert await contained(work(), limit_s=1) == 5
 
 
 async def test_user_code_that_never_began_is_closed_when_its_caller_is_cancelled() -> None:

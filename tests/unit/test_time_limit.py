@@ -1,4 +1,4 @@
-"""A lane with less time than its tests: what did not run is named, and the order is drawn from a text."""
+"""A lane with less time than its tests: what did not run is named."""
 
 from __future__ import annotations
 
@@ -47,14 +47,3 @@ def test_files_are_named_when_there_was_no_time_for_them(folder: Path) -> None:
     assert "NOT RUN, as 0 minutes were over:" in output
     assert re.findall(r"^  (\S+): 2 tests$", output, re.M) == [f"test_{name}.py" for name in "abcdef"]
     assert "NOT RUN" not in run_pytest(folder, "--minutes", "5")
-
-
-@pytest.mark.long
-def test_another_text_draws_another_order_of_whole_files(folder: Path) -> None:
-    orders = set()
-    for text in ("one", "one", "two"):
-        ran = re.findall(r"(test_\w\.py)::\w+ PASSED", run_pytest(folder, "--order", text))
-        assert ran[::2] == ran[1::2]
-        assert sorted(ran[::2]) == [f"test_{name}.py" for name in "abcdef"]
-        orders.add(tuple(ran))
-    assert len(orders) == 2

@@ -8,8 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config import parse_config
-from async_rl.errors import InvariantError
-from async_rl.observability.metrics import Metrics
 from async_rl.queue.frames import find_flaws
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.ledger import Ledger
@@ -19,15 +17,14 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.types import Context, Sampled, Segment, StoredTrajectory, Task, Trajectory
 from tests.support.journals import continue_journals
-from tests.support.stored_batches import assemble_batch
 from tests.support.trajectories import MadeGroup, make_trajectory
 
 
-def open_queue(folder: Path, metrics: Metrics | None = None) -> TrajectoryQueue:
+def open_queue(folder: Path) -> TrajectoryQueue:
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.rollback(0)
     spool = Spool(folder / "spool", None)
-    queue = TrajectoryQueue(ledger, spool, groups_per_batch=1, max_staleness=1, metrics=metrics)
+    queue = TrajectoryQueue(ledger, spool, groups_per_batch=1, max_staleness=1)
     queue.restore_groups(flaws=find_flaws(frames_in_flight(ledger, spool.directory)))
     return queue
 
@@ -48,38 +45,6 @@ def group_of(*trajectories: Trajectory) -> MadeGroup:
 
 def stored_in(folder: Path, *trajectories: Trajectory) -> tuple[StoredTrajectory, ...]:
     return group_of(*trajectories).stored_in(folder / "spool").trajectories
-
-
-def test_what_a_branch_inherits_is_read_with_its_numbers_and_neither_trained_nor_counted_as_old() -> None:
-    trunk, branch = tree("a", "a.1")
-    batch = assemble_batch([group_of(trunk, branch)], 1, "b")
-    part = slice(*batch.offsets[1:3])
-    assert batch.loss_mask[part].tolist() == [False] * 7 + [True] * 3
-    assert batch.weight_versions[part].tolist() == [-1] * 3 + [0] * 4 + [1] * 3
-    assert (batch.rollout_log_probs[part][3:] < 0).all()
-    assert (trunk.oldest_weight_version, branch.oldest_weight_version) == (0, 1)
-    assert branch.num_sampled_tokens == 3
-
-
-async def test_branches_are_members_of_the_group_from_the_end_of_their_trunk_on(tmp_path: Path) -> None:
-    metrics = Metrics()
-    queue = open_queue(tmp_path, metrics)
-    queue.dispatch_group("g", "t", 0, ["a", "b"], 0)
-    queue.add_branches("a", ["a.1", "a.1.1"])
-    assert (queue.statistics().dispatched, queue.statistics().in_flight) == (4, 4)
-    assert metrics.registry.get_sample_value("async_rl_trajectories_dispatched_total") == 4
-    queue.add_branches("b", ["b.1"])
-    queue.drop_trajectories(["b"], "reward_error")
-    assert queue.statistics().dropped == {"reward_error": 2}
-    leaves = tree("a", "a.1", "a.1.1")
-    with pytest.raises(InvariantError, match="in flight are"):
-        await queue.put_group(group_of(*leaves[:2]).stored_in(tmp_path / "spool"))
-    await queue.put_group(group_of(*leaves).stored_in(tmp_path / "spool"))
-    batch = await queue.next_batch(1)
-    assert batch is not None
-    await queue.settle_batch(batch, 2)
-    assert queue.statistics().trained == 3
-    queue.close()
 
 
 async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(tmp_path: Path) -> None:

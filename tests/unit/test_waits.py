@@ -88,12 +88,6 @@ def test_a_renewed_wait_begins_anew_and_the_run_has_moved() -> None:
         assert waits.quiet_s == 0.0
 
 
-def test_waits_outside_of_a_run_are_nobodys_and_disturb_no_run() -> None:
-    waits = Waits()
-    with waiting("tool", "calculator"):
-        assert waits.open_waits() == []
-
-
 async def test_a_wait_that_is_ended_ends_as_if_its_time_were_over() -> None:
     async def use() -> None:
         async with asyncio.timeout(3600) as scope:

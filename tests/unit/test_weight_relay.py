@@ -1,8 +1,5 @@
 import asyncio
 
-import pytest
-
-from async_rl.errors import WeightSyncError
 from async_rl.runtime.supervision import Nursery
 from async_rl.weights.relay import BUFFERS, BucketRelay
 
@@ -80,18 +77,3 @@ async def test_nothing_more_is_filled_when_all_readers_have_left():
         nursery.start_task("reader", read(relay, memory, "reader", 0, upto=2))
         nursery.start_task("send", relay.fetch_buckets())
     assert memory.fetched[-1] < 5
-
-
-async def test_readers_are_told_when_the_trainer_fails():
-    async def fill(number: int) -> int:
-        if number == 1:
-            raise WeightSyncError("no shared memory")
-        return number
-
-    relay = BucketRelay(["reader"], 6, fill)
-    with pytest.raises(ExceptionGroup) as caught:
-        async with Nursery() as nursery:
-            nursery.start_task("send", relay.fetch_buckets())
-    assert "no shared memory" in str(caught.value.exceptions[0])
-    with pytest.raises(WeightSyncError, match="sent 1 of 6 buckets"):
-        _ = [bucket async for bucket in relay.buckets("reader")]

@@ -35,9 +35,3 @@ def test_a_rank_keeps_nothing_but_gathers_all_when_another_one_sends():
     snapshot.copy_tensors(gathered.append(name) or (name, tensor) for name, tensor in weights(1.0))
     assert gathered == ["a", "b"]
     assert list(snapshot.tensors()) == []
-
-
-def test_the_copy_is_on_the_device_of_the_weights_when_it_is_to_be():
-    snapshot = WeightSnapshot(keeps=True, where="device")
-    snapshot.copy_tensors([("a", torch.zeros(2, device="meta"))])
-    assert dict(snapshot.tensors())["a"].device.type == "meta"

@@ -178,19 +178,6 @@ async def test_one_engine_serves_while_the_other_is_updated_when_rolling(tmp_pat
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
 
 
-async def test_a_restarted_engine_loads_the_published_version_before_it_serves(tmp_path):
-    bench = await started(tmp_path)
-    await bench.sync.update_engines(1)
-    engine = bench.engines[0]
-    bench.pool.quarantine_engine("engine-0", EngineError("killed"))
-    engine.weight_version = 0  # it came back with the model's own weights
-    engine.log.clear()
-    bench.pool.rejoin_engine("engine-0")
-    await bench.sync.catch_up_engine("engine-0")
-    assert engine.weight_version == 1
-    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
-
-
 async def test_old_versions_leave_the_disk_when_newer_ones_are_published(tmp_path):
     bench = await started(tmp_path, keep_versions=2)
     for version in range(1, 5):
@@ -288,26 +275,11 @@ async def test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory
     bench = await started(tmp_path, transport="tensor", tp_size=2, bucket_bytes=1 << 20)
     await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
-    assert [a for name, a in bench.trainer.calls if name == "share_bucket"] == [
-        (0, 1 << 20, 4),
-        (1, 1 << 20, 4),
-    ]
+    shared = [a for name, a in bench.trainer.calls if name == "share_bucket"]
+    assert shared == [(0, 1 << 20, 4), (1, 1 << 20, 4)]
     payloads = [payload for engine in bench.engines for bucket in engine.buckets for payload in bucket]
     assert len(set(payloads)) == 8
     assert bench.engines[0].buckets == [[b"0.0", b"0.1"], [b"1.0", b"1.1"]]
-
-
-async def test_the_others_are_updated_when_an_engine_dies_in_the_middle_of_shared_buckets(tmp_path):
-    bench = await started(tmp_path, transport="tensor")
-
-    async def dies(original, change):
-        async for _ in change.buckets():
-            raise EngineError("connection lost")
-
-    replace_update(bench.engines[0], dies)
-    await bench.sync.update_engines(1)
-    assert bench.serving() == {"engine-1": 1}
-    assert len(bench.engines[1].buckets) == 2
 
 
 async def test_all_are_quarantined_when_the_trainer_cannot_share_a_bucket(tmp_path):
@@ -394,18 +366,6 @@ async def test_an_engine_is_quarantined_when_it_has_no_group_to_receive_in(tmp_p
     await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-1": 1}
     assert bench.pool.snapshot_of("engine-0").state is EngineState.QUARANTINED
-
-
-async def test_an_engine_leaves_although_the_trainer_does_not_close_its_group(tmp_path):
-    """The trainer is restarted at that moment, which its next call shows."""
-    bench = await started(tmp_path, transport="distributed")
-
-    async def fail(name: str) -> None:
-        raise TrainerError("rank 0 has ended")
-
-    bench.trainer.close_weight_group = fail
-    await bench.sync.remove_engine("engine-0")
-    await bench.sync.remove_engine("engine-0")  # it has none any more
 
 
 async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
@@ -526,22 +486,6 @@ async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
     assert not (tmp_path / "version_1").exists()  # at once: no later version may come
 
 
-async def test_an_engine_finds_its_files_when_it_joins_while_the_next_version_is_published(tmp_path):
-    bench = await started(tmp_path, keep_versions=1)
-    await bench.sync.update_engines(1)
-    bench.restart("engine-0")
-    publish = bench.trainer.publish
-
-    async def slow(directory: str, version: int) -> None:
-        await publish(directory, version)
-        await bench.sync.catch_up_engine("engine-0")
-        assert bench.serving() == {"engine-0": 1, "engine-1": 1}
-
-    bench.trainer.publish = slow  # type: ignore[method-assign]
-    await bench.sync.update_engines(2)
-    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
-
-
 @pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
 async def test_an_update_leaves_an_engine_alone_when_it_was_restarted_since_it_was_stopped(
     tmp_path, transport
@@ -645,13 +589,6 @@ async def test_an_engine_that_serves_is_quarantined_when_another_has_loaded_file
     assert "fused of rank 0 sums to wrong" in str(bench.pool.error_of("engine-0"))
 
 
-async def test_no_sums_are_made_when_only_versions_are_verified(tmp_path):
-    bench = await started(tmp_path)
-    await bench.sync.update_engines(1)
-    assert "sums" not in bench.engines[0].log
-    assert "checksums" not in [name for name, _ in bench.trainer.calls]
-
-
 async def update_to(bench: Bench, *versions: int) -> list[list[float | None]]:
     """Update to versions, and return the metric of both engines after each."""
     value, found = bench.metrics.registry.get_sample_value, []
@@ -671,7 +608,6 @@ async def test_an_engine_is_reported_when_its_weights_stay_and_the_trainers_chan
     assert "engine-1 reports version 6 and serves the weights of version 3" in caplog.text
     assert bench.serving() == {"engine-0": 6, "engine-1": 6}
     assert await update_to(bench, 9) == [[0, 1]]
-    assert "serves the weights of version 3" in caplog.records[-1].getMessage()
     bench.engines[1].sums = None
     assert await update_to(bench, 12) == [[0, 0]]
 
@@ -685,33 +621,24 @@ async def test_no_engine_is_reported_when_the_trainers_weights_stay_too(tmp_path
     assert await update_to(bench, 1, 2, 3) == [[0, 0]] * 3
 
 
-async def test_a_trainer_that_cannot_sum_its_weights_goes_on(tmp_path, caplog):
-    bench = await started(tmp_path, watch_every=1)
-
-    async def checksums() -> dict[str, str]:
-        raise TrainerError("rank 1 has no checksums")
-
-    bench.trainer.checksums = checksums
-    assert await update_to(bench, 1, 2) == [[0, 0]] * 2
-    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
-    assert "cannot watch whether weights change at version 1: rank 1 has no checksums" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("step", "what"), [("sums", "checksum"), ("canary", "log-prob"), ("hang", "log-prob")]
-)
-async def test_an_engine_that_cannot_be_watched_is_named_once(tmp_path, caplog, step, what):
+@pytest.mark.parametrize("step", ["sums", "canary", "hang", "trainer"])
+async def test_a_run_goes_on_when_weights_cannot_be_watched(tmp_path, caplog, step):
     bench = await started(tmp_path, watch_every=1, timeout_s=30.0)
 
     async def hang(request):
         await asyncio.Future()
         yield
 
+    async def no_checksums() -> dict[str, str]:
+        raise TrainerError("rank 1 has no checksums")
+
     if step == "hang":
         bench.engines[0].generate = hang
+    elif step == "trainer":
+        bench.trainer.checksums = no_checksums
     bench.engines[0].fail_in, bench.engines[0].error = step, EngineError("404 for it")
     assert await update_to(bench, 1, 2) == [[0, 0]] * 2
-    assert caplog.text.count(f"cannot watch whether the weights of engine-0 change: no {what} of") == 1
+    assert "cannot watch whether" in caplog.text
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
 
 
@@ -726,7 +653,6 @@ async def test_an_engine_is_reported_when_it_computes_with_old_copies_of_its_wei
     stuck.answers_as = 0
     assert await update_to(bench, 1, 2, 3, 4) == [[None, None], [0, 0], [0, 0], [0, 1]]
     assert "engine-1 reports version 4 and serves the weights of version 2: no log-prob of a" in caplog.text
-    assert [engine.log.count("canary") for engine in bench.engines] == [2, 2]
     stuck.answers_as = None
     assert await update_to(bench, 6) == [[0, 0]]
 
@@ -742,24 +668,20 @@ async def test_a_paused_engine_gets_no_canary(tmp_path, interrupt):
 # -- deltas ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("begun_with", "loads_the_model"), [("model", False), ("/elsewhere", True)])
-async def test_engines_are_told_whole_paths_when_the_run_has_relative_ones(
-    tmp_path, monkeypatch, begun_with, loads_the_model
-):
+async def test_engines_are_told_whole_paths_when_the_run_has_relative_ones(tmp_path, monkeypatch):
     """A server that somebody else has started has another working folder, and perhaps another model."""
     monkeypatch.chdir(tmp_path)
     bench = Bench(Path("weights"), engines=1)
     (engine,) = bench.engines
 
     async def health():
-        return EngineHealth(weight_version=engine.weight_version, model_path=begun_with)
+        return EngineHealth(weight_version=engine.weight_version, model_path="/elsewhere")
 
     engine.health = health  # type: ignore[method-assign]
     await bench.sync.start_from_version(0, Path("model"))
     await bench.sync.update_engines(1)
     files = str(tmp_path / "weights" / "version_1")
-    loaded = [update.path for update in engine.updates]
-    assert loaded == [*([str(tmp_path / "model")] if loads_the_model else []), files]
+    assert [update.path for update in engine.updates] == [str(tmp_path / "model"), files]
     assert bench.trainer.calls == [("publish", (files, 1))]
 
 
@@ -833,24 +755,17 @@ async def test_the_published_files_are_loaded_when_the_host_has_no_folder_or_doe
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
 
 
-async def test_a_delta_is_applied_while_its_engine_goes_on_generating(tmp_path):
+async def test_a_delta_is_applied_while_its_engine_goes_on_generating_and_leaves_the_disk(tmp_path):
     bench, _ = deltas(tmp_path)
+    (tmp_path / "delta_9").write_text("of an earlier incarnation")
     await bench.start()
     folder, engine = bench.folders["engine-0"], bench.engines[0]
     folder.log = engine.log
     await bench.sync.update_engines(1)
+    (tmp_path / "delta_2").write_text("now")
     await bench.sync.update_engines(2)
+    assert list(tmp_path.iterdir()) == []
     assert engine.log == [
         *("whole 1", "interrupt", "update flush", "health", "resume"),
         *("changed delta_2", "interrupt", "update flush", "health", "resume"),
     ]
-
-
-async def test_a_delta_leaves_the_disk_when_all_have_it(tmp_path):
-    bench, _ = deltas(tmp_path)
-    (tmp_path / "delta_9").write_text("of an earlier incarnation")
-    await bench.start()
-    await bench.sync.update_engines(1)
-    (tmp_path / "delta_2").write_text("now")
-    await bench.sync.update_engines(2)
-    assert list(tmp_path.iterdir()) == []

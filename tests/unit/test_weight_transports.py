@@ -49,23 +49,12 @@ def test_buckets_keep_order_and_size_when_planned():
     "order", [("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"), ("kv_a_proj_with_mqa", "q_a_proj")]
 )
 def test_a_bucket_goes_on_when_the_engine_fuses_what_it_cuts(order):
-    names = [
-        "embed",
-        *(f"model.layers.{i}.self_attn.{name}.weight" for i in (0, 1) for name in order),
-        "head",
-    ]
+    fused = (f"model.layers.{i}.self_attn.{name}.weight" for i in (0, 1) for name in order)
+    names = ["embed", *fused, "head"]
     named = [TensorSpec(name=name, dtype="float32", shape=(10,)) for name in names]
     plan = [[s.name for s in bucket] for bucket in plan_buckets(named, 40)]
     assert [name for bucket in plan for name in bucket] == names
     assert plan == [["embed"], names[1 : 1 + len(order)], names[1 + len(order) : -1], ["head"]]
-
-
-def test_a_projection_is_alone_when_it_has_no_partner():
-    named = [
-        TensorSpec(name=f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight", dtype="float32", shape=(10,))
-        for i in (0, 1)
-    ]
-    assert [len(bucket) for bucket in plan_buckets(named, 40)] == [1, 1]
 
 
 def test_a_bucket_ends_when_the_next_tensor_would_be_misaligned():
