@@ -47,7 +47,7 @@ check: setup  ## Formatting, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
 bench: setup  ## Run the benchmarks, briefly (all but wrong_routing.py, which trains the quickstart's model).
-	@set -e; for file in $$(grep -l -e '"--quick"' benchmarks/*.py); do \
+	@set -e; for file in $$(grep -l -e ', quick="' benchmarks/*.py); do \
 		echo "== $$file"; $(BIN)/python $$file --quick; done
 
 SEEDS ?= 2000

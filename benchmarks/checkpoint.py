@@ -12,18 +12,17 @@ down.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from benchmarks.support.tables import Row, argument_parser, row, show, timed, write_json
+from benchmarks.support.tables import Row, argument_parser, in_turns, report, row, timed
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config
@@ -42,28 +41,35 @@ def torch_save(worker: TrainerWorker, path: Path) -> None:
 def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
     """Measures all rows alternately, after one discarded round."""
     data = random_batch(lengths=(64,) * 4, vocab_size=4096, routing=False)
-    times: dict[str, list[float]] = {name: [] for name in ("step", "copy", "beside", "waited", "torch.save")}
     train = timed(lambda: worker.train_on(data, 1))
-    for turn in range(turns + 1):
-        seen = {"step": train()}
-        os.sync()
-        seen["copy"] = timed(lambda: worker.save_checkpoint(str(folder), {}))()
-        seen["beside"] = train()
+
+    def beside() -> float:
+        seconds = train()
         worker.saved_checkpoint(wait=True)
-        os.sync()
+        return seconds
 
-        def wait() -> None:
-            worker.save_checkpoint(str(folder), {})
-            assert worker.saved_checkpoint(wait=True).failure is None
+    def synced(work: Callable[[], object]) -> Callable[[], float]:
+        def run() -> float:
+            os.sync()
+            return timed(work)()
 
-        seen["waited"] = timed(wait)()
-        os.sync()
-        seen["torch.save"] = timed(lambda: torch_save(worker, folder / "one.pt"))()
-        if turn:
-            for name, value in seen.items():
-                times[name].append(value)
-    num_bytes = worker.saved_checkpoint(wait=True).num_bytes
-    size, found = f"{num_bytes / 1e6:.0f} MB", {name: np.asarray(values) for name, values in times.items()}
+        return run
+
+    def wait() -> None:
+        worker.save_checkpoint(str(folder), {})
+        assert worker.saved_checkpoint(wait=True).failure is None
+
+    found = in_turns(
+        turns,
+        {
+            "step": train,
+            "copy": synced(lambda: worker.save_checkpoint(str(folder), {})),
+            "beside": beside,
+            "waited": synced(wait),
+            "torch.save": synced(lambda: torch_save(worker, folder / "one.pt")),
+        },
+    )
+    size = f"{worker.saved_checkpoint(wait=True).num_bytes / 1e6:.0f} MB"
     return [
         row(what, size, found[ours], reference, found[other])
         for what, ours, reference, other in (
@@ -77,18 +83,12 @@ def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
 
 def main() -> None:
     """Measures, prints, and writes JSON if requested."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer, about a minute")
-    options = parser.parse_args()
+    options = argument_parser(__doc__, quick="smaller and fewer, about a minute").parse_args()
     warnings.simplefilter("ignore")
-    folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-"))
-    try:
-        settings = {
-            "keep_checkpoints": 1,
-            "micro_batch_tokens": 4096,
-            "loss": {"check_old_log_probs_every": 0},
-        }
-        hidden, layers = (256, 4) if options.quick else (384, 6)
+    settings = {"keep_checkpoints": 1, "micro_batch_tokens": 4096, "loss": {"check_old_log_probs_every": 0}}
+    hidden, layers = (256, 4) if options.quick else (384, 6)
+    with tempfile.TemporaryDirectory(prefix="async-rl-benchmark-") as name:
+        folder = Path(name)
         model = build_tiny_qwen3_moe(
             folder / "model",
             vocab_size=4096,
@@ -103,10 +103,7 @@ def main() -> None:
         )
         with started(trainer_config(model, replay=False, dtype="bfloat16", **settings)) as worker:
             rows = measure(worker, folder / "checkpoints", 3 if options.quick else 5)
-    finally:
-        shutil.rmtree(folder)
-    show(rows, "checkpoint")
-    write_json(options.json, rows)
+    report(rows, "checkpoint", options.json)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ weight updates are `in_place`. In one run answers get longer from row to row, at
 machine idle time.
 
 Costs are process CPU time with all threads. The driver's includes every process of the run that exists
-once; the part of Ray's own processes is also shown alone. Both are reduced by what the processes take while
-no engine decodes (`driver_idle`, CPU seconds a second of the driver). A worker takes less time for a token
+once; JSON has the part of Ray's own processes too. Both are reduced by what the processes take while no
+engine decodes (`driver_idle`, CPU seconds a second of the driver). A worker takes less time for a token
 the more tokens arrive, because a read finds more of them: `--events-per-s` sets the pace. Over the lengths of
 one run lines are fitted to the CPU times of the driver and of a worker: a slope per token and an intercept
 per trajectory. `worker_tokens_per_s` counts tokens per CPU second of a worker, and of the driver where there
@@ -24,11 +24,11 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -39,8 +39,6 @@ import aiohttp
 import msgspec
 import numpy as np
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
@@ -56,81 +54,53 @@ from async_rl.rollout.workers.relayed_leases import RelayedLeases
 from async_rl.rollout.workers.worker import LEASE_S
 from benchmarks.support.loop_pauses import FOLDER, longest_pauses
 from benchmarks.support.paced_server import Counts, Pace
-from benchmarks.support.tables import argument_parser, write_json
+from benchmarks.support.tables import argument_parser, report, show
 from tests.support.mortal_rank import PLAN
 
 ROOT: Final = Path(__file__).parent.parent
-SLOPE_LIMIT_US: Final = 0.01
-INTERCEPT_LIMIT_MS: Final = 0.3
-"""The limits of the driver's cost, per token and per trajectory."""
-
 GROUP_SIZE: Final = 8
 GROUPS_PER_BATCH: Final = 32
 SLOTS: Final = 128
 """Slots of an engine."""
+
+SHOWN: Final = (
+    *(
+        "workers",
+        "streams",
+        "answer_tokens",
+        "tokens_per_event",
+        "driver_us_a_token",
+        "driver_ms_a_trajectory",
+    ),
+    *(
+        "driver_idle",
+        "worker_tokens_per_s",
+        "worker_us_an_event",
+        "worker_longest_pause_cpu_ms",
+        "late_share",
+    ),
+)
+"""Columns of the table; JSON has all."""
 
 _START_LIMIT_S: Final = 600.0
 _SETTLE_S: Final = 2.0
 """Between a change of pace and the measurement."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The runs to measure."""
-
-    workers: tuple[int, ...]
-    lengths: tuple[int, ...]
-    intervals: tuple[int | None, ...]
-    """Tokens per event; None lets the client choose."""
-    streams: int
-    """Streams for each worker."""
-    events_per_s: float
-    """Events a second, all streams together."""
-    seconds: tuple[float, ...]
-    """How long each length is measured."""
-    quick: bool
-
-
-class ProcessTimes(msgspec.Struct, frozen=True):
-    """CPU seconds so far of the processes of one run."""
-
-    driver: float
-    workers: float
-    ray: float
-    """CPU seconds of Ray's own processes (raylet, GCS, dashboard, monitors), which `driver` includes."""
-
-    def since(self, earlier: ProcessTimes) -> ProcessTimes:
-        """Return what was spent since an earlier moment."""
-        return ProcessTimes(
-            self.driver - earlier.driver, self.workers - earlier.workers, self.ray - earlier.ray
-        )
-
-
-class RunProcesses:
-    """The processes of one run, by what they are."""
-
-    def __init__(self, pid: int) -> None:
-        self._driver = psutil.Process(pid)
-
-    def times(self) -> ProcessTimes:
-        """Return the CPU seconds of the driver, with all processes that exist once, and of the workers."""
-        driver, workers, ray = _cpu_s(self._driver), 0.0, 0.0
-        for process in self._driver.children(recursive=True):
-            try:
-                name = " ".join(process.cmdline())
-                if "ray::RolloutWorkerActor" in name:
-                    workers += _cpu_s(process)
-                elif "ray::" not in name:
-                    spent_s = _cpu_s(process)
-                    driver += spent_s
-                    ray += spent_s if "/site-packages/ray/" in name else 0.0
-            except psutil.NoSuchProcess:
-                continue
-        return ProcessTimes(driver, workers, ray)
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+def cpu_times(driver: psutil.Process) -> np.ndarray:
+    """Return CPU seconds of the driver (with all processes that exist once), the workers, and Ray itself."""
+    spent = np.zeros(3)
+    for process in (driver, *driver.children(recursive=True)):
+        try:
+            name = " ".join(process.cmdline())
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        if "ray::RolloutWorkerActor" in name:
+            spent[1] += times.user + times.system
+        elif "ray::" not in name:
+            spent[[0, 2] if "/site-packages/ray/" in name else [0]] += times.user + times.system
+    return spent
 
 
 class Servers:
@@ -153,13 +123,11 @@ class Servers:
 
     async def counts(self) -> Counts:
         """Return the counts of all engines together."""
-        total = Counts()
+        found = []
         for url, *_ in self._urls:
             async with self._session.get(f"{url}/counts") as reply:
-                counts = msgspec.json.decode(await reply.read(), type=Counts)
-            for name in Counts.__struct_fields__:
-                setattr(total, name, getattr(total, name) + getattr(counts, name))
-        return total
+                found.append(msgspec.json.decode(await reply.read()).values())
+        return Counts(*map(sum, zip(*found, strict=True)))
 
 
 @contextmanager
@@ -168,8 +136,7 @@ def server_processes(num_processes: int, num_engines: int) -> Iterator[list[list
     command = [sys.executable, "-m", "benchmarks.support.paced_server"]
     shares = [len(part) for part in np.array_split(np.arange(num_engines), num_processes)]
     processes = [
-        subprocess.Popen([*command, "--engines", str(share)], cwd=ROOT, stdout=subprocess.PIPE)
-        for share in shares
+        subprocess.Popen([*command, str(share)], cwd=ROOT, stdout=subprocess.PIPE) for share in shares
     ]
     try:
         lines = [process.stdout.readline() for process in processes if process.stdout is not None]
@@ -187,12 +154,11 @@ def write_inputs(folder: Path) -> None:
     path = folder / "model" / "config.json"
     config = msgspec.json.decode(path.read_bytes())
     path.write_bytes(msgspec.json.encode(config | {"max_position_embeddings": 1 << 20}))
-    with (folder / "tasks.jsonl").open("w") as file:
-        for number in range(4096):
-            file.write(
-                json.dumps({"id": str(number), "messages": [{"role": "user", "content": f"{number:064}"}]})
-            )
-            file.write("\n")
+    tasks = [
+        {"id": f"{number}", "messages": [{"role": "user", "content": f"{number:064}"}]}
+        for number in range(4096)
+    ]
+    (folder / "tasks.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, tasks)))
     (folder / "deaths.json").write_text("[]")
 
 
@@ -248,52 +214,50 @@ def training(folder: Path, config: dict[str, Any]) -> Iterator[subprocess.Popen[
         try:
             yield process
         finally:
-            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            for name in (signal.SIGINT, signal.SIGINT):
-                process.send_signal(name)
-                time.sleep(0.5)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
+            if process.poll() is None:
+                children = psutil.Process(process.pid).children(recursive=True)
                 process.kill()
-                process.wait()
-            for child in psutil.wait_procs(children, timeout=10)[1]:
-                child.kill()
+                for child in psutil.wait_procs(children, timeout=5)[1]:
+                    child.kill()
+            else:
+                print((folder / "output.log").read_text()[-3000:], file=sys.stderr)
+            process.wait()
             shutil.rmtree(folder / "run", ignore_errors=True)
 
 
-async def measure_run(plan: Plan, folder: Path, workers: int, interval: int | None) -> list[CostRow]:
+async def measure_run(o: Namespace, folder: Path, workers: int, interval: int) -> list[CostRow]:
     """Start a run with so many workers, and measure all lengths in it."""
-    streams = plan.streams * max(1, workers)
+    streams = o.streams * max(1, workers)
     rows = []
     heartbeat_us = await measure_heartbeat() if workers else 0.0
     with server_processes(max(1, workers), max(-(-streams // SLOTS), workers)) as urls:
         async with aiohttp.ClientSession() as session:
             engines = Servers(session, urls)
-            config = run_config(folder, workers, streams, max(plan.lengths), engines.urls)
+            config = run_config(folder, workers, streams, max(o.lengths), engines.urls)
             await engines.set_pace(Pace(step_s=1.0, answer_tokens=1))
             await engines.set_pace(Pace(held=True))
-            with training(folder, config) as driver:
-                processes = RunProcesses(driver.pid)
-                try:
-                    await wait_for_streams(engines, driver, streams)
-                except (RuntimeError, TimeoutError) as error:
-                    log = (folder / "output.log").read_text()[-3000:]
-                    raise SystemExit(
-                        f"the run with {workers} workers did not start ({error}):\n{log}"
-                    ) from error
-                idle = await measure_idle(processes, min(plan.seconds))
-                for length, seconds in zip(plan.lengths, plan.seconds, strict=True):
-                    # The client may choose the interval: assume 8, which only sets the pace.
-                    step_s = streams / plan.events_per_s / (interval or 8)
-                    await engines.set_pace(
-                        Pace(step_s=step_s, answer_tokens=length, stream_interval=interval)
-                    )
+            with training(folder, config) as process:
+                driver = psutil.Process(process.pid)
+                await wait_for_streams(engines, process, streams)
+                await asyncio.sleep(_SETTLE_S)
+                before = cpu_times(driver)
+                await asyncio.sleep(min(o.seconds))
+                idle = (cpu_times(driver) - before) / min(o.seconds)
+                for length, seconds in zip(o.lengths, o.seconds, strict=True):
+                    await engines.set_pace(Pace(streams / o.events_per_s / interval, length, interval))
                     await asyncio.sleep(_SETTLE_S)
-                    row = await measure_length(engines, processes, folder / "run", idle, seconds)
-                    row.workers, row.streams, row.heartbeat_us = workers, streams, heartbeat_us
-                    row.answer_tokens, row.quick = length, plan.quick
-                    rows.append(row)
+                    figures = await measure_length(engines, driver, folder / "run", idle, seconds)
+                    rows.append(
+                        CostRow(
+                            workers=workers,
+                            streams=streams,
+                            answer_tokens=length,
+                            heartbeat_us=heartbeat_us,
+                            quick=o.quick,
+                            load=os.getloadavg()[0],
+                            **figures,
+                        )
+                    )
     return rows
 
 
@@ -337,135 +301,71 @@ async def wait_for_streams(engines: Servers, driver: subprocess.Popen[bytes], st
     async with asyncio.timeout(_START_LIMIT_S):
         while (running := (await engines.counts()).running) < streams:
             if driver.poll() is not None:
-                raise RuntimeError(
-                    f"it ended with {driver.returncode} when {running} of {streams} streams ran"
-                )
+                raise SystemExit(f"the run ended when {running} of {streams} streams ran")
             await asyncio.sleep(0.2)
 
 
-async def measure_idle(processes: RunProcesses, seconds: float) -> ProcessTimes:
-    """Return what the processes take per second while no engine decodes."""
-    await asyncio.sleep(_SETTLE_S)
-    start_s, before = time.perf_counter(), processes.times()
-    await asyncio.sleep(seconds)
-    spent, wall_s = processes.times().since(before), time.perf_counter() - start_s
-    return ProcessTimes(spent.driver / wall_s, spent.workers / wall_s, spent.ray / wall_s)
-
-
 async def measure_length(
-    engines: Servers, processes: RunProcesses, run_dir: Path, idle: ProcessTimes, seconds: float
-) -> CostRow:
+    engines: Servers, driver: psutil.Process, run_dir: Path, idle: np.ndarray, seconds: float
+) -> dict[str, Any]:
     """Measure the run for a while."""
-    counts, times, start_s = await engines.counts(), processes.times(), time.perf_counter()
+    counts, times, start_s = await engines.counts(), cpu_times(driver), time.perf_counter()
     steps, since_s = len(step_record_log(run_dir / "metrics.jsonl").read()), time.time()
     await asyncio.sleep(seconds)
-    after, spent = await engines.counts(), processes.times().since(times)
+    after, spent = await engines.counts(), cpu_times(driver) - times
     wall_s = time.perf_counter() - start_s
     tokens, answers = after.tokens - counts.tokens, after.answers - counts.answers
-    driver_s = max(0.0, spent.driver - idle.driver * wall_s)
-    worker_s = max(0.0, spent.workers - idle.workers * wall_s) or driver_s
-    pauses = longest_pauses(run_dir.parent, since_s)
     events = max(1, after.events - counts.events)
-    return CostRow(
-        workers=0,
-        streams=0,
-        answer_tokens=0,
-        tokens_per_event=round(tokens / max(1, after.events - counts.events), 2),
-        driver_us_a_token=1e6 * driver_s / max(1, tokens),
-        driver_ms_a_trajectory=1e3 * driver_s / max(1, answers),
-        worker_tokens_per_s=tokens / max(1e-9, worker_s),
-        driver_idle=idle.driver,
-        seconds=wall_s,
-        tokens=tokens,
-        trajectories=answers,
-        steps=len(step_record_log(run_dir / "metrics.jsonl").read()) - steps,
-        driver_cpu_s=driver_s,
-        ray_cpu_s=spent.ray - idle.ray * wall_s,
-        worker_cpu_s=spent.workers,
-        late_share=(after.late_steps - counts.late_steps) / max(1, tokens),
-        worker_us_an_event=1e6 * worker_s / events,
-        worker_longest_pause_ms=1e3 * pauses.longest_s,
-        worker_longest_pause_cpu_ms=1e3 * pauses.longest_cpu_s,
-        load=os.getloadavg()[0],
-    )
-
-
-def show(rows: Sequence[CostRow]) -> None:
-    """Print rows and lines with their limits."""
-    console = Console(width=180)
-    table = Table(title="costs" + " (quick: fewer streams, shorter)" * any(row.quick for row in rows))
-    for column in (
-        *("workers", "streams", "answer", "tokens/event", "driver µs/token", "driver ms/trajectory"),
-        *("worker tokens/CPU s", "µs/event", "pause ms (CPU)", "driver idle", "trajectories"),
-        *("steps", "late", "Ray ms/s"),
-    ):
-        table.add_column(column, justify="right")
-    for r in rows:
-        table.add_row(
-            *(str(r.workers), f"{r.streams:,}", f"{r.answer_tokens:,}", f"{r.tokens_per_event:.1f}"),
-            *(
-                f"{r.driver_us_a_token:.3f}",
-                f"{r.driver_ms_a_trajectory:.2f}",
-                f"{r.worker_tokens_per_s:,.0f}",
-            ),
-            f"{r.worker_us_an_event:.1f}",
-            f"{r.worker_longest_pause_ms:.0f} ({r.worker_longest_pause_cpu_ms:.0f})",
-            *(f"{r.driver_idle:.3f}", f"{r.trajectories:,}", str(r.steps), f"{r.late_share:.1%}"),
-            f"{1e3 * r.ray_cpu_s / r.seconds:.1f}",
-        )
-    console.print(table)
-    without_ray = [
-        msgspec.structs.replace(row, driver_cpu_s=row.driver_cpu_s - row.ray_cpu_s) for row in rows
-    ]
-    for fit, own in zip(fit_costs(rows), fit_costs(without_ray), strict=True):
-        console.print(
-            f"{fit.workers} workers, {fit.tokens_per_event:.0f} tokens per event: "
-            f"{fit.driver_us_a_token:.3f} µs per token (limit {SLOPE_LIMIT_US}), "
-            f"{fit.driver_ms_a_trajectory:.2f} ms per trajectory (limit {INTERCEPT_LIMIT_MS}); "
-            f"without Ray's own processes {own.driver_us_a_token:.3f} µs and "
-            f"{own.driver_ms_a_trajectory:.2f} ms; of a worker "
-            f"{fit.worker_us_a_token:.1f} µs and {fit.worker_ms_a_trajectory:.2f} ms"
-        )
-
-
-def _seconds_for(lengths: Sequence[int], given: Sequence[float] | None, *, quick: bool) -> tuple[float, ...]:
-    """Return how long each length is measured: longer ones longer, unless one time is given."""
-    usual = (4.0, 5.0, 9.0) if quick else (20.0, 30.0, 60.0)
-    seconds = tuple(given or usual)
-    return tuple(seconds[min(index, len(seconds) - 1)] for index in range(len(lengths)))
+    driver_s, worker_s, ray_s = np.maximum(0.0, spent - idle * wall_s).tolist()
+    busy_s = worker_s or driver_s
+    pauses = longest_pauses(run_dir.parent, since_s)
+    return {
+        "tokens_per_event": round(tokens / events, 2),
+        "driver_us_a_token": 1e6 * driver_s / max(1, tokens),
+        "driver_ms_a_trajectory": 1e3 * driver_s / max(1, answers),
+        "worker_tokens_per_s": tokens / max(1e-9, busy_s),
+        "driver_idle": float(idle[0]),
+        "seconds": wall_s,
+        "tokens": tokens,
+        "trajectories": answers,
+        "steps": len(step_record_log(run_dir / "metrics.jsonl").read()) - steps,
+        "driver_cpu_s": driver_s,
+        "ray_cpu_s": ray_s,
+        "worker_cpu_s": float(spent[1]),
+        "late_share": (after.late_steps - counts.late_steps) / max(1, tokens),
+        "worker_us_an_event": 1e6 * busy_s / events,
+        "worker_longest_pause_ms": 1e3 * pauses.longest_s,
+        "worker_longest_pause_cpu_ms": 1e3 * pauses.longest_cpu_s,
+    }
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer streams and rows, about a minute")
+    parser = argument_parser(__doc__, quick="fewer streams and rows, about a minute")
     parser.add_argument("--workers", type=int, nargs="+", help="numbers of rollout workers")
-    parser.add_argument("--tokens-per-event", type=int, nargs="+", help="0 lets the client choose")
+    parser.add_argument("--tokens-per-event", type=int, nargs="+")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of an answer, increasing")
-    parser.add_argument("--streams", type=int, help="of each worker")
-    parser.add_argument("--events-per-s", type=float, help="of all streams together")
-    parser.add_argument("--seconds", type=float, nargs="+", help="of each measurement, or for each length")
+    parser.add_argument("--events-per-s", type=float, default=6000.0, help="of all streams together")
+    parser.add_argument("--seconds", type=float, nargs="+", help="of the measurement of each length")
     parser.add_argument("--rounds", type=int, default=1, help="how often all runs are made, in turn")
-    o = parser.parse_args()
-    lengths = tuple(o.lengths or (512, 4096, 32768))
-    plan = Plan(
-        workers=tuple(o.workers or ((0, 1) if o.quick else (0, 1, 2, 4, 8))),
-        lengths=lengths,
-        intervals=tuple(n or None for n in o.tokens_per_event or ((8,) if o.quick else (1, 8))),
-        streams=o.streams or (64 if o.quick else TRAJECTORIES_PER_WORKER),
-        events_per_s=o.events_per_s or 6000.0,
-        seconds=_seconds_for(lengths, o.seconds, quick=o.quick),
-        quick=o.quick,
+    quick = parser.parse_known_args()[0].quick
+    parser.set_defaults(
+        workers=[0, 1] if quick else [0, 1, 2, 4, 8],
+        tokens_per_event=[8] if quick else [1, 8],
+        lengths=[512, 4096, 32768],
+        seconds=[4.0, 5.0, 9.0] if quick else [20.0, 30.0, 60.0],
+        streams=64 if quick else TRAJECTORIES_PER_WORKER,
     )
+    o = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="async-rl-scale-"))
     rows: list[CostRow] = []
     try:
         write_inputs(folder)
-        for _, interval, workers in product(range(o.rounds), plan.intervals, plan.workers):
-            rows += asyncio.run(measure_run(plan, folder, workers, interval))
+        for _, interval, workers in product(range(o.rounds), o.tokens_per_event, o.workers):
+            rows += asyncio.run(measure_run(o, folder, workers, interval))
     finally:
-        write_json(o.json, rows)
         shutil.rmtree(folder, ignore_errors=True)
-    show(rows)
+        report(rows, "costs", o.json, columns=SHOWN)
+    show(fit_costs(rows), "lines over the lengths", stderr=True)
 
 
 if __name__ == "__main__":

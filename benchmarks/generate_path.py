@@ -4,7 +4,7 @@
 
 The server is another process that answers at once (a 1024-token prompt, 4 tokens back, one event each), so
 that what is measured is the client. Reported for each concurrency: calls/s, p50 latency, CPU of the client
-process a call, p99 lag of its event loop. Each figure is the median of the rounds, ratios are of the same
+process a call. Each figure is the median of the rounds, ratios are of the same
 round, with their smallest and largest. "client" is the engine client alone, "session" a whole turn: pool,
 session, segments and metrics around the same call.
 """
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import re
 import statistics
 import sys
 import time
@@ -41,7 +39,8 @@ from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.types import Task
-from benchmarks.support.tables import argument_parser, write_json
+from benchmarks.support.paced_server import Counts, Pace, PacedEngine
+from benchmarks.support.tables import Row, argument_parser, other_process, report
 
 PROMPT = np.arange(1024, dtype=np.int32) % 500
 TOKENS = 4
@@ -49,76 +48,33 @@ TOKENS = 4
 FACTS = facts_of({"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 10**7})
 
 
-# -- the server, in a process of its own ----------------------------------------------------------------
+class _AtOnce(PacedEngine):
+    """Answers a call as soon as it comes."""
 
-
-def _event(index: int, reason: str | None) -> bytes:
-    finish = {"type": reason} if reason else None
-    meta = {
-        "id": "0" * 32,
-        "finish_reason": finish,
-        "prompt_tokens": len(PROMPT),
-        "weight_version": "0",
-        "output_token_logprobs": [[-1.25, 17 + index, None]],
-        "completion_tokens": index + 1,
-        "cached_tokens": 0,
-    }
-    data = (
-        b"data: "
-        + json.dumps({"text": "x", "output_ids": [17 + index], "meta_info": meta}).encode()
-        + b"\n\n"
-    )
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-_DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-_ANSWER = _HEAD + b"".join(_event(i, "length" if i == TOKENS - 1 else None) for i in range(TOKENS)) + _DONE
-
-
-class _Server(asyncio.Protocol):
-    """Just enough HTTP: bodies with a length, one request at a time on a connection."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.buffer = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.buffer += data
-        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
-            found = re.search(rb"(?i)content-length: (\d+)", self.buffer[:end])
-            size = end + 4 + (int(found[1]) if found else 0)
-            if len(self.buffer) < size:
-                return
-            self.buffer = self.buffer[size:]
-            self.transport.write(_ANSWER)
+    def generate(self, transport: asyncio.Transport, content: bytes) -> None:
+        super().generate(transport, content)
+        for _ in range(TOKENS):
+            self.advance()
 
 
 def _serve(ready: Connection) -> None:
     async def main() -> None:
-        server = await asyncio.get_running_loop().create_server(_Server, "127.0.0.1", 0, backlog=2048)
+        engine = _AtOnce(Pace(), Counts(), seed=0)
+        server = await asyncio.get_running_loop().create_server(
+            engine.connection, "127.0.0.1", 0, backlog=2048
+        )
         ready.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
     asyncio.run(main())
 
 
-# -- the clients ----------------------------------------------------------------------------------------
-
-
-def _request(number: int) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=f"{number:032x}",
-        input_ids=PROMPT,
-        max_new_tokens=TOKENS,
-        sampling=SamplingParams(),
-    )
-
-
 async def _ours(engine: SGLangEngine, number: int) -> int:
+    request = GenerateRequest(
+        request_id=f"{number:032x}", input_ids=PROMPT, max_new_tokens=TOKENS, sampling=SamplingParams()
+    )
     tokens = 0
-    async with aclosing(engine.generate(_request(number))) as stream:
+    async with aclosing(engine.generate(request)) as stream:
         async for event in stream:
             if isinstance(event, Chunk):
                 tokens += len(event.token_ids)
@@ -138,9 +94,7 @@ class _Chat:
         return ""
 
 
-_TASK = Task(task_id="t", messages=[])
 _ROLLOUT = RolloutConfig(max_context_tokens=2048, max_new_tokens=TOKENS)
-_NO_ROUTING = RoutingConfig(replay="off")
 
 
 async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
@@ -153,13 +107,12 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
         serving_clock=pool.serving_clock,
         calls=pool,
         facts=FACTS,
-        routing=_NO_ROUTING,
+        routing=RoutingConfig(replay="off"),
         interrupt="abort",
         new_id=lambda: f"{number:032x}",
     )
-    session = RolloutSession(
-        context, _TASK, Transcript(context, JournalEntry(f"{number:032x}")), group_id="g"
-    )
+    transcript = Transcript(context, JournalEntry(f"{number:032x}"))
+    session = RolloutSession(context, Task(task_id="t", messages=[]), transcript, group_id="g")
     session.start([])
     turn = await session.generate()
     pool.forget_trajectory(f"{number:032x}")
@@ -186,7 +139,6 @@ async def _plain(session: aiohttp.ClientSession, url: str, number: int) -> int:
 async def _measure(call: Callable[[int], Awaitable[int]], concurrency: int, calls: int) -> dict[str, float]:
     """Make calls, so many at a time."""
     latencies: list[float] = []
-    lags: list[float] = []
     numbers = iter(range(calls))
 
     async def worker() -> None:
@@ -196,30 +148,21 @@ async def _measure(call: Callable[[int], Awaitable[int]], concurrency: int, call
                 raise RuntimeError("a call came back with the wrong number of tokens")
             latencies.append(time.perf_counter() - begin)
 
-    async def watch_lag() -> None:
-        while True:
-            due = time.perf_counter() + 0.002
-            await asyncio.sleep(0.002)
-            lags.append(time.perf_counter() - due)
-
-    watcher = asyncio.create_task(watch_lag())
     begin, cpu = time.perf_counter(), time.process_time()
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(worker())
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    watcher.cancel()
     return {
         "calls_per_s": calls / seconds,
         "p50_ms": 1e3 * statistics.median(latencies),
         "cpu_us_per_call": 1e6 * cpu / calls,
-        "lag_p99_ms": 1e3 * float(np.quantile(lags, 0.99)) if lags else 0.0,
     }
 
 
-async def _run(url: str, quick: bool) -> list[dict[str, object]]:
+async def _run(url: str, quick: bool) -> list[Row]:
     engine = SGLangEngine("engine-0", url, FACTS)
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     rounds = 3 if quick else 7
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         metrics = Metrics()
@@ -240,47 +183,22 @@ async def _run(url: str, quick: bool) -> list[dict[str, object]]:
                 for name, call in subjects.items():
                     results[name].append(await _measure(call, concurrency, calls))
             for name, measured in results.items():
-                row: dict[str, object] = {"concurrency": concurrency, "client": name}
-                row |= {key: round(statistics.median(m[key] for m in measured), 3) for key in measured[0]}
                 ratios = [
                     ours["calls_per_s"] / plain["calls_per_s"]
                     for ours, plain in zip(measured, results["plain aiohttp"], strict=True)
                 ]
-                row["ratio_calls_per_s"] = [round(f(ratios), 3) for f in (statistics.median, min, max)]
-                rows.append(row)
+                medians = {key: statistics.median(m[key] for m in measured) for key in measured[0]}
+                spread = [f(ratios) for f in (statistics.median, min, max)]
+                rows.append({"concurrency": concurrency, "what": name} | medians | {"x plain": spread})
     await engine.close()
     return rows
 
 
-def _print(rows: list[dict[str, object]]) -> None:
-    print(
-        f"{'calls':>6} {'client':<14} {'calls/s':>9} {'p50 ms':>8} {'CPU us/call':>12} "
-        f"{'lag p99 ms':>11}  ratio"
-    )
-    for row in rows:
-        ratio = row.get("ratio_calls_per_s")
-        spread = f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})" if isinstance(ratio, list) else ""
-        print(
-            f"{row['concurrency']:>6} {row['client']:<14} {row['calls_per_s']:>9.0f} {row['p50_ms']:>8.2f} "
-            f"{row['cpu_us_per_call']:>12.0f} {row['lag_p99_ms']:>11.2f}  {spread}"
-        )
-
-
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the calls, fewer rounds")
-    arguments = parser.parse_args()
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(sender,), daemon=True)
-    server.start()
-    sender.close()  # so that the end of the process raises an EOFError here
-    try:
-        rows = asyncio.run(_run(f"http://127.0.0.1:{receiver.recv()}", arguments.quick))
-    finally:
-        server.terminate()
-        server.join()
-    _print(rows)
-    write_json(arguments.json, rows)
+    options = argument_parser(__doc__, quick="a quarter of the calls, fewer rounds").parse_args()
+    with other_process(_serve) as server:
+        rows = asyncio.run(_run(f"http://127.0.0.1:{server.recv()}", options.quick))
+    report(rows, "generate calls", options.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Measures memory and time of log-probs from hidden states, forward and backward, at a real vocabulary.
 
-    python benchmarks/logits_memory.py [--quick] [--tokens N ...] [--hidden N] [--device cuda] [--json FILE]
+    python benchmarks/logits_memory.py [--quick] [--json FILE]
 
-bfloat16, one rank. `peak_bytes` counts what a forward and backward pass allocates at most beyond its inputs:
-every tensor, by a dispatch mode, or torch's own counter on a GPU. `hidden_bytes` is the size of the hidden
-states. `ratio_time` compares with the plain way, which takes the softmax of all logits in float32: the median
-of interleaved pairs, null where the plain way does not fit into memory.
+bfloat16, one rank, on a GPU where there is one. `peak_bytes` counts what a forward and backward pass
+allocates at most beyond its inputs: every tensor, by a dispatch mode, or torch's own counter on a GPU.
+`hidden_bytes` is the size of the hidden states. `ratio_time` compares with the plain way, which takes the
+softmax of all logits in float32: the median of interleaved pairs, null where it does not fit into memory.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from benchmarks.support.tables import argument_parser, write_json
+from benchmarks.support.tables import argument_parser, report
 from trainer.losses.log_probs import vocab_parallel_log_probs
 
 PLAIN_BYTES = 24
@@ -124,8 +123,7 @@ def free_bytes(device: str) -> int:
     if device != "cpu":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return psutil.virtual_memory().available
 
 
 def measure(vocabulary: int, tokens: int, size: int, device: str, rounds: int, *, entropy: bool) -> Measured:
@@ -155,47 +153,20 @@ def measure(vocabulary: int, tokens: int, size: int, device: str, rounds: int, *
     )
 
 
-def show(rows: list[Measured], size: int, console: Console) -> None:
-    """Prints a row per size."""
-    table = Table(
-        title=f"log-probs over {rows[0].vocabulary:,} from hidden states of {size}, forward and backward"
-    )
-    for name in ("tokens", "entropy", "peak, GiB", "hidden, GiB", "plain, GiB", "time, ms", "x plain"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        plain = "does not fit" if row.plain_peak_bytes is None else f"{row.plain_peak_bytes / 2**30:.2f}"
-        table.add_row(
-            f"{row.tokens:,}",
-            "yes" if row.entropy else "no",
-            f"{row.peak_bytes / 2**30:.2f}",
-            f"{row.hidden_bytes / 2**30:.3f}",
-            plain,
-            f"{row.seconds * 1000:,.1f}",
-            "" if row.ratio_time is None else f"{row.ratio_time:.2f}",
-        )
-    console.print(table)
-
-
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="few tokens and a small hidden state")
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens")
-    parser.add_argument("--hidden", type=int, help="size of a hidden state")
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved pairs of passes that are timed")
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
-    tokens = options.tokens or ([256, 512] if options.quick else [2048, 8192, 32768])
-    size = options.hidden or (64 if options.quick else 256)
+    options = argument_parser(__doc__, quick="few tokens and a small hidden state").parse_args()
+    if torch.cuda.is_available():
+        device, tokens, size, rounds = "cuda", [2048, 16384, 32768], 2048, 7
+    else:
+        device, tokens, size, rounds = "cpu", [2048, 8192, 32768], 256, 3
+    if options.quick:
+        tokens, size, rounds = [256, 512], 64, 1
     rows = [
-        measure(
-            options.vocabulary, count, size, options.device, 1 if options.quick else options.rounds, entropy=e
-        )
+        measure(151_936, count, size, device, rounds, entropy=entropy)
         for count in tokens
-        for e in (False, True)
+        for entropy in (False, True)
     ]
-    show(rows, size, Console(stderr=options.json == "-"))
-    write_json(options.json, rows)
+    report(rows, f"log-probs from hidden states of {size}, forward and backward, on {device}", options.json)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ are CPU times; memory is what the passes add to the peak of their process.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
-from benchmarks.support.tables import Row, argument_parser, row, show, write_json
+from benchmarks.support.tables import Row, argument_parser, in_turns, other_process, report, row
 from benchmarks.trainer_step import batch_of, build_model
 from tests.support.trainers import started, trainer_config
 from trainer.megatron.packing import MicroBatch, Packing, pack_micro_batch, plan_micro_batches
@@ -83,80 +84,43 @@ def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> No
             labels = torch.zeros(len(hidden), dtype=torch.int64)
             return worker.model.log_probs(hidden, labels, 1.0)[0].sum(), len(hidden), None
 
-        before = resident()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         connection.send(sum(len(packing.source) for packing in packings))
         while connection.recv():
             begin = time.process_time()
             worker.model.run_schedule(inputs, loss)
             seconds = time.process_time() - begin
-            connection.send((seconds, peak() - before))
-
-
-def resident() -> int:
-    """Returns the resident bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak() -> int:
-    """Returns the peak of the resident bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            connection.send((seconds, peak - resident))
 
 
 def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
-    """Measures both methods alternately, after a warm-up round."""
-    context = multiprocessing.get_context("spawn")
-    connections: dict[str, Connection] = {}
-    processes = []
-    for way in WAYS:
-        connections[way], theirs = context.Pipe()
-        processes.append(context.Process(target=serve, args=(way, str(model), batch, theirs), daemon=True))
-        processes[-1].start()
-        theirs.close()  # so that the end of the process raises an EOFError here
-    tokens = {way: connection.recv() for way, connection in connections.items()}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    grown = dict.fromkeys(WAYS, 0)
-    for round_ in range(-1, rounds):
-        for way, connection in connections.items():
-            connection.send(True)
-            took, grown[way] = connection.recv()
-            if round_ >= 0:
-                seconds[way].append(took)
-    for connection, process in zip(connections.values(), processes, strict=True):
-        connection.send(False)
-        process.join()
-    times = {way: np.array(took) for way, took in seconds.items()}
-    size = {way: f"{batch.num_trajectories} in {tokens[way]} tokens" for way in WAYS}
+    """Measures all ways alternately, after a warm-up round."""
+    grown: dict[str, int] = {}
+
+    def pass_s(way: str, connection: Connection) -> float:
+        connection.send(True)
+        seconds, grown[way] = connection.recv()
+        return seconds
+
+    with ExitStack() as stack:
+        connections = {way: stack.enter_context(other_process(serve, way, str(model), batch)) for way in WAYS}
+        tokens = {way: connection.recv() for way, connection in connections.items()}
+        passes = {way: partial(pass_s, way, connection) for way, connection in connections.items()}
+        times = in_turns(rounds, passes)
     return [
-        *(row(way, size[way], times[way], "padded", times["padded"]) for way in WAYS),
-        *(memory(f"memory of {way} (bytes)", size[way], grown[way], grown["padded"]) for way in WAYS),
+        row(way, f"{batch.num_trajectories} in {tokens[way]:,} tokens", times[way], "padded", times["padded"])
+        | {"peak MB": grown[way] / 1e6, "ratio of peaks": grown[way] / grown["padded"]}
+        for way in WAYS
     ]
 
 
-def memory(what: str, size: str, taken: int, against: int) -> Row:
-    """Returns a row of bytes, in the columns of times."""
-    ratio = taken / against
-    return Row(
-        what=what,
-        size=size,
-        p50_us=taken,
-        p99_us=taken,
-        reference="padded",
-        reference_us=against,
-        ratio=ratio,
-        ratio_low=ratio,
-        ratio_high=ratio,
-    )
-
-
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smaller batch, 3 rounds in place of 5")
-    options = parser.parse_args()
+    options = argument_parser(__doc__, quick="a smaller batch, 3 rounds in place of 5").parse_args()
     batch = batch_of(32, 128, 1024) if options.quick else batch_of(96, 256, 2048)
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(build_model(Path(scratch) / "model"), batch, 3 if options.quick else 5)
-    show(rows, "packed against padded")
-    write_json(options.json, rows)
+    report(rows, "packed against padded", options.json)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from async_rl import routing
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engine_protocol import EngineFacts, GenerateRequest
+from async_rl.engine_protocol import DiskUpdate, EngineFacts, GenerateRequest
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
@@ -46,6 +47,8 @@ from tests.support.stored_batches import assemble_batch
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe, write_byte_tokenizer
 from tests.support.trainers import place, started, trainer_config
 from trainer.worker import TrainerWorker
+
+T = TypeVar("T")
 
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 2048
@@ -170,6 +173,18 @@ async def sample_calls(engine: SGLangEngine, requests: Iterable[GenerateRequest]
         )
         for number, call in enumerate(calls)
     ]
+
+
+async def with_each(
+    models: Sequence[Path], logs: Path, dtype: str, sample: Callable[[SGLangEngine, int], Awaitable[T]]
+) -> list[T]:
+    """Samples from each of the models, `sample` given its number, with one server for all."""
+    sampled = []
+    async with serving(models[0], logs, dtype=dtype) as engine:
+        for number, model in enumerate(models):
+            await engine.update_weights(DiskUpdate(weight_version=0, path=str(model)), flush=True)
+            sampled.append(await sample(engine, number))
+    return sampled
 
 
 def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFacts) -> TrainBatch:

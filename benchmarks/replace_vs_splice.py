@@ -1,6 +1,6 @@
 """Compares the rows of an interrupted trajectory: the newest answer's (replace) or the older ones (splice).
 
-    python benchmarks/replace_vs_splice.py [--quick] [--seeds N] [--dtype NAME] [--json FILE]
+    python benchmarks/replace_vs_splice.py [--quick] [--json FILE]
 
 Trajectories are interrupted 0, 1, 3 or 7 times at equal distances, and each time the weights change a little
 (every tensor by a share of its own standard deviation, `small` or `large`). Then the trainer, at the newest
@@ -36,9 +36,9 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -50,18 +50,8 @@ from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.types import Context, Float32Array, Int32Array, RoutingTrace, Sampled, Trajectory
-from benchmarks.real_parts import (
-    build_model,
-    make_batch,
-    make_trajectory,
-    random_prompts,
-    rewrite,
-    serving,
-    trace_of,
-    trainer_log_probs,
-    training,
-)
-from benchmarks.support.tables import argument_parser, write_json
+from benchmarks import real_parts
+from benchmarks.support.tables import Row, argument_parser, report
 from tests.support.engine_calls import Call, request
 from trainer.worker import TrainerWorker
 
@@ -93,12 +83,6 @@ class Setting:
 NEVER = Setting(0, "small", "flush")
 
 
-def settings(interruptions: Sequence[int]) -> list[Setting]:
-    """Without an interruption, which is one setting, and all combinations of the others."""
-    caches: tuple[Cache, ...] = ("flush", "in_place")
-    return [NEVER, *(Setting(*way) for way in itertools.product(interruptions, DELTAS, caches))]
-
-
 _MAX_PAUSES = 30
 """How often calls are paused in place until each of them still ran at every pause: a tiny model may end its
 answers before this process, on a loaded machine, gets to pause it."""
@@ -111,11 +95,14 @@ answers before this process, on a loaded machine, gets to pause it."""
 class Part:
     """The tokens sampled between two interruptions."""
 
-    token_ids: Int32Array
-    log_probs: Float32Array
-    version: int
+    sampled: Sampled
     trace: RoutingTrace
     """Rows of the whole sequence, from the answer that brought these tokens."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.sampled.weight_version
 
 
 @dataclass(frozen=True)
@@ -125,14 +112,9 @@ class Mixed:
     prompt: Int32Array
     parts: tuple[Part, ...]
 
-    @property
-    def token_ids(self) -> Int32Array:
-        """`[T]`."""
-        return np.concatenate([self.prompt, *(part.token_ids for part in self.parts)])
-
     def num_old(self, newest: int) -> int:
         """Tokens of y1: sampled before a version."""
-        return sum(len(part.token_ids) for part in self.parts if part.version < newest)
+        return sum(len(part.sampled.token_ids) for part in self.parts if part.version < newest)
 
     def merged(self, merge: Merge) -> Trajectory:
         """The trajectory with its rows merged, or without any for `off`."""
@@ -141,50 +123,39 @@ class Mixed:
             join = routing.replace if merge == "replace" else routing.splice
             for part in self.parts:
                 trace = join(trace, part.trace)
-        context = Context(token_ids=self.prompt)
-        return make_trajectory("0" * 8, (context, *map(_segment, self.parts)), trace)
+        segments = (Context(token_ids=self.prompt), *(part.sampled for part in self.parts))
+        return real_parts.make_trajectory("0" * 8, segments, trace)
 
     def until(self, index: int) -> Trajectory:
         """Ends with one part: all before it is context, and the rows are those of its own answer."""
-        before = np.concatenate([self.prompt, *(part.token_ids for part in self.parts[:index])])
+        before = np.concatenate([self.prompt, *(part.sampled.token_ids for part in self.parts[:index])])
         part = self.parts[index]
-        return make_trajectory("0" * 8, (Context(token_ids=before), _segment(part)), part.trace)
+        return real_parts.make_trajectory("0" * 8, (Context(token_ids=before), part.sampled), part.trace)
 
 
-def _segment(part: Part) -> Sampled:
-    return Sampled(
-        token_ids=part.token_ids,
-        rollout_log_probs=part.log_probs,
-        weight_version=part.version,
+def _part(call: Call, version: int, start: int, end: int) -> Part:
+    """Tokens of a call, with the rows up to their end."""
+    sampled = Sampled(
+        token_ids=np.array(call.token_ids[start:end], np.int32),
+        rollout_log_probs=np.array(call.log_probs[start:end], np.float32),
+        weight_version=version,
         engine_id="engine-0",
         finish_reason="abort",
     )
-
-
-def _part(call: Call, version: int) -> Part:
-    return Part(
-        token_ids=np.array(call.token_ids, np.int32),
-        log_probs=np.array(call.log_probs, np.float32),
-        version=version,
-        trace=trace_of(call.trace, call.sequence),
-    )
+    return Part(sampled, real_parts.trace_of(call.trace, call.sequence[: len(call.asked.input_ids) + end]))
 
 
 async def roll_out(
-    engine: SGLangEngine,
-    chain: Sequence[Path],
-    prompts: Sequence[Int32Array],
-    tokens: int,
-    setting: Setting,
+    engine: SGLangEngine, chain: Sequence[Path], prompts: Sequence[Int32Array], tokens: int, setting: Setting
 ) -> list[Mixed]:
     """Sample `tokens` tokens for each prompt, with the weights of the chain one after the other."""
-    await engine.update_weights(DiskUpdate(weight_version=0, path=str(chain[0])), flush=True)
+    await _load(engine, chain, 0)
     if setting.cache == "in_place":
         for _ in range(_MAX_PAUSES):
             found = await _pause_in_place(engine, chain, prompts, tokens, setting)
             if all(len(mixed.parts) == setting.interruptions + 1 for mixed in found):
                 return found
-            await engine.update_weights(DiskUpdate(weight_version=0, path=str(chain[0])), flush=True)
+            await _load(engine, chain, 0)
         raise RuntimeError(
             f"the engine ended an answer of {tokens} tokens before each of {_MAX_PAUSES} pauses: leave this "
             "process more of the CPU, or sample more tokens"
@@ -193,8 +164,7 @@ async def roll_out(
     sequences = list(prompts)
     for version, end in enumerate(_boundaries(tokens, setting.interruptions)):
         if version:
-            update = DiskUpdate(weight_version=version, path=str(chain[version]))
-            await engine.update_weights(update, flush=True)
+            await _load(engine, chain, version)
         held = [len(sequence) - len(prompt) for sequence, prompt in zip(sequences, prompts, strict=True)]
         # A call that runs on meanwhile leaves at least a token to each of those that follow.
         most = tokens - (setting.interruptions - version)
@@ -202,11 +172,22 @@ async def roll_out(
             Call(engine, request(sequence.tolist(), most - count, temperature=1.0))
             for sequence, count in zip(sequences, held, strict=True)
         ]
-        await _abort_after(engine, calls, [max(1, end - n) for n in held], last=end == tokens)
+        async with asyncio.TaskGroup() as running:
+            for call in calls:
+                running.create_task(call.run())
+            await asyncio.gather(
+                *(call.has_tokens(max(1, end - n)) for call, n in zip(calls, held, strict=True))
+            )
+            if end < tokens:
+                await engine.interrupt("abort")
         for j, call in enumerate(calls):
-            parts[j].append(_part(call, version))
+            parts[j].append(_part(call, version, 0, len(call.token_ids)))
             sequences[j] = np.array(call.sequence, np.int32)
     return [Mixed(prompt, tuple(found)) for prompt, found in zip(prompts, parts, strict=True)]
+
+
+async def _load(engine: SGLangEngine, chain: Sequence[Path], version: int, *, flush: bool = True) -> None:
+    await engine.update_weights(DiskUpdate(weight_version=version, path=str(chain[version])), flush=flush)
 
 
 def _boundaries(tokens: int, interruptions: int) -> list[int]:
@@ -214,52 +195,26 @@ def _boundaries(tokens: int, interruptions: int) -> list[int]:
     return [tokens * (i + 1) // (interruptions + 1) for i in range(interruptions + 1)]
 
 
-async def _abort_after(
-    engine: SGLangEngine, calls: Sequence[Call], counts: Sequence[int], *, last: bool
-) -> None:
-    """Runs calls concurrently and aborts all of them once each has its tokens."""
-
-    async def abort() -> None:
-        await asyncio.gather(*(call.has_tokens(n) for call, n in zip(calls, counts, strict=True)))
-        if not last:
-            await engine.interrupt("abort")
-
-    await asyncio.gather(abort(), *(call.run() for call in calls))
-
-
 async def _pause_in_place(
-    engine: SGLangEngine,
-    chain: Sequence[Path],
-    prompts: Sequence[Int32Array],
-    tokens: int,
-    setting: Setting,
+    engine: SGLangEngine, chain: Sequence[Path], prompts: Sequence[Int32Array], tokens: int, setting: Setting
 ) -> list[Mixed]:
     """Runs one call per prompt and changes the weights while the calls are paused."""
     calls = [Call(engine, request(prompt.tolist(), tokens, temperature=1.0)) for prompt in prompts]
 
-    async def pause() -> None:
+    async with asyncio.TaskGroup() as running:
+        for call in calls:
+            running.create_task(call.run())
         for version, count in enumerate(_boundaries(tokens, setting.interruptions)[:-1], start=1):
             await asyncio.gather(*(call.has_tokens(count) for call in calls))
             await engine.interrupt("in_place")
-            update = DiskUpdate(weight_version=version, path=str(chain[version]))
-            await engine.update_weights(update, flush=False)
+            await _load(engine, chain, version, flush=False)
             await engine.resume_generation("in_place")
-
-    await asyncio.gather(pause(), *(call.run() for call in calls))
-    return [Mixed(call.asked.input_ids, tuple(_parts_of_one_answer(call))) for call in calls]
-
-
-def _parts_of_one_answer(call: Call) -> Iterator[Part]:
-    """The tokens of each weight version, with the rows up to their end."""
-    assert call.finish is not None
-    whole = call.trace
-    for span in call.finish.version_spans:
-        yield Part(
-            token_ids=np.array(call.token_ids[span.start : span.end], np.int32),
-            log_probs=np.array(call.log_probs[span.start : span.end], np.float32),
-            version=span.weight_version,
-            trace=trace_of(whole, call.sequence[: len(call.asked.input_ids) + span.end]),
-        )
+    found = []
+    for call in calls:
+        assert call.finish is not None
+        parts = (_part(call, s.weight_version, s.start, s.end) for s in call.finish.version_spans)
+        found.append(Mixed(call.asked.input_ids, tuple(parts)))
+    return found
 
 
 # -- what the trainer makes of it -------------------------------------------------------------------------
@@ -285,12 +240,11 @@ def weight_chain(source: Path, folder: Path, delta: str, length: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
 
     def nudged(tensor: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(tensor.shape, generator=generator)
-        return tensor + DELTAS[delta] * tensor.std() * noise
+        return tensor + DELTAS[delta] * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
     chain = [source]
     for version in range(1, length):
-        chain.append(rewrite(chain[-1], folder / f"{delta}_{version}", nudged))
+        chain.append(real_parts.rewrite(chain[-1], folder / f"{delta}_{version}", nudged))
     return chain
 
 
@@ -298,8 +252,8 @@ def score(
     worker: TrainerWorker, trajectories: Sequence[Trajectory], facts: EngineFacts
 ) -> list[Float32Array]:
     """Trainer minus rollout log-probs of what each trajectory's segments sampled, `[n]` each."""
-    batch = make_batch(trajectories, 0, facts)
-    difference = trainer_log_probs(worker, batch) - batch.rollout_log_probs
+    batch = real_parts.make_batch(trajectories, 0, facts)
+    difference = real_parts.trainer_log_probs(worker, batch) - batch.rollout_log_probs
     return [
         difference[start:end][batch.loss_mask[start:end]]
         for start, end in itertools.pairwise(batch.offsets.tolist())
@@ -327,7 +281,7 @@ def evaluate(
                 for job in _jobs(setting, found, version)
             ]
             if work:
-                with training(path, dtype=dtype) as worker:
+                with real_parts.training(path, dtype=dtype) as worker:
                     scores = score(worker, [trajectory for *_, trajectory in work], facts)
                 for (setting, merge, number, _), found in zip(work, scores, strict=True):
                     differences[setting, merge, number].append(found)
@@ -355,8 +309,9 @@ def _jobs(
 
 def _measured(setting: Setting, rolled: Sequence[Mixed], differences: Sequence[Float32Array]) -> Measured:
     cuts = [mixed.num_old(setting.interruptions) for mixed in rolled]
-    y1 = np.concatenate([d[:cut] for d, cut in zip(differences, cuts, strict=True)], dtype=np.float64)
-    y2 = np.concatenate([d[cut:] for d, cut in zip(differences, cuts, strict=True)], dtype=np.float64)
+    pairs = list(zip(differences, cuts, strict=True))
+    y1 = np.concatenate([d[:cut] for d, cut in pairs], dtype=np.float64)
+    y2 = np.concatenate([d[cut:] for d, cut in pairs], dtype=np.float64)
     return Measured(
         y1=float(np.abs(y1).mean()) if len(y1) else math.nan,
         y2=float(np.abs(y2).mean()),
@@ -380,77 +335,40 @@ def _flips(rolled: Sequence[Mixed], num_old: Sequence[int]) -> float:
 
 # -- many seeds -------------------------------------------------------------------------------------------
 
+T_QUANTILES = {3: 4.303, 8: 2.365}
+"""The 97.5% quantile of Student's t by the number of seeds."""
 
-def t_quantile(df: int) -> float:
-    """The 97.5% quantile of Student's t, good to 1% from 3 degrees of freedom on.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.5.
-    """
-    z = 1.959964
-    return (
-        z
-        + (z**3 + z) / (4 * df)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
-    )
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean over the seeds, and the half width of its 95% interval (nan for one seed)."""
-    count = len(values)
-    mean = sum(values) / count
-    if count < 2:
-        return mean, math.nan
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-    return mean, t_quantile(count - 1) * deviation / math.sqrt(count)
-
-
-@dataclass(frozen=True)
-class Size:
-    """The amount of sampling per seed and setting."""
-
-    interruptions: tuple[int, ...]
-    trajectories: int
-    tokens: int
-
-
-FULL = Size((1, 3, 7), trajectories=8, tokens=64)
-QUICK = Size((1, 3), trajectories=4, tokens=32)
 
 Found = dict[tuple[Setting, Merge], list[Measured]]
 """By setting and merge, one a seed."""
 
 
-async def roll_out_seeds(
-    worlds: Sequence[dict[str, list[Path]]], size: Size, dtype: str, logs: Path
-) -> list[dict[Setting, list[Mixed]]]:
-    """Samples for all seeds on one server."""
-    result = []
-    async with serving(worlds[0]["small"][0], logs, dtype=dtype) as engine:
-        for seed, chains in enumerate(worlds):
-            prompts = random_prompts(size.trajectories, seed=seed)
-            rolled = {}
-            for setting in settings(size.interruptions):
-                chain = chains[setting.delta]
-                rolled[setting] = await roll_out(engine, chain, prompts, size.tokens, setting)
-            result.append(rolled)
-    return result
-
-
-def measure(size: Size, seeds: int, dtype: str) -> Found:
+def measure(seeds: int, interruptions: Sequence[int], trajectories: int, tokens: int) -> Found:
     """Samples and scores all seeds."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         worlds = []
         for seed in range(seeds):
-            base = build_model("qwen3_moe", folder / f"seed_{seed}" / "base", seed=seed)
-            length = max(size.interruptions) + 1
+            base = real_parts.build_model("qwen3_moe", folder / f"seed_{seed}" / "base", seed=seed)
+            length = max(interruptions) + 1
             worlds.append({delta: weight_chain(base, base.parent, delta, length, seed) for delta in DELTAS})
-        rolled = asyncio.run(roll_out_seeds(worlds, size, dtype, folder))
-        facts = load_facts(worlds[0]["small"][0])
+
+        ways = itertools.product(interruptions, DELTAS, ("flush", "in_place"))
+        settings = [NEVER, *(Setting(*way) for way in ways)]
+
+        async def roll_out_seed(engine: SGLangEngine, seed: int) -> dict[Setting, list[Mixed]]:
+            prompts = real_parts.random_prompts(trajectories, seed=seed)
+            return {
+                setting: await roll_out(engine, worlds[seed][setting.delta], prompts, tokens, setting)
+                for setting in settings
+            }
+
+        models = [chains["small"][0] for chains in worlds]
+        rolled = asyncio.run(real_parts.with_each(models, folder, "float32", roll_out_seed))
+        facts = load_facts(models[0])
         found: Found = defaultdict(list)
         for chains, of_seed in zip(worlds, rolled, strict=True):
-            for key, measured in evaluate(chains, of_seed, facts, dtype).items():
+            for key, measured in evaluate(chains, of_seed, facts, "float32").items():
                 found[key].append(measured)
     return dict(found)
 
@@ -479,75 +397,31 @@ def violations(found: Found) -> list[str]:
 # -- the program ------------------------------------------------------------------------------------------
 
 
-def table(found: Found, title: str) -> str:
-    """Two blocks: log-probs before and after the last interruption, and what the trainer reports of both."""
-
-    def cell(values: Sequence[float]) -> str:
-        mean, half = interval(values)
-        return "-" if math.isnan(mean) else f"{_number(mean)} ±{_number(half)}"
-
-    def column(setting: Setting, merge: Merge, field: str) -> list[float]:
-        return [getattr(m, field) for m in found[setting, merge]]
-
-    def paired(setting: Setting, field: str) -> list[float]:
-        pairs = zip(column(setting, "splice", field), column(setting, "replace", field), strict=True)
-        return [splice - replace for splice, replace in pairs]
-
-    ways = list(dict.fromkeys(setting for setting, _ in found))
-    lines = [title]
-    for field, heading in (
-        ("y1", "mean|Δ| of y1, sampled before the last interruption"),
-        ("y2", "mean|Δ| of y2, sampled after it"),
-        ("ppo_kl_bypass", "ppo_kl_bypass, the mean of rollout minus trainer log-probs, of all tokens"),
-    ):
-        names = [*MERGES, "s-r"]
-        lines += ["", heading, f"{'':<18}{'flips':<8}" + "".join(f"{name:<20}" for name in names)]
-        for setting in ways:
-            cells = [cell(column(setting, merge, field)) for merge in MERGES] + [cell(paired(setting, field))]
-            flips, _ = interval(column(setting, "replace", "flips"))
-            shown = "-" if math.isnan(flips) else f"{flips:.1%}"
-            line = f"{setting.name:<18}{shown:<8}" + "".join(f"{text:<20}" for text in cells)
-            lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.4f}" if abs(value) >= 5e-4 else f"{value:.0e}"
-
-
-def json_rows(found: Found, dtype: str) -> list[dict[str, Any]]:
-    """Returns a row for each setting, merge and seed; figures that do not exist are null."""
-    return [
-        {"setting": setting.name, "merge": merge, "dtype": dtype, "seed": seed, **asdict(measured)}
-        for (setting, merge), by_seed in found.items()
-        for seed, measured in enumerate(by_seed)
-    ]
+def table(found: Found) -> list[Row]:
+    """Returns means over the seeds, with half of their 95% interval; splice - replace is paired."""
+    rows = []
+    for setting in dict.fromkeys(setting for setting, _ in found):
+        for field in ("y1", "y2", "ppo_kl_bypass"):
+            values = {m: np.array([getattr(seed, field) for seed in found[setting, m]]) for m in MERGES}
+            values["splice - replace"] = values["splice"] - values["replace"]
+            flips = np.mean([seed.flips for seed in found[setting, "replace"]])
+            rows.append(
+                {"setting": setting.name, "of": field, "flips": float(flips)}
+                | {
+                    name: [float(v.mean()), float(T_QUANTILES[len(v)] * v.std(ddof=1) / math.sqrt(len(v)))]
+                    for name, v in values.items()
+                }
+            )
+    return rows
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="3 seeds, fewer and shorter answers")
-    parser.add_argument("--seeds", type=int, help="models, weights and prompts (default: 8)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of both programs"
-    )
-    arguments = parser.parse_args()
-    size = QUICK if arguments.quick else FULL
-    seeds = arguments.seeds or (3 if arguments.quick else 8)
+    options = argument_parser(__doc__, quick="3 seeds, fewer and shorter answers").parse_args()
     torch.set_num_threads(1)
-
-    found = measure(size, seeds, arguments.dtype)
-    title = (
-        f"qwen3_moe, {arguments.dtype} in both programs, {seeds} seeds x {size.trajectories} trajectories of "
-        f"{size.tokens} tokens; nats, mean ± 95% interval over the seeds"
-    )
-    report = sys.stderr if arguments.json == "-" else sys.stdout
-    print(table(found, title), file=report)
-    write_json(arguments.json, json_rows(found, arguments.dtype))
-    wrong = violations(found) if arguments.dtype == "float32" else []
-    for sentence in wrong:
-        print(f"WRONG: {sentence}", file=sys.stderr)
-    return 1 if wrong else 0
+    seeds, interruptions, *answers = (3, (1, 3), 4, 32) if options.quick else (8, (1, 3, 7), 8, 64)
+    found = measure(seeds, interruptions, *answers)
+    title = "qwen3_moe, float32 in both programs, {} seeds x {} trajectories of {} tokens; nats, mean (± 95%)"
+    return report(table(found), title.format(seeds, *answers), options.json, violations(found))
 
 
 if __name__ == "__main__":

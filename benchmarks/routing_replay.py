@@ -1,6 +1,6 @@
 """Measures whether replaying the engine's experts makes the trainer compute what the engine computed.
 
-    python benchmarks/routing_replay.py [--quick] [--model NAME …] [--dtype NAME …] [--seeds N] [--json FILE]
+    python benchmarks/routing_replay.py [--quick] [--json FILE]
 
 A tiny MoE with random weights samples tokens on a real SGLang server in bfloat16; Megatron-Core, with the
 same weights, gives its log-probs of the same tokens under each variant of the routing:
@@ -15,20 +15,18 @@ same weights, gives its log-probs of the same tokens under each variant of the r
 
 Only r3 may be better than off; all below r3 are controls and must be worse. Where they are not, the program
 says so and exits with 1. At equal weights r2 is off by construction: it freezes what the trainer chose, and
-that is not what the engine chose. --dtype is the trainer's; bfloat16 holds the weights exactly.
+that is not what the engine chose. The trainer is in bfloat16, which holds the weights exactly, and float32.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,46 +34,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from async_rl.engine_protocol import DiskUpdate
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.types import ExpertIdArray, Int32Array, TrainBatch, Trajectory
-from benchmarks.real_parts import (
-    BUILDERS,
-    Mismatch,
-    build_model,
-    make_batch,
-    random_prompts,
-    sample_calls,
-    serving,
-    trainer_log_probs,
-    training,
-)
-from benchmarks.support.tables import argument_parser, write_json
+from benchmarks import real_parts
+from benchmarks.support.tables import Row, argument_parser, report
 from tests.support.engine_calls import request
 from trainer.worker import TrainerWorker
 
-VARIANTS = (
-    "off",
-    "r2",
-    "r3",
-    "rows+1",
-    "rows-1",
-    "layers",
-    "other",
-    "corrupt25",
-    "corrupt50",
-    "corrupt100",
-)
+VARIANTS = ("off", "r2", "r3", "rows+1", "rows-1", "layers", "other", "corrupt25", "corrupt50", "corrupt100")
 CONTROLS = VARIANTS[3:]
 
 DTYPES = ("bfloat16", "float32")
 
 Rows = list[ExpertIdArray]
 """Of each trajectory, `[T-1, L_moe, K]`."""
-
-Samples = dict[str, list[np.ndarray]]
-"""Trainer minus engine log-probs, by variant and seed."""
 
 
 # -- sampling ---------------------------------------------------------------------------------------------
@@ -84,7 +57,7 @@ Samples = dict[str, list[np.ndarray]]
 async def sample(engine: SGLangEngine, prompts: Sequence[Int32Array], tokens: int) -> list[Trajectory]:
     """Samples one call per prompt, all at once, at temperature 1."""
     asked = (request(prompt.tolist(), tokens, temperature=1.0) for prompt in prompts)
-    return await sample_calls(engine, asked)
+    return await real_parts.sample_calls(engine, asked)
 
 
 # -- the routing of each variant --------------------------------------------------------------------------
@@ -139,22 +112,22 @@ def differences(
     """Trainer minus engine log-probs of the sampled tokens under each variant, `[n]` in nats."""
 
     def against_engine(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
-        return (trainer_log_probs(worker, batch) - batch.rollout_log_probs)[batch.loss_mask]
+        return (real_parts.trainer_log_probs(worker, batch) - batch.rollout_log_probs)[batch.loss_mask]
 
     result = {}
     for replay in ("off", "r2"):
         if replay in variants:
-            with training(model, dtype=dtype, replay=replay) as worker:
+            with real_parts.training(model, dtype=dtype, replay=replay) as worker:
                 result[replay] = against_engine(worker, batch)
     changes = {"r3": lambda rows: rows, **controls(batch.num_experts)}
-    with training(model, dtype=dtype, replay="r3") as worker:
+    with real_parts.training(model, dtype=dtype, replay="r3") as worker:
         for name, change in changes.items():
             if name in variants:
                 result[name] = against_engine(worker, with_rows(batch, change))
     return {name: result[name] for name in variants}
 
 
-def violations(found: dict[str, Mismatch]) -> list[str]:
+def violations(found: dict[str, real_parts.Mismatch]) -> list[str]:
     """Returns the expectations that the figures violate."""
     r3, off = found["r3"], found["off"]
     wrong = [
@@ -174,91 +147,50 @@ def violations(found: dict[str, Mismatch]) -> list[str]:
 # -- the program ------------------------------------------------------------------------------------------
 
 
-async def sample_models(
-    models: Sequence[Path], prompts: int, tokens: int, logs: Path
-) -> list[list[Trajectory]]:
-    """Samples from each of the models, with one server for all."""
-    sampled = []
-    async with serving(models[0], logs, dtype="bfloat16") as engine:
-        for seed, model in enumerate(models):
-            await engine.update_weights(DiskUpdate(weight_version=0, path=str(model)), flush=True)
-            sampled.append(await sample(engine, random_prompts(prompts, seed=seed), tokens))
-    return sampled
-
-
-def measure(kind: str, dtypes: Sequence[str], seeds: int, prompts: int, tokens: int) -> dict[str, Samples]:
-    """Returns the differences of each trainer dtype, variant and seed."""
+def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row], list[str]]:
+    """Returns a row for each dtype of the trainer and variant, and what is wrong with them."""
+    rows: list[Row] = []
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         models = [
-            build_model(kind, folder / f"model_{seed}", seed=seed, dtype=torch.bfloat16)
+            real_parts.build_model(kind, folder / f"model_{seed}", seed=seed, dtype=torch.bfloat16)
             for seed in range(seeds)
         ]
-        sampled = asyncio.run(sample_models(models, prompts, tokens, folder))
+
+        async def sample_seed(engine: SGLangEngine, seed: int) -> list[Trajectory]:
+            return await sample(engine, real_parts.random_prompts(prompts, seed=seed), tokens)
+
+        sampled = asyncio.run(real_parts.with_each(models, folder, "bfloat16", sample_seed))
         facts = load_facts(models[0])
-        result: dict[str, Samples] = {}
-        for dtype in dtypes:
+        for dtype in DTYPES:
             by_seed = [
-                differences(model, make_batch(trajectories, 0, facts), dtype)
+                differences(model, real_parts.make_batch(trajectories, 0, facts), dtype)
                 for model, trajectories in zip(models, sampled, strict=True)
             ]
-            result[dtype] = {variant: [found[variant] for found in by_seed] for variant in VARIANTS}
-    return result
-
-
-def table(title: str, samples: Samples) -> str:
-    """Prints a line for each variant, compared with replay off; the spread is over seeds."""
-    lines = [
-        title,
-        f"{'variant':<12}{'mean|Δ|':>10}{'k1':>10}{'k3':>10}{'|Δ|>0.1':>9}   "
-        f"{'mean|Δ| / off':<24}{'k3 / off':<24}",
-    ]
-    for variant, by_seed in samples.items():
-        m = Mismatch.of(np.concatenate(by_seed))
-        ratios = [
-            _ratio([getattr(Mismatch.of(d), field) for d in by_seed], samples["off"], field)
-            for field in ("mean_abs", "k3")
-        ]
-        lines.append(
-            f"{variant:<12}{m.mean_abs:>10.5f}{m.k1:>10.5f}{m.k3:>10.5f}{m.share_above_0_1:>9.1%}   "
-            f"{ratios[0]:<24}{ratios[1]:<24}".rstrip()
-        )
-    return "\n".join(lines)
-
-
-def _ratio(values: Sequence[float], off: Sequence[np.ndarray], field: str) -> str:
-    ratios = [v / getattr(Mismatch.of(d), field) for v, d in zip(values, off, strict=True)]
-    spread = f" ({min(ratios):.3g} to {max(ratios):.3g})" if len(ratios) > 1 else ""
-    return f"{statistics.median(ratios):.3g}{spread}"
+            found = {v: real_parts.Mismatch.of(np.concatenate([d[v] for d in by_seed])) for v in VARIANTS}
+            wrong += [f"{kind} {dtype}: {sentence}" for sentence in violations(found)]
+            rows += [
+                {
+                    "model": kind,
+                    "dtype": dtype,
+                    "variant": variant,
+                    **asdict(m),
+                    "k3 / off": m.k3 / found["off"].k3,
+                }
+                for variant, m in found.items()
+            ]
+    return rows, wrong
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed, fewer and shorter answers")
-    parser.add_argument("--model", nargs="+", choices=tuple(BUILDERS), default=list(BUILDERS))
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="of the trainer")
-    parser.add_argument("--seeds", type=int, help="models and prompts (default: 3)")
-    arguments = parser.parse_args()
-    seeds = arguments.seeds or (1 if arguments.quick else 3)
-    prompts, tokens = (16, 32) if arguments.quick else (64, 64)
+    options = argument_parser(__doc__, quick="one seed, fewer and shorter answers").parse_args()
+    size = (1, 16, 32) if options.quick else (3, 64, 64)
     torch.set_num_threads(1)
-
-    report = sys.stderr if arguments.json == "-" else sys.stdout
-    rows: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    for kind in arguments.model:
-        for dtype, samples in measure(kind, arguments.dtype, seeds, prompts, tokens).items():
-            title = (
-                f"{kind}, engine bfloat16, trainer {dtype}: {seeds} x {prompts} answers of {tokens} tokens"
-            )
-            print(table(title, samples), end="\n\n", file=report, flush=True)
-            found = {variant: Mismatch.of(np.concatenate(by_seed)) for variant, by_seed in samples.items()}
-            wrong += [f"{kind} {dtype}: {sentence}" for sentence in violations(found)]
-            rows += [{"model": kind, "dtype": dtype, "variant": v, **asdict(m)} for v, m in found.items()]
-    write_json(arguments.json, rows)
-    for sentence in wrong:
-        print(f"WRONG: {sentence}", file=sys.stderr)
-    return 1 if wrong else 0
+    found = [measure(kind, *size) for kind in real_parts.BUILDERS]
+    rows, wrong = (list(itertools.chain(*each)) for each in zip(*found, strict=True))
+    title = "{} seeds x {} answers of {} tokens, engine in bfloat16; nats".format(*size)
+    return report(rows, title, options.json, wrong)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures whether replaying the kept tokens makes the trainer compute what truncated sampling computed.
 
-    python benchmarks/sampling_mask.py [--quick] [--costs] [--model NAME …] [--seeds N] [--json FILE]
+    python benchmarks/sampling_mask.py [--quick] [--costs] [--json FILE]
 
 A tiny MoE with random weights samples tokens on a real SGLang server in float32 under several settings of
 temperature, top_p, top_k and min_p; Megatron-Core, with the same weights and the engine's routing, gives its
@@ -11,20 +11,20 @@ log-probs of the same tokens. They are compared with the log-probs by which the 
     shifted   over those that it kept for the next token, and the token itself
 
 Only mask may be small. Where it is above 1e-5 nats, or shifted is not worse than mask, or none is not where
-sampling is truncated, the program says so and exits with 1. At the end it prints what masks and routing each
+sampling is truncated, the program says so and exits with 1. Before, it prints what masks and routing each
 cost the loop per sampled token, in bytes and CPU time; with --costs only that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -34,35 +34,16 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from async_rl.engine_protocol import DiskUpdate, SamplingParams
+from async_rl.engine_protocol import SamplingParams
 from async_rl.engines.model_facts import facts_of, load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.generate_call import CallAccount
 from async_rl.engines.sglang.routing_payload import RoutingWire
 from async_rl.rollout.session.tokens import GrowingMask
 from async_rl.routing import make_trace
-from async_rl.types import (
-    Context,
-    Int32Array,
-    RoutingTrace,
-    Sampled,
-    SamplingMask,
-    TrainBatch,
-    Trajectory,
-)
-from benchmarks.real_parts import (
-    BUILDERS,
-    build_model,
-    make_batch,
-    make_trajectory,
-    random_prompts,
-    sample_calls,
-    serving,
-    trace_of,
-    trainer_log_probs,
-    training,
-)
-from benchmarks.support.tables import argument_parser, write_json
+from async_rl.types import Context, Int32Array, RoutingTrace, Sampled, SamplingMask, TrainBatch, Trajectory
+from benchmarks import real_parts
+from benchmarks.support.tables import Row, argument_parser, report, show
 from tests.support.engine_calls import request
 from tests.support.fake_sglang import event
 from tests.support.train_batches import random_rows
@@ -85,29 +66,11 @@ LIMIT_NATS: Final = 1e-5
 """The largest mean difference with masks, in float32."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the result."""
-
-    model: str
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    variant: str
-    mean_abs: float
-    """Mean |trainer - engine| over sampled tokens, nats."""
-    kept: float
-    """Kept tokens per position."""
-
-
 def sharpen(model: Path, factor: float) -> Path:
     """Scales the output layer of a model: random weights alone give nearly uniform distributions."""
     for file in model.glob("*.safetensors"):
         tensors = load_file(file)
-        for name in tensors:
-            if name == "lm_head.weight":
-                tensors[name] = tensors[name] * factor
+        tensors["lm_head.weight"] *= factor
         save_file(tensors, file, metadata={"format": "pt"})
     return model
 
@@ -116,12 +79,10 @@ async def sample(
     engine: SGLangEngine, prompts: Sequence[Int32Array], tokens: int, sampling: SamplingParams
 ) -> list[Trajectory]:
     """Samples one call per prompt, all at once, with masks and routing."""
-
-    def asked(prompt: Int32Array) -> Any:
-        plain = request(prompt.tolist(), tokens)
-        return msgspec.structs.replace(plain, sampling=sampling, return_mask=True)
-
-    return await sample_calls(engine, map(asked, prompts))
+    plain = [request(prompt.tolist(), tokens) for prompt in prompts]
+    return await real_parts.sample_calls(
+        engine, [msgspec.structs.replace(call, sampling=sampling, return_mask=True) for call in plain]
+    )
 
 
 def with_mask(batch: TrainBatch, variant: str) -> TrainBatch:
@@ -142,11 +103,11 @@ def with_mask(batch: TrainBatch, variant: str) -> TrainBatch:
 
 def differences(model: Path, batch: TrainBatch, temperature: float) -> dict[str, np.ndarray]:
     """Trainer minus engine log-probs of the sampled tokens under each variant, `[n]` in nats."""
-    with training(model, dtype="float32", temperature=temperature) as worker:
+    with real_parts.training(model, dtype="float32", temperature=temperature) as worker:
         return {
-            variant: (trainer_log_probs(worker, with_mask(batch, variant)) - batch.rollout_log_probs)[
-                batch.loss_mask
-            ]
+            variant: (
+                real_parts.trainer_log_probs(worker, with_mask(batch, variant)) - batch.rollout_log_probs
+            )[batch.loss_mask]
             for variant in VARIANTS
         }
 
@@ -165,56 +126,35 @@ def violations(sampling: SamplingParams, found: dict[str, float]) -> list[str]:
     return wrong
 
 
-async def sample_all(
-    models: Sequence[Path], prompts: int, tokens: int, logs: Path
-) -> dict[SamplingParams, list[list[Trajectory]]]:
-    """Samples from each of the models under each setting, with one server for all."""
-    sampled: dict[SamplingParams, list[list[Trajectory]]] = {sampling: [] for sampling in SETTINGS}
-    async with serving(models[0], logs, dtype="float32") as engine:
-        for seed, model in enumerate(models):
-            await engine.update_weights(DiskUpdate(weight_version=0, path=str(model)), flush=True)
-            for sampling in SETTINGS:
-                drawn = await sample(engine, random_prompts(prompts, seed=seed), tokens, sampling)
-                sampled[sampling].append(drawn)
-    return sampled
-
-
 def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row], list[str]]:
-    """Returns the rows of a model, and what is wrong with them."""
+    """Returns a row for each setting, and what is wrong with them."""
     rows: list[Row] = []
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         models = [
-            sharpen(build_model(kind, folder / f"model_{seed}", seed=seed), _SHARPNESS[kind])
+            sharpen(real_parts.build_model(kind, folder / f"model_{seed}", seed=seed), _SHARPNESS[kind])
             for seed in range(seeds)
         ]
-        sampled = asyncio.run(sample_all(models, prompts, tokens, folder))
+
+        async def sample_seed(engine: SGLangEngine, seed: int) -> dict[SamplingParams, list[Trajectory]]:
+            drawn = real_parts.random_prompts(prompts, seed=seed)
+            return {sampling: await sample(engine, drawn, tokens, sampling) for sampling in SETTINGS}
+
+        sampled = asyncio.run(real_parts.with_each(models, folder, "float32", sample_seed))
         facts = load_facts(models[0])
-        for sampling, by_seed in sampled.items():
-            found: dict[str, list[np.ndarray]] = {variant: [] for variant in VARIANTS}
-            kept: list[int] = []
-            for model, trajectories in zip(models, by_seed, strict=True):
-                batch = make_batch(trajectories, 0, facts)
-                assert batch.sampling_mask is not None
-                kept += batch.sampling_mask.counts[batch.loss_mask].tolist()
-                for variant, difference in differences(model, batch, sampling.temperature).items():
-                    found[variant].append(difference)
-            means = {variant: float(np.abs(np.concatenate(found[variant])).mean()) for variant in VARIANTS}
+        for sampling in SETTINGS:
+            batches = [real_parts.make_batch(of_seed[sampling], 0, facts) for of_seed in sampled]
+            found = [differences(*pair, sampling.temperature) for pair in zip(models, batches, strict=True)]
+            means = {v: float(np.abs(np.concatenate([each[v] for each in found])).mean()) for v in VARIANTS}
             wrong += [f"{kind}: {sentence}" for sentence in violations(sampling, means)]
-            rows += [
-                Row(
-                    model=kind,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    min_p=sampling.min_p,
-                    variant=variant,
-                    mean_abs=means[variant],
-                    kept=float(np.mean(kept)),
-                )
-                for variant in VARIANTS
+            kept = [
+                batch.sampling_mask.counts[batch.loss_mask]
+                for batch in batches
+                if batch.sampling_mask is not None
             ]
+            settings = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+            rows.append({"model": kind, **settings, "kept": float(np.concatenate(kept).mean()), **means})
     return rows, wrong
 
 
@@ -236,21 +176,12 @@ _COST_TOKENS: Final = 512
 _COST_ANSWERS: Final = 8
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What masks or routing add to the CPU time of a sampled token, in microseconds, and its bytes."""
+def loop_costs() -> list[Row]:
+    """Returns the CPU time that routing and masks of so many kept tokens add to a token, in microseconds.
 
-    what: str
-    bytes: float
-    """In frames and batches."""
-    arrival_us: float
-    """From the text of the engine's response to the session's arrays."""
-    batch_us: float
-    """Into a frame on disk, and from it into the trainer's batch, with their checks."""
-
-
-def loop_costs(kept: Sequence[int] = (20, 200, 4000)) -> list[Cost]:
-    """Measures the CPU time that masks of so many kept tokens, and routing, add to that of a plain answer."""
+    `arrival` is from the text of the engine's response to the session's arrays, `batch` into a frame on disk
+    and from it into the trainer's batch, with their checks.
+    """
     rng = np.random.default_rng(0)
     token_ids = rng.integers(0, _FACTS.vocab_size, _COST_TOKENS).astype(np.int32)
     plain = _fastest(_read_events(token_ids, None))
@@ -262,26 +193,26 @@ def loop_costs(kept: Sequence[int] = (20, 200, 4000)) -> list[Cost]:
     def receive_rows() -> RoutingTrace:
         return make_trace(wire.decode(memoryview(payload), len(rows)), 128, 0, moe_layers=_FACTS.moe_layers)
 
-    trace = trace_of(receive_rows(), token_ids)
-    found = [
-        Cost(
-            f"routing, {len(_FACTS.moe_layers)} layers, top {_FACTS.top_k}",
-            trace.rows.nbytes / len(rows),
-            _fastest(receive_rows),
-            _fastest(_pack(token_ids, None, trace), _COST_ANSWERS) - batch,
-        )
+    trace = real_parts.trace_of(receive_rows(), token_ids)
+    found: list[Row] = [
+        {
+            "what": f"routing, {len(_FACTS.moe_layers)} layers, top {_FACTS.top_k}",
+            "bytes": trace.rows.nbytes / len(rows),
+            "arrival, us": _fastest(receive_rows),
+            "batch, us": _fastest(_pack(token_ids, None, trace), _COST_ANSWERS) - batch,
+        }
     ]
-    for count in kept:
+    for count in (20, 200, 4000):
         others = rng.integers(0, _FACTS.vocab_size, (_COST_TOKENS, count - 1))
         lists = np.column_stack([others, token_ids]).tolist()
         mask = SamplingMask.of(lists)
         found.append(
-            Cost(
-                f"masks, {count} kept tokens",
-                (mask.counts.nbytes + mask.token_ids.nbytes) / _COST_TOKENS,
-                _fastest(_read_events(token_ids, lists)) - plain,
-                _fastest(_pack(token_ids, mask, None), _COST_ANSWERS) - batch,
-            )
+            {
+                "what": f"masks, {count} kept tokens",
+                "bytes": (mask.counts.nbytes + mask.token_ids.nbytes) / _COST_TOKENS,
+                "arrival, us": _fastest(_read_events(token_ids, lists)) - plain,
+                "batch, us": _fastest(_pack(token_ids, mask, None), _COST_ANSWERS) - batch,
+            }
         )
     return found
 
@@ -299,17 +230,16 @@ def _fastest(work: Callable[[], object], answers: int = 1) -> float:
 def _read_events(token_ids: Int32Array, kept: list[list[int]] | None) -> Callable[[], None]:
     """Returns what a session does with the events of a call, one for each token."""
     asked = request([1, 2], _COST_TOKENS)
+    fields: list[dict[str, object]] = [{}] * len(token_ids)
     if kept is not None:
         sampling = SamplingParams(top_k=len(kept[0]))
         asked = msgspec.structs.replace(asked, sampling=sampling, return_mask=True)
-    events = []
-    for index, token in enumerate(token_ids.tolist()):
-        masks = (
-            {}
-            if kept is None
-            else {"output_token_sampling_mask": [kept[index]], "output_token_sampling_logprobs": [-0.5]}
-        )
-        events.append(event([token], index + 1, **masks)[len(b"data: ") :])
+        names = "output_token_sampling_mask", "output_token_sampling_logprobs"
+        fields = [dict(zip(names, ([ids], [-0.5]), strict=True)) for ids in kept]
+    events = [
+        event([token], index + 1, **fields[index])[len(b"data: ") :]
+        for index, token in enumerate(token_ids.tolist())
+    ]
 
     def read() -> None:
         account, mask = CallAccount("engine-0", asked, _FACTS.vocab_size), GrowingMask()
@@ -338,51 +268,26 @@ def _pack(token_ids: Int32Array, mask: SamplingMask | None, trace: RoutingTrace 
     segments = (Context(token_ids=token_ids[:1]), sampled)
 
     def pack() -> None:
-        made = [make_trajectory(f"{number:08d}", segments, trace) for number in range(_COST_ANSWERS)]
-        make_batch(made, 0, _FACTS)
+        made = [
+            real_parts.make_trajectory(f"{number:08d}", segments, trace) for number in range(_COST_ANSWERS)
+        ]
+        real_parts.make_batch(made, 0, _FACTS)
 
     return pack
 
 
-def print_costs(file: TextIO) -> None:
-    """Prints what masks and routing cost the loop."""
-    print("\nin the loop, per sampled token     bytes   arrival, us   batch, us", file=file)
-    for cost in loop_costs():
-        row = f"{cost.what:<31}{cost.bytes:>9.0f}{cost.arrival_us:>14.2f}{cost.batch_us:>12.2f}"
-        print(row, file=file)
-
-
 def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed, fewer and shorter answers")
+    parser = argument_parser(__doc__, quick="one seed, fewer and shorter answers")
     parser.add_argument("--costs", action="store_true", help="only what masks and routing cost the loop")
-    parser.add_argument("--model", nargs="+", choices=tuple(BUILDERS), default=list(BUILDERS))
-    parser.add_argument("--seeds", type=int, help="models and prompts (default: 3)")
-    arguments = parser.parse_args()
-    seeds = arguments.seeds or (1 if arguments.quick else 3)
-    prompts, tokens = (8, 32) if arguments.quick else (32, 64)
+    options = parser.parse_args()
+    size = (1, 8, 32) if options.quick else (3, 32, 64)
     torch.set_num_threads(1)
-    report = sys.stderr if arguments.json == "-" else sys.stdout
-    rows: list[Row] = []
-    wrong: list[str] = []
-    for kind in () if arguments.costs else arguments.model:
-        found, violated = measure(kind, seeds, prompts, tokens)
-        rows += found
-        wrong += violated
-        print(f"{kind}: {seeds} x {prompts} answers of {tokens} tokens, mean|Δ| in nats", file=report)
-        header = "".join(f"{variant:>11}" for variant in VARIANTS)
-        print(f"{'temp':>5}{'top_p':>7}{'top_k':>7}{'min_p':>7}{'kept':>7}{header}", file=report)
-        for index in range(0, len(found), len(VARIANTS)):
-            of_setting = found[index : index + len(VARIANTS)]
-            first = of_setting[0]
-            values = "".join(f"{row.mean_abs:>11.2e}" for row in of_setting)
-            settings = f"{first.temperature:>5g}{first.top_p:>7g}{first.top_k:>7}{first.min_p:>7g}"
-            print(f"{settings}{first.kept:>7.1f}{values}", file=report, flush=True)
-    print_costs(report)
-    write_json(arguments.json, rows)
-    for sentence in wrong:
-        print(f"WRONG: {sentence}", file=sys.stderr)
-    return 1 if wrong else 0
+    show(loop_costs(), "in the loop, per sampled token", stderr=True)
+    if options.costs:
+        return 0
+    found = [measure(kind, *size) for kind in real_parts.BUILDERS]
+    rows, wrong = (list(itertools.chain(*each)) for each in zip(*found, strict=True))
+    return report(rows, "{} seeds x {} answers of {} tokens; nats".format(*size), options.json, wrong)
 
 
 if __name__ == "__main__":

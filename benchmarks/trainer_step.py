@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
-from benchmarks.support.tables import argument_parser, row, show, write_json
+from benchmarks.support.tables import argument_parser, in_turns, report, row
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config
@@ -74,35 +75,28 @@ def batch_of(trajectories: int, mean: int, longest: int) -> TrainBatch:
     )
 
 
-def step_times(model: Path, batch: TrainBatch, warm_up: TrainBatch, rounds: int) -> dict[str, np.ndarray]:
-    """Returns CPU seconds per step, `[rounds]`: one trainer each, alternately, after a small first step."""
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for _ in range(rounds):
-        for name, fields in VARIANTS.items():
-            with started(trainer_config(model, micro_batch_tokens=4096, **fields)) as worker:
-                worker.train_on(warm_up, 1)
-                begin = time.process_time()
-                worker.train_on(batch, 2)
-                times[name].append(time.process_time() - begin)
-    return {name: np.array(seconds) for name, seconds in times.items()}
-
-
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smaller batch, 3 rounds in place of 7")
-    options = parser.parse_args()
+    options = argument_parser(__doc__, quick="a smaller batch, 3 rounds in place of 7").parse_args()
     torch.set_num_threads(1)
     batch = batch_of(24, 128, 512) if options.quick else batch_of(64, 192, 1024)
     with tempfile.TemporaryDirectory() as scratch:
         model, warm_up = build_model(Path(scratch) / "model"), batch_of(4, 64, 128)
-        times = step_times(model, batch, warm_up, 3 if options.quick else 7)
+
+        def step_s(fields: dict[str, Any]) -> float:
+            with started(trainer_config(model, micro_batch_tokens=4096, **fields)) as worker:
+                worker.train_on(warm_up, 1)
+                begin = time.process_time()
+                worker.train_on(batch, 2)
+                return time.process_time() - begin
+
+        steps = {name: partial(step_s, fields) for name, fields in VARIANTS.items()}
+        times = in_turns(3 if options.quick else 7, steps, warm_up=0)
     reference, *_ = VARIANTS
     size = f"{batch.num_trajectories} x {batch.num_tokens // batch.num_trajectories}"
     rows = [row(name, size, times[name], reference, times[reference]) for name in VARIANTS]
     recomputed, both = "all recomputed", "all recomputed, replay r3"
     rows.append(row(both, size, times[both], recomputed, times[recomputed]))
-    show(rows, "a trainer step")
-    write_json(options.json, rows)
+    report(rows, "a trainer step", options.json)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ this machine, ratios carry over.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from timeit import timeit
 
 import numpy as np
 
@@ -30,7 +28,8 @@ from async_rl.queue.spool import Spool
 from async_rl.routing import make_trace
 from async_rl.staleness import Backlog
 from async_rl.types import Context, Group, Outcome, Sampled, Trajectory
-from benchmarks.support.tables import Row, argument_parser, in_turns, row, show, timed, write_json
+from benchmarks.support.tables import Row, argument_parser, in_turns, other_process, report, row, timed
+from tests.support.payload_server import make_ids
 
 LAYERS, TOP_K, EXPERTS, GROUP = 48, 8, 128, 8
 FACTS = EngineFacts(
@@ -72,12 +71,6 @@ def trajectory(tokens: int, name: str, ids: np.ndarray) -> Trajectory:
     )
 
 
-def make_ids(tokens: int) -> np.ndarray:
-    """Distinct within a row, cheap to make: eight neighbours from a random start."""
-    start = np.random.default_rng(0).integers(0, EXPERTS, (tokens, LAYERS, 1))
-    return ((start + np.arange(TOP_K)) % EXPERTS).astype(np.uint8)
-
-
 def group_of(tokens: int, ids: np.ndarray) -> Group:
     """Builds siblings with their own arrays."""
     return Group(
@@ -89,8 +82,8 @@ def group_of(tokens: int, ids: np.ndarray) -> Group:
 
 def read_frames(connection: Connection) -> None:
     """Reads the requested frames in the other process and replies when done."""
-    while (message := connection.recv()) is not None:
-        kind, content = message
+    while True:
+        kind, content = connection.recv()
         if kind == "frames":
             last = [read_columns(stored) for stored in content][-1]["routed_experts"][-1, -1, -1]
         else:
@@ -102,7 +95,7 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
     """Passes a group to the other process and waits for its reply."""
     rows = []
     for tokens in lengths:
-        group = group_of(tokens, make_ids(tokens))
+        group = group_of(tokens, make_ids(tokens, LAYERS, TOP_K, EXPERTS).astype(np.uint8))
         size = encoded_size(encode(group))
         source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
 
@@ -120,73 +113,38 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
             connection.send(("pickle", pickle.dumps(group, protocol=5)))
             connection.recv()
 
-        times = in_turns(
-            max(10, min(repetitions, (1 << 33) // size)),
-            memcpy=timed(lambda t=target, s=source: np.copyto(t, s)),
-            verified=ours,
-        )
+        copy = timed(lambda t=target, s=source: np.copyto(t, s))
+        times = in_turns(max(10, min(repetitions, (1 << 33) // size)), {"memcpy": copy, "ours": ours}, 2)
         name = f"8 x {tokens // 1024}k, {size / 1e6:.0f} MB"
-        rows.append(row("put, read and verify", name, times["verified"], "memcpy", times["memcpy"]))
-        slow = in_turns(3, pickle=timed(pickled))["pickle"]
-        rows.append(row("pickle through a pipe", name, slow, "put, read and verify", times["verified"]))
+        rows.append(row("put, read and verify", name, times["ours"], "memcpy", times["memcpy"]))
+        slow = in_turns(3, {"pickle": timed(pickled)}, 2)["pickle"]
+        rows.append(row("pickle through a pipe", name, slow, "put, read and verify", times["ours"]))
     return rows
 
 
 def decide(repetitions: int) -> list[Row]:
-    """Admission and selection with 512 groups outstanding, a third of them in flight."""
+    """Admission with 512 groups outstanding, a third of them in flight."""
     backlog = Backlog(groups_per_batch=128, max_staleness=4, staleness_policy="wait")
     for i in range(512):
         backlog.add_group(f"g{i}", i // 128)
         if i % 3:
             backlog.finish_group(f"g{i}")
-    count = 1000
-
-    def per_call(call: Callable[[], Any]) -> Callable[[], float]:
-        def run() -> float:
-            begin = time.perf_counter()
-            for _ in range(count):
-                call()
-            return (time.perf_counter() - begin) / count
-
-        return run
-
-    times = in_turns(
-        repetitions,
-        empty=per_call(lambda: None),
-        admit=per_call(lambda: backlog.may_admit(lag=1)),
-        wait=per_call(lambda: backlog.select_batch(4)),
-        select=per_call(lambda: backlog.select_batch(0)),
-    )
-    assert backlog.select_batch(4) is None
-    assert len(backlog.select_batch(0) or ()) == 128
-    return [
-        row("admission decision", "512 groups", times["admit"], "empty call", times["empty"], "<= 0.2 us"),
-        row("decision to wait", "512 groups", times["wait"], "empty call", times["empty"], "<= 5 us"),
-        row("decision, B = 128", "512 groups", times["select"], "empty call", times["empty"]),
-    ]
+    calls = {"empty call": lambda: None, "admission": lambda: backlog.may_admit(lag=1)}
+    per_call = {name: partial(timeit, call, number=1000) for name, call in calls.items()}
+    times = {name: found / 1000 for name, found in in_turns(repetitions, per_call, 2).items()}
+    return [row("admission decision", "512 groups", times["admission"], "empty call", times["empty call"])]
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller, about 15 s")
-    options = parser.parse_args()
+    options = argument_parser(__doc__, quick="fewer and smaller, about 15 s").parse_args()
     repetitions = 20 if options.quick else 100
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-", dir=shared))
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=read_frames, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()  # so that the end of the process raises an EOFError here
-    try:
-        spool = Spool(folder, max_bytes=None)
-        rows = hand_over(spool, ours, [2048, 8192] if options.quick else [2048, 8192, 32768], repetitions)
-        rows += decide(repetitions)
-    finally:
-        ours.send(None)
-        process.join()
-        shutil.rmtree(folder)
-    show(rows, "trajectory queue")
-    write_json(options.json, rows)
+    with tempfile.TemporaryDirectory(prefix="async-rl-benchmark-", dir=shared) as folder:
+        spool = Spool(Path(folder), max_bytes=None)
+        with other_process(read_frames) as reader:
+            lengths = [2048, 8192] if options.quick else [2048, 8192, 32768]
+            rows = hand_over(spool, reader, lengths, repetitions)
+    report(rows + decide(repetitions), "trajectory queue", options.json)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.observability.records import step_record_log
-from benchmarks.support.tables import argument_parser, write_json
+from benchmarks.support.tables import argument_parser, report
 
 ROOT: Final = Path(__file__).parent.parent
 
@@ -98,15 +98,20 @@ def train(variant: str, mode: str, steps: int, folder: Path) -> list[Row]:
     ]
 
 
-def mean_of(rows: list[Row], variant: str, mode: str, field: str) -> float:
-    """Returns the mean of a field's absolute value over the steps that measured it; NaN if none did."""
-    values = [
-        abs(value)
+def values_of(rows: list[Row], variant: str, mode: str, field: str) -> dict[int, float]:
+    """Returns a field's absolute values by the steps that measured it: not every one has tokens of lag 0."""
+    return {
+        row.step: abs(value)
         for row in rows
         if (row.variant, row.old_log_probs) == (variant, mode)
         and (value := getattr(row, field)) is not None
         and math.isfinite(value)
-    ]
+    }
+
+
+def mean_of(rows: list[Row], variant: str, mode: str, field: str) -> float:
+    """Returns the mean of a field's absolute values; NaN if no step measured it."""
+    values = values_of(rows, variant, mode, field).values()
     return statistics.fmean(values) if values else math.nan
 
 
@@ -136,13 +141,8 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharex=True)
     for axis, (title, mode, field) in zip(axes, panels, strict=True):
         for variant in VARIANTS:
-            mine = [row for row in rows if (row.variant, row.old_log_probs) == (variant, mode)]
-            points = [
-                (row.step, abs(value))
-                for row in mine
-                if (value := getattr(row, field)) is not None and math.isfinite(value)
-            ]  # not every step has tokens of lag 0
-            axis.plot(*zip(*points, strict=True), label=variant, marker="o", markersize=3, linewidth=1.2)
+            points = values_of(rows, variant, mode, field)
+            axis.plot(points.keys(), points.values(), label=variant, marker="o", markersize=3, linewidth=1.2)
         axis.set(title=title, yscale="log", xlabel="step")
         axis.grid(alpha=0.25)
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -168,15 +168,15 @@ def main() -> int:
             for variant in VARIANTS:
                 print(f"training {options.steps} steps: {variant}, old_log_probs: {mode}", file=sys.stderr)
                 rows += train(variant, mode, options.steps, Path(folder))
-    print(f"{'rows':<14}{'old_log_probs':<15}{'|ppo_kl|':>12}{'mismatch':>12}{'reward':>9}")
-    for mode in MODES:
-        for variant in VARIANTS:
-            kl, mismatch, reward = (mean_of(rows, variant, mode, f) for f in ("ppo_kl", "mismatch", "reward"))
-            print(f"{variant:<14}{mode:<15}{kl:>12.2e}{mismatch:>12.2e}{reward:>9.3f}")
-    write_json(options.json, rows)
-    for violation in (problems := violations(rows)):
-        print(f"VIOLATION {violation}")
-    return int(bool(problems))
+    if options.json is not None:
+        Path(options.json).write_bytes(msgspec.json.encode(rows))
+    fields = ("ppo_kl", "mismatch", "reward")
+    means = [
+        {"rows": variant, "old_log_probs": mode, **{f: mean_of(rows, variant, mode, f) for f in fields}}
+        for mode in MODES
+        for variant in VARIANTS
+    ]
+    return report(means, "means over the steps", None, violations(rows))
 
 
 if __name__ == "__main__":

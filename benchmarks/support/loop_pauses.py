@@ -39,30 +39,21 @@ class Pauses(msgspec.Struct):
     """The most CPU time of the loop's thread between two timers."""
 
 
-class PauseRecorder:
-    """Writes the pauses of the running event loop to a file, a line a second."""
-
-    def __init__(self, path: Path) -> None:
-        self._pauses = Pauses()
-        self._path = path
-        self._loop = asyncio.get_running_loop()
-        self._written_s = self._loop.time()
-        self._await_tick()
-
-    def _await_tick(self) -> None:
-        self._cpu_s, due_s = time.thread_time(), self._loop.time() + TICK_S
-        self._loop.call_later(TICK_S, self._tick, due_s)
-
-    def _tick(self, due_s: float) -> None:
-        now, pauses = self._loop.time(), self._pauses
+async def record_pauses(path: Path) -> None:
+    """Writes the pauses of the running event loop to a file, a line a second; never returns."""
+    clock = asyncio.get_running_loop().time
+    pauses, written_s = Pauses(), clock()
+    while True:
+        cpu_s, due_s = time.thread_time(), clock() + TICK_S
+        await asyncio.sleep(TICK_S)
+        now = clock()
         pauses.longest_s = max(pauses.longest_s, now - due_s)
-        pauses.longest_cpu_s = max(pauses.longest_cpu_s, time.thread_time() - self._cpu_s)
-        if now >= self._written_s + 1.0:
-            self._written_s, pauses.time_s = now, time.time()
-            with self._path.open("ab") as file:
+        pauses.longest_cpu_s = max(pauses.longest_cpu_s, time.thread_time() - cpu_s)
+        if now >= written_s + 1.0:
+            written_s, pauses.time_s = now, time.time()
+            with path.open("ab") as file:
                 file.write(msgspec.json.encode(pauses) + b"\n")
-            self._pauses = Pauses()
-        self._await_tick()
+            pauses = Pauses()
 
 
 def longest_pauses(folder: Path, since_s: float) -> Pauses:
@@ -83,10 +74,11 @@ def longest_pauses(folder: Path, since_s: float) -> Pauses:
 class PausesLoop(SingleTurnLoop):
     """Lets the policy write one turn, in a process whose event loop is recorded from the first one on."""
 
-    _recorder: PauseRecorder | None = None
+    _recorder: asyncio.Task[None] | None = None
 
     async def run(self, task: Task, session: Session) -> None:
         """Implements `AgentLoop.run`."""
         if PausesLoop._recorder is None:
-            PausesLoop._recorder = PauseRecorder(Path(os.environ[FOLDER]) / f"pauses-{os.getpid()}.jsonl")
+            path = Path(os.environ[FOLDER]) / f"pauses-{os.getpid()}.jsonl"
+            PausesLoop._recorder = asyncio.get_running_loop().create_task(record_pauses(path))
         await super().run(task, session)

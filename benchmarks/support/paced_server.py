@@ -1,6 +1,6 @@
 """Servers with SGLang's HTTP interface that decode at a given pace, without a model and with little CPU.
 
-    python -m benchmarks.support.paced_server --engines 4 [--answer-tokens 512] [--stream-interval 8]
+    python -m benchmarks.support.paced_server NUMBER_OF_ENGINES
 
 ```
  POST /generate ─► a stream ─► every step of its engine: one token; every `stream_interval` tokens: one event
@@ -17,11 +17,11 @@ are running when a length is set end at uniformly drawn lengths, so that later o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import random
 import re
+import sys
 import time
 from collections import defaultdict
 from functools import lru_cache
@@ -259,28 +259,19 @@ class PacedEngine:
                 self.set_pace(msgspec.convert(body, Pace))
             case "abort_request":
                 for rid in [r for r in self._streams if body.get("abort_all") or r.startswith(body["rid"])]:
-                    self._abort(self._streams[rid])
+                    self._counts.aborted += 1
+                    self._end(self._streams[rid], 0, {"type": "abort", "message": "Aborted"})
             case "pause_generation":
                 self._paused = True
             case "continue_generation":
                 self._paused = False
-            case "update_weights_from_disk":
-                self._path = body["model_path"]
-                self._serve_version(body["weight_version"])
-            case "update_weight_version":
-                self._serve_version(body["new_version"])
-            case _ if body.get("weight_version") is not None:
-                self._serve_version(body["weight_version"])
+        self._path = body.get("model_path", self._path)
+        version = body.get("weight_version") or body.get("new_version")
+        if version is not None:
+            self._version = version
+            for stream in self._streams.values():
+                stream.sample_under(version)
         return {"success": True, "message": ""}
-
-    def _abort(self, stream: _Stream) -> None:
-        self._counts.aborted += 1
-        self._end(stream, 0, {"type": "abort", "message": "Aborted"})
-
-    def _serve_version(self, version: str) -> None:
-        self._version = version
-        for stream in self._streams.values():
-            stream.sample_under(version)
 
     def drop_connection(self, transport: asyncio.Transport) -> None:
         """End the stream of a connection that is lost."""
@@ -342,29 +333,17 @@ def _event_parts(total: int, new: int) -> tuple[bytes, bytes]:
     return head, tail
 
 
-async def serve_engines(num_engines: int, pace: Pace) -> None:
+async def serve_engines(num_engines: int) -> None:
     """Serve engines on free ports of the loopback, print their URLs, and never return."""
     counts, loop = Counts(), asyncio.get_running_loop()
-    engines = [PacedEngine(pace, counts, seed) for seed in range(num_engines)]
+    engines = [PacedEngine(Pace(), counts, seed) for seed in range(num_engines)]
     servers = [await loop.create_server(e.connection, "127.0.0.1", 0, backlog=4096) for e in engines]
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
     print(msgspec.json.encode(urls).decode(), flush=True)
-    async with asyncio.TaskGroup() as group:
-        for engine in engines:
-            group.create_task(engine.run_steps())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--step-s", type=float, default=0.02, help="seconds per token of a stream")
-    parser.add_argument("--answer-tokens", type=int, default=1 << 40, help="length of an answer")
-    parser.add_argument("--stream-interval", type=int, help="tokens per event, whatever requests say")
-    o = parser.parse_args()
-    gc.disable()  # streams have no reference cycles, and a collection would delay steps
-    die_with_parent()
-    asyncio.run(serve_engines(o.engines, Pace(o.step_s, o.answer_tokens, o.stream_interval)))
+    await asyncio.gather(*(engine.run_steps() for engine in engines))
 
 
 if __name__ == "__main__":
-    main()
+    gc.disable()  # streams have no reference cycles, and a collection would delay steps
+    die_with_parent()
+    asyncio.run(serve_engines(int(sys.argv[1])))

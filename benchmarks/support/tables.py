@@ -1,4 +1,4 @@
-"""Times two ways of doing the same in turn, and prints them as rows with their ratio.
+"""Times two ways of doing the same in turn, and prints rows: a column for each of their keys.
 
 Load comes and goes, so a ratio is one of the same round, and a row has the quartiles of these ratios.
 """
@@ -6,8 +6,12 @@ Load comes and goes, so a ratio is one of the same round, and a row has the quar
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +20,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-
-class Row(msgspec.Struct, kw_only=True):
-    """One line of the table; times in microseconds."""
-
-    what: str
-    size: str
-    p50_us: float
-    p99_us: float
-    reference: str = ""
-    reference_us: float = 0.0
-    ratio: float = 0.0
-    ratio_low: float = 0.0
-    ratio_high: float = 0.0
-    target: str = ""
+Row = dict[str, Any]
+"""One line of a table; several numbers are a figure with its spread."""
 
 
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the docstring of a benchmark as its help, and with `--json`."""
+def argument_parser(description: str | None, quick: str | None = None) -> argparse.ArgumentParser:
+    """Returns a parser with the docstring of a benchmark as its help, `--json`, and maybe `--quick`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows; - is the standard output")
+    if quick is not None:
+        parser.add_argument("--quick", action="store_true", help=quick)
     return parser
 
 
@@ -52,71 +46,82 @@ def timed(work: Callable[[], Any]) -> Callable[[], float]:
     return run
 
 
-def in_turns(repetitions: int, **contestants: Callable[[], float]) -> dict[str, np.ndarray]:
-    """Returns the seconds of each, alternately, after two warm-up rounds."""
-    measured = {name: np.empty(repetitions) for name in contestants}
-    for round_ in range(-2, repetitions):
+def in_turns(
+    repetitions: int, contestants: dict[str, Callable[[], float]], warm_up: int = 1
+) -> dict[str, np.ndarray]:
+    """Returns the seconds of each, alternately, after rounds to warm up."""
+    measured: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(warm_up + repetitions):
         for name, contestant in contestants.items():
-            seconds = contestant()
-            if round_ >= 0:
-                measured[name][round_] = seconds
-    return measured
+            measured[name].append(contestant())
+    return {name: np.array(seconds[warm_up:]) for name, seconds in measured.items()}
 
 
-def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarray, target: str = "") -> Row:
+@contextmanager
+def other_process(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    """Runs a function in a process of its own, with a connection to the yielded one, until the block ends."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*args, theirs), daemon=True)
+    process.start()
+    theirs.close()  # so that the end of the process raises an EOFError here
+    try:
+        yield ours
+    finally:
+        process.terminate()
+        process.join()
+
+
+def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarray) -> Row:
     """Compares ours with the reference, of the same round where there are as many of both."""
-    ratios = np.percentile(ours / (other if len(other) == len(ours) else np.median(other)), [25, 50, 75])
-    return Row(
-        what=what,
-        size=size,
-        p50_us=float(np.median(ours)) * 1e6,
-        p99_us=float(np.percentile(ours, 99)) * 1e6,
-        reference=reference,
-        reference_us=float(np.median(other)) * 1e6,
-        ratio=float(ratios[1]),
-        ratio_low=float(ratios[0]),
-        ratio_high=float(ratios[2]),
-        target=target,
-    )
+    ratios = np.percentile(ours / (other if len(other) == len(ours) else np.median(other)), [50, 25, 75])
+    seconds = {
+        "seconds": float(np.median(ours)),
+        "reference": reference,
+        "its seconds": float(np.median(other)),
+    }
+    return {"": what, "size": size, **seconds, "ratio (quartiles)": ratios.tolist()}
 
 
-def show(rows: Sequence[Row], title: str) -> None:
-    """Prints the rows as a table."""
-    table = Table(title=title)
-    for column in ("", "size", "p50", "p99", "reference", "its p50", "ratio", "quartiles", "target"):
-        table.add_column(column, justify="left" if column in ("", "size", "reference", "target") else "right")
-    for r in rows:
-        amount = _bytes if "(bytes)" in r.what else _time
-        table.add_row(
-            r.what,
-            r.size,
-            amount(r.p50_us),
-            amount(r.p99_us),
-            r.reference,
-            amount(r.reference_us),
-            f"{r.ratio:.2f}",
-            f"{r.ratio_low:.2f}-{r.ratio_high:.2f}",
-            r.target,
-        )
-    Console(width=150).print(table)
+def report(
+    rows: Sequence[Any], title: str, where: str | None, wrong: Sequence[str] = (), columns: Sequence[str] = ()
+) -> int:
+    """Prints rows as a table, writes them as JSON to a file (`-`: standard output), says what is wrong.
 
-
-def _time(microseconds: float) -> str:
-    if microseconds >= 1e6:
-        return f"{microseconds / 1e6:.2f} s"
-    return f"{microseconds / 1000:.2f} ms" if microseconds >= 100 else f"{microseconds:.2f} us"
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e6:.0f} MB"
-
-
-def write_json(where: str | None, rows: Sequence[Any]) -> None:
-    """Writes the rows as a JSON list to a file, or to the standard output for `-`."""
-    if where is None:
-        return
+    Returns:
+        The exit status.
+    """
+    show(rows, title, columns, stderr=where == "-")
     text = msgspec.json.format(msgspec.json.encode(rows), indent=1).decode()
     if where == "-":
         print(text)
-    else:
+    elif where is not None:
         Path(where).write_text(text + "\n")
+    for sentence in wrong:
+        print(f"WRONG: {sentence}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def show(rows: Sequence[Any], title: str, columns: Sequence[str] = (), *, stderr: bool = False) -> None:
+    """Prints rows, mappings or structs, as a table of all columns or of some."""
+    lines: list[Row] = msgspec.to_builtins(rows)
+    table = Table(title=title, title_justify="left")
+    columns = columns or list(dict.fromkeys(column for line in lines for column in line))
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column in ("", "what") else "right")
+    for line in lines:
+        table.add_row(*(_text(line.get(column)) for column in columns))
+    Console(width=180, stderr=stderr).print(table)
+
+
+def _text(value: Any) -> str:
+    match value:
+        case None:
+            return ""
+        case bool() | str():
+            return str(value)
+        case [middle, *spread]:
+            return f"{_text(middle)} ({'-'.join(map(_text, spread))})"
+        case int():
+            return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

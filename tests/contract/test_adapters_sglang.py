@@ -14,18 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.config import LoraConfig, WeightsConfig
+from async_rl.config import LoraConfig
 from async_rl.engine_protocol import AdapterUpdate, Engine, GenerateRequest
 from async_rl.engines.device_memory import stop_engine
-from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import RequestRefused, WeightSyncError
-from async_rl.observability.metrics import Metrics
-from async_rl.trainer_protocol import Trainer
-from async_rl.weights.checksums import VersionVerifier
 from tests.support.engine_calls import Call, request
 from tests.support.engine_through_worker import through_worker
-from tests.support.scripted import RecordingTrainer
 from tests.support.sessions import Bench, row_versions
 from tests.support.sglang_world import SGLangWorld
 from tests.support.tiny_adapter import merged_weights, write_adapter
@@ -200,15 +195,12 @@ async def test_a_prefix_is_not_used_under_the_next_adapter(world: AdapterWorld, 
         await world.load(engine, version)
         called = await Call(engine, asking(version, prompt)).run()
         assert called.finish.cached_tokens == 0
-
-
-async def test_one_adapter_is_loaded_after_many_updates(world: AdapterWorld, engine: SGLangEngine) -> None:
-    for version in range(1, 7):
-        await world.load(engine, version)
         assert await loaded(engine) == [f"policy-v{version}"]
-    assert (await engine.health()).weight_version == 6
-    await world.load(engine, 6)  # of a trainer that has restarted
-    assert await loaded(engine) == ["policy-v6"]
+    await world.load(engine, 2)  # of a trainer that has restarted
+    assert await loaded(engine) == ["policy-v2"]
+    assert (await engine.health()).weight_version == 2
+    with pytest.raises(RequestRefused, match="policy-v99"):
+        await Call(engine, asking(99)).run()
 
 
 async def test_the_next_adapter_is_served_when_the_engine_was_without_its_memory(
@@ -232,15 +224,6 @@ async def test_the_next_adapter_is_served_when_the_engine_was_without_its_memory
     assert await engine.checksums() == sums  # of the model's weights alone
 
 
-async def test_a_call_is_refused_when_its_version_was_never_loaded(
-    world: AdapterWorld, engine: SGLangEngine
-) -> None:
-    await world.load(engine, 1)
-    with pytest.raises(RequestRefused, match="policy-v99"):
-        await Call(engine, asking(99)).run()
-    assert len((await Call(engine, asking(1)).run()).token_ids) == 12
-
-
 async def test_an_adapter_that_does_not_fit_is_refused(
     world: AdapterWorld, engine: SGLangEngine, tmp_path: Path
 ) -> None:
@@ -262,27 +245,3 @@ async def test_calls_of_a_worker_have_the_adapter_of_their_lease(
         await through.client.close()
     log_probs, _ = world.expected(0, called.sequence)
     assert called.log_probs == pytest.approx(log_probs[-6:], abs=2e-5)
-
-
-async def test_the_canary_watches_the_adapter(
-    world: AdapterWorld, engine: SGLangEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    metrics, trainer = Metrics(), RecordingTrainer()
-    verifier = VersionVerifier(
-        WeightsConfig(watch_every=1),
-        pool=EnginePool(metrics, lambda: 0.0),
-        trainer=cast(Trainer, trainer),
-        metrics=metrics,
-        adapters=True,
-    )
-
-    async def unchanged(version: int, files: int) -> float | None:
-        trainer.checksum_seed = version
-        path = str(world.adapters[files])
-        await engine.update_weights(AdapterUpdate(weight_version=version, path=path), flush=True)
-        await verifier.expect_version(version)
-        await verifier.verify_version(engine, version, from_files=True)
-        return metrics.registry.get_sample_value("async_rl_served_weights_unchanged", {"engine": "engine-0"})
-
-    assert [await unchanged(1, 1), await unchanged(2, 0), await unchanged(3, 0)] == [0, 0, 1]
-    assert "cannot watch" not in caplog.text

@@ -57,7 +57,7 @@ SERVERS_NAMES = {"deepseekv31": "deepseekv31", "llama3_tagged": "llama3"}
 """Where a format is one of two that a parser of ours reads."""
 
 
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.sglang
 def test_our_parsers_read_what_sglangs_read():
     cases = [(written, calls) for written in RENDERERS for calls in CALLS]

@@ -101,7 +101,6 @@ async def test_nothing_is_left_behind_when_consumers_are_killed_in_the_middle(en
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(consume()) for _ in range(16)]
             await first.wait()
-            assert gate.is_full, "others are in the middle of theirs"
             for task in tasks:
                 task.cancel()
         return sum(task.cancelled() for task in tasks)

@@ -123,23 +123,16 @@ def test_sets_and_counts_are_the_same_when_prefill_is_chunked_or_nothing_overlap
     assert plain.info["chunked_prefill_size"] > max(len(prompt) for prompt in PROMPTS)
     assert other.info["chunked_prefill_size"] == 16
     assert not plain.info["disable_overlap_schedule"]
-    assert plain.info["disaggregation_mode"] == "null"  # other values are refused
     assert other.info["disable_overlap_schedule"] == ("no overlap" in name)
+    assert len(other.later.trace.rows) == SAMPLED - 1
+    assert np.array_equal(other.later.expert_sets, other.calls[-1].expert_sets[len(PROMPTS[-1]) :])
     for left, right in zip(plain.calls[1:], other.calls[1:], strict=True):
         assert left.token_ids == right.token_ids
         assert left.finish.routing.num_rows == right.finish.routing.num_rows == len(left.sequence) - 1
         check(right.trace, len(right.sequence), right.trace.moe_layers)
         assert np.array_equal(left.expert_sets, right.expert_sets)
-        # The control: sets are of their token, so that rows one off are others.
+        # The control: rows one off are others.
         assert (left.expert_sets[1:] == right.expert_sets[:-1]).mean() < 0.9
-
-
-@pytest.mark.case(1)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_later_rows_are_the_end_of_all_rows_when_a_start_is_asked_for(answers, name: str) -> None:
-    whole, later = answers[name].calls[-1], answers[name].later
-    assert len(later.trace.rows) == SAMPLED - 1
-    assert np.array_equal(later.expert_sets, whole.expert_sets[len(PROMPTS[-1]) :])
 
 
 @pytest.mark.case(7)

@@ -1,107 +1,142 @@
-"""A checkpoint of any layout goes on under any other: the same state bit for bit, and the same next step."""
+"""A checkpoint goes on under any layout of either layer spec, also when an earlier version named it."""
 
+from __future__ import annotations
+
+import shutil
+from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
-from tests.support.layer_specs import stored_tensors
-from tests.support.ranks import run_ranks
-from tests.support.tiny_model import build_tiny_qwen3_moe
+from tests.support.emulated_layers import spawn_with_transformer_engine
+from tests.support.layer_specs import (
+    earlier_name,
+    layers_of,
+    rename_tensors,
+    stored_tensors,
+)
+from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import differing, started, trainer_config, weights
+from tests.support.trainers import differing, gathered_gradients, started, trainer_config, weights
 
 pytestmark = [pytest.mark.long, pytest.mark.megatron, pytest.mark.timeout(600)]
 
-CHAIN = {
-    "data, with the distributed optimizer": {},
-    "tensor and sequence": {"tp": 2, "etp": 2},
-    "expert": {"ep": 2},
-    "pipeline": {"pp": 2},
+MODELS = {
+    "qwen3_moe": partial(
+        build_tiny_qwen3_moe,
+        num_layers=4,
+        dense_layers=(0,),
+        num_experts=4,
+        vocab_size=97,  # two tensor ranks have 49 and 48
+    ),
+    "deepseek_v3": partial(build_tiny_deepseek_v3, num_layers=4, vocab_size=97),
+}
+LAYOUTS = {
+    "tensor": {"tp": 2, "etp": 2},
     "interleaved pipeline": {"pp": 2, "vpp": 2},
+    "expert": {"ep": 2},
     "tensor and expert": {"tp": 2, "ep": 2},
     "context": {"cp": 2},
+    "data": {},
 }
+SPECS = ("transformer_engine", "local")
+FIGURES = ("loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm")
+CHAIN = [(spec, layout) for layout in LAYOUTS for spec in SPECS]
 """Of two ranks, each resumed from the checkpoint of the one before, the first from that of a single rank."""
 
 
-def config_of(model, ranks, layout):
+def config_of(model: Path, ranks: int, layout: dict) -> dict:
     return trainer_config(
         model,
         replay=False,
+        dtype="bfloat16",
         num_ranks=ranks,
         layout=layout,
         micro_batch_tokens=48,
         loss={"advantages": "gae"},
         critic={"lr": 1e-3},
+        # The norm is a sum over parameters in another order, which would scale all gradients.
+        optimizer={"lr": 1e-3, "clip_grad": 100.0},
     )
 
 
-def batch(seed):
-    plain = random_batch(seed, layers=4, lengths=(13, 7, 30, 19, 5, 22), group_size=6)
-    none = {"routed_experts": None, "routing_valid": None, "num_experts": 0, "moe_layers": ()}
-    return msgspec.structs.replace(plain, **none)
+def batch(seed: int):
+    return random_batch(
+        seed,
+        layers=4,
+        routing=False,
+        lengths=(13, 7, 30, 19, 5, 22),
+        group_size=6,
+    )
 
 
-def run_rank(rank: int, model: Path, out: Path) -> dict:
-    """Goes through the layouts."""
-    before, found = "one", {}
-    for name, layout in CHAIN.items():
-        config = config_of(model, 2, layout)
-        with started(config, out / before, rank=rank, meeting=out / f"meeting {name}") as worker:
-            worker.save_checkpoint(f"{out}/{name}", {})
-            metrics = worker.train_on(batch(1), 2).metrics
-            assert worker.saved_checkpoint(wait=True).failure is None
-            found[name] = metrics, weights(worker)
-        before = name
-    return found
+def run_rank(rank: int, out: Path) -> None:
+    """Goes through the layouts; runs in a process of its own."""
+    torch.set_num_threads(1)
+    for model in MODELS:
+        before = "earlier"
+        for spec, layout in CHAIN:
+            name = f"{layout} {spec}"
+            config, meeting = config_of(out / model, 2, LAYOUTS[layout]), out / f"meeting {model} {name}"
+            source = out / f"{model} {before}"
+            with layers_of(spec), started(config, source, rank=rank, meeting=meeting) as worker:
+                worker.save_checkpoint(str(out / f"{model} {name}"), {})
+                metrics = worker.train_on(batch(2), 2).metrics
+                assert worker.saved_checkpoint(wait=True).failure is None
+                found = metrics, gathered_gradients(worker), weights(worker)
+            torch.save(found, out / f"{model} {name} {rank}.pt")
+            before = name
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """A single rank's checkpoint after a step, and what the next step gives there."""
+def ran(tmp_path_factory) -> Path:
+    """A single rank's checkpoint, and those of all layouts, with what another step gives."""
     out = tmp_path_factory.mktemp("layouts")
-    model = build_tiny_qwen3_moe(out / "model", num_layers=4, dense_layers=(0,), num_experts=4, top_k=2)
-    with started(config_of(model, 1, {})) as worker:
-        worker.train_on(batch(0), 1)
-        worker.save_checkpoint(str(out / "one"), {"weight_version": 1})
-        metrics = worker.train_on(batch(1), 2).metrics
-        return {"out": out, "model": model, "metrics": metrics, "weights": weights(worker)}
-
-
-@pytest.fixture(scope="module")
-def chained(one):
-    """What two ranks wrote and gave, by layout."""
-    return run_ranks(run_rank, one["model"], one["out"])[0]
+    for name, build in MODELS.items():
+        build(out / name)
+        with layers_of("local"), started(config_of(out / name, 1, {})) as worker:
+            worker.train_on(batch(1), 1)
+            worker.save_checkpoint(str(out / f"{name} one"), {})
+            metrics = worker.train_on(batch(2), 2).metrics
+            torch.save((metrics, gathered_gradients(worker), weights(worker)), out / f"{name} one.pt")
+            assert worker.saved_checkpoint(wait=True).failure is None
+        earlier = shutil.copytree(out / f"{name} one", out / f"{name} earlier")
+        latent = name == "deepseek_v3"
+        rename_tensors(earlier / "step_00000001", partial(earlier_name, latent=latent))
+    spawn_with_transformer_engine(run_rank, out, ranks=2)
+    return out
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Megatron calls torch by an old name
-def test_state_is_the_same_bit_for_bit_when_it_has_gone_through_other_layouts(one, chained):
-    out = one["out"]
-    with started(config_of(one["model"], 1, {})):
-        first = stored_tensors(out / "one" / "step_00000001")
-        for kind in ("exp_avg.", "exp_avg_sq.", "decoder."):
-            for whose in ("", "critic."):
-                keys = [key.removeprefix(whose) for key in first if key.startswith(whose)]
-                assert any(key.removeprefix("optimizer.state.").startswith(kind) for key in keys)
-        for name in chained:
-            assert not differing(stored_tensors(out / name / "step_00000001"), first), name
+@pytest.mark.parametrize("model", MODELS)
+def test_state_is_the_same_bit_for_bit_when_it_has_gone_through_layouts_of_both_specs(ran, model):
+    with started(config_of(ran / model, 1, {})):
+        first = stored_tensors(ran / f"{model} one" / "step_00000001")
+        for spec, layout in CHAIN:
+            again = stored_tensors(ran / f"{model} {layout} {spec}" / "step_00000001")
+            assert not differing(again, first), (spec, layout)
 
 
-def test_the_next_step_is_the_same_when_another_layout_resumes(one, chained):
-    figures = ("loss", "grad_norm", "entropy", "learning_rate", "value_loss", "critic_grad_norm")
-    for name, (metrics, resumed_weights) in chained.items():
-        for figure in figures:
-            expected = pytest.approx(one["metrics"][figure], abs=2e-5, rel=2e-5)
-            assert metrics[figure] == expected, (name, figure)
-        torch.testing.assert_close(resumed_weights, one["weights"], atol=2e-4, rtol=0)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_single_rank_goes_on_bit_for_bit_when_many_layouts_were_between(ran, model):
+    expected, _, trained = torch.load(ran / f"{model} one.pt")
+    spec, layout = CHAIN[-1]
+    last = ran / f"{model} {layout} {spec}"
+    with layers_of("local"), started(config_of(ran / model, 1, {}), last) as worker:
+        metrics = worker.train_on(batch(2), 2).metrics
+        assert [metrics[figure] for figure in FIGURES] == [expected[figure] for figure in FIGURES]
+        assert not differing(weights(worker), trained)
 
 
-def test_a_single_rank_goes_on_bit_for_bit_when_many_layouts_were_between(one, chained):
-    last = list(chained)[-1]
-    with started(config_of(one["model"], 1, {}), one["out"] / last) as worker:
-        metrics = worker.train_on(batch(1), 2).metrics
-        for figure in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):
-            assert metrics[figure] == one["metrics"][figure]
-        assert not differing(weights(worker), one["weights"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_next_step_is_the_same_when_another_layout_of_either_spec_resumes(ran, model, layout):
+    """Bit for bit between specs, and within rounding of a single rank."""
+    (fused, *of_fused), (local, *of_local) = (torch.load(ran / f"{model} {layout} {s} 0.pt") for s in SPECS)
+    alone, *_ = torch.load(ran / f"{model} one.pt")
+    for figure in FIGURES:
+        assert fused[figure] == pytest.approx(local[figure], rel=1e-6), figure
+        assert local[figure] == pytest.approx(alone[figure], rel=0.02, abs=1e-3), figure
+    for found, expected in zip(of_fused, of_local, strict=True):
+        assert not differing(found, expected)

@@ -12,8 +12,8 @@ ADAPTED = [name for name in CASES if name.startswith("adapters: ")]
 LAYOUTS = [name for name, case in CASES.items() if case.ranks == 2 and name not in ADAPTED]
 RECOMPUTED = [name for name in CASES if name.startswith("one rank, ") and name.endswith(" recomputed")]
 
-OF_REAL_LANE = {"tensor and expert", "interleaved pipeline", RECOMPUTED[1], ADAPTED[2]}
-"""Layouts, recomputation and adapters once; `make test-long` has the other cases."""
+OF_REAL_LANE = {"tensor and expert", ADAPTED[1]}
+"""A layout and adapters once; `make test-long` has the other cases."""
 
 
 @pytest.fixture(scope="module")

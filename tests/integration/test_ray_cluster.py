@@ -82,25 +82,6 @@ async def test_the_run_does_not_start_when_memory_is_to_be_shared_and_engines_ar
     assert re.search(r"is tensor, .* but engine-[01] is on 127\.0\.0\.\d+ \(node ", str(error))
 
 
-async def test_servers_of_another_node_are_refused_when_memory_is_to_be_shared(
-    nodes, cluster_config, tmp_path
-):
-    urls = tmp_path / "urls.txt"
-    urls.write_text("http://127.0.0.1:30000")  # the driver's node, where no rank may be
-    config, run_dir = cluster_config(
-        "weights.transport=tensor", "trainer.num_ranks=1", f"engine.urls_file={urls}"
-    )
-    apart = "but {} is on " + nodes.address.partition(":")[0]
-    async with placement.ray_cluster(config, run_dir, QuickServer) as cluster:
-        with pytest.raises(ConfigError, match=apart.format("http://127.0.0.1:30000")):
-            await cluster.start_trainer()
-        at_rank, _ = await cluster.open_port()
-        with pytest.raises(ConfigError, match=apart.format("engine-0")):
-            cluster.connect_engine("engine-0", "http://127.0.0.1:30000")
-        cluster.connect_engine("engine-1", f"http://{at_rank}:30000")
-        await cluster.start_trainer()  # by now it is those who have joined that count
-
-
 async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_and_another_joins_later(
     nodes, cluster_config, tmp_path, caplog
 ):

@@ -13,9 +13,7 @@ from tests.support.train_batches import random_batch
 from tests.support.trainers import (
     critic_gradients,
     differing,
-    gathered_gradients,
     place,
-    randomise_head,
     started,
     trainer_config,
     training_state,
@@ -23,7 +21,6 @@ from tests.support.trainers import (
     weights,
 )
 from trainer.losses.gae import gae, token_rewards
-from trainer.megatron.offload import TrainerOffload
 from trainer.megatron.packing import make_targets
 
 pytestmark = [pytest.mark.real, pytest.mark.megatron]
@@ -49,25 +46,6 @@ def rewards_of(batch, wanted):
     """Of each trained token."""
     turns = batch.turn_reward_positions, batch.turn_reward_values
     return token_rewards(batch.rewards, *turns, wanted.mask, wanted.trajectory)[wanted.mask]
-
-
-def test_the_first_step_is_that_of_reinforce_because_values_start_at_zero(two_layers):
-    batch = random_batch(layers=2)
-    with started(gae_config(two_layers)) as worker:
-        metrics = worker.train_on(batch, 1).metrics
-        found = gathered_gradients(worker)
-    with started(trainer_config(two_layers, loss={"advantages": "reinforce++"})) as worker:
-        expected_metrics = worker.train_on(batch, 1).metrics
-        expected = gathered_gradients(worker)
-    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
-    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-2
-    assert metrics["grad_norm"] == pytest.approx(expected_metrics["grad_norm"], rel=1e-5)
-    assert "value_loss" not in expected_metrics
-    trained = np.repeat(batch.rewards, np.diff(batch.offsets))[batch.loss_mask]
-    assert metrics["value_loss"] == pytest.approx((trained.astype(np.float64) ** 2).mean() / 2, rel=1e-5)
-    assert metrics["value_explained_variance"] == 0
-    assert metrics["value_clip_fraction"] == 0
-    assert metrics["critic_grad_norm"] > 0.01
 
 
 @pytest.mark.parametrize("kind", ["moe", "tied"])
@@ -153,12 +131,9 @@ def test_only_the_critic_trains_during_its_warm_up(two_layers):
     with started(config) as worker:
         before, of_critic = weights(worker), [t.clone() for t in training_state(worker, of_critic=True)]
         found = [worker.train_on(batch, step).metrics for step in (1, 2)]
-        after = weights(worker)
-        assert not differing(after, before)
+        assert not differing(weights(worker), before)
         now = training_state(worker, of_critic=True)
-        assert not torch.equal(
-            torch.cat([t.flatten() for t in now[:5]]), torch.cat([t.flatten() for t in of_critic[:5]])
-        )
+        assert not all(map(torch.equal, now[:5], of_critic[:5]))
         assert [(m["updates"], m["updates_skipped"], m["learning_rate"]) for m in found] == [(0, 0, 0)] * 2
         assert found[0]["entropy"] == found[1]["entropy"] > 0  # measured all the same
         assert found[1]["value_loss"] < found[0]["value_loss"]
@@ -183,19 +158,6 @@ def test_the_critic_moves_by_its_own_learning_rate(two_layers):
             worker.train_on(random_batch(layers=2), 1)
             moved.append(worker.critic.model.chunks[0].module.output_layer.weight.abs().max().item())
     assert moved == pytest.approx([1e-3, 2e-3], rel=1e-2)  # Adam's first step, from zero
-
-
-def test_each_token_is_charged_for_its_own_divergence(two_layers):
-    batch = random_batch(layers=2)
-    returns = []
-    for kl in (0.0, 0.5):
-        config = gae_config(
-            two_layers, loss={"kl": {"coefficient": kl, "where": "reward", "estimator": "k2"}}
-        )
-        with started(config) as worker:
-            worker.train_on(batch, 1)  # away from the reference
-            returns.append(worker.train_on(batch, 2).metrics["value_loss"])
-    assert returns[1] != pytest.approx(returns[0], rel=1e-4)
 
 
 def test_answers_that_are_left_out_do_not_train_the_critic(two_layers):
@@ -263,44 +225,9 @@ def test_a_checkpoint_with_or_without_a_critic_is_refused_by_the_other_run(two_l
 def test_the_critic_is_offloaded_with_the_policy(two_layers):
     with started(gae_config(two_layers)) as worker:
         worker.train_on(random_batch(layers=2), 1)
-        alone = TrainerOffload(worker.model)
-        alone.offload_state()
-        num_bytes = alone.num_bytes
-        alone.reload_state()
         expected = [t.clone() for t in training_state(worker, of_critic=True)]
         worker.offload()
         assert all(p.untyped_storage().nbytes() == 0 for p in worker.critic.model.chunks[0].parameters())
         worker.reload()
         assert all(map(torch.equal, training_state(worker, of_critic=True), expected))
-        both = TrainerOffload(worker.model, worker.critic.model)
-        both.offload_state()
-        assert 1.8 * num_bytes < both.num_bytes < 2 * num_bytes  # it has no vocabulary at its end
-        both.reload_state()
         worker.train_on(random_batch(1, layers=2), 2)
-
-
-def test_values_do_not_depend_on_the_cut_into_micro_batches(two_layers):
-    batch = random_batch(layers=2)
-    results = []
-    with started(trainer_config(two_layers)) as worker:
-        for budget in (1, 10_000):
-            with trial(worker, gae_config(two_layers, micro_batch_tokens=budget)):
-                metrics = worker.train_on(batch, 1).metrics
-                results.append((metrics, critic_gradients(worker)))
-    (metrics, expected), (other, actual) = results
-    for key in ("value_loss", "value_explained_variance", "critic_grad_norm", "loss", "grad_norm"):
-        assert other[key] == pytest.approx(metrics[key], rel=1e-4), key
-    for (key, _, gradient), (_, _, found) in zip(expected, actual, strict=True):
-        torch.testing.assert_close(found, gradient, atol=1e-6, rtol=1e-4, msg=key)
-
-
-def test_a_critic_in_bfloat16_has_float32_values_and_moves_its_main_weights(two_layers):
-    config = gae_config(two_layers, dtype="bfloat16", critic={"lr": 1e-3})
-    with started(config) as worker:
-        found = [worker.train_on(random_batch(layers=2), step).metrics for step in (1, 2, 3)]
-        randomise_head(worker.critic)
-        batch = random_batch(layers=2)
-        values = worker.critic.compute_values(place(worker, batch), batch.num_tokens)
-    assert found[2]["value_loss"] < found[0]["value_loss"]
-    rounded = torch.from_numpy(values).bfloat16().float().numpy()
-    assert (values != rounded).any()

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.cli.main import main
-from async_rl.config import parse_config
 from async_rl.errors import CheckpointError
 from tests.support.emulated_layers import spawn_with_transformer_engine
 from tests.support.layer_specs import layers_of
@@ -32,7 +31,6 @@ from tests.support.trainers import (
     trial,
 )
 from trainer.megatron.lora import adapted_weights
-from trainer.memory import estimate_memory
 from trainer.weights.adapter_export import PREFIX, export_adapter
 
 pytestmark = [pytest.mark.real, pytest.mark.megatron, pytest.mark.timeout(900)]
@@ -71,7 +69,7 @@ LAYOUTS = WHOLE_LAYOUTS | {f"latent: {name}": layout for name, layout in WHOLE_L
 ROUNDED = 3e-4
 """Of weights after steps: Adam divides gradients by their size, also where they are rounding errors."""
 
-OF_REAL_LANE = ("tensor, sequence and expert", "interleaved pipeline", "latent: tensor, sequence and expert")
+OF_REAL_LANE = ("tensor, sequence and expert", "interleaved pipeline")
 """The layouts of `make test-real`; `make test-long` has the rest."""
 
 
@@ -132,7 +130,9 @@ def close(found, wanted, tolerance):
 # -- one rank
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.long if "," in k or k == "mixtral" else ()) for k in MODELS]
+)
 def test_a_model_with_adapters_is_the_one_whose_weights_have_them_merged(kind: str, tmp_path: Path) -> None:
     model = MODELS[kind](tmp_path / "model")
     targets = ["attention", "experts"] if kind == "mixtral" else LORA["targets"]
@@ -172,11 +172,10 @@ def test_a_model_with_adapters_is_the_one_whose_weights_have_them_merged(kind: s
             total = sum(wanted[f"{each}.lora_A.weight"] for each in siblings)
             wanted |= {f"{each}.lora_A.weight": total for each in siblings}
     close(own, wanted, 1e-5)
-    norm = torch.stack([v.square().sum() for k, v in own.items() if ".lora_B" in k]).sum()
-    once = {v.data_ptr(): v for k, v in own.items() if ".lora_A" in k}
-    unique = {tuple(v.flatten()[:8].tolist()): v for v in once.values()}
-    norm = norm + torch.stack([v.square().sum() for v in unique.values()]).sum()
-    assert result.metrics["grad_norm"] == pytest.approx(float(norm.sqrt()), rel=1e-4)
+    # What projections share counts once.
+    unique = {tuple(gradient.flatten()[:8].tolist()): gradient for gradient in own.values()}
+    norm = sum(float(gradient.square().sum()) for gradient in unique.values()) ** 0.5
+    assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_only_adapters_are_trained_and_have_gradients_and_optimizer_state(tmp_path: Path) -> None:
@@ -342,16 +341,10 @@ def test_a_checkpoint_of_adapters_is_resumed_bit_for_bit_and_under_another_layou
 # -- layers of TransformerEngine, emulated
 
 
-def compare_specs(rank: int, models: dict[bool, Path], out: Path) -> None:
+def compare_specs(rank: int, model: Path, out: Path) -> None:
+    """Takes the same steps with both layer specs; experts are grouped in that of TransformerEngine."""
     torch.set_num_threads(1)
-    found = {latent: compare_specs_of(model, out / str(latent)) for latent, model in models.items()}
-    torch.save(found, out / "found")
-
-
-def compare_specs_of(model: Path, out: Path) -> dict:
-    """The same steps with both layer specs; experts are grouped in that of TransformerEngine."""
-    config = config_of(model, dtype="bfloat16")
-    found = {}
+    config, found = config_of(model, dtype="bfloat16"), {}
     for spec in ("local", "transformer_engine"):
         with layers_of(spec), started(config) as worker:
             grouped = any(
@@ -359,36 +352,24 @@ def compare_specs_of(model: Path, out: Path) -> dict:
             )
             randomise(worker)
             batch = random_batch(layers=(1, 2, 3))  # replayed: rounding chooses no other expert
-            log_probs = log_probs_of(worker, batch)
-            result = worker.train_on(batch, 1)
-            seen = {
-                "grouped": grouped,
-                "log_probs": log_probs,
-                "norm": result.metrics["grad_norm"],
-                "gradients": factor_gradients(worker),
-                "trained": factors(worker),
-                "merged": weights_merged(worker),
-            }
+            found[spec] = {"grouped": grouped, "log_probs": log_probs_of(worker, batch)}
+            found[spec]["norm"] = worker.train_on(batch, 1).metrics["grad_norm"]
+            found[spec] |= {"gradients": factor_gradients(worker), "trained": factors(worker)}
             worker.save_checkpoint(str(out / spec), {})
             assert worker.saved_checkpoint(wait=True).failure is None
-            found[spec] = seen
     for spec, other in (("local", "transformer_engine"), ("transformer_engine", "local")):
         with layers_of(spec), started(config, out / other) as worker:
             found[spec]["loaded"] = factors(worker)
-    return found
-
-
-@pytest.fixture(scope="module")
-def specs(models, tmp_path_factory) -> dict[bool, dict]:
-    out = tmp_path_factory.mktemp("specs")
-    spawn_with_transformer_engine(compare_specs, models, out)
-    return torch.load(out / "found", weights_only=False)
+    torch.save(found, out / "found")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("latent", [False, True])
-def test_adapters_are_the_same_with_the_layers_of_transformer_engine(latent: bool, specs) -> None:
-    found = specs[latent]
+def test_adapters_are_the_same_with_the_layers_of_transformer_engine(
+    models, latent: bool, tmp_path: Path
+) -> None:
+    spawn_with_transformer_engine(compare_specs, models[latent], tmp_path)
+    found = torch.load(tmp_path / "found", weights_only=False)
     local, fused = found["local"], found["transformer_engine"]
     assert (local["grouped"], fused["grouped"]) == (False, True)
     # Sums of adapters and products are rounded at other places.
@@ -430,23 +411,11 @@ def test_a_version_is_a_folder_of_peft_or_merged_weights_and_an_export_is_the_sa
     for sync, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
         first, copied = (load_file(tmp_path / f / file) for f in (sync, f"{sync} of the snapshot"))
         assert not differing(first, copied)
-    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert settings == {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model),
-        "r": 4,
-        "lora_alpha": 10,
-        "lora_dropout": 0.0,
-        "target_modules": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
     published = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    config = parse_config(config_of(model, lora={"sync": "adapter"}))
-    size = sum(tensor.nbytes for tensor in published.values())
-    assert estimate_memory(config, cuda=False).adapter_bytes == size
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 4, 10)
+    modules = {name.removeprefix(PREFIX).split(".")[-3] for name in published}
+    assert settings["target_modules"] == sorted(modules)
     base, whole = load_file(model / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
     for name in (name for name in published if ".lora_A" in name):
         a, b = published[name], published[name.replace("lora_A", "lora_B")]
@@ -470,16 +439,8 @@ def test_a_checkpoint_is_refused_when_the_run_has_other_adapters(
         with started(config) as worker:
             worker.save_checkpoint(str(tmp_path / name), {})
             assert worker.saved_checkpoint(wait=True).failure is None
-    held = sum(file.stat().st_size for file in (tmp_path / "adapters").rglob("*") if file.is_file())
-    assert held < 0.5 * sum(
-        file.stat().st_size for file in (tmp_path / "weights").rglob("*") if file.is_file()
-    )
     for name, config, words in (
-        (
-            "adapters",
-            plain_config(model),
-            "only adapters, of rank 4, alpha 10, targets attention, and .* is null",
-        ),
+        ("adapters", plain_config(model), "only adapters, of rank 4, alpha 10, .* is null"),
         ("weights", config_of(model, lora=lora), "all weights and no adapters, and .* is rank 4"),
         ("adapters", config_of(model, lora=lora | {"alpha": 8}), "is rank 4, alpha 8, .* set it back"),
     ):

@@ -35,7 +35,7 @@ from trainer.megatron.model import (
     MegatronOptimizerConfig,
     TransformerConfig,
 )
-from trainer.passthrough import OWNED, row_multiple
+from trainer.passthrough import OWNED
 
 pytestmark = [pytest.mark.real, pytest.mark.megatron, pytest.mark.timeout(600)]
 
@@ -121,10 +121,8 @@ def plain(moe: Path) -> dict[str, torch.Tensor]:
     [
         ({"deterministic_mode": True}, True),
         ({"moe_router_dtype": "fp32"}, True),  # the model is float32
-        ({"clone_scatter_output_in_embedding": False}, True),
         ({"gradient_accumulation_fusion": False, "moe_permute_fusion": False}, True),
         ({"bias_activation_fusion": True}, False),
-        ({"bias_dropout_fusion": True}, False),
         ({"moe_router_dtype": "fp64"}, False),
     ],
     ids=str,
@@ -153,10 +151,7 @@ def run_rank(rank: int, model: Path, out: Path) -> dict[str, dict[str, Any]]:
         config = trainer_config(model, num_ranks=2, **trainer)
         with started(config, rank=rank, meeting=out / name) as worker:
             worker.train_on(random_batch(1, layers=2), 1)
-            found[name] = {"gradients": gathered_gradients(worker)}
-            if name == "data":
-                (buffer,) = worker.model.chunks[0].buffers
-                found[name] |= {"buckets": len(buffer.buckets), "size": buffer.numel}
+            found[name] = gathered_gradients(worker)
     return found
 
 
@@ -168,26 +163,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     two, _ = run_ranks(run_rank, model, out)
     with started(trainer_config(model)) as worker:
         worker.train_on(random_batch(1, layers=2), 1)
-        return two | {"one": {"gradients": gathered_gradients(worker)}}
+        return two | {"one": gathered_gradients(worker)}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_have_the_gradients_of_one_when_fields_are_passed(
     name: str, ranks: dict[str, dict[str, Any]]
 ) -> None:
-    torch.testing.assert_close(ranks[name]["gradients"], ranks["one"]["gradients"], rtol=1e-4, atol=1e-6)
-
-
-def test_buckets_have_the_size_that_is_passed(ranks: dict[str, dict[str, Any]]) -> None:
-    assert ranks["data"]["buckets"] > 5
-    assert ranks["data"]["size"] == ranks["data"]["buckets"] << 16  # each padded
-
-
-def test_shared_experts_that_overlap_have_the_same_gradients(tmp_path: Path) -> None:
-    model = build_tiny_qwen2_moe(tmp_path / "shared", num_layers=1)
-    found = [one_step(model, {"moe_shared_expert_overlap": overlap}) for overlap in (False, True)]
-    for name, gradient in found[0].items():  # sums of the layer's input have another order
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ranks[name], ranks["one"], rtol=1e-4, atol=1e-6)
 
 
 def test_a_rank_refuses_what_check_would(moe: Path) -> None:
@@ -224,19 +207,3 @@ def test_weight_gradients_are_added_up_by_the_layers_of_transformer_engine_unles
     assert not hasattr(chunk[1], "fuse_wgrad_accumulation")
     # Megatron's own output layer would ask for Apex.
     assert fields_of(TransformerConfig, {"gradient_accumulation_fusion": True}) == {}
-
-
-def test_types_of_torch_and_enumerations_are_given_by_name() -> None:
-    assert fields_of(MegatronOptimizerConfig, {"exp_avg_dtype": "bfloat16", "moe_router_dtype": "fp32"}) == {
-        "exp_avg_dtype": torch.bfloat16
-    }
-    fields = fields_of(TransformerConfig, {"attention_backend": "flash", "moe_router_dtype": "fp32"})
-    assert fields["attention_backend"].name == "flash"
-    assert fields["moe_router_dtype"] == "fp32"
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
-def test_rows_are_padded_as_megatron_pads_those_of_experts(recipe: str) -> None:
-    from megatron.core.fp8_utils import get_fp8_align_size  # the trainer's import prepares it for a CPU
-
-    assert row_multiple({"fp8": "hybrid", "fp8_recipe": recipe}, 1) == get_fp8_align_size(recipe)

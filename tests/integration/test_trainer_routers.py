@@ -1,7 +1,5 @@
 """What replay does inside routers: gate weights, tokens that do not count, and whose router it is."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from msgspec.structs import replace
 
 from async_rl.errors import AlignmentError
 from tests.support.bare_routers import bare_adapter, bare_config, top_k
-from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
+from tests.support.tiny_model import build_tiny_deepseek_v3
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
     differing,
@@ -21,13 +19,11 @@ from tests.support.trainers import (
     weights,
 )
 from trainer.megatron import model as megatron_model
-from trainer.megatron.attention import PackedTrajectories
 from trainer.megatron.replay import (
     MaskedRouterReplay,
     ReplayRows,
     RouterReplay,
     RouterReplayAction,
-    RouterReplayAdapter,
     TopKRouter,
 )
 
@@ -199,20 +195,12 @@ def test_counters_hold_real_tokens_when_nothing_is_replayed(deepseek, padded, re
         assert (counters(worker, batch).sum(1) == batch.num_tokens * TOP_K).all()
 
 
-BALANCING = {
-    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5},
-    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
-    "global_aux_loss": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5},
-    "z_loss": {"moe_z_loss_coeff": 0.05},
-}
+BALANCING = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
 
 
 @pytest.mark.case(37)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "aux_loss" else pytest.mark.long) for kind in BALANCING]
-)
 def test_balancing_losses_do_not_see_padding_when_they_are_on(
-    deepseek, with_fields, padded, counting_padding, kind
+    deepseek, with_fields, padded, counting_padding
 ):
     batch = batch_of()
     config = trainer_config(deepseek, micro_batch_tokens=10_000)
@@ -223,7 +211,7 @@ def test_balancing_losses_do_not_see_padding_when_they_are_on(
             return [router.weight.main_grad.clone() for router in routers_of(worker)]
 
     without = gradient()
-    with_fields(**BALANCING[kind])
+    with_fields(**BALANCING)
     expected = gradient()
     padded()
     for actual, wanted, plain in zip(gradient(), expected, without, strict=True):
@@ -267,59 +255,13 @@ def test_experts_are_not_balanced_by_anything_but_the_reward_when_trained(deepse
         # No reward differs, no gradient: nothing else pulls at the weights.
         flat = replace(batch, rewards=np.ones(batch.num_trajectories, np.float32))
         assert worker.train_on(flat, 2).metrics["grad_norm"] == 0
-    with_fields(moe_router_bias_update_rate=0.01, **BALANCING["aux_loss"])  # control
+    with_fields(moe_router_bias_update_rate=0.01, **BALANCING)  # control
     with started(trainer_config(deepseek)) as worker:
         assert worker.train_on(flat, 1).metrics["grad_norm"] > 1e-4
         assert differing(biases(worker), before)
 
 
 # -- whose router it is, and in which order tokens come
-
-
-@pytest.mark.case(30)
-def test_rows_go_to_the_decoders_routers_when_there_are_others(tmp_path):
-    """Multi-token prediction and a second model have routers of their own, which go on routing natively."""
-    path = build_tiny_qwen3_moe(tmp_path / "moe", dense_layers=(0,))
-    with started(trainer_config(path, replay="off")) as worker:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-        config = copy.copy(worker.model.config)
-        config.mtp_num_layers, config.moe_enable_routing_replay = 1, True
-        bridge = worker.model.bridge.mbridge
-        bridge.config = config
-        spec = bridge._get_transformer_layer_spec()
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
-            **bridge._get_gptmodel_args(),
-        )
-        assert len(RouterReplay.global_router_replay_instances) == 3
-        adapter = RouterReplayAdapter([model], config)
-        assert [router.layer_number for router in adapter.routers] == [2, 3]
-        assert adapter.columns == (slice(0, 2),)
-        seen = {}
-        for name, module in model.named_modules():
-            if isinstance(module, TopKRouter):
-                module.register_forward_hook(lambda m, i, o, name=name: seen.update({name: o[1].clone()}))
-        ids = torch.arange(3, 12)[None]
-        rows = torch.stack([torch.tensor([0, 1]), torch.tensor([6, 7])]).expand(9, 2, 2).to(torch.uint8)
-        with adapter.guard_schedule(), adapter.replay_micro_batch(0, ReplayRows(rows, None)):
-            model(
-                input_ids=ids,
-                position_ids=torch.arange(9)[None],
-                attention_mask=None,
-                labels=ids,
-                loss_mask=torch.ones(1, 9),
-                packed_seq_params=PackedTrajectories.of((9,), torch.device("cpu")),
-            )
-        (mtp,) = [name for name in seen if name.startswith("mtp")]
-        decoder = [seen[name] for name in sorted(seen) if name != mtp]
-        for taken, first in zip(decoder, (0, 6), strict=True):
-            assert (taken.nonzero()[:, 1].view(9, 2) == torch.tensor([first, first + 1])).all()
-        native = seen[mtp].nonzero()[:, 1].view(9, 2)
-        assert native.unique(dim=0).shape[0] > 1
 
 
 # -- recording (R2)
@@ -344,25 +286,6 @@ def test_recorded_routing_gives_the_native_step_bit_for_bit(deepseek):
         assert differing(gradients(worker), expected_gradients)
 
 
-@pytest.mark.parametrize(("experts", "dtype"), [(8, torch.uint8), (300, torch.uint16)])
-def test_recorded_routing_stays_narrow_until_its_router_runs(tmp_path, experts, dtype):
-    path = build_tiny_qwen3_moe(tmp_path / "moe", num_layers=2, num_experts=experts, expert_size=8, std=0.3)
-    batch = random_batch(routing=False)
-    with started(trainer_config(path, replay="r2", micro_batch_tokens=40)) as worker:
-        _, placed = worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
-        largest = 0
-        for micro_batch in placed:
-            ((ids, known),) = micro_batch.inputs.routing
-            assert ids.dtype == dtype
-            assert ids.shape == (micro_batch.inputs.token_ids.shape[1], 2, 2)
-            assert known is None
-            largest = max(largest, int(ids.long().max()))
-        assert largest >= experts * 3 // 4
-        metrics = worker.train_on(batch, 1).metrics
-        assert metrics["old_log_prob_abs_diff"] == 0
-        assert metrics["grad_norm"] > 0
-
-
 @pytest.mark.parametrize(
     "device",
     [
@@ -373,7 +296,7 @@ def test_recorded_routing_stays_narrow_until_its_router_runs(tmp_path, experts, 
         ),
     ],
 )
-@pytest.mark.parametrize("experts", [8, 300])
+@pytest.mark.parametrize("experts", [256, 300])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says that it is a prototype
 def test_nothing_waits_for_the_device_when_recorded_and_replayed(monkeypatch, device, experts):
     adapter = bare_adapter(monkeypatch, bare_config(num_moe_experts=experts), device)
@@ -398,6 +321,7 @@ def test_nothing_waits_for_the_device_when_recorded_and_replayed(monkeypatch, de
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
+    assert rows.ids.dtype == (torch.uint8 if experts == 256 else torch.uint16)
     assert rows.ids.device.type == "cpu"
     assert rows.ids.is_pinned() == (device == "cuda")
     for first, again, other in zip(taken, replayed, others, strict=True):

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from async_rl.config import LayoutConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from tests.support.emulated_layers import EMULATED
-from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
+from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
     gradients,
@@ -37,25 +36,6 @@ def moe(tmp_path_factory):
     return build_tiny_qwen3_moe(
         tmp_path_factory.mktemp("models") / "moe", num_layers=2, dense_layers=(0,), num_experts=2
     )
-
-
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory):
-    """Likewise."""
-    path = tmp_path_factory.mktemp("models") / "deepseek"
-    return build_tiny_deepseek_v3(path, num_layers=2, num_experts=2, top_k=2, num_groups=1, top_groups=1)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "installed", "taken"), [(True, True, True), (True, False, False), (False, True, False)]
-)
-def test_transformer_engine_is_taken_when_there_is_a_gpu_to_run_it(monkeypatch, gpu, installed, taken):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setitem(
-        sys.modules, "transformer_engine.pytorch", types.ModuleType("transformer_engine.pytorch")
-    )
-    assert cpu.has_transformer_engine() == taken
 
 
 def test_an_installed_transformer_engine_is_left_out_when_no_gpu_is_visible():

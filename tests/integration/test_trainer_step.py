@@ -16,13 +16,11 @@ from tests.support.trainers import (
     differing,
     gradients,
     log_probs_of,
-    place,
     started,
     trainer_config,
     trial,
     weights,
 )
-from trainer.megatron.packing import plan_micro_batches
 
 pytestmark = pytest.mark.megatron
 
@@ -156,38 +154,6 @@ def with_other_rows(placed):
     (rows,) = placed.inputs.routing
     moved = rows._replace(ids=(rows.ids + 1) % 8)
     return dataclasses.replace(placed, inputs=placed.inputs._replace(routing=(moved,)))
-
-
-@pytest.mark.case(30)
-def test_step_does_not_depend_on_the_order_of_micro_batches(two_layers, monkeypatch):
-    batch = random_batch(layers=2)
-    results = []
-    for backwards in (False, True):
-        with started(trainer_config(two_layers, recompute="full", micro_batch_tokens=30)) as worker:
-            if backwards:
-                monkeypatch.setattr(
-                    "trainer.worker.plan_micro_batches",
-                    lambda *a, **k: [rank[::-1] for rank in plan_micro_batches(*a, **k)],
-                )
-            assert len(place(worker, batch)) > 3
-            results.append((worker.train_on(batch, 1).metrics, gradients(worker)))
-    (expected, expected_gradients), (metrics, actual_gradients) = results
-    for key in expected.keys() - {"step_s"}:
-        assert metrics[key] == pytest.approx(expected[key], abs=1e-6, nan_ok=True), key
-    torch.testing.assert_close(actual_gradients, expected_gradients, atol=1e-7, rtol=1e-5)
-
-
-def test_weights_stay_when_the_gradient_is_not_finite(two_layers):
-    with started(trainer_config(two_layers, max_skipped_updates=0)) as worker:
-        before = weights(worker)
-        worker.train_on(random_batch(layers=2), 1)
-        stepped = weights(worker)
-        parameter = next(worker.model.chunks[0].parameters())
-        parameter.main_grad[0] = math.inf
-        assert worker.model.take_optimizer_step(1e-3) == math.inf
-        after = weights(worker)
-    assert any(not torch.equal(before[name], stepped[name]) for name in before)
-    assert all(torch.equal(after[name], stepped[name]) for name in stepped)
 
 
 def test_rewarded_tokens_become_likelier_when_trained(two_layers):

@@ -20,7 +20,6 @@ from tests.support.trainers import (
     trial,
     weights,
 )
-from trainer.worker import linear_warmup
 
 pytestmark = [pytest.mark.real, pytest.mark.megatron]
 
@@ -319,9 +318,3 @@ def test_an_update_is_skipped_when_its_gradient_is_a_spike(two_layers):
         metrics = worker.train_on(random_batch(layers=2), 1).metrics
         assert metrics["updates_skipped"] == 1
         assert not differing(weights(worker), before)
-
-
-def test_learning_rate_rises_linearly_when_warming_up():
-    rates = [linear_warmup(step, 8.0, 4) for step in range(6)]
-    assert rates == [2, 4, 6, 8, 8, 8]
-    assert linear_warmup(0, 8.0, 0) == 8

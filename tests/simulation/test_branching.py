@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
-from async_rl.types import StoredTrajectory, TrainBatch, root_of
+from async_rl.types import TrainBatch, root_of
 from tests.support.small_run import small_run
-from verification.simulation.__main__ import run_branching_seed
+from verification.simulation.__main__ import run_seed
 from verification.simulation.invariant_checker import InvariantChecker
 from verification.simulation.scenario import Ending, Scenario, branching
 from verification.simulation.simulate import simulate
@@ -27,7 +26,7 @@ from verification.simulation.simulate import simulate
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 16), marks=pytest.mark.long)], ids=str)
 def test_nothing_is_lost_or_trained_twice_when_loops_branch(seeds: range) -> None:
-    outcomes = {seed: run_branching_seed(seed) for seed in seeds}
+    outcomes = {seed: run_seed(seed, ("branches",)) for seed in seeds}
     failed = {seed: outcome.violations for seed, outcome in outcomes.items() if outcome.violations}
     assert failed == {}, f"python -m verification.simulation --branches --seeds 1 --start {min(failed)}"
 
@@ -85,30 +84,3 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
     undone = sum(map(len, trained.batches)) - counts.trained
     assert 0 <= undone <= counts.dropped.get("restart", 0)
     ledger.close()
-
-
-def test_the_checker_reports_inherited_tokens_that_are_trained_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forget(stored: StoredTrajectory, masked_below: int | None = None) -> np.ndarray:
-        return stored.weight_versions >= 0
-
-    monkeypatch.setattr(StoredTrajectory, "loss_mask", forget)
-    outcome = simulate(0, tmp_path, scenario=trees())
-    assert "is trained more often than it was sampled" in outcome.violations[0]
-
-
-def test_the_checker_reports_inherited_tokens_that_are_never_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = StoredTrajectory.loss_mask
-
-    def spare(stored: StoredTrajectory, masked_below: int | None = None) -> np.ndarray:
-        mask = honest(stored, masked_below)
-        if not stored.spans[0].inherited and mask.sum() > 1:
-            mask[np.flatnonzero(mask)[:1]] = False
-        return mask
-
-    monkeypatch.setattr(StoredTrajectory, "loss_mask", spare)
-    outcome = simulate(0, tmp_path, scenario=trees())
-    assert "are trained never or twice" in outcome.violations[0]

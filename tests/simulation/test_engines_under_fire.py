@@ -5,38 +5,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
-from async_rl.config import Config, apply_override, parse_config
-from async_rl.data.chat_format import load_chat_format
-from async_rl.data.dataset import load_tasks
 from async_rl.engine_protocol import Chunk, EngineHealth
 from async_rl.engines.membership import EngineMembership
-from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
-from async_rl.planning.virtual_time import VirtualTimeLoop
+from async_rl.planning.virtual_time import run_virtual
 from async_rl.run import orchestrator
-from async_rl.run.orchestrator import Orchestrator, RunInputs
-from async_rl.types import Completion, Task
-from tests.simulation.test_loop import first_tasks
+from async_rl.runtime.supervision import Nursery
+from tests.simulation.test_loop import assert_conserved, make_config, run
 from tests.support.local_cluster import LocalCluster
 
 STEPS = 6
 
 
-def count_tokens(task: Task, completion: Completion) -> float:
-    return float(len(completion.text))
-
-
-class RunIntervention(Protocol):
-    """What a test does to a run that goes on."""
-
-    async def __call__(self, cluster: LocalCluster) -> None: ...
+RunIntervention = Callable[[LocalCluster], Coroutine[Any, Any, None]]
+"""What a test does to a run that goes on."""
 
 
 class Fragile(SimulatedEngine):
@@ -66,46 +56,31 @@ class Fragile(SimulatedEngine):
         super().restart()
 
 
-def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
-    tree: dict[str, Any] = {
-        "run": {"name": "sim", "dir": str(tmp_path), "max_steps": STEPS, "drain_s": 5},
-        "model": {"path": str(calculator / "model"), "dtype": "float32"},
-        "data": {"path": first_tasks(calculator, tmp_path)},
-        "engine": {
-            "kind": "simulated",
-            "num_engines": 4,
-            "decode_step_s": 0.05,
-            "mean_new_tokens": 100,
-            "stall_s": 10,
-            "max_restarts": 100,
-            "probe_s": 2,
-            "probe_timeout_s": 1,
-        },
-        "rollout": {
-            "group_size": 4,
-            "max_concurrent_trajectories": 64,
-            "max_staleness": 2,
-            "max_context_tokens": 400,
-            "max_new_tokens": 300,
-            "reward": f"{__name__}:count_tokens",
-        },
-        "trainer": {"groups_per_batch": 4},
-    }
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree)
+OVERRIDES = (
+    "run.drain_s=5",
+    "engine.num_engines=4",
+    "engine.decode_step_s=0.05",
+    "engine.mean_new_tokens=100",
+    "engine.stall_s=10",
+    "engine.max_restarts=100",
+    "engine.probe_s=2",
+    "engine.probe_timeout_s=1",
+    "rollout.max_concurrent_trajectories=64",
+    "rollout.max_context_tokens=400",
+    "rollout.max_new_tokens=300",
+)
 
 
 class World:
     """One run, with somebody beside it who does things to its engines."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.cluster = LocalCluster(config, step_s=3.0)
+    def __init__(self, calculator: Path, tmp_path: Path, *overrides: str) -> None:
+        self.config = make_config(calculator, tmp_path, *OVERRIDES, *overrides)
+        self.metrics = Metrics()
+        self.cluster = LocalCluster(self.config, step_s=3.0)
         for index, engine in enumerate(self.cluster.engines):
             engine.__class__ = Fragile
             engine.sampled, engine.stopped, engine._update_s = 0, False, 0.3 + 0.1 * index
-        self.metrics = Metrics()
 
     @property
     def engines(self) -> list[Any]:
@@ -124,42 +99,26 @@ class World:
         """Tokens that sessions have as segments."""
         return self.counted("sampled_tokens_total")
 
-    def run(self, intervene: RunIntervention) -> Summary:
-        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-            return runner.run(self._run(intervene))
+    def run(self, intervene: RunIntervention | None = None) -> Summary:
+        return run_virtual(self._run(intervene))
 
-    async def _run(self, intervene: RunIntervention) -> Summary:
-        run_dir = Path(self.config.run.dir) / self.config.run.name
-        for name in ("checkpoints", "logs"):
-            (run_dir / name).mkdir(parents=True, exist_ok=True)
-        loop = asyncio.get_running_loop()
+    async def _run(self, intervene: RunIntervention | None) -> Summary:
         numbers = itertools.count()  # what engines sample follows from the names: a run repeats itself
-        async with asyncio.TaskGroup() as group:
-            beside = group.create_task(intervene(self.cluster))
-            inputs = RunInputs(
-                load_tasks(self.config.data),
-                load_chat_format(self.config.model.path),
-                load_facts(self.config.model.path),
-                lambda: f"{next(numbers):032x}",
-            )
-            driver = Orchestrator(
-                self.config, run_dir, asyncio.Event(), self.cluster, self.metrics, loop.time, inputs
-            )
-            summary = await driver.run()
-            beside.cancel()
-        assert summary.trajectories.unaccounted == 0
-        assert summary.staleness_max <= self.config.rollout.max_staleness
+        async with Nursery() as nursery:
+            if intervene is not None:
+                nursery.start_task("intervention", intervene(self.cluster))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(orchestrator, "Metrics", lambda: self.metrics)
+                summary = await run(self.config, self.cluster, new_id=lambda: f"{next(numbers):032x}")
+            nursery.cancel_tasks()
+        assert_conserved(summary)
         assert summary.trajectories.trained == STEPS * 16
         return summary
 
 
-async def nothing(cluster: LocalCluster) -> None:
-    """Leave the run alone."""
-
-
 def test_nearly_all_sampled_tokens_survive_when_engines_are_killed(calculator: Path, tmp_path: Path) -> None:
     """At least 99% of what engines sampled until they died is in what is trained, queued or in flight."""
-    world = World(make_config(calculator, tmp_path))
+    world = World(calculator, tmp_path)
     rng, lost, kills = random.Random(3), [], 0
 
     async def kill(cluster: LocalCluster) -> None:
@@ -185,7 +144,7 @@ def test_a_stopped_engine_is_noticed_restarted_and_its_trajectories_go_on(
     calculator: Path, tmp_path: Path
 ) -> None:
     """SIGSTOP of an idle engine, of one in the middle of calls, of one in the middle of an update."""
-    world = World(make_config(calculator, tmp_path))
+    world = World(calculator, tmp_path)
     noticed: list[float] = []
 
     async def stop(cluster: LocalCluster) -> None:
@@ -209,16 +168,8 @@ def test_somebody_generates_at_every_moment_when_updates_roll(
 ) -> None:
     """No group is dispatched as younger than the oldest weights that are served."""
     routing = ["routing.merge=splice"] if interrupt == "in_place" else []
-    world = World(
-        make_config(
-            calculator,
-            tmp_path,
-            "weights.rolling=true",
-            f"weights.interrupt={interrupt}",
-            "rollout.max_staleness=1",
-            *routing,
-        )
-    )
+    rolling = ("weights.rolling=true", f"weights.interrupt={interrupt}", "rollout.max_staleness=1")
+    world = World(calculator, tmp_path, *rolling, *routing)
     updates: list[int] = []
     standing: set[str] = set()
     for engine in world.engines:
@@ -236,21 +187,19 @@ def test_somebody_generates_at_every_moment_when_updates_roll(
                 updates.append(sum(other.sampled for other in others) - before)
 
         engine.update_weights = update
-    summary = world.run(nothing)
+    summary = world.run()
     assert len(updates) == STEPS * 4
     # 0.3 s and more are six decode steps, in which the others have gone on; when the bound lets in nothing
     # new until the version is out, what they had may be done before.
     assert sum(tokens >= 6 for tokens in updates) >= 0.75 * len(updates)
-    assert summary.interrupted_share is not None
-    assert summary.interrupted_share > 0
+    assert (summary.interrupted_share or 0) > 0
 
 
 def test_an_update_that_aborts_everything_drops_nothing(calculator: Path, tmp_path: Path) -> None:
     """Seen elsewhere: a publish aborts all that is in flight and drops its groups (miles#2589, #2296)."""
-    world = World(make_config(calculator, tmp_path))
-    summary = world.run(nothing)
-    assert summary.interrupted_share is not None
-    assert summary.interrupted_share > 0.1
+    world = World(calculator, tmp_path)
+    summary = world.run()
+    assert (summary.interrupted_share or 0) > 0.1
     assert summary.trajectories.dropped == {}
     assert world.kept >= 0.99 * world.sampled
     assert world.counted("prefilled_again_tokens_total", cause="update") > 500
@@ -260,8 +209,7 @@ def test_a_pause_in_place_ends_and_what_it_paused_goes_on(calculator: Path, tmp_
     """Seen elsewhere: an in-place pause that never ends (sglang#22620), engines killed by a drain after
     resume (prime-rl#2841). Here one engine even dies while it is paused.
     """
-    config = make_config(calculator, tmp_path, "weights.interrupt=in_place", "routing.merge=splice")
-    world = World(config)
+    world = World(calculator, tmp_path, "weights.interrupt=in_place", "routing.merge=splice")
     victim = world.engines[1]
     original, updates = victim.update_weights, 0
 
@@ -273,7 +221,7 @@ def test_a_pause_in_place_ends_and_what_it_paused_goes_on(calculator: Path, tmp_
         await original(change, flush=flush)
 
     victim.update_weights = die_in_the_second
-    summary = world.run(nothing)
+    summary = world.run()
     assert world.cluster.restarts == ["engine-1"]
     assert summary.trajectories.dropped == {}
 
@@ -290,8 +238,7 @@ def test_engines_join_and_leave_a_running_job(
     monkeypatch.setattr(orchestrator, "EngineMembership", membership)
     servers = tmp_path / "servers.txt"
     servers.write_text("http://a:1\nhttp://b:1\n")
-    config = make_config(calculator, tmp_path, f"engine.urls_file={servers}", "engine.drain_s=1")
-    world = World(config)
+    world = World(calculator, tmp_path, f"engine.urls_file={servers}", "engine.drain_s=1")
     template = list(world.engines)
     joined_at: list[int] = []
 

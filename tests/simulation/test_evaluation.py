@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,15 @@ import pytest
 from agent_loops.base import AgentLoop
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.data.dataset import Dataset
-from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.pool import EngineState
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
-from async_rl.runtime.user_processes import settle
 from async_rl.runtime.waits import acting
 from async_rl.types import Completion, Task, Trajectory
 from tests.support.local_cluster import LocalCluster
@@ -51,14 +47,6 @@ class OneTurn(AgentLoop):
         await session.generate()
 
 
-class LeavesAProcess(OneTurn):
-    """Starts a process that outlives each attempt."""
-
-    async def run(self, task: Task, session: Session) -> None:
-        subprocess.run(["sh", "-c", "sleep 300 >/dev/null 2>&1 &"], check=True)  # noqa: ASYNC221
-        await super().run(task, session)
-
-
 def odd(task: Task, completion: Completion) -> dict[str, float]:
     last = int(completion.text.split()[-1])
     return {"reward": float(last % 2), "length": float(len(completion.text.split()))}
@@ -69,19 +57,12 @@ def many(task: Task, completions: list[Completion]) -> list[float]:
 
 
 def task(name: str, source: str = "") -> Task:
-    return Task(
-        task_id=name, messages=[{"role": "user", "content": "7 8 9"}], answer=None, data_source=source
-    )
+    return Task(task_id=name, messages=[{"role": "user", "content": "7 8 9"}], data_source=source)
 
 
+EASY = [task(f"e{i}", source=("algebra", "sets")[i % 2]) for i in range(4)]
 VALIDATION = [
-    Dataset(
-        name="easy",
-        path="easy.jsonl",
-        schema="plain",
-        detected=False,
-        tasks=[task(f"e{i}", source=("algebra", "sets")[i % 2]) for i in range(4)],
-    ),
+    Dataset(name="easy", path="easy.jsonl", schema="plain", detected=False, tasks=EASY),
     Dataset(name="hard", path="hard.jsonl", schema="plain", detected=False, tasks=[task("h0")]),
 ]
 NUM_ANSWERS = 5 * 4
@@ -133,7 +114,6 @@ class World:
         self.heard: list[tuple[str, bool]] = []
         self.orchestrator: Orchestrator
         self.stop = asyncio.Event()
-        self.metrics = Metrics()
         for engine in self.cluster.engines:
             self._listen(engine)
 
@@ -166,21 +146,13 @@ class World:
         for name in ("checkpoints", "logs"):
             (self.run_dir / name).mkdir(parents=True, exist_ok=True)
         ids = itertools.count()
-        inputs = RunInputs(
-            [task(f"t{i}") for i in range(50)],
-            SimulatedChat(),
-            FACTS,
-            lambda: f"{next(ids):032x}",
-            VALIDATION,
-        )
+        tasks = [task(f"t{i}") for i in range(50)]
+        inputs = RunInputs(tasks, SimulatedChat(), FACTS, lambda: f"{next(ids):032x}", VALIDATION)
         self.orchestrator = Orchestrator(
-            self.config, self.run_dir, self.stop, self.cluster, self.metrics, loop.time, inputs
+            self.config, self.run_dir, self.stop, self.cluster, Metrics(), loop.time, inputs
         )
         with acting("run", waits=self.orchestrator.waits):
             return await self.orchestrator.run()
-
-    def counted(self, name: str, labels: dict[str, str] | None = None) -> float | None:
-        return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels)
 
     @property
     def records(self) -> list[EvaluationRecord]:
@@ -192,21 +164,6 @@ class World:
             return [reader.read_trajectory(row.trajectory_id)[0].trajectory for row in reader.find_rows()]
         finally:
             reader.close()
-
-
-def broken_once(world: World, *, at: int, look: Callable[[], None] = lambda: None) -> list[int]:
-    """Have the trainer fail in a step, the first time, after a look around; the list tells that it has."""
-    step, failed = world.cluster.trainer.train_step, list[int]()
-
-    async def fail_once(path: str, number: int):
-        if number == at and not failed:
-            look()
-            failed.append(number)
-            raise TrainerError("the trainer broke")
-        return await step(path, number)
-
-    world.cluster.trainer.train_step = fail_once  # type: ignore[method-assign]
-    return failed
 
 
 def check(world: World, summary: Summary) -> None:
@@ -232,24 +189,6 @@ async def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path
     world.evaluating_call = called  # type: ignore[method-assign]
     check(world, await world.run())
     assert [record.weight_version for record in world.records] == [2, 4]
-
-
-async def test_an_evaluation_is_recorded_when_the_disk_is_full_for_seconds(tmp_path, monkeypatch):
-    append, refused = RecordLog.append, []
-
-    def refuse_at_first(self: RecordLog[Any], record: Any) -> None:
-        if self.path.name == "evaluations.jsonl" and len(refused) < 3:
-            refused.append(record)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        append(self, record)
-
-    monkeypatch.setattr(RecordLog, "append", refuse_at_first)
-    world = World(make_config(tmp_path))
-    check(world, await world.run())
-    # Training goes on meanwhile: a version may be overtaken by the next that is due.
-    versions = [record.weight_version for record in world.records]
-    assert (versions[0], versions[-1], len(refused)) == (2, 6, 3)
-    assert {record.status for record in world.records} == {"done"}
 
 
 async def test_the_answers_of_as_many_evaluations_are_kept_as_the_config_says(tmp_path):
@@ -338,19 +277,6 @@ async def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared
         assert {s.weight_version for answer in answers for s in answer.sampled} == {record.weight_version}
 
 
-async def test_the_trainer_has_its_turn_when_the_last_engine_dies_in_an_evaluation(tmp_path):
-    world, died = World(make_config(tmp_path, SHARED, num_engines=1, at_start=True)), list[str]()
-
-    def called(engine: SimulatedEngine) -> None:
-        if not died:
-            died.append(engine.engine_id)
-            engine.faults.append(Fault("die", after_tokens=2))
-
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
-    assert [r.status for r in world.records] == ["missing", "done", "done", "done"]
-
-
 async def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp_path):
     """Its only engine fails while it ends its calls, and by then the trainer waits for the devices."""
     world = World(make_config(tmp_path, SHARED, num_engines=1, at_start=True))
@@ -389,16 +315,6 @@ async def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tm
     assert not world.cluster.trainer.away
 
 
-async def test_it_is_evaluated_again_when_the_trainer_fails_after_it_on_shared_devices(tmp_path):
-    world = World(make_config(tmp_path, SHARED))
-    failed = broken_once(world, at=3)
-    summary = await world.run()
-    assert failed
-    assert summary.trajectories.unaccounted == 0
-    assert {record.status for record in world.records} == {"done"}
-    assert world.records[-1].weight_version == 6
-
-
 async def test_engines_that_are_kept_for_evaluation_answer_nothing_else(tmp_path):
     world = World(make_config(tmp_path, num_engines=3, engines=1, samples=4))
     check(world, await world.run())
@@ -430,15 +346,22 @@ async def test_an_answer_with_a_token_of_another_version_is_sampled_again(tmp_pa
     assert next(answered) > NUM_ANSWERS * len(world.records)
 
 
-@pytest.mark.parametrize("engines", ["shared", 1])
-async def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_dies(tmp_path, engines):
+@pytest.mark.parametrize(("engines", "dies"), [("shared", True), (1, True), ("shared", False)])
+async def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_is_lost(
+    tmp_path, engines, dies
+):
+    """It dies, or the run's doctor or watched process quarantines it."""
     world = World(make_config(tmp_path, num_engines=3, engines=engines))
     died: list[str] = []
 
     def called(engine: SimulatedEngine) -> None:
         if not died:
             died.append(engine.engine_id)
-            engine.faults.append(Fault("die", after_tokens=0))
+            if dies:
+                engine.faults.append(Fault("die", after_tokens=0))
+            else:
+                pool, error = world.orchestrator.pool, EngineError("its process ended")
+                asyncio.get_running_loop().call_later(0.05, pool.quarantine_engine, engine.engine_id, error)
 
     world.evaluating_call = called  # type: ignore[method-assign]
     check(world, await world.run())
@@ -455,13 +378,6 @@ async def test_an_evaluation_is_missing_when_it_takes_too_long_and_training_goes
     check(world, await world.run())
     assert {r.status for r in world.records} == {"missing"}
     assert "evaluation.timeout_s = 1.0" in world.records[0].reason
-
-
-async def test_rollouts_go_on_after_it_when_a_single_engine_is_shared(tmp_path):
-    world = World(make_config(tmp_path, num_engines=1))
-    check(world, await world.run())
-    assert [r.weight_version for r in world.records] == [2, 4, 6]
-    assert {evaluates for _, evaluates in world.heard} == {True, False}
 
 
 async def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path):
@@ -484,12 +400,17 @@ async def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path)
 
 async def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
     """The trainer goes back to its checkpoint, and what was lent out comes back with all the others."""
-    world = World(make_config(tmp_path, max_concurrent=1), step_s=0.3)
+    world = World(make_config(tmp_path, max_concurrent=1))
+    step, failed = world.cluster.trainer.train_step, list[int]()
 
-    def look() -> None:
-        assert world.orchestrator.pool.engines(EngineState.EVALUATING), "nothing is evaluated now"
+    async def fail_once(path: str, number: int):
+        if number == 4 and not failed:
+            assert world.orchestrator.pool.engines(EngineState.EVALUATING), "nothing is evaluated now"
+            failed.append(number)
+            raise TrainerError("the trainer broke")
+        return await step(path, number)
 
-    failed = broken_once(world, at=4, look=look)
+    world.cluster.trainer.train_step = fail_once  # type: ignore[method-assign]
     summary = await world.run()
     assert failed
     assert summary.trajectories.unaccounted == 0
@@ -497,25 +418,6 @@ async def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_pa
     assert world.records[0].weight_version in (2, 3)
     assert world.records[-1].weight_version == 6
     assert not world.lent_engines()
-
-
-async def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
-    """The doctor or a watched process quarantines it in the run's pool."""
-    world = World(make_config(tmp_path, num_engines=3))
-    taken: list[str] = []
-
-    def called(engine: SimulatedEngine) -> None:
-        if not taken:
-            taken.append(engine.engine_id)
-            pool = world.orchestrator.pool
-            asyncio.get_running_loop().call_later(
-                0.05, pool.quarantine_engine, engine.engine_id, EngineError("its process ended")
-            )
-
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
-    assert [r.status for r in world.records][:2] == ["missing", "done"]
-    assert taken[0] in world.records[0].reason
 
 
 @pytest.mark.parametrize("where", [2], indirect=True, ids=["workers"])
@@ -531,34 +433,9 @@ async def test_answers_are_written_again_when_their_worker_is_killed(tmp_path):
     world.evaluating_call = called  # type: ignore[method-assign]
     check(world, await world.run())
     assert killed == ["evaluation-worker-0"]
-    assert world.counted("rollout_worker_restarts_total") == 1
     assert {r.status for r in world.records} == {"done"}
     assert [r.dropped for r in world.records] == [{}] * len(world.records)
     for record in world.records:
         lengths = [answer.num_sampled_tokens for answer in world.answers(record.weight_version)]
         assert len(lengths) == NUM_ANSWERS
         assert record.sampled_tokens >= sum(lengths)
-
-
-@pytest.mark.parametrize("where", [0], indirect=True, ids=["driver"])
-async def test_processes_that_an_evaluation_leaves_are_counted_by_the_run(tmp_path):
-    world = World(make_config(tmp_path, every=6, agent_loop=f"{__name__}:LeavesAProcess"))
-    check(world, await world.run())
-    await settle()
-    labels = {"kind": "other", "reason": "attempt_ended"}
-    assert world.counted("user_processes_reaped_total", labels) == NUM_ANSWERS
-
-
-async def test_the_run_knows_of_calls_that_are_made_for_an_evaluation(tmp_path):
-    """Before an engine is changed its leases are revoked, also those of an evaluation."""
-    world = World(make_config(tmp_path, at_start=True))
-    known: list[bool] = []
-
-    def called(engine: SimulatedEngine) -> None:
-        lent = (pool for pool in world.orchestrator.pool.lease_holders if isinstance(pool, EnginePool))
-        known.append(any(engine.engine_id in pool for pool in lent))
-
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
-    assert set(known) == {True}
-    assert not world.orchestrator.pool.lease_holders

@@ -8,7 +8,7 @@ import pytest
 
 from verification.simulation import faults
 from verification.simulation.faults import FAMILIES, FAULTS, SHARED_STREAM, Family, FaultRow
-from verification.simulation.scenario import Injection, draw
+from verification.simulation.scenario import draw
 
 
 def test_every_fault_has_a_family_and_the_first_ones_share_a_stream() -> None:
@@ -28,8 +28,3 @@ def test_a_new_fault_leaves_the_draws_of_the_others(family: Family, monkeypatch:
     ]
     assert bool(new_tasks) == (family == "user")
     assert (len(after.injections) > len(before.injections)) == (family != "user")
-
-
-def test_a_fault_without_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="no fault"):
-        Injection(step=1, kind="dei", engine=0, amount=0.5)

@@ -36,11 +36,6 @@ def checked(outcome: SeedOutcome) -> SeedOutcome:
     return outcome
 
 
-def test_a_short_shortage_in_a_worker_costs_only_time(tmp_path: Path) -> None:
-    outcome = checked(simulate(1, tmp_path, scenario=scenario_with(workers=2, full_s=30.0)))
-    assert outcome.incarnations == ("finished",)
-
-
 def test_the_run_ends_with_the_cause_when_no_step_will_free_space(tmp_path: Path) -> None:
     outcome = checked(simulate(1, tmp_path, scenario=scenario_with(workers=1, full_s=90.0)))
     assert outcome.incarnations[0] == "failed: SpoolFull: the disk is full"

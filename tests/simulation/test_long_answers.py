@@ -50,19 +50,6 @@ async def test_lengths_are_trained_as_they_are_sampled_when_the_bound_bites(
     assert (masked_share(world) > 0) == (staleness_policy == "mask_tokens")
 
 
-@pytest.mark.real
-async def test_the_distance_shows_it_when_long_answers_are_dropped(tmp_path: Path) -> None:
-    """A group is dropped whole, its quick siblings too, and with the length reached: shares tell more."""
-    world = await train(tmp_path, staleness_policy="drop", max_staleness=1, max_task_retries=0, **HEAVIER)
-    counts = world.close()
-    assert len(world.batches) == 50
-    assert counts.dropped["too_stale"] > 0.1 * counts.dispatched
-    assert len(world.ended) == counts.trained + counts.queued + counts.dropped["too_stale"]
-    seen = distance(world.ended, world.trained)
-    assert world.queue.length_ks == pytest.approx(seen, abs=0.003)
-    assert 0.01 < seen < distance(world.drawn, world.trained) < 0.15
-
-
 def slow_and_quick(number: int) -> list[Task]:
     """Every fourth task takes ten times as long as the others."""
     tokens = [400 if i % 4 == 1 else 40 for i in range(number)]
@@ -132,17 +119,6 @@ async def test_the_run_ends_with_the_remedy_when_nothing_carries_signal(tmp_path
     assert isinstance(first_error(caught.value), AsyncRLError)
     assert "21 groups in a row" in str(first_error(caught.value))
     world.close()
-
-
-async def test_groups_go_without_their_stragglers_when_there_is_a_limit(tmp_path: Path) -> None:
-    world = await train(tmp_path, 20, straggler_wait_s=50.0, **HEAVIER)
-    counts = world.close()
-    assert set(counts.dropped) == {"straggler"}
-    assert counts.dropped["straggler"] > 20
-    sizes = [len(batch.trajectory_ids) for batch in world.batches]
-    assert min(sizes) >= 4 * 2
-    assert min(sizes) < 4 * 4
-    assert (world.queue.length_ks or 0.0) > 0.02
 
 
 class FirstTimesFail:

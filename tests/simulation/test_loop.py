@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent_loops.single_turn import SingleTurnLoop
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.engine_protocol import Engine
 from async_rl.engines.sglang.server import free_port
@@ -18,8 +17,6 @@ from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.journal_folders import JournalFolders
-from async_rl.queue.ledger import Ledger
-from async_rl.rollout.session.api import Session
 from async_rl.run import orchestrator
 from async_rl.runtime.supervision import first_error, was_stopped_at_start
 from async_rl.types import Completion, Task
@@ -88,12 +85,14 @@ def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
     return parse_config(tree)
 
 
-async def run(config: Config, cluster: LocalCluster, stop: asyncio.Event | None = None) -> Summary:
+async def run(
+    config: Config, cluster: LocalCluster, stop: asyncio.Event | None = None, **options: Any
+) -> Summary:
     run_dir = Path(config.run.dir) / config.run.name
     for name in ("checkpoints", "logs"):
         (run_dir / name).mkdir(parents=True, exist_ok=True)
     clock = asyncio.get_running_loop().time
-    return await orchestrator.run(config, run_dir, stop or asyncio.Event(), cluster, clock=clock)
+    return await orchestrator.run(config, run_dir, stop or asyncio.Event(), cluster, clock=clock, **options)
 
 
 def metrics_of_the_run(monkeypatch: pytest.MonkeyPatch) -> Metrics:
@@ -122,7 +121,6 @@ async def test_a_run_trains_every_step_and_accounts_for_every_trajectory(calcula
     config = make_config(calculator, tmp_path, *overrides)
     cluster = LocalCluster(config, step_s=0.02)
     summary = await run(config, cluster)
-    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
     assert summary.weight_versions == 6
     assert summary.trajectories.trained == 6 * 16
     assert_conserved(summary)
@@ -173,18 +171,6 @@ async def test_a_run_is_served_and_announced_where_the_config_says(calculator, t
     assert seen == [f"http://127.0.0.2:{port}", 1]
 
 
-async def test_processes_that_an_earlier_driver_left_are_counted(calculator, tmp_path, monkeypatch):
-    metrics = metrics_of_the_run(monkeypatch)
-    config = make_config(calculator, tmp_path)
-    reports = tmp_path / "sim" / "logs" / "reaped"
-    reports.mkdir(parents=True)
-    (reports / "0123.json").write_text('[["sandbox", "owner_ended"], ["sandbox", "owner_ended"]]')
-    await run(config, LocalCluster(config, step_s=0.02))
-    (family,) = metrics.user_processes_reaped_total.collect()
-    assert [sample.value for sample in family.samples if sample.name.endswith("_total")] == [2]
-    assert not list(reports.iterdir())
-
-
 async def test_records_are_of_their_own_step(calculator, tmp_path):
     """Elsewhere metrics are those of the previous step (verl#6796)."""
     config = make_config(calculator, tmp_path)
@@ -204,46 +190,6 @@ async def test_records_are_of_their_own_step(calculator, tmp_path):
     assert [r["reward_mean"] for r in records] == pytest.approx(rewards)
 
 
-@pytest.mark.parametrize("staleness_policy", ["wait", "drop"])
-async def test_the_bound_is_never_exceeded_when_there_is_no_staleness_to_spare(
-    calculator, tmp_path, staleness_policy
-):
-    config = make_config(
-        calculator, tmp_path, "rollout.max_staleness=0", f"rollout.staleness_policy={staleness_policy}"
-    )
-    summary = await run(config, LocalCluster(config))
-    assert summary.staleness_max == 0
-    assert_conserved(summary)
-
-
-class HangingLoop(SingleTurnLoop):
-    """Hangs a few times, from its third call on."""
-
-    calls = 0
-
-    async def run(self, task: Task, session: Session) -> None:
-        HangingLoop.calls += 1
-        if 3 <= HangingLoop.calls <= 6:
-            await asyncio.Future()
-        await super().run(task, session)
-
-
-async def test_a_trajectory_is_dropped_when_its_loop_hangs(calculator, tmp_path):
-    HangingLoop.calls = 0
-    config = make_config(
-        calculator,
-        tmp_path,
-        f"rollout.agent_loop={__name__}:HangingLoop",
-        "rollout.trajectory_timeout_s=3",
-        "rollout.max_failed_share=1",
-        "rollout.max_attempts=1",
-    )
-    summary = await run(config, LocalCluster(config))
-    assert HangingLoop.calls > 6
-    assert summary.trajectories.dropped["agent_loop_error"] >= 4  # on a busy machine others may be too slow
-    assert_conserved(summary)
-
-
 async def test_prompts_are_dropped_when_they_are_longer_than_the_context(calculator, tmp_path):
     lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines()[:40]
     question = {"messages": [{"role": "user", "content": "word " * 400}], "answer": "1"}
@@ -253,13 +199,6 @@ async def test_prompts_are_dropped_when_they_are_longer_than_the_context(calcula
     config = make_config(calculator, tmp_path, *overrides)
     summary = await run(config, LocalCluster(config))
     assert summary.trajectories.dropped == {"prompt_too_long": 4}
-    assert_conserved(summary)
-
-
-async def test_one_slot_is_enough_when_trajectories_run_one_at_a_time(calculator, tmp_path):
-    config = make_config(calculator, tmp_path, "rollout.max_concurrent_trajectories=1", "run.max_steps=2")
-    summary = await run(config, LocalCluster(config))
-    assert summary.trajectories.trained == 2 * 16
     assert_conserved(summary)
 
 
@@ -338,50 +277,6 @@ async def test_a_run_that_is_stopped_while_it_starts_ends_at_once(calculator, tm
     assert was_stopped_at_start(caught.value)
 
 
-async def test_a_stopped_run_continues_where_it_was(calculator, tmp_path):
-    config = make_config(calculator, tmp_path, "run.max_steps=8")
-    stop, cluster = asyncio.Event(), LocalCluster(config, step_s=0.02)
-    original = cluster.trainer.train_step
-
-    async def stop_after_three(path: str, step: int):
-        if step == 3:
-            stop.set()
-        return await original(path, step)
-
-    cluster.trainer.train_step = stop_after_three  # type: ignore[method-assign]
-    first = await run(config, cluster, stop)
-    assert first.weight_versions == 3
-    assert first.trajectories.in_flight == 0  # drained
-    assert_conserved(first)
-
-    later = LocalCluster(config)
-    second = await run(config, later)
-    assert second.trajectories.trained == 8 * 16
-    assert_conserved(second)
-    before = {i for batch in cluster.trainer.batches for i in batch.trajectory_ids}
-    after = {i for batch in later.trainer.batches for i in batch.trajectory_ids}
-    assert not before & after
-
-
-async def test_what_was_trained_after_the_checkpoint_comes_again_when_the_trainer_breaks(
-    calculator, tmp_path
-):
-    config = make_config(calculator, tmp_path)
-    cluster = LocalCluster(config)
-    cluster.trainer.fail_at = 4  # steps 1 to 3 are done, the checkpoint is of step 2
-    with pytest.raises(BaseExceptionGroup):
-        await run(config, cluster)
-    again = LocalCluster(config)
-    summary = await run(config, again)
-    assert [batch.trainer_version for batch in again.trainer.batches] == [2, 3, 4, 5]
-    assert summary.weight_versions == 6
-    assert summary.trajectories.dropped["restart"] > 0
-    assert_conserved(summary)
-    ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")
-    assert ledger.audit().holds
-    ledger.close()
-
-
 @pytest.mark.parametrize(
     ("figures", "fails"),
     [
@@ -405,15 +300,20 @@ async def test_a_step_that_is_not_finite_ends_the_run_unless_it_updates_nothing(
     assert error.group_contains(NonFiniteLoss, match="expected a finite number")
 
 
-async def test_trackers_have_each_step_once_when_a_run_repeats_some(calculator, tmp_path, caplog):
+async def test_what_was_trained_after_the_checkpoint_comes_again_when_the_trainer_breaks(
+    calculator, tmp_path, caplog
+):
     trackers = f"metrics.trackers=[jsonl, '{__name__}:BrokenTracker']"
     config = make_config(calculator, tmp_path, "run.max_steps=4", trackers)
     cluster = LocalCluster(config)
-    cluster.trainer.fail_at = 4  # steps 1 to 3 are logged, the checkpoint is of step 2
+    cluster.trainer.fail_at = 4  # steps 1 to 3 are done and logged, the checkpoint is of step 2
     with pytest.raises(BaseExceptionGroup):
         await run(config, cluster)
-    summary = await run(config, LocalCluster(config))
-    assert summary.weight_versions == 4
+    again = LocalCluster(config)
+    summary = await run(config, again)
+    assert [batch.trainer_version for batch in again.trainer.batches] == [2, 3]
+    assert summary.trajectories.dropped["restart"] > 0
+    assert_conserved(summary)
     logged = [json.loads(line) for line in (tmp_path / "sim" / "tracker.jsonl").read_text().splitlines()]
     records = step_record_log(tmp_path / "sim" / "metrics.jsonl").read()
     assert [line["step"] for line in logged] == [1, 2, 3, 4]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +10,16 @@ import pytest
 from async_rl.engines.simulated import scored_tokens
 from tests.simulation.test_loop import make_config, run
 from tests.support.local_cluster import LocalCluster
-from verification.simulation.__main__ import run_model_seed, run_model_worker_seed
-from verification.simulation.simulate import SeedOutcome
+from verification.simulation.__main__ import run_seed
 from verification.simulation.simulated_models import score_seed
 
 
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("run_one", [run_model_seed, run_model_worker_seed])
+@pytest.mark.parametrize("kinds", [("models",), ("models", "workers")], ids="+".join)
 def test_every_trained_token_has_its_score_when_a_seed_decides_what_goes_wrong(
-    run_one: Callable[[int], SeedOutcome], seeds: range
+    kinds: tuple[str, ...], seeds: range
 ) -> None:
-    failed = {seed: found.violations for seed in seeds if (found := run_one(seed)).violations}
+    failed = {seed: found.violations for seed in seeds if (found := run_seed(seed, kinds)).violations}
     assert failed == {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import aiohttp
 import pytest
 
 from agent_loops.openai_agent import AgentAPI
-from async_rl.config import parse_config
-from async_rl.run import orchestrator
 from async_rl.types import Completion, Task
-from tests.simulation.test_loop import first_tasks
+from tests.simulation.test_loop import assert_conserved, make_config, run
 from tests.support.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.real_time
@@ -49,31 +46,22 @@ def reward(task: Task, completion: Completion) -> float:
 async def test_each_conversation_of_each_attempt_is_trained_once_with_the_reward_of_the_last_answer(
     calculator: Path, tmp_path: Path
 ) -> None:
-    config = parse_config(
-        {
-            "run": {"name": "agents", "dir": str(tmp_path), "max_steps": 3, "drain_s": 5},
-            "model": {"path": str(calculator / "model"), "dtype": "float32"},
-            "data": {"path": first_tasks(calculator, tmp_path)},
-            "engine": {"kind": "simulated", "decode_step_s": 0.001, "mean_new_tokens": 12},
-            "rollout": {
-                "agent_loop": "agent_loops.openai_agent:OpenAIAgentLoop",
-                "agent_loop_args": {"agent": f"{__name__}:agent"},
-                "reward": f"{__name__}:reward",
-                "group_size": 2,
-                "max_branches": 1,
-                "max_concurrent_trajectories": 8,
-                "max_context_tokens": 512,
-                "max_new_tokens": 64,
-            },
-            "trainer": {"groups_per_batch": 2},
-        }
+    config = make_config(
+        calculator,
+        tmp_path,
+        "run.max_steps=3",
+        "run.drain_s=5",
+        "rollout.agent_loop=agent_loops.openai_agent:OpenAIAgentLoop",
+        f"rollout.agent_loop_args.agent={__name__}:agent",
+        f"rollout.reward={__name__}:reward",
+        "rollout.group_size=2",
+        "rollout.max_branches=1",
+        "rollout.max_concurrent_trajectories=8",
+        "rollout.max_context_tokens=512",
+        "trainer.groups_per_batch=2",
     )
-    run_dir = tmp_path / "agents"
-    for name in ("checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True)
     cluster = LocalCluster(config, step_s=0.02)
-    summary = await orchestrator.run(config, run_dir, asyncio.Event(), cluster)
-    assert summary.trajectories.unaccounted == 0
+    assert_conserved(await run(config, cluster))
     batches = cluster.trainer.batches
     rewards = {
         name: value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from msgspec.structs import replace
 
 from async_rl.errors import TrainerError
 from async_rl.observability.records import StepRecord, step_record_log
-from async_rl.runtime.waits import NamedLock
-from async_rl.weights.weight_sync import SyncReport, WeightSync
 from tests.support.small_run import small_run
 from verification.simulation.cancellation_sweep import sweep
 from verification.simulation.faults import FaultKind
@@ -137,33 +134,4 @@ def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
 ) -> None:
     swept = sweep(overlapping(SLOW_SEND, "step_fails"), tmp_path, within=place)
     assert swept.violations == []
-    assert len(swept.runs) > 1
-    assert all(
-        run.incarnations[0] == "cancelled" and run.incarnations[-1] == "finished" for run in swept.runs[1:]
-    )
-
-
-def test_the_invariant_checker_fails_when_a_copy_is_made_too_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = WeightSync.update_from_snapshot
-
-    async def too_early(self: WeightSync, version: int, copied: asyncio.Event) -> SyncReport:
-        self.trainer_busy = NamedLock("another lock")  # it does not wait until the copy before was sent
-        return await original(self, version, copied)
-
-    monkeypatch.setattr(WeightSync, "update_from_snapshot", too_early)
-    outcome, _ = run(overlapping(SLOW_SEND), tmp_path)
-    lost = "is overwritten while it is read", "version 4 is published from weights of 5"
-    assert any(sentence in outcome.violations[0] for sentence in lost)
-
-
-def test_the_invariant_checker_fails_when_engines_are_sent_what_the_trainer_has_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def nothing(self: Any, weight_version: int) -> None:
-        return None
-
-    monkeypatch.setattr("verification.simulation.simulated_trainer.SimulatedTrainer.take_snapshot", nothing)
-    outcome, _ = run(overlapping(SLOWEST_SEND, transport="distributed"), tmp_path)
-    assert outcome.violations
+    assert swept.ends == {("cancelled", "finished")}

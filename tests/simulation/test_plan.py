@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -67,18 +66,14 @@ def test_weight_updates_cost_their_pause_when_nothing_else_does() -> None:
     assert "Weight updates" in bottleneck(plan, job(), EQUAL)
 
 
-def test_the_trainer_is_named_when_it_is_slower_than_the_engines() -> None:
+def test_the_bottleneck_is_named_when_it_is_the_trainer_or_concurrency() -> None:
     slow = replace(EQUAL, train_tokens_per_s=4 * 130 / 3.0)  # 3 s a step
     plan = simulate(job(), slow, SHORT)
     assert plan.trajectories_per_s == pytest.approx(4 / 3.0)
     assert plan.staleness_max == 3
-    assert bottleneck(plan, job(), slow).startswith("The trainer: it trains 100%")
-
-
-def test_concurrency_is_named_when_slots_are_empty_for_want_of_trajectories() -> None:
+    assert bottleneck(plan, job(), slow).startswith("The trainer")
     config = job("rollout.max_concurrent_trajectories=2")
     plan = simulate(config, EQUAL, SHORT)
-    assert plan.engines_empty > 0.3
     assert "raise rollout.max_concurrent_trajectories to 4" in bottleneck(plan, config, EQUAL)
 
 
@@ -91,14 +86,9 @@ def test_prefix_is_found_and_the_tool_costs_its_time_when_answers_have_turns() -
 
 
 def test_plan_is_the_same_when_the_seed_is() -> None:
-    workload = replace(EQUAL, sigma=0.8)
-
-    def figures(seed: int) -> dict[str, object]:
-        plan = msgspec.to_builtins(simulate(job(), workload, replace(SHORT, seed=seed)))
-        return {name: value for name, value in plan.items() if not name.startswith("driver")}
-
-    assert figures(1) == figures(1)
-    assert figures(1)["seconds"] != figures(2)["seconds"]
+    seeds = [replace(SHORT, seed=seed) for seed in (1, 1, 2)]
+    one, again, other = (simulate(job(), replace(EQUAL, sigma=0.8), run).seconds for run in seeds)
+    assert one == again != other
 
 
 def test_fluid_bound_and_lengths_are_those_of_the_formula_when_engines_are_full() -> None:
@@ -120,18 +110,12 @@ def test_batch_and_trainer_grow_with_the_engines_when_asked_to() -> None:
     assert workload.train_tokens_per_s == 1e9
 
 
-@pytest.mark.parametrize(
-    ("engines", "grow", "coarsen"), [(1, 1, 1), (16, 1, 1), (256, 1, 16), (4096, 1, 64), (256, 0, 2)]
-)
+@pytest.mark.parametrize(("engines", "grow", "coarsen"), [(16, True, 1), (4096, True, 64), (256, False, 2)])
 def test_groups_and_two_slots_remain_when_large_jobs_are_simulated_coarsely(
-    engines: int, grow: int, coarsen: int
+    engines: int, grow: bool, coarsen: int
 ) -> None:
-    config = job(
-        "engine.max_running_requests=128",
-        "rollout.max_concurrent_trajectories=128",
-        "trainer.groups_per_batch=2",
-    )
-    config, _ = with_engines(config, EQUAL, engines, grow=bool(grow))
+    slots = "engine.max_running_requests=128", "rollout.max_concurrent_trajectories=128"
+    config, _ = with_engines(job(*slots, "trainer.groups_per_batch=2"), EQUAL, engines, grow=grow)
     assert coarsening(config) == coarsen
 
 

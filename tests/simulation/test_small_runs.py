@@ -34,31 +34,30 @@ RUNS = {
     "spliced": Small(merge="splice"),
     "in_place": Small(interrupt="in_place", merge="splice"),
     "dies": Small(("die_in_call", "disconnect")),
-    "nan": Small(("nan",)),
+    "nan": Small(("nan", "disconnect", "nan", "die")),
     "no_op": Small(("no_op_update",)),
+    "no_files": Small(("no_files",) * 5),
+    "disk_full": Small(("disk_full",) * 4),
+    "slow_payload": Small(("slow_payload",) * 6),
+    "retract": Small(("retract",) * 6, interrupt="retract"),
+    "retract_in_place": Small(("retract",) * 6, interrupt="in_place", merge="splice"),
     "killed": Small(death="kill"),
+    "killed_after_rollbacks": Small(("die_in_call", "nan", "disconnect", "step_fails"), "kill"),
     "stopped": Small(("step_fails", "publish_fails"), "stop"),
 }
 
 
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 8), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_small_run_holds_what_is_promised(name: str, tmp_path: Path) -> None:
-    run_seeds(RUNS[name], range(2), tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
-def test_more_small_runs_hold_what_is_promised(name: str, tmp_path: Path) -> None:
-    run_seeds(RUNS[name], range(2, 8), tmp_path)
-
-
-def run_seeds(what: Small, seeds: range, tmp_path: Path) -> None:
+def test_a_small_run_holds_what_is_promised(name: str, seeds: range, tmp_path: Path) -> None:
+    what = RUNS[name]
     for seed in seeds:
         folder = tmp_path / str(seed)
         folder.mkdir()
         scenario = small_run(seed, what.faults, what.death, interrupt=what.interrupt, merge=what.merge)
-        found = simulate(seed, folder, scenario=scenario).violations
-        assert not found, "\n".join(found)
+        outcome = simulate(seed, folder, scenario=scenario)
+        assert not outcome.violations, "\n".join(outcome.violations)
+        assert what.death or outcome.incarnations == ("finished",)
 
 
 def batch_of(version: int, sampled_at: int) -> TrainBatch:

@@ -50,16 +50,6 @@ def test_a_slope_is_found_beneath_levels_that_rise_and_fall() -> None:
     assert regress(work, held, [0] * len(work)).half_width > 100
 
 
-def test_each_segment_has_its_own_constant() -> None:
-    growth = regress([0, 1, 2, 10, 11, 12], [5, 7, 9, 105, 107, 109], [0, 0, 0, 1, 1, 1])
-    assert growth.slope == pytest.approx(2)
-    assert growth.half_width == pytest.approx(0, abs=1e-6)
-
-
-def test_a_slope_is_unknown_when_there_are_too_few_samples() -> None:
-    assert not regress([0, 1], [5, 7], [0, 0]).upper < float("inf")
-
-
 def test_a_compact_set_is_a_set() -> None:
     rng = random.Random(0)
     names = [f"{rng.randrange(5000):032x}" + rng.choice(("", "", ".1")) for _ in range(4000)]

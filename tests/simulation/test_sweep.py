@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from async_rl.runtime import supervision
 from tests.support.small_run import small_run
 from verification.simulation.cancellation_sweep import sweep
 from verification.simulation.faults import FaultKind
@@ -39,15 +37,4 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
         "WeightPublisher.publish_files",
     }
     # Each cancellation took place, and an incarnation after it came to the end.
-    assert all(
-        run.incarnations[0] == "cancelled" and run.incarnations[-1] == "finished" for run in swept.runs[1:]
-    )
-
-
-@pytest.mark.real
-def test_the_sweep_sees_it_when_a_task_group_loses_a_cancellation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervision._TaskGroup, "__aexit__", asyncio.TaskGroup.__aexit__)
-    swept = sweep(small_run(0, FAULTS), tmp_path, within="EngineRepair.repair_engines")
-    assert swept.violations == ["the run was cancelled and ended as if it had not been"]
+    assert swept.ends == {("cancelled", "finished")}

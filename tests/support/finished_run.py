@@ -7,7 +7,6 @@ import math
 import random
 from pathlib import Path
 
-import msgspec
 import yaml
 
 from async_rl.observability.records import StepRecord, step_record_log
@@ -145,8 +144,3 @@ FAILURE = """\
 Traceback (most recent call last):
   | somewhere deep
 """
-
-
-def decode(path: Path) -> list[StepRecord]:
-    """Returns the steps in a run folder."""
-    return msgspec.json.Decoder(StepRecord).decode_lines((path / "metrics.jsonl").read_bytes())

@@ -35,7 +35,9 @@ from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import services
 from async_rl.types import Completion, TakenBatch, Task
 
-PROMPT = 8
+PROMPT, ENGINES = 8, 2
+MEDIAN = 100.0
+"""Tokens of the answers whose length is drawn."""
 _FACTS = EngineFacts(
     num_layers=1, moe_layers=(), num_experts=0, top_k=0, vocab_size=512, context_length=1 << 30
 )
@@ -58,18 +60,15 @@ class _Chat:
 class OneAnswer:
     """An agent loop of one turn, with the length that its task sets, or else with a drawn length."""
 
-    def __init__(self, median: float, sigma: float, most: int, seed: int = 0) -> None:
-        self._median, self._sigma, self._most = median, sigma, most
-        self._random, self._numbers = random.Random(seed), count(1)
-        self.drawn: list[int] = []
-        """Tokens of all answers that were begun, were they ended or not."""
+    def __init__(self, sigma: float, most: int) -> None:
+        self._sigma, self._most = sigma, most
+        self._random, self._numbers = random.Random(0), count(1)
 
     async def run(self, task: Task, session: Session) -> None:
         length = task.metadata.get("tokens")
         if length is None:
-            length = round(self._random.lognormvariate(math.log(self._median), self._sigma))
+            length = round(self._random.lognormvariate(math.log(MEDIAN), self._sigma))
         length = max(1, min(length, self._most))
-        self.drawn.append(length)
         session.start([{"role": "user", "content": f"{length} {next(self._numbers)}"}])
         await session.generate()
 
@@ -120,34 +119,27 @@ class World:
         max_staleness: int = 4,
         groups_per_batch: int = 8,
         group_size: int = 8,
-        engines: int = 2,
         slots: int = 32,
-        train_share: float = 0.9,
-        median: float = 100.0,
         sigma: float = 0.8,
         most: int = 1000,
         tasks: Sequence[Task] | None = None,
         epochs: int | None = None,
         step: int = 0,
-        seed: int = 0,
         **rollout: Any,
     ) -> None:
-        """Take up what is in the folder.
-
-        `train_share`: a step takes so much of the time that full engines need for a batch of median answers.
-        """
+        """Take up what is in the folder."""
         self.config: Config = parse_config(
             {
                 "model": {"path": "model"},
                 "data": {"path": "data", "shuffle": False},
-                "engine": {"kind": "simulated", "num_engines": engines, "max_running_requests": slots},
+                "engine": {"kind": "simulated", "num_engines": ENGINES, "max_running_requests": slots},
                 "routing": {"replay": "off"},
                 "rollout": {
                     "agent_loop": f"{__name__}:OneAnswer",
-                    "agent_loop_args": {"median": median, "sigma": sigma, "most": most, "seed": seed},
+                    "agent_loop_args": {"sigma": sigma, "most": most},
                     "reward": f"{__name__}:fair",
                     "group_size": group_size,
-                    "max_concurrent_trajectories": engines * slots,
+                    "max_concurrent_trajectories": ENGINES * slots,
                     "max_staleness": max_staleness,
                     "staleness_policy": staleness_policy,
                     "max_context_tokens": PROMPT + 2 * most,
@@ -160,15 +152,15 @@ class World:
         )
         self.tasks = tasks or [Task(task_id=f"task-{i}", messages=[]) for i in range(16)]
         self.version = step
-        self.step_s = train_share * groups_per_batch * group_size * median / (engines * slots)
-        self.waited_s = 0.0
+        # Nine tenths of the time that full engines need for a batch of median answers.
+        self.step_s = 0.9 * groups_per_batch * group_size * MEDIAN / (ENGINES * slots)
         loop = asyncio.get_running_loop()
         clock, self.metrics = loop.time, Metrics()
         self.pool = EnginePool(self.metrics, clock)
         speed = EngineSpeed(
             slots=slots, decode_base_s=1.0, decode_per_call_s=0.0, prefill_tokens_per_s=1e4, update_s=1.0
         )
-        self.engines = [CoarseEngine(f"engine-{i}", speed) for i in range(engines)]
+        self.engines = [CoarseEngine(f"engine-{i}", speed) for i in range(ENGINES)]
         self.ledger = Ledger(folder / "ledger.sqlite")
         self.ledger.rollback(step)
         retries = TaskRetries(
@@ -204,9 +196,8 @@ class World:
             facts=_FACTS,
             routing=self.config.routing,
             interrupt=self.config.weights.interrupt,
-            new_id=(f"{seed:04d}-{step:04d}-{n:010d}" for n in count()).__next__,
+            new_id=(f"{step:04d}-{n:010d}" for n in count()).__next__,
         )
-        self._backend = LocalBackend(self.config, context, spool)
         self.manager = RolloutManager(
             self.config,
             context,
@@ -220,7 +211,7 @@ class World:
             ),
             pool=self.pool,
             queue=self.queue,
-            backend=self._backend,
+            backend=LocalBackend(self.config, context, spool),
         )
         self.batches: list[TakenBatch] = []
 
@@ -241,12 +232,9 @@ class World:
                 raise
 
     async def _step(self) -> bool:
-        clock = asyncio.get_running_loop().time
-        begin = clock()
         batch = await self.queue.next_batch(self.version)
         if batch is None:
             return False
-        self.waited_s += clock() - begin
         self.check(batch)
         self.batches.append(batch)
         await asyncio.sleep(self.step_s)
@@ -278,12 +266,6 @@ class World:
     def trained(self) -> list[int]:
         """Tokens of all answers that were trained."""
         return [length for batch in self.batches for length in batch.sampled_lengths]
-
-    @property
-    def drawn(self) -> list[int]:
-        """Tokens of all answers that were begun, at full length."""
-        loop: OneAnswer = self._backend.loops.get_loop(None)
-        return loop.drawn
 
     @property
     def positions_trained(self) -> list[int]:

@@ -45,22 +45,18 @@ class Case(NamedTuple):
 
 CASES = {
     "data": Case("qwen3_moe", 2, {}, "bfloat16"),
-    "expert": Case("qwen3_moe", 2, {"ep": 2}, "bfloat16", "selective"),
     "expert, recomputed": Case("qwen3_moe", 2, {"ep": 2}, "float32", "full"),
-    "tensor": Case("qwen3_moe", 2, {"tp": 2, "etp": 2}, "bfloat16"),
     "tensor and expert": Case("qwen3_moe", 2, {"tp": 2, "ep": 2}),
     "uneven pipeline": Case("qwen3_moe", 2, {"pp": 2, "first_stage_layers": 3}, "bfloat16"),
     "interleaved pipeline": Case("qwen3_moe", 2, {"pp": 2, "vpp": 2}),
     "context": Case("qwen2_moe", 2, {"cp": 2}, "bfloat16", "full"),
-    "latent attention": Case("deepseek_v3", 2, {"ep": 2}, "bfloat16"),
     "latent attention, context": Case("deepseek_v3", 2, {"cp": 2}, "bfloat16"),
 } | {
     f"one rank, {' and '.join(modules)} recomputed": Case(
         kind, 1, {}, dtype, "selective", {"megatron": {"recompute_modules": modules}}
     )
     for kind, dtype, modules in (
-        ("qwen3_moe", "bfloat16", ["layernorm", "mlp"]),
-        ("qwen3_moe", "float32", ["layernorm", "moe"]),
+        ("qwen3_moe", "float32", ["layernorm", "mlp", "moe"]),
         ("qwen3_moe", "bfloat16", ["core_attn"]),
         ("qwen2_moe", "bfloat16", ["shared_experts"]),
         ("deepseek_v3", "bfloat16", ["mla_up_proj"]),
@@ -74,26 +70,8 @@ CASES |= {
     )
     for name, kind, ranks, layout, dtype, recompute, targets in (
         ("one rank, dense", "llama", 1, {}, "float32", "none", ["attention", "mlp"]),
-        ("data", "qwen3_moe", 2, {}, "bfloat16", "none", ["attention"]),
-        (
-            "tensor and expert",
-            "qwen3_moe",
-            2,
-            {"tp": 2, "ep": 2},
-            "float32",
-            "none",
-            ["attention", "experts"],
-        ),
-        (
-            "expert, recomputed",
-            "qwen2_moe",
-            2,
-            {"ep": 2},
-            "bfloat16",
-            "full",
-            ["attention", "mlp", "experts"],
-        ),
-        ("pipeline", "qwen3_moe", 2, {"pp": 2}, "float32", "none", ["experts"]),
+        ("sharded", "qwen3_moe", 2, {"tp": 2, "ep": 2}, "float32", "none", ["attention", "experts"]),
+        ("recomputed", "qwen2_moe", 2, {"ep": 2}, "bfloat16", "full", ["attention", "mlp", "experts"]),
         ("latent attention", "deepseek_v3", 2, {"tp": 2, "ep": 2}, "float32", "none", ["attention"]),
     )
 }

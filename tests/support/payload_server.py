@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import socketserver
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import psutil
 import pybase64
 
 from async_rl.engine_protocol import EngineFacts
+from benchmarks.support.tables import other_process
 
 
 def make_ids(num_rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
@@ -103,14 +103,5 @@ def _serve(shape: tuple[int, int, int, int], ready: Connection) -> None:
 @contextmanager
 def payload_server(num_rows: int, num_layers: int, top_k: int, num_experts: int) -> Iterator[str]:
     """Serve while the block runs; its address. Every answer is one token and `make_ids` of these."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    shape = (num_rows, num_layers, top_k, num_experts)
-    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(shape, sender), daemon=True)
-    server.start()
-    try:
-        yield f"http://127.0.0.1:{receiver.recv()}"
-    finally:
-        server.terminate()
-        server.join()
-        receiver.close()
-        sender.close()
+    with other_process(_serve, (num_rows, num_layers, top_k, num_experts)) as server:
+        yield f"http://127.0.0.1:{server.recv()}"

@@ -24,7 +24,6 @@ from async_rl.types import RoutingTrace, VersionSpan
 from async_rl.weights.checksums import CANARY_SUFFIX
 
 NUM_EXPERTS = 8
-TOP_K = 2
 
 Script = Callable[[GenerateRequest], Sequence[Chunk | Finish | Exception]]
 """Returns the events of one call; an exception among them is raised."""

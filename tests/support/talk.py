@@ -17,15 +17,14 @@ from async_rl.engine_protocol import EngineFacts, InterruptMode
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.queue.journal import JournalEntry
 from tests.support.sessions import Bench
+from tests.support.writer import Writer
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "calculator" / "chat_template.jinja"
 FACTS = EngineFacts(
     num_layers=2, moe_layers=(0, 1), num_experts=8, top_k=2, vocab_size=300, context_length=1 << 16
 )
-PROMPT = "<|im_start|>assistant\n"
 _SPECIAL = {"<|im_start|>": 256, "<|im_end|>": 257}
 _SPECIALS = re.compile("|".join(map(re.escape, _SPECIAL)))
-_START, _END = 256, 257
 
 Script = Callable[[str], str]
 """Returns the policy's text for the text of a prompt."""
@@ -35,7 +34,7 @@ class ByteTokenizer:
     """One token for each byte, and two special ones; ChatML with tools in Qwen's format."""
 
     chat_template = TEMPLATE.read_text()
-    eos_token_id = _END
+    eos_token_id = _SPECIAL["<|im_end|>"]
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
@@ -72,31 +71,26 @@ class ByteTokenizer:
         return b"".join(pieces).decode(errors="replace")
 
 
-class Talker:
+class Talker(Writer):
     """A policy that, at each generation prompt, writes what the script returns for the text so far."""
 
     def __init__(self, script: Script) -> None:
+        super().__init__(ChatFormat(ByteTokenizer()), self._answer_to)
         self.script = script
         self.prompts: list[str] = []
         """Prompts as text, one for each turn that was begun."""
-        self._tokenizer = ByteTokenizer()
-        self._marker = self._tokenizer.encode(PROMPT)
-        self._said: dict[tuple[int, ...], list[int]] = {}
         self._heard: dict[int, asyncio.Event] = {}
 
+    def _answer_to(self, prompt: str) -> str:
+        self.prompts.append(prompt)
+        return self.script(prompt)
+
     def __call__(self, prefix: Sequence[int], rng: random.Random) -> int | None:
-        start = len(prefix) - list(prefix)[::-1].index(_START)
-        begin = start - 1 + len(self._marker)
-        key = tuple(prefix[:begin])
-        if key not in self._said:
-            self.prompts.append(self._tokenizer.decode(key))
-            self._said[key] = self._tokenizer.encode(self.script(self.prompts[-1]))
-        answer = self._said[key]
-        done = len(prefix) - begin
+        token = super().__call__(prefix, rng)
         for number, event in self._heard.items():
-            if done >= number:
+            if self.written >= number:
                 event.set()
-        return answer[done] if done < len(answer) else None
+        return token
 
     async def has_said(self, num_tokens: int) -> None:
         """Wait until some turn has this many tokens."""

@@ -8,184 +8,121 @@ from typing import Any
 
 import torch
 
-
-def build_tiny_qwen3_moe(
-    path: Path,
-    *,
-    vocab_size: int = 96,
-    hidden_size: int = 32,
-    num_layers: int = 3,
-    num_heads: int = 4,
-    num_groups: int = 2,
-    head_dim: int = 16,
-    num_experts: int = 8,
-    top_k: int = 2,
-    expert_size: int = 32,
-    dense_size: int = 64,
-    dense_layers: tuple[int, ...] = (),
-    tie_embeddings: bool = False,
-    max_position_embeddings: int = 512,
-    std: float = 0.1,
-    seed: int = 0,
-) -> Path:
-    """Writes a random Qwen3-MoE in float32. A larger `std` makes choices between experts clearer."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=dense_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_groups,
-        head_dim=head_dim,
-        num_experts=num_experts,
-        num_experts_per_tok=top_k,
-        moe_intermediate_size=expert_size,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=list(dense_layers),
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tie_embeddings,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return _save(Qwen3MoeForCausalLM, config, path, std, seed)
-
-
-def build_tiny_qwen3(
-    path: Path, *, vocab_size: int = 96, num_layers: int = 2, std: float = 0.1, seed: int = 0
-) -> Path:
-    """Writes a random dense Qwen3 in float32."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    return _save(Qwen3ForCausalLM, config, path, std, seed)
+_FIELDS = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_SHORT_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_groups": "num_key_value_heads",
+    "top_k": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "dense_size": "intermediate_size",
+    "norm_top_k": "norm_topk_prob",
+    "tie_embeddings": "tie_word_embeddings",
+}
 
 
 def build_tiny_dense(path: Path, kind: str, *, std: float = 0.1, seed: int = 0, **config: Any) -> Path:
-    """Writes a random dense model in float32; `kind` is a `model_type`, `config` overrides its fields."""
+    """Writes a random model in float32. A larger `std` makes choices between experts clearer.
+
+    Args:
+        path: The folder.
+        kind: A `model_type`.
+        std: Of the weights.
+        seed: Of the weights.
+        config: Fields of the model's config, also by the short names above.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    return _save(
-        AutoModelForCausalLM.from_config, AutoConfig.for_model(kind, **(fields | config)), path, std, seed
+    fields = {_SHORT_NAMES.get(name, name): value for name, value in config.items()}
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_FIELDS | fields))).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.8, 1.2, generator=generator)
+            else:
+                parameter.normal_(std=std, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1, generator=generator)  # as large as differences between scores
+    model.save_pretrained(path)
+    return path
+
+
+def build_tiny_qwen3_moe(path: Path, *, dense_layers: tuple[int, ...] = (), **config: Any) -> Path:
+    """Writes a random Qwen3-MoE; `config` as of `build_tiny_dense`, here and below."""
+    sizes = {"num_layers": 3, "head_dim": 16, "num_experts": 8, "top_k": 2, "expert_size": 32}
+    kinds = {"norm_top_k": True, "decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers)}
+    return build_tiny_dense(path, "qwen3_moe", **(sizes | kinds | config))
+
+
+def build_tiny_qwen3(path: Path, **config: Any) -> Path:
+    """Writes a random dense Qwen3, which is tied."""
+    return build_tiny_dense(path, "qwen3", **({"head_dim": 16, "tie_embeddings": True} | config))
+
+
+def build_tiny_mixtral(path: Path, **config: Any) -> Path:
+    """Writes a random Mixtral: experts in every layer, gates of the chosen ones normalised."""
+    return build_tiny_dense(
+        path, "mixtral", **({"num_local_experts": 8, "top_k": 2, "intermediate_size": 48} | config)
     )
-
-
-def build_tiny_mixtral(path: Path, *, std: float = 0.1, seed: int = 0, **config: Any) -> Path:
-    """Writes a random Mixtral in float32: experts in every layer, gates of the chosen ones normalised."""
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
-    return build_tiny_dense(path, "mixtral", std=std, seed=seed, **(experts | config))
 
 
 def build_tiny_qwen2_moe(
-    path: Path,
-    *,
-    vocab_size: int = 96,
-    hidden_size: int = 32,
-    num_layers: int = 3,
-    num_experts: int = 8,
-    top_k: int = 2,
-    dense_layers: tuple[int, ...] = (),
-    norm_top_k: bool = False,
-    max_position_embeddings: int = 512,
-    std: float = 0.1,
-    seed: int = 0,
+    path: Path, *, hidden_size: int = 32, dense_layers: tuple[int, ...] = (), **config: Any
 ) -> Path:
-    """Writes a random Qwen2-MoE in float32: gated shared expert, attention biases, gates not normalised."""
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    config = Qwen2MoeConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=num_experts,
-        num_experts_per_tok=top_k,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=48,
-        norm_topk_prob=norm_top_k,
-        decoder_sparse_step=1,
-        mlp_only_layers=list(dense_layers),
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return _save(Qwen2MoeForCausalLM, config, path, std, seed)
+    """Writes a random Qwen2-MoE: gated shared expert, attention biases, gates not normalised."""
+    sizes = {"hidden_size": hidden_size, "dense_size": 2 * hidden_size, "num_layers": 3, "num_experts": 8}
+    sizes |= {"top_k": 2, "expert_size": 32, "shared_expert_intermediate_size": 48}
+    kinds = {"norm_top_k": False, "decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers)}
+    return build_tiny_dense(path, "qwen2_moe", **(sizes | kinds | config))
 
 
 def build_tiny_deepseek_v3(
     path: Path,
     *,
-    vocab_size: int = 96,
     hidden_size: int = 32,
-    num_layers: int = 3,
     dense_layers: int = 1,
     num_experts: int = 16,
-    top_k: int = 4,
     num_groups: int = 4,
     top_groups: int = 2,
-    q_lora_rank: int | None = 24,
     max_position_embeddings: int = 512,
-    std: float = 0.1,
-    seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Writes a random DeepSeek-V3 in float32.
+    """Writes a random DeepSeek-V3.
 
     Dense first layers, a shared expert, sigmoid scores with a bias that only selects, experts in groups, and
-    latent attention with head sizes that all differ, so that a mix-up of sizes fails. `config`
-    overrides further fields.
+    latent attention with head sizes that all differ, so that a mix-up of sizes fails.
     """
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
     fields: dict[str, Any] = {
-        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
+        "dense_size": 2 * hidden_size,
+        "num_layers": 3,
         "num_key_value_heads": 4,
-        "q_lora_rank": q_lora_rank,
+        "q_lora_rank": 24,
         "kv_lora_rank": 20,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8,
         "v_head_dim": 12,
         "first_k_dense_replace": dense_layers,
         "n_routed_experts": num_experts,
-        "num_experts_per_tok": top_k,
+        "top_k": 4,
         "n_group": num_groups,
         "topk_group": top_groups,
         "n_shared_experts": 1,
-        "moe_intermediate_size": 32,
+        "expert_size": 32,
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 0,
@@ -200,31 +137,20 @@ def build_tiny_deepseek_v3(
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
     }
-    _save(DeepseekV3ForCausalLM, DeepseekV3Config(**(fields | config)), path, std, seed)
+    build_tiny_dense(path, "deepseek_v3", **(fields | config))
     # The published DeepSeek-V3 config has these; transformers ignores them, and SGLang reads them.
     amend_config(path, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
     return path
 
 
-def build_tiny_kimi_k2(path: Path, *, num_experts: int = 16, top_k: int = 4, **config: Any) -> Path:
-    """Writes a random Kimi-K2 in float32: a DeepSeek-V3 without groups, and a config.json as published.
+def build_tiny_kimi_k2(path: Path, **config: Any) -> Path:
+    """Writes a random Kimi-K2: a DeepSeek-V3 without groups, and a config.json as published.
 
     Published are the older form of rotary settings, a YaRN ramp without width, and a class in the folder's
     own code, which is not there.
     """
-    build_tiny_deepseek_v3(
-        path,
-        num_experts=num_experts,
-        top_k=top_k,
-        num_groups=1,
-        top_groups=1,
-        routed_scaling_factor=2.827,
-        **config,
-    )
+    build_tiny_deepseek_v3(path, num_groups=1, top_groups=1, routed_scaling_factor=2.827, **config)
     fields = json.loads((path / "config.json").read_text())
     yarn = fields.pop("rope_parameters") | {"beta_fast": 1.0, "beta_slow": 1.0, "type": "yarn"}
     del yarn["rope_type"]
@@ -239,54 +165,31 @@ def build_tiny_kimi_k2(path: Path, *, num_experts: int = 16, top_k: int = 4, **c
     return path
 
 
-def build_tiny_glm4_moe(
-    path: Path,
-    *,
-    vocab_size: int = 96,
-    num_layers: int = 3,
-    dense_layers: int = 1,
-    num_experts: int = 8,
-    top_k: int = 3,
-    std: float = 0.1,
-    seed: int = 0,
-    **config: Any,
-) -> Path:
-    """Writes a random GLM-4.5 in float32.
+def build_tiny_glm4_moe(path: Path, *, dense_layers: int = 1, **config: Any) -> Path:
+    """Writes a random GLM-4.5.
 
     Dense first layers, a shared expert, sigmoid scores with a bias that only selects, biases in attention,
-    norms of queries and keys, and a rotation of half of each head. `config` overrides further fields.
+    norms of queries and keys, and a rotation of half of each head.
     """
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-
     fields: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_layers": 3,
         "head_dim": 16,
         "attention_bias": True,
         "use_qk_norm": True,
         "first_k_dense_replace": dense_layers,
-        "n_routed_experts": num_experts,
-        "num_experts_per_tok": top_k,
+        "n_routed_experts": 8,
+        "top_k": 3,
         "n_shared_experts": 1,
-        "moe_intermediate_size": 32,
+        "expert_size": 32,
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
-        "max_position_embeddings": 512,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
             "partial_rotary_factor": 0.5,
         },
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
     }
-    return _save(Glm4MoeForCausalLM, Glm4MoeConfig(**(fields | config)), path, std, seed)
+    return build_tiny_dense(path, "glm4_moe", **(fields | config))
 
 
 def amend_config(path: Path, **fields: Any) -> None:
@@ -308,19 +211,3 @@ def write_byte_tokenizer(path: Path, *, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>").save_pretrained(
         path
     )
-
-
-def _save(model_class, config, path: Path, std: float, seed: int) -> Path:
-    generator = torch.Generator().manual_seed(seed)
-    model = model_class(config).float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.8, 1.2, generator=generator)
-            else:
-                parameter.normal_(std=std, generator=generator)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.1, generator=generator)  # as large as differences between scores
-    model.save_pretrained(path)
-    return path

@@ -31,6 +31,8 @@ class Writer:
         )
         self._prompt = asked[len(chat.tokenizer.encode(told, add_special_tokens=False)) :]
         self._replies: dict[tuple[int, ...], list[int]] = {}
+        self.written = 0
+        """Tokens of the turn that was asked for last."""
 
     def __call__(self, prefix: Sequence[int], rng: random.Random) -> int | None:
         ids, length = list(prefix), len(self._prompt)
@@ -41,8 +43,8 @@ class Writer:
                 ids[:begin], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
             self._replies[key] = self._chat.tokenizer.encode(self._answer(text), add_special_tokens=False)
-        reply, written = self._replies[key], len(ids) - begin
-        return reply[written] if written < len(reply) else self._chat.end_of_turn_id
+        reply, self.written = self._replies[key], len(ids) - begin
+        return reply[self.written] if self.written < len(reply) else self._chat.end_of_turn_id
 
 
 def writing(

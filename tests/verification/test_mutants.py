@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verification.mutants.harness import ROOT, Result, try_mutant
+from verification.mutants.harness import ROOT, try_mutant
 from verification.mutants.patching import Mutant, find_target
 from verification.mutants.table import MUTANTS, WITHOUT
 
@@ -71,30 +71,20 @@ apply_mutant(mutant, Path(os.environ["ASYNC_RL_MUTANT_REACHED"]).touch)
         ("truth", "test_weak.py", "survived", "not noticed by test_weak.py"),
         ("unused", "test_good.py", "error", "no test calls code_under_test:unused"),
         ("truth", "test_no_syntax.py", "error", "pytest exited with"),
+        ("truth", "test_broken.py", "error", "fails without the mutant"),
     ],
 )
 def test_verdicts_on_a_small_program(
     tmp_path: Path, function: str, test: str, verdict: str, detail: str
 ) -> None:
-    result = _try_on_a_small_program(tmp_path, function, test)
+    (tmp_path / "code_under_test.py").write_text(CODE)
+    (tmp_path / "small_plugin.py").write_text(PLUGIN)
+    (tmp_path / test).write_text(TESTS[test])
+    mutant = Mutant(function, "It lies.", f"code_under_test:{function}", lambda *args: False, "", (test,))
+    result = try_mutant(mutant, tmp_path, "small_plugin")
     assert (result.verdict, detail in result.detail) == (verdict, True), result.output
-
-
-@pytest.mark.long
-def test_a_test_that_fails_without_the_mutant_kills_nothing(tmp_path: Path) -> None:
-    result = _try_on_a_small_program(tmp_path, "truth", "test_broken.py")
-    assert result.verdict == "error"
-    assert "fails without the mutant" in result.detail
 
 
 def test_a_function_that_is_gone_is_an_error() -> None:
     with pytest.raises(LookupError, match="does not exist"):
         find_target("async_rl.staleness:Backlog.no_such_method")
-
-
-def _try_on_a_small_program(folder: Path, function: str, test: str) -> Result:
-    (folder / "code_under_test.py").write_text(CODE)
-    (folder / "small_plugin.py").write_text(PLUGIN)
-    (folder / test).write_text(TESTS[test])
-    mutant = Mutant(function, "It lies.", f"code_under_test:{function}", lambda *args: False, "", (test,))
-    return try_mutant(mutant, folder, "small_plugin")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+
+from verification.chaos.engine_faults import append
 
 DIARY = "ASYNC_RL_CHAOS_DIARY"
 """Environment variable with the diary's path, which every process of the run inherits; it identifies them."""
@@ -37,11 +38,7 @@ Entry = SetUp | Trained
 
 def write(path: Path, entry: Entry) -> None:
     """Appends an entry by a single write."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.write(descriptor, msgspec.json.encode(entry) + b"\n")
-    finally:
-        os.close(descriptor)
+    append(path, msgspec.json.encode(entry) + b"\n")
 
 
 def read(path: Path) -> list[Entry]:

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -41,9 +41,10 @@ from verification.chaos.lost_journals import (
     read_journals,
 )
 from verification.chaos.plan import Blow, Kind, last
-from verification.chaos.shortages import DescriptorShortage, FullDisk, RewardServer, failed_reward_calls
+from verification.chaos.shortages import DescriptorShortage, FullDisk, RewardServer
 from verification.chaos.strikes import USED_SHARE, Strikes
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 STUCK_S = 400.0
 """A run without a step for this time hangs: every limit in its config is far shorter. Only a busy machine
@@ -107,7 +108,7 @@ def make_config(
             "rewards": {
                 "digits": {
                     "kind": "http",
-                    "url": RewardServer(free_port("127.0.0.1")).url,
+                    "url": f"http://127.0.0.1:{free_port('127.0.0.1')}/score",
                     "max_retries": 1,
                     "timeout_s": 5,
                 }
@@ -165,7 +166,7 @@ class Chaos:
         self._expected: int | None = None  # the exit code of a driver that the plan killed
         self._ends: list[str] = []  # of drivers that ended by themselves
         self._excuse: Kind | None = None  # a fault that may end the driver with a message about the disk
-        self._reward = RewardServer.of(tree["rollout"]["rewards"]["digits"]["url"])
+        self._reward = RewardServer(tree["rollout"]["rewards"]["digits"]["url"])
         self._disk = FullDisk(Path(tree["run"]["dir"]))
         self._faults = EngineFaults(folder / "faults")
         self.strikes = Strikes()
@@ -250,18 +251,17 @@ class Chaos:
             self._wait_for_step("a step before the next blow")
         self._wait(blow.delay_s)
         self.strikes.plan(blow.kind)
-        if blow.how == "stuck_payload":
-            self._stick_payload(blow)
-        elif blow.how == "too_busy":
-            self._make_busy(blow)
-        elif blow.how == "no_descriptors":
-            self._take_descriptors(blow)
-        elif blow.how == "disk_full":
-            self._fill_disk(blow)
+        faults = {
+            "stuck_payload": self._stick_payload,
+            "too_busy": self._make_busy,
+            "no_descriptors": self._take_descriptors,
+            "disk_full": self._fill_disk,
+            "delay_worker": self._delay_worker,
+        }
+        if fault := faults.get(blow.how):
+            fault(blow)
         elif blow.victim == "reward server":
             self._end_reward_server(blow)
-        elif blow.how == "delay_worker":
-            self._delay_worker(blow)
         elif blow.victim == "rollout worker":
             self._end_worker(blow)
         else:
@@ -269,14 +269,13 @@ class Chaos:
 
     def _pick_victim(self, blow: Blow) -> psutil.Process | None:
         def candidates() -> list[psutil.Process]:
-            return [each for each in self.processes.look().get(blow.victim, []) if not _is_stopped(each)]
+            # Those that an earlier signal has stopped are yet to be ended by the run.
+            running = self.processes.look().get(blow.victim, [])
+            found = [each for each in running if _is_alive(each, psutil.STATUS_STOPPED)]
+            return sorted(found, key=lambda process: process.pid)
 
-        # On a busy machine it may take long to start again after the blow before.
-        self._until(lambda: bool(candidates()), STUCK_S, f"a {blow.victim} to strike", must=False)
-        if not (victims := candidates()):
-            self._note(f"no {blow.victim} to strike: it is being started")
+        if (victim := self._pick(blow, candidates)) is None:
             return None
-        victim = sorted(victims, key=lambda process: process.pid)[int(blow.pick * len(victims))]
         self._note(f"{blow.how} to {blow.victim} {victim.pid} ({victim.name()}), after step {self._steps()}")
         return victim
 
@@ -362,9 +361,9 @@ class Chaos:
         """Returns the sum of some counters of the driver's metrics; 0 while it does not answer."""
         url = f"http://127.0.0.1:{self._tree['metrics']['port']}/metrics"
         with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-            wanted = tuple(f"async_rl_{name} " for name in names)
+            wanted = tuple(f"async_rl_{name}{end}" for name in names for end in " {")
             lines = answer.read().decode().splitlines()
-            return sum(int(float(line.split()[1])) for line in lines if line.startswith(wanted))
+            return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith(wanted))
         return 0
 
     def _stick_payload(self, blow: Blow) -> None:
@@ -423,17 +422,11 @@ class Chaos:
         if pid is None:
             return
         num_full = 0
-
-        def tighten() -> bool:
-            nonlocal num_full
-            num_full += shortage.tighten()
-            return False
-
         try:
             shortage = DescriptorShortage(pid)
             self._note(f"{blow.victim} {pid} has no free file descriptors")
             try:
-                self._until(tighten, blow.lasts_s, "", must=False)
+                num_full = self._count(shortage.tighten, blow.lasts_s)
             finally:
                 shortage.end()
         except (ProcessLookupError, FileNotFoundError):
@@ -446,16 +439,9 @@ class Chaos:
 
     def _fill_disk(self, blow: Blow) -> None:
         """Fills the run's disk for some seconds; a driver that ends of it is started again."""
-        num_full = 0
-
-        def fill() -> bool:
-            nonlocal num_full
-            num_full += self._disk.fill()
-            return False
-
         self._excuse = blow.kind
         self._note("the disk is full")
-        self._until(fill, blow.lasts_s, "", must=False)
+        num_full = self._count(self._disk.fill, blow.lasts_s)
         self._disk.free()
         self._note(f"the disk has space again after {blow.lasts_s:.1f} s")
         if num_full:
@@ -466,30 +452,32 @@ class Chaos:
 
     def _end_reward_server(self, blow: Blow) -> None:
         """Kills the reward server, and starts it again when calls of it have failed."""
-        port = self._tree["metrics"]["port"]
-        before, end = failed_reward_calls(port) or 0.0, time.monotonic() + blow.lasts_s
+        before, end = self._counted("reward_retries_total"), time.monotonic() + blow.lasts_s
         self._reward.kill()
         self._note("the reward server is killed")
-        failed = 0.0
+        failed = 0
 
         def noticed() -> bool:
             nonlocal failed
-            failed = max(failed, (failed_reward_calls(port) or 0.0) - before)
+            failed = max(failed, self._counted("reward_retries_total") - before)
             return time.monotonic() >= end and failed > 0
 
         self._until(noticed, STRIKE_S, "a failed reward", must=False)
         self._reward.start()
-        self._note(f"the reward server is started again after {failed:.0f} failed calls")
+        self._note(f"the reward server is started again after {failed} failed calls")
         if failed:
-            self.strikes.strike(blow.kind, {"calls failed and made again": int(failed)})
+            self.strikes.strike(blow.kind, {"calls failed and made again": failed})
 
     def _pick_server(self, blow: Blow) -> int | None:
-        self._until(lambda: bool(self._faults.servers()), STUCK_S, "an engine to strike", must=False)
-        servers = self._faults.servers()
-        if not servers:
-            self._note("no engine to strike: they are being started")
-            return None
-        return servers[int(blow.pick * len(servers))]
+        return self._pick(blow, self._faults.servers)
+
+    def _pick(self, blow: Blow, candidates: Callable[[], list[T]]) -> T | None:
+        # On a busy machine it may take long to start again after the blow before.
+        self._until(lambda: bool(candidates()), STUCK_S, f"a {blow.victim} to strike", must=False)
+        if found := candidates():
+            return found[int(blow.pick * len(found))]
+        self._note(f"no {blow.victim} to strike: it is being started")
+        return None
 
     def _struck(self, fault: str, pid: int) -> list[Evidence]:
         return [each for each in self._faults.evidence() if each.fault == fault and each.pid == pid]
@@ -515,6 +503,14 @@ class Chaos:
 
     def _wait(self, seconds: float) -> None:
         self._until(lambda: False, seconds, "", must=False)
+
+    def _count(self, holds: Callable[[], bool], seconds: float) -> int:
+        """Samples a condition for some time; returns how often it held."""
+        number, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            number += holds()
+            self._wait(0.2)
+        return number
 
     def _until(self, happened: Callable[[], bool], limit_s: float, what: str, *, must: bool = True) -> None:
         """Polls a condition, because files and other processes raise no event."""
@@ -589,14 +585,6 @@ class Chaos:
                     process.kill()
 
 
-def _is_stopped(process: psutil.Process) -> bool:
-    """Whether an earlier signal has stopped a process, which the run has yet to end."""
-    try:
-        return bool(process.status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return True
-
-
 def _resume_tree(pid: int) -> int:
     """Resumes the processes of an engine, the server's own last; returns their number."""
     resumed = 0
@@ -609,8 +597,9 @@ def _resume_tree(pid: int) -> int:
     return resumed
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process, *dead: str) -> bool:
+    """Whether a process goes on, and has none of these states either."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, *dead)
     except psutil.NoSuchProcess:
         return False

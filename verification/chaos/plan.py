@@ -78,11 +78,5 @@ def blows(seed: int, kinds: tuple[Kind, ...] = DECK) -> Iterator[Blow]:
 
 def last(seed: int) -> Blow:
     """Returns the last blow of each plan: it kills the driver, which is then restarted for its last steps."""
-    return Blow(
-        victim="driver",
-        how="SIGKILL",
-        after_step=True,
-        delay_s=random.Random(seed).uniform(0.0, 4.0),
-        pick=0.0,
-        lasts_s=0.0,
-    )
+    delay_s = random.Random(seed).uniform(0.0, 4.0)
+    return Blow(victim="driver", how="SIGKILL", after_step=True, delay_s=delay_s, pick=0.0, lasts_s=0.0)

@@ -7,7 +7,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -77,22 +76,10 @@ class FullDisk:
 class RewardServer:
     """The process of the reward server, which is no process of the run."""
 
-    def __init__(self, port: int) -> None:
-        """Start nothing."""
-        self._port = port
+    def __init__(self, url: str) -> None:
+        """Start nothing; `url` is that of its requests."""
+        self._port = urlsplit(url).port
         self._process: subprocess.Popen[bytes] | None = None
-
-    @classmethod
-    def of(cls, url: str) -> RewardServer:
-        """Return the server of a URL that `url` returned."""
-        port = urlsplit(url).port
-        assert port is not None, f"{url} has no port"
-        return cls(port)
-
-    @property
-    def url(self) -> str:
-        """The URL of its requests."""
-        return f"http://127.0.0.1:{self._port}/score"
 
     def start(self) -> None:
         """Start it; it listens within a second."""
@@ -106,15 +93,3 @@ class RewardServer:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-
-def failed_reward_calls(port: int) -> float | None:
-    """Return the number of reward calls that a driver made again; None if it does not answer."""
-    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
-        return sum(
-            float(line.rpartition(" ")[2])
-            for line in lines
-            if line.startswith("async_rl_reward_retries_total{")
-        )
-    return None

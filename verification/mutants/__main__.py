@@ -16,17 +16,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m verification.mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--list", action="store_true", help="print what there is, and run nothing")
-    parser.add_argument("--verbose", action="store_true", help="print what pytest said if it is not killed")
     options = parser.parse_args()
-    known = MUTANTS
-    if strange := sorted(set(options.only or ()) - known.keys()):
+    if strange := sorted(set(options.only or ()) - MUTANTS.keys()):
         parser.error(f"no such mutant: {', '.join(strange)}")
-    chosen = [mutant for name, mutant in known.items() if not options.only or name in options.only]
-    if options.list:
-        for mutant in chosen:
-            print(f"{mutant.name:<40} {mutant.target:<70} {mutant.breaks}")
-        return 0
+    chosen = [mutant for name, mutant in MUTANTS.items() if not options.only or name in options.only]
     begin_s, counts = time.monotonic(), dict.fromkeys(("killed", "survived", "error"), 0)
     failed: list[str] = []
     with ThreadPoolExecutor(options.jobs) as threads:
@@ -36,8 +29,7 @@ def main() -> int:
             print(line, flush=True)
             if result.verdict != "killed":
                 failed.append(line)
-                if options.verbose:
-                    print(result.output)
+                print(result.output)
     if failed:  # once more, where the end of a long log has them
         print("\nnot killed:", *failed, sep="\n")
     verdicts = ", ".join(f"{number} {what}" for what, number in counts.items())

@@ -50,6 +50,11 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
         """Return the violations of all runs."""
         return [violation for outcome in self.runs for violation in outcome.violations]
 
+    @property
+    def ends(self) -> set[tuple[str, str]]:
+        """Return how the first and the last incarnations of the cancelled runs ended."""
+        return {(run.incarnations[0], run.incarnations[-1]) for run in self.runs[1:]}
+
 
 def sweep(scenario: Scenario, folder: Path, *, within: str | None = None, every: int = 1) -> Sweep:
     """Cancel a run at each of its awaits.

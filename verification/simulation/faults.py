@@ -110,11 +110,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
         "routing payloads stop in the middle for 0.1 s to 100 s; other requests are answered",
         share=0.15,
     ),
-    "slow_payload": FaultRow(
-        "call",
-        "a routing payload takes up to 40 s, and arrives steadily",
-        share=0.15,
-    ),
+    "slow_payload": FaultRow("call", "a routing payload takes up to 40 s, and arrives steadily", share=0.15),
     "retract": FaultRow("call", "an engine takes a call's memory and prefills the call again", share=0.3),
     "kill_worker": FaultRow("worker", "a rollout worker is killed", only="workers"),
     "mute_worker": FaultRow("worker", "a rollout worker falls silent", only="workers"),

@@ -201,30 +201,29 @@ class FaultyEngine(SimulatedEngine):
 
     def inject(self, injection: Injection) -> None:
         """Let something go wrong, now or in the next call or update."""
-        kind = injection.kind
+        kind, later = injection.kind, asyncio.get_running_loop().call_later
         if FAULTS[kind].family == "refusal":
             self._refusals.add(kind)
         if kind in ("die", "die_unseen"):
             self.die()
         elif kind == "freeze":
             self._thawed.clear()
-            asyncio.get_running_loop().call_later(10 ** (4 * injection.amount - 1), self._thawed.set)
+            later(10 ** (4 * injection.amount - 1), self._thawed.set)
         elif kind == "slow":
-            self._config = msgspec.structs.replace(
-                self._speed, decode_step_s=self._speed.decode_step_s * 20 + 0.05
-            )
-            asyncio.get_running_loop().call_later(10 * injection.amount, self._speed_up)
+            slow_s = self._speed.decode_step_s * 20 + 0.05
+            self._config = msgspec.structs.replace(self._speed, decode_step_s=slow_s)
+            later(10 * injection.amount, setattr, self, "_config", self._speed)
         elif kind == "refuse_calls":
             self._refused_status = (401, 404, 500)[int(3 * injection.amount)]
         elif kind == "refuse_requests":
             self.refuses_requests = True
-            asyncio.get_running_loop().call_later(10 * injection.amount, self._accept_requests)
+            later(10 * injection.amount, setattr, self, "refuses_requests", False)
         elif kind == "too_busy":
             self._max_streams, self._retry_after = int(4 * injection.amount), ("1", None)[injection.step % 2]
-            asyncio.get_running_loop().call_later(10 ** (3 * injection.amount), self._end_busy_time)
+            later(10 ** (3 * injection.amount), setattr, self, "_max_streams", None)
         elif kind == "no_descriptors":
             self._reachable = False
-            asyncio.get_running_loop().call_later(20 * injection.amount, self._become_reachable)
+            later(20 * injection.amount, setattr, self, "_reachable", True)
         elif kind == "fail_restarts":
             self.failing_restarts += 1 + int(3 * injection.amount)
         elif kind == "die_in_call":
@@ -257,22 +256,9 @@ class FaultyEngine(SimulatedEngine):
         super().restart()
         self._rollbacks = 0
         self._stopped = False
-        self._verified = self._refused_status = None
+        self._verified = self._refused_status = self._max_streams = None
         self._refused = 0
-        self._accept_requests()
-        self._end_busy_time()
-
-    def _end_busy_time(self) -> None:
-        self._max_streams = None
-
-    def _accept_requests(self) -> None:
         self.refuses_requests = False
-
-    def _become_reachable(self) -> None:
-        self._reachable = True
-
-    def _speed_up(self) -> None:
-        self._config = self._speed
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -638,36 +624,33 @@ class SimulatedCluster:
     def inject(self, injection: Injection) -> None:
         """Let something go wrong with an engine or the trainer."""
         kind = injection.kind
+        loop, workers, met = asyncio.get_running_loop(), self._workers, partial(self._checker.met, kind)
         if kind == "kill_after_frame":
-            self._workers.on_kill_after_frame = partial(self._checker.met, kind)
+            workers.on_kill_after_frame = met
         elif kind == "worker_disk_full":
-            self._workers.on_full_disk = partial(self._checker.met, kind)
-            asyncio.get_running_loop().call_later(100 * injection.amount, self._free_disk)
+            workers.on_full_disk = met
+            loop.call_later(100 * injection.amount, setattr, workers, "on_full_disk", None)
         elif kind == "node_disk_full":
-            if node := self._workers.some_node(injection.engine):
-                self._workers.full_nodes[node] = partial(self._checker.met, kind)
-                asyncio.get_running_loop().call_later(100 * injection.amount, self._free_node, node)
+            if node := workers.some_node(injection.engine):
+                workers.full_nodes[node] = met
+                loop.call_later(100 * injection.amount, workers.full_nodes.pop, node, None)
         elif kind == "late_request":
-            late = LateRequest(_MAX_LATE_S * injection.amount, partial(self._checker.met, kind))
-            self._workers.late_requests.append(late)
+            workers.late_requests.append(LateRequest(_MAX_LATE_S * injection.amount, met))
         elif kind in get_args(LinkFault):
-            fault, met = cast(LinkFault, kind), partial(self._checker.met, kind)
-            self._workers.disturb(fault, injection.engine, injection.amount, met)
+            workers.disturb(cast(LinkFault, kind), injection.engine, injection.amount, met)
         elif kind == "node_absent":
-            amount_s = 100 * injection.amount
-            if node := self._workers.some_node(injection.engine):
-                self._nodes.stay_away(node, asyncio.get_running_loop().time() + amount_s)
-                self._checker.met(kind)
+            if node := workers.some_node(injection.engine):
+                self._nodes.stay_away(node, loop.time() + 100 * injection.amount)
+                met()
         elif kind == "delay_worker":
             delay_s = _MAX_DELAY_S * injection.amount
-            if self._workers.delay(injection.engine, delay_s):
-                self._checker.met(kind)
+            if workers.delay(injection.engine, delay_s):
+                met()
                 self._checker.worker_is_unaware(delay_s)
         elif kind == "isolate_worker":
-            if self._workers.isolate(injection.engine, _MAX_ISOLATED_S * injection.amount):
-                self._checker.met(kind)
+            if workers.isolate(injection.engine, _MAX_ISOLATED_S * injection.amount):
+                met()
         elif FAULTS[kind].family == "worker":
-            workers = self._workers
             ends: dict[FaultKind, Callable[[int], bool]] = {
                 "kill_worker": workers.kill,
                 "mute_worker": workers.mute,
@@ -679,7 +662,7 @@ class SimulatedCluster:
             with self.trainer.own_files():  # a lost node takes its frames with it, whatever the driver's disk
                 happened = ends[kind](injection.engine)
             if happened:
-                self._checker.met(kind)
+                met()
                 if kind in ("cut_off_worker", "deafen_worker"):
                     silent_s = self._scenario.config.rollout.worker_stall_s
                     self._checker.worker_is_unaware(2 * silent_s + CUT_OFF_S)
@@ -692,7 +675,7 @@ class SimulatedCluster:
             for each in self.engines if kind in ("no_descriptors", "hold_all") else [engine]:
                 each.inject(injection)
             if FAULTS[kind].family == "engine":
-                self._checker.met(kind)
+                met()
             if kind == "die" and self._died is not None:
                 self._died(engine.engine_id, EngineError(f"{engine.engine_id} was killed"))
         else:
@@ -763,12 +746,6 @@ class SimulatedCluster:
             await asyncio.Future()
         finally:
             self._died = None
-
-    def _free_node(self, node: str) -> None:
-        self._workers.full_nodes.pop(node, None)
-
-    def _free_disk(self) -> None:
-        self._workers.on_full_disk = None
 
     def other_nodes(self) -> Collection[str]:
         """Implements `Cluster.other_nodes`."""

@@ -8,10 +8,9 @@ import os
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -88,17 +87,6 @@ class _MallInfo(ctypes.Structure):
     )
 
 
-def _glibc() -> Callable[[], Any] | None:
-    """Return glibc's account of its memory; None without it."""
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError):
-        return None
-    mallinfo.restype = _MallInfo
-    return cast(Callable[[], Any], mallinfo)
-
-
-_mallinfo = _glibc()
 _SIZE_CLASS: Final = re.compile(rb"^ *\d+ +(\d+) +\d+ +(\d+) +\d+$", re.MULTILINE)
 """A line of CPython's report: size class, bytes of a block, pools, blocks in use, free blocks."""
 
@@ -106,14 +94,12 @@ _SIZE_CLASS: Final = re.compile(rb"^ *\d+ +(\d+) +\d+ +(\d+) +\d+$", re.MULTILIN
 def allocated_bytes() -> int:
     """Bytes that this process has allocated and not freed.
 
-    Exact with CPython and glibc: CPython's allocator reports its blocks of up to 512 bytes, glibc all others.
-    Elsewhere the resident memory.
+    CPython's allocator reports its blocks of up to 512 bytes, glibc all others.
     """
-    report = getattr(sys, "_debugmallocstats", None)
-    if _mallinfo is None or report is None:
-        return resident_bytes()
-    info = _mallinfo()
-    small = sum(int(size) * int(used) for size, used in _SIZE_CLASS.findall(_printed(report)))
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallInfo
+    info, report = mallinfo(), _printed(sys._debugmallocstats)
+    small = sum(int(size) * int(used) for size, used in _SIZE_CLASS.findall(report))
     return int(info.uordblks + info.hblkhd) + small
 
 
@@ -146,9 +132,7 @@ def open_descriptors() -> int:
 
 def num_threads() -> int:
     """Threads of this process, those of libraries included."""
-    return (
-        len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
-    )
+    return len(os.listdir("/proc/self/task"))
 
 
 def disk_bytes(folder: Path) -> int:

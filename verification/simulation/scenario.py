@@ -137,13 +137,13 @@ def draw(seed: int) -> Scenario:
         injections=_injections(rng),
         deaths=_deaths(rng),
     )
+    rollout = scenario.config.rollout
     if random.Random(f"sampling masks {seed}").random() < _MASKED:
-        rollout = replace(scenario.config.rollout, top_p=0.9, top_k=4)
-        scenario = replace(scenario, config=replace(scenario.config, rollout=rollout))
+        rollout = replace(rollout, top_p=0.9, top_k=4)
     if (rng := random.Random(f"group rewards {seed}")).random() < _GROUP_REWARDS:
         reward = "verification.simulation.users:" + rng.choice(("group_reward", "group_reward_in_thread"))
-        rollout = replace(scenario.config.rollout, reward=reward)
-        scenario = replace(scenario, config=replace(scenario.config, rollout=rollout))
+        rollout = replace(rollout, reward=reward)
+    scenario = replace(scenario, config=replace(scenario.config, rollout=rollout))
     scenario = _with_own_streams(scenario, "any")
     return evaluating(scenario) if random.Random(f"evaluation {seed}").random() < _EVALUATED else scenario
 
@@ -266,26 +266,9 @@ def with_workers(scenario: Scenario) -> Scenario:
         num_workers=rng.choice((1, 2, 3)),
         worker_stall_s=rng.choice((3.0, 10.0)),
     )
-    kinds: tuple[FaultKind, ...] = ("kill_worker", "mute_worker")
-    faults = [
-        Injection(
-            step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
-            kind=rng.choice(kinds),
-            engine=rng.randrange(12),
-            amount=rng.random(),
-        )
-        for _ in range(rng.choice((0, 1, 3, 9)))
-    ]
+    faults = [_worker_fault(rng, "kill_worker", "mute_worker") for _ in range(rng.choice((0, 1, 3, 9)))]
     rng = random.Random(f"workers cut off {scenario.seed}")
-    faults += [
-        Injection(
-            step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
-            kind="cut_off_worker",
-            engine=rng.randrange(12),
-            amount=rng.random(),
-        )
-        for _ in range(rng.choice((0, 0, 1, 2)))
-    ]
+    faults += [_worker_fault(rng, "cut_off_worker") for _ in range(rng.choice((0, 0, 1, 2)))]
     injections = sorted((*scenario.injections, *faults), key=lambda injection: injection.step)
     rng, queue = random.Random(f"nodes {scenario.seed}"), scenario.config.queue
     if rng.random() < 0.5:  # frames stay on the nodes of their workers
@@ -368,8 +351,8 @@ def _config(rng: random.Random, seed: int) -> Config:
             "bucket_bytes": 1 << 20,
             "keep_versions": rng.randint(1, 2),
             "timeout_s": rng.choice((4.0, 20.0)),
-            "overlap": random.Random(f"overlap {seed}").random()
-            < 0.5,  # drawn apart: older seeds stay as they are
+            # Drawn apart: older seeds stay as they are.
+            "overlap": random.Random(f"overlap {seed}").random() < 0.5,
         },
         "trainer": {
             "groups_per_batch": rng.choice((1, 2, 2, 3, 4)),
@@ -413,12 +396,8 @@ def _injections(rng: random.Random) -> tuple[Injection, ...]:
     if rng.random() < 0.125:
         return ()
     kinds = _some(rng, SHARED_STREAM)
-    return tuple(
-        sorted(
-            (_injection(rng, kinds) for _ in range(rng.choice((1, 2, 4, 8, 16)))),
-            key=lambda injection: injection.step,
-        )
-    )
+    drawn = [_injection(rng, kinds) for _ in range(rng.choice((1, 2, 4, 8, 16)))]
+    return tuple(sorted(drawn, key=lambda injection: injection.step))
 
 
 def _injection(rng: random.Random, kinds: Sequence[FaultKind]) -> Injection:
@@ -428,6 +407,12 @@ def _injection(rng: random.Random, kinds: Sequence[FaultKind]) -> Injection:
         engine=rng.randrange(12),
         amount=rng.uniform(0.001, 0.999),
     )
+
+
+def _worker_fault(rng: random.Random, *kinds: FaultKind) -> Injection:
+    step = int(_LAST_STEP ** rng.uniform(0.4, 1.0))
+    kind = rng.choice(kinds) if len(kinds) > 1 else kinds[0]  # as seeds have always drawn them
+    return Injection(step=step, kind=kind, engine=rng.randrange(12), amount=rng.random())
 
 
 def _deaths(rng: random.Random) -> tuple[Death, ...]:

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import random
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -64,14 +63,7 @@ _NODES_AT_KILL: Final = "nodes-at-kill"
 _DOWNTIME_S: Final = 1.0
 
 Ended = Literal[
-    "finished",
-    "killed",
-    "kill_on_disk",
-    "cancelled",
-    "stopped",
-    "failed",
-    "halted",
-    "stopped_at_start",
+    "finished", "killed", "kill_on_disk", "cancelled", "stopped", "failed", "halted", "stopped_at_start"
 ]
 
 
@@ -80,19 +72,18 @@ class SeedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     violations: tuple[str, ...]
-    incarnations: tuple[str, ...]
+    incarnations: tuple[str, ...] = ()
     """How each ended; `failed: ` with the error."""
-    faults: dict[str, int]
-    steps: int
+    faults: dict[str, int] = {}
+    steps: int = 0
     """Callbacks of all loops."""
-    tokens: int
-    virtual_s: float
-    real_s: float
-    trace: str
+    tokens: int = 0
+    virtual_s: float = 0.0
+    trace: str = ""
     """Hash of all events and turns; equal for equal seeds."""
-    decisions: str
+    decisions: str = ""
     """Hash of `InvariantChecker.decided`: equal for equal seeds, also after a renaming."""
-    events: tuple[str, ...]
+    events: tuple[str, ...] = ()
     """The last ones."""
 
 
@@ -179,7 +170,6 @@ class Simulation:
 
     def run(self) -> SeedOutcome:
         """Run all incarnations."""
-        begin_s = time.perf_counter()
         with self._disk.mounted(), _logging_only(_ErrorsThatNothingElseShows(self._checker)):
             self._run_dir.mkdir()
             for incarnation in range(self.max_incarnations):
@@ -200,7 +190,6 @@ class Simulation:
             steps=self._steps,
             tokens=self._checker.tokens_said,
             virtual_s=self._now_s,
-            real_s=time.perf_counter() - begin_s,
             trace=self._checker.trace,
             decisions=self._checker.decisions,
             events=tuple(self._checker.events),
@@ -471,11 +460,11 @@ class Simulation:
         if kind == "disk_full":
             self._checker.met(kind)
             self._disk.full = True
-            self._loop.call_later(10 * amount, self._free_disk)
+            self._loop.call_later(10 * amount, setattr, self._disk, "full", False)
         elif kind == "no_files":
             self._disk.no_files = True
             self._disk.on_no_file = lambda: self._checker.met(kind)
-            self._loop.call_later(10 * amount, self._free_files)
+            self._loop.call_later(10 * amount, setattr, self._disk, "no_files", False)
         elif kind == "corrupt_frame":
             with self._disk.open_to_checks():
                 self._corrupt_frame(amount)
@@ -486,12 +475,6 @@ class Simulation:
             self._loop.jump(jump_s)
         else:
             self._cluster.inject(injection)
-
-    def _free_files(self) -> None:
-        self._disk.no_files = False
-
-    def _free_disk(self) -> None:
-        self._disk.full = False
 
     def _corrupt_frame(self, amount: float) -> None:
         """Flip a bit of a frame of the queue."""
@@ -554,9 +537,9 @@ class Simulation:
                 kept.rename(self._folder / NODES)
 
     def _validation(self) -> tuple[Dataset, ...]:
-        tasks = list(self._scenario.validation)
-        name = "validation"
-        return (Dataset(name=name, path=name, schema="plain", detected=False, tasks=tasks),) if tasks else ()
+        if not (tasks := list(self._scenario.validation)):
+            return ()
+        return (Dataset(name="validation", path="validation", schema="plain", detected=False, tasks=tasks),)
 
     # -- what the run is given ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Self, cast
+from typing import Final, Literal, NamedTuple, Self, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -48,6 +48,8 @@ from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 from verification.simulation.invariant_checker import caller_is_given_up
+
+T = TypeVar("T")
 
 LinkFault = Literal["lose_message", "repeat_message", "reorder_messages"]
 """What can happen to a message under way."""
@@ -379,13 +381,7 @@ class _SimulatedReader(LocalFrameReader):
 
     def begin_find_missing(self, paths: Sequence[str]) -> Callable[[], list[str]]:
         """Implements `FrameReader.begin_find_missing`."""
-        wait = super().begin_find_missing(paths)
-
-        def answer() -> list[str]:
-            self._require()
-            return wait()
-
-        return answer
+        return self._when_there(super().begin_find_missing(paths))
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_delete`."""
@@ -406,18 +402,22 @@ class _SimulatedReader(LocalFrameReader):
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]
     ) -> Callable[[], dict[str, JournalSummary]]:
         """Implements `NodeJournals.begin_read_journals`."""
-        wait = super().begin_read_journals(str(Path(base).with_name(self._node)), alive, restarts)
-
-        def answer() -> dict[str, JournalSummary]:
-            self._require()
-            return wait()
-
-        return answer
+        ours = str(Path(base).with_name(self._node))
+        return self._when_there(super().begin_read_journals(ours, alive, restarts))
 
     def begin_delete_journals(self, folders: Sequence[str]) -> Callable[[], None]:
         """Implements `NodeJournals.begin_delete_journals`."""
         ours = [_folder_on(self._node, folder) for folder in folders]
         return self._if_there(lambda: super(_SimulatedReader, self).begin_delete_journals(ours))
+
+    def _when_there(self, wait: Callable[[], T]) -> Callable[[], T]:
+        """Let an answer arrive if the node answers then."""
+
+        def answer() -> T:
+            self._require()
+            return wait()
+
+        return answer
 
     def _if_there(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Do something at once; if the node does not answer now, that is lost, and there is no answer."""
@@ -522,15 +522,7 @@ class SimulatedWorkers:
             new_id=lambda: f"{prefix}{next(numbers):024x}",
             metrics=self.metrics[-1],
             clock=clock,
-            frames=AnswerFolder(spec.folder)
-            if spec.frames is None
-            else FaultySpoolFolder(
-                spec.folder,
-                node,
-                folder_on_node(spec.frames, node),
-                partial(self._refuse_if_full, node),
-                lambda: self._kill_if_due(name),
-            ),
+            frames=AnswerFolder(spec.folder) if spec.frames is None else self._spool(spec, spec.frames, node),
             inspected=None if spec.inspected is None else InspectedTrajectories(spec.inspected),
         )
         if spec.config.queue.journal_dir is not None:
@@ -549,6 +541,10 @@ class SimulatedWorkers:
                 ours.peer_has_ended = not theirs.is_cut_off
                 del self.ends[name], self._running[name], self._places[name]
                 self._isolated_until_s.pop(name, None)
+
+    def _spool(self, spec: WorkerSpec, frames: Path, node: str) -> FaultySpoolFolder:
+        before, after = partial(self._refuse_if_full, node), partial(self._kill_if_due, spec.name)
+        return FaultySpoolFolder(spec.folder, node, folder_on_node(frames, node), before, after)
 
     def add_engines(self, engines: Iterable[Engine]) -> None:
         """Let workers reach further engines."""
@@ -571,13 +567,16 @@ class SimulatedWorkers:
             self.on_kill_after_frame = None
             self._kill(name)
 
+    def _pick(self, index: int) -> list[str]:
+        """Return the name of one of the workers; none if there is none."""
+        names = sorted(self.ends)
+        return [names[index % len(names)]] if names else []
+
     def kill(self, index: int) -> bool:
         """End a worker as SIGKILL does: it says nothing more, and its link is lost; whether there was one."""
-        names = sorted(self.ends)
-        if not names:
-            return False
-        self._kill(names[index % len(names)])
-        return True
+        for name in (picked := self._pick(index)):
+            self._kill(name)
+        return bool(picked)
 
     def _kill(self, name: str) -> None:
         worker = self._running[name]
@@ -588,14 +587,11 @@ class SimulatedWorkers:
 
     def cut_off(self, index: int) -> bool:
         """Let a worker and the driver hear nothing of each other, while both go on; whether there was one."""
-        names = sorted(self.ends)
-        if not names:
-            return False
-        name = names[index % len(names)]
-        self.ends[name].cut_off()
-        if (folder := self._places[name][1]) is not None:
-            self.cut_off_folders.add(folder.name)
-        return True
+        for name in (picked := self._pick(index)):
+            self.ends[name].cut_off()
+            if (folder := self._places[name][1]) is not None:
+                self.cut_off_folders.add(folder.name)
+        return bool(picked)
 
     def some_node(self, index: int) -> str:
         """Return one of the nodes that workers are on; empty where frames are in the run's folder."""
@@ -624,46 +620,34 @@ class SimulatedWorkers:
 
     def disturb(self, fault: LinkFault, index: int, amount: float, met: Callable[[], None]) -> bool:
         """Let something happen to messages from a worker, or from the driver to it; whether there was one."""
-        names = sorted(self.ends)
-        if not names:
-            return False
         times = 1 + int(_MAX_REPEATED * amount) if fault == "repeat_message" else 1
-        end = self.ends[names[index // 2 % len(names)]]
-        end.inject(fault, met, by_peer=index % 2 == 1, times=times)
-        return True
+        for name in (picked := self._pick(index // 2)):
+            self.ends[name].inject(fault, met, by_peer=index % 2 == 1, times=times)
+        return bool(picked)
 
     def delay(self, index: int, for_s: float) -> bool:
         """Let messages of a worker and for it take longer for once; whether there was one."""
-        names = sorted(self.ends)
-        if not names:
-            return False
-        self.ends[names[index % len(names)]].delay(for_s)
-        return True
+        for name in (picked := self._pick(index)):
+            self.ends[name].delay(for_s)
+        return bool(picked)
 
     def isolate(self, index: int, for_s: float) -> bool:
         """Let a worker reach no engine for a while, unless it ends; whether there was one."""
-        names = sorted(self.ends)
-        if not names:
-            return False
         until_s = asyncio.get_running_loop().time() + for_s
-        self._isolated_until_s[names[index % len(names)]] = until_s
-        return True
+        self._isolated_until_s |= dict.fromkeys(picked := self._pick(index), until_s)
+        return bool(picked)
 
     def deafen(self, index: int) -> bool:
         """Let a worker handle no more messages, while its heartbeats go on; whether there was one."""
-        names = sorted(self.ends)
-        if not names:
-            return False
-        self.ends[names[index % len(names)]].is_deaf = True
-        return True
+        for name in (picked := self._pick(index)):
+            self.ends[name].is_deaf = True
+        return bool(picked)
 
     def mute(self, index: int) -> bool:
         """Let a worker say nothing more, as one whose event loop is blocked; whether there was one."""
-        names = sorted(self.ends)
-        if not names:
-            return False
-        self.ends[names[index % len(names)]].post = _nothing  # type: ignore[method-assign]
-        return True
+        for name in (picked := self._pick(index)):
+            self.ends[name].post = _nothing  # type: ignore[method-assign]
+        return bool(picked)
 
 
 def _with_journals_of(node: str, message: Message) -> Message:

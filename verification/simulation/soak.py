@@ -31,7 +31,7 @@ import sys
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -41,7 +41,7 @@ from msgspec.structs import replace
 from async_rl.config import Config, parse_config
 from async_rl.observability.records import TrajectoryCounts
 from verification.simulation import growth
-from verification.simulation.faults import FAULTS, FaultKind, Setting, fault_table
+from verification.simulation.faults import FAULTS, FaultKind, Setting, fault_table, kinds_of
 from verification.simulation.growth import Growth, regress
 from verification.simulation.invariant_checker import AttemptLimit
 from verification.simulation.scenario import NODES, Death, Ending, Injection, Scenario, Speeds, draw_task
@@ -58,6 +58,9 @@ _ENDS_INCARNATION: Final = frozenset(
     {"step_is_nan", "step_fails", "checkpoint_fails", "publish_fails", "disk_full", "corrupt_frame"}
 )
 """Faults after which driver or trainer start anew, which would end the long incarnation."""
+
+_SHOWN_EVERY: Final = 10
+"""Versions between two lines of progress."""
 
 _MIN_SAMPLES: Final = 20
 """Fewer say nothing of a slope."""
@@ -236,16 +239,14 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
 def soak_scenario(plan: SoakPlan) -> Scenario:
     """Return tasks and speeds of the soak; faults and deaths come as it goes."""
     rng = random.Random(f"soak {plan.seed}")
-    troubles = [kind for kind, row in FAULTS.items() if row.family == "user" and kind != "slow_tool"]
+    troubles = [kind for kind in kinds_of("user") if kind != "slow_tool"]
     tasks = []
     for index in range(2000):
         task = draw_task(rng, index)
         trouble = troubles[index // 20 % len(troubles)] if index % 20 == 0 else None
         if index % 40 == 10:  # few of its calls are interrupted and end at a stop string
             trouble = "split_stop"
-        turns = task.metadata["turns"][
-            : 2 if index % 4 == 0 else 1
-        ]  # the more attempts, not turns, the better
+        turns = task.metadata["turns"][: 1 + (index % 4 == 0)]  # the more attempts, not turns, the better
         tasks.append(replace(task, metadata={"turns": turns, "trouble": trouble}))
     return Scenario(
         seed=plan.seed,
@@ -280,7 +281,6 @@ class Soak(Simulation):
         *,
         leak_bytes: int = 0,
         leak: Lifetime = "process",
-        show: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Prepare the soak.
 
@@ -289,7 +289,6 @@ class Soak(Simulation):
             folder: Empty; run folders are made in it.
             leak_bytes: Planted for each attempt, to prove that a leak is found.
             leak: Until when the planted leak is held.
-            show: Shows progress.
         """
         super().__init__(soak_scenario(plan), folder, digests=False)
         self._plan = plan
@@ -301,7 +300,6 @@ class Soak(Simulation):
         self._step_begin_s = 0.0
         self._leak_bytes, self._leak = leak_bytes, leak
         self._planted: dict[int, list[bytes]] = {}
-        self._show = show
         self.attempts = 0
         self.steps_done = 0
         """Steps of the trainer, those that a restart undid included."""
@@ -347,9 +345,8 @@ class Soak(Simulation):
         """Return the next setting in turn; at last only those whose own faults have not all happened."""
         if not self._restarting:
             return "any"
-        met = self._checker.met_faults
-        few = {row.only for kind, row in FAULTS.items() if met[kind] < self._goal(kind)}
-        endings = any(met[kind] < self._goal(kind) for kind in get_args(Ending))
+        few = {row.only for kind, row in FAULTS.items() if self._is_rare(kind)}
+        endings = any(map(self._is_rare, get_args(Ending)))
         settings = [one for one in _SETTINGS if endings or one in few] or ["any"]
         return settings[incarnation % len(settings)]
 
@@ -357,12 +354,15 @@ class Soak(Simulation):
         """How often a fault must take effect."""
         return self._plan.endings_each if FAULTS[kind].family == "driver" else self._plan.faults_each
 
+    def _is_rare(self, kind: FaultKind) -> bool:
+        return self._checker.met_faults[kind] < self._goal(kind)
+
     @property
     def _restarting(self) -> bool:
         """Whether restarts go on: until all that comes with them has happened, if that is possible."""
         share = self._version / self._plan.versions
         return share < 0.8 and any(
-            self._checker.met_faults[kind] < self._goal(kind)
+            self._is_rare(kind)
             for kind, row in FAULTS.items()
             if row.family == "driver" or row.only != "any" or kind in _ENDS_INCARNATION
         )
@@ -387,8 +387,9 @@ class Soak(Simulation):
         if is_long and version % self._plan.sample_every == 0:
             self._step_begin_s = self._loop.time()
             self._cluster.trainer.may_end = self._sample_when_drained
-        with self._disk.open_to_checks():
-            self._show(self._progress())
+        if version % _SHOWN_EVERY == 0:
+            with self._disk.open_to_checks():
+                print(self._progress(), flush=True)
 
     def _plan_faults(self) -> None:
         """Inject the faults that are behind schedule, at moments until the next version."""
@@ -417,7 +418,7 @@ class Soak(Simulation):
             insort(self._injections, injection, key=lambda injection: injection.step)
 
     def _plan_ending(self) -> None:
-        kinds = [kind for kind in get_args(Ending) if self._checker.met_faults[kind] < self._goal(kind)]
+        kinds = list(filter(self._is_rare, get_args(Ending)))
         kind: Ending = self._rng.choice(kinds or ["stop"])
         after = self._rng.randrange(1, _CALLBACKS_PER_VERSION)
         self._death = Death(kind=kind, after=self._incarnation_steps + after)
@@ -455,7 +456,6 @@ class Soak(Simulation):
             "version": self._version,
             "trajectories": self.attempts,
             "memory": growth.allocated_bytes(),
-            "resident": growth.resident_bytes(),
             "descriptors": growth.open_descriptors(),
             "threads": growth.num_threads(),
             "kept_tokens": self._checker.num_kept_tokens,
@@ -487,12 +487,11 @@ class Soak(Simulation):
     def _progress(self) -> str:
         plan, met = self._plan, self._checker.met_faults
         fewest = min(met[kind] for kind, row in FAULTS.items() if row.family != "driver")
-        cpu_s = self.cpu_s
         return (
             f"version {self._version} of {plan.versions}"
             f" · {self.counts.dispatched if self.counts else 0:,} trajectories, {self.attempts:,} attempts"
             f" · {self.restarts} restarts · each fault {fewest} of {plan.faults_each} times"
-            f" · {growth.resident_bytes() / 1e6:.0f} MB · {cpu_s:.0f} s CPU"
+            f" · {growth.resident_bytes() / 1e6:.0f} MB · {self.cpu_s:.0f} s CPU"
         )
 
     def checks(self) -> list[Check]:
@@ -503,9 +502,7 @@ class Soak(Simulation):
         lost = counts.unaccounted if counts else 0
         twice = sum("again" in text or "twice" in text for text in checker.violations)
         stale = sum("is trained at" in text for text in checker.violations)
-        few = {
-            kind: checker.met_faults[kind] for kind in FAULTS if checker.met_faults[kind] < self._goal(kind)
-        }
+        few = [f"{kind} {checker.met_faults[kind]}" for kind in FAULTS if self._is_rare(kind)]
         checks = [
             _at_most("violations of invariants", len(checker.violations), 0),
             _at_most("trajectories lost", abs(lost), 0),
@@ -522,7 +519,7 @@ class Soak(Simulation):
             Check(
                 name="faults that happened too rarely",
                 holds=not few,
-                found=", ".join(f"{kind} {number}" for kind, number in few.items()) or "none",
+                found=", ".join(few) or "none",
                 expected=f"each ≥ {plan.faults_each}, of the driver {plan.endings_each}",
             ),
         ]
@@ -588,41 +585,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--short", action="store_true", help="the version of CI, about two minutes")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and faults")
-    parser.add_argument("--versions", type=int, help="how many, in the place of the plan's")
     parser.add_argument(
         "--leak-bytes", type=int, default=0, help="plant a leak of so many bytes per trajectory"
     )
     parser.add_argument("--leak", choices=get_args(Lifetime), default="process", help="how long it is held")
     options = parser.parse_args(arguments)
     plan = replace(SHORT if options.short else FULL, seed=options.seed)
-    if options.versions is not None:
-        plan = replace(plan, versions=options.versions)
     gc.collect()
     gc.freeze()  # modules stay; each sample collects what has become garbage
     gc.set_threshold(50_000, 20, 100)
     with scratch() as folder:
-        soak = Soak(
-            plan, Path(folder), leak_bytes=options.leak_bytes, leak=options.leak, show=_progress_printer()
-        )
+        soak = Soak(plan, Path(folder), leak_bytes=options.leak_bytes, leak=options.leak)
         outcome = soak.run()
     print()
     print("\n".join(soak.report()))
     for violation in outcome.violations:
         print(f"VIOLATION {violation}\n" + "\n".join(outcome.events))
     return int(not all(check.holds for check in soak.checks()))
-
-
-def _progress_printer() -> Callable[[str], None]:
-    """Show a line on a terminal; elsewhere print one every 10 seconds."""
-    terminal, last_s = sys.stdout.isatty(), -10.0
-
-    def show(line: str) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s > (0.2 if terminal else 10.0):
-            last_s = time.monotonic()
-            print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", flush=True)
-
-    return show
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,16 +76,21 @@ class _Parallel(_Module):
         self,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool,
-        tp_group: dist.ProcessGroup | None,
-        tp_size: int,
-        params_dtype: torch.dtype | None,
-        parallel_mode: str | None,
-        device: Any,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        bias: bool = True,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cuda",
+        **_: Any,  # how weights are drawn
     ) -> None:
+        assert not fuse_wgrad_accumulation
         super().__init__()
         self.tp_size = tp_size if tp_group is None else tp_group.size()
-        self.tp_group, self.parallel_mode = tp_group, parallel_mode
+        self.tp_group, self.parallel_mode, self.use_bias = tp_group, parallel_mode, bias
         self.in_features, self.out_features = in_features, out_features
         if parallel_mode == "column":
             self.out_features //= self.tp_size
@@ -94,12 +99,12 @@ class _Parallel(_Module):
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self._dtype, self._device = params_dtype or torch.float32, device
 
-    def _add_weight(self, number: str = "", *, bias: bool) -> None:
+    def _add_weight(self, number: str = "") -> None:
         weight = self._add(
             f"weight{number}", (self.out_features, self.in_features), self._dtype, self._device
         )
         _mark(weight, 1 if self.parallel_mode == "row" else 0)
-        if not bias:
+        if not self.use_bias:
             setattr(self, f"bias{number}", torch.Tensor().to(self._dtype))
             return
         added = self._add(f"bias{number}", (self.out_features,), self._dtype, self._device)
@@ -135,35 +140,11 @@ class _Parallel(_Module):
 
 class Linear(_Parallel):
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = "cuda",
+        self, in_features: int, out_features: int, *, return_bias: bool = False, **options: Any
     ) -> None:
-        assert not fuse_wgrad_accumulation
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel,
-            tp_group,
-            tp_size,
-            params_dtype,
-            parallel_mode,
-            device,
-        )
-        self.use_bias, self.return_bias = bias, return_bias
-        self._add_weight(bias=bias)
+        super().__init__(in_features, out_features, **options)
+        self.return_bias = return_bias
+        self._add_weight()
 
     def forward(self, input_: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         bias = self.bias if self.use_bias else None
@@ -200,40 +181,12 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(_Parallel):
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = "cuda",
-        ub_name: str | None = None,
-    ) -> None:
-        assert not fuse_wgrad_accumulation
-        assert not bias
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel,
-            tp_group,
-            tp_size,
-            params_dtype,
-            parallel_mode,
-            device,
-        )
-        self.num_gemms, self.use_bias = num_gemms, bias
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, **options)
+        assert not self.use_bias
+        self.num_gemms = num_gemms
         for number in range(num_gemms):
-            self._add_weight(str(number), bias=bias)
+            self._add_weight(str(number))
 
     def forward(
         self, input_: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
