@@ -44,6 +44,9 @@ REAPED = b"async_rl_user_processes_reaped_total{"
 WATCHED = b"async_rl_served_weights_unchanged{"
 """Reported once an engine has taken a version whose checksums are compared."""
 
+RESTARTED = b'when="after"'
+"""The label of what is compared after a restart of the trainer."""
+
 STILL = b"async_rl_stalls_total{"
 """The metrics that count stalls."""
 
@@ -216,7 +219,7 @@ class TroubledCluster(LocalCluster):
         self.to_come = {kind: name for kind, name in self.to_come.items() if name not in text}
         if STILL in text:
             self.found_still.set()
-        self.missing = [name for name in (EVALUATED, REAPED, WATCHED, STILL) if name not in text]
+        self.missing = [name for name in (EVALUATED, REAPED, WATCHED, STILL, RESTARTED) if name not in text]
         self.missing += self.to_come.values()
         return not self.missing
 
