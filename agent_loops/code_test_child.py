@@ -19,6 +19,7 @@ import ast
 import builtins
 import collections
 import json
+import math
 import os
 import symtable
 import sys
@@ -27,6 +28,8 @@ from typing import Any, NoReturn
 
 from __main__ import ask, decode, encode  # of `agent_loops.sandbox_child`
 
+TOLERANCE = 1e-6
+"""Relative tolerance for results that the tests give with a fraction, as for printed ones."""
 COLLECTIONS = {"Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"}
 """Names of `collections` that tests use without an import."""
 
@@ -131,7 +134,7 @@ def names_of_the_program(tests: list[str]) -> tuple[list[str], list[str]]:
     wanted = [
         name
         for name in free
-        if name not in modules and name not in COLLECTIONS and not hasattr(builtins, name)
+        if name not in (*modules, *COLLECTIONS, "equals") and not hasattr(builtins, name)
     ]
     if not wanted:  # a task may ask for a function with the name of a builtin: `assert sum(10, 15) == 6`
         inner = [
@@ -161,14 +164,48 @@ def prepare(namespace: dict[str, Any], tests: list[str]) -> None:
         """Give the tests the names that they expect of the program."""
         del namespace["bind_names"]
         for name in wanted:
-            try:
-                namespace[name] = ask_program("name", name)
-            except KeyError:
-                namespace[name] = missing
+            namespace[name] = find(name)
 
+    namespace["equals"] = equals
     namespace.update({name: __import__(name) for name in modules})
     namespace.update({name: getattr(collections, name) for name in COLLECTIONS})
     namespace["bind_names"] = bind_names
+
+
+def find(name: str) -> Any:
+    """Return what the program calls by a name: its own, or a method of its `class Solution` (LeetCode)."""
+    try:
+        return ask_program("name", name)
+    except KeyError:
+        pass
+    try:
+        solution = ask_program("name", "Solution")
+    except KeyError:
+        return missing
+    return lambda *args, **kwargs: getattr(solution(), name)(*args, **kwargs)
+
+
+def equals(result: Any, wanted: Any) -> bool:
+    """Return whether a result is the expected one of APPS: lists for tuples, or the only item of a list."""
+    return is_same(result, wanted) or (
+        type(wanted) is list and len(wanted) == 1 and is_same(result, wanted[0])
+    )
+
+
+def is_same(result: Any, wanted: Any) -> bool:
+    """Return whether a result is the expected value, which JSON has kept: no tuples, no numbers as keys."""
+    if type(result) in (list, tuple) and type(wanted) in (list, tuple):
+        return len(result) == len(wanted) and all(map(is_same, result, wanted))
+    if type(result) is dict and type(wanted) is dict:
+        keys = {str(key) if type(key) is int else key: value for key, value in result.items()}
+        return len(keys) == len(wanted) and all(
+            key in keys and is_same(keys[key], wanted[key]) for key in wanted
+        )
+    if type(wanted) is float and type(result) in (int, float):
+        return math.isclose(result, wanted, rel_tol=TOLERANCE, abs_tol=1e-9) or (
+            result != result and wanted != wanted
+        )
+    return bool(result == wanted)
 
 
 def missing(*_: object, **__: object) -> NoReturn:

@@ -21,8 +21,11 @@ expected output is compared here. docs/design/security.md states what this preve
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -33,12 +36,31 @@ from agent_loops.sandbox import MAX_CODE_BYTES, START_S, Interpreter, Limits, Sa
 from async_rl.errors import EnvironmentNotReady
 from async_rl.types import Completion, Task
 
-_BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE: Final = re.compile(
+    r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)(?P<rest>[^`\n]*)$"
+)
+_PYTHON: Final = {"python", "py", "python3", "py3", "{python}"}
 
 _PREPARE: Final = (
     f"exec({Path(__file__).with_name('code_test_child.py').read_text(encoding='utf-8')!r}, "
     "{'__name__': 'code_test_child', 'namespace': globals()})"
 )
+
+_AS_MODULE: Final = "import sys; __name__ = 'program'; sys.modules[__name__] = type(sys)(__name__); del sys"
+"""A function is tested as an import would test it: what the program guards by `__main__` does not run."""
+
+_LEETCODE: Final = (
+    "import collections, bisect, functools, heapq, itertools, math, string\n"
+    "from typing import *\nfrom collections import *\nfrom bisect import *\nfrom functools import *\n"
+    "from heapq import *\nfrom itertools import *\nfrom math import *\n"
+)
+"""Names that a `class Solution` uses without an import, as on the sites from which such problems come."""
+
+_RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-6, 1e-9
+"""Tolerances for printed numbers that the tests give with a fraction, as for APPS."""
+
+_REAL: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_FRACTION: Final = re.compile(r"(?=.*[.eE])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 _DISCARD_ERRORS: Final = "import os as _os\n_os.dup2(_os.open('/dev/null', _os.O_WRONLY), 2)\ndel _os"
 
@@ -86,9 +108,43 @@ async def code_tests(
 
 
 def program_of(text: str) -> str:
-    """Return the last code block of an answer, or the whole answer if it has none."""
-    blocks = _BLOCK.findall(text)
-    return blocks[-1] if blocks else text
+    """Return the last Python block of an answer, else its last block without a language, else the answer.
+
+    Blocks are fenced as in Markdown: a fence is closed by one that is as long, on a line of its own.
+
+    Source: CommonMark 0.31, section 4.5. A block may also begin behind other text of its line.
+    """
+    blocks: dict[bool, list[str]] = {True: [], False: []}
+    opened: re.Match[str] | None = None
+    lines: list[str] = []
+
+    def end_block() -> None:
+        nonlocal opened
+        assert opened is not None
+        language = opened["language"].lower()
+        if language in _PYTHON or not language:
+            blocks[bool(language)].append("".join(lines))
+        opened = None
+        lines.clear()
+
+    for line in text.replace("\r\n", "\n").splitlines(keepends=True):
+        found = _FENCE.match(line) if opened else _FENCE.search(line)
+        if opened is None:
+            opened = found if found and line.count(found["fence"]) == 1 else None
+        elif (
+            found
+            and not found["language"]
+            and not found["rest"].strip()
+            and found["fence"].startswith(opened["fence"])
+        ):
+            end_block()
+        else:
+            indent = len(opened["indent"]) if opened.start() == 0 else 0
+            lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+    if opened is not None:
+        lines[-1:] = [line.rstrip().removesuffix(opened["fence"]) for line in lines[-1:]]
+        end_block()
+    return (blocks[True] or blocks[False] or [text])[-1]
 
 
 def cases_of(answer: Any) -> list[Case]:
@@ -100,14 +156,17 @@ def cases_of(answer: Any) -> list[Case]:
     tests = answer
     if isinstance(answer, str):
         try:
-            tests = msgspec.json.decode(answer)
-        except msgspec.DecodeError:
+            tests = json.loads(answer, parse_int=_parse_int)
+        except ValueError:
             tests = [answer]
     cases: list[Case] = []
     match tests:
         case {"fn_name": str(name), "inputs": list(inputs), "outputs": list(outputs)} if name:
             pairs = zip(inputs, outputs, strict=True)
-            cases = [Case(check=f"assert {name}(*{given!r}) == {wanted!r}") for given, wanted in pairs]
+            cases = [
+                Case(check=f"assert equals({name}(*{_literal(_restore_keys(given))}), {_literal(wanted)})")
+                for given, wanted in pairs
+            ]
         case {"inputs": list(inputs), "outputs": list(outputs)}:
             pairs = zip(inputs, outputs, strict=True)
             cases = [Case(stdin=_text(given), stdout=_text(wanted)) for given, wanted in pairs]
@@ -129,6 +188,9 @@ async def _count_assertions(sandbox: Sandbox, program: str, cases: Sequence[Case
     passed = 0
     async with sandbox.interpreter() as tests, sandbox.interpreter() as tested:
         await _prepare(tests, cases)
+        await tested.run_program(_AS_MODULE)
+        if "class Solution" in program:
+            await tested.run_program(_LEETCODE)
         ran = await tested.run_program(program)
         if ran.ended != "done":
             return 0
@@ -172,16 +234,65 @@ async def _count_outputs(sandbox: Sandbox, program: str, cases: Sequence[Case], 
         async with sandbox.interpreter() as interpreter:
             await interpreter.run_program(_DISCARD_ERRORS)
             ran = await interpreter.run_program(program, stdin=case.stdin)
-        if ran.ended in ("done", "exit") and _lines(ran.output) == _lines(case.stdout or ""):
+        if ran.ended in ("done", "exit") and is_same_output(ran.output, case.stdout or ""):
             passed += 1
         elif not go_on:
             break
     return passed
 
 
-def _lines(text: str) -> list[str]:
-    """Return lines without trailing white space, as programming judges compare output."""
-    return [line.rstrip() for line in text.strip().splitlines()]
+def is_same_output(printed: str, expected: str) -> bool:
+    """Return whether a program printed what was expected, as programming judges compare it.
+
+    White space at the ends of lines does not count. Numbers that are expected with a fraction may differ by
+    1e-6.
+    """
+    lines, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
+    return lines == wanted or (len(lines) == len(wanted) and all(map(_is_same_line, lines, wanted)))
+
+
+def _is_same_line(printed: str, expected: str) -> bool:
+    words, wanted = printed.split(), expected.split()
+    return len(words) == len(wanted) and all(map(_is_same_word, words, wanted))
+
+
+def _is_same_word(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    if not _FRACTION.fullmatch(expected) or not _REAL.fullmatch(printed):
+        return False
+    return math.isclose(
+        float(printed), float(expected), rel_tol=_RELATIVE_TOLERANCE, abs_tol=_ABSOLUTE_TOLERANCE
+    )
+
+
+def _parse_int(digits: str) -> int:
+    """Return a whole number, also one of more digits than Python converts from text."""
+    return int(Decimal(digits))
+
+
+def _literal(value: Any) -> str:
+    """Return the source of a value from JSON: `repr` writes neither numbers of many digits nor constants."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_literal(each)}" for key, each in value.items()) + "}"
+    if type(value) is int and value.bit_length() > 10_000:
+        return hex(value)
+    return f"float('{value}')" if type(value) is float else repr(value)
+
+
+def _restore_keys(arguments: Any) -> Any:
+    """Return arguments in which mappings have whole numbers as keys again, which JSON makes strings.
+
+    Source: APPS, `apps_metric/testing_util.py`.
+    """
+    if isinstance(arguments, list):
+        return [_restore_keys(each) for each in arguments]
+    if isinstance(arguments, dict):
+        whole = arguments and all(re.fullmatch(r"-?\d+", key) for key in arguments)
+        return {int(key) if whole else key: _restore_keys(value) for key, value in arguments.items()}
+    return arguments
 
 
 def _text(value: Any) -> str:

@@ -464,6 +464,8 @@ def run_requests(settings: dict[str, Any]) -> None:
     global channel
     channel = Channel()
     sys.path[:] = [path for path in sys.path if path] + settings["import_paths"]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # of `site`, which is left out
+    sys.set_int_max_str_digits(0)  # the limits of a program bound its conversions, too
     names = {"__name__": "__main__", "__builtins__": builtins}
     objects: list[Any] = []
 

@@ -16,6 +16,7 @@ from async_rl import routing
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AlignmentError, DataError, InvariantError
 from async_rl.observability.metrics import Metrics
+from async_rl.runtime.reward_values import MAX_REWARD, reward_value
 from async_rl.staleness import StalenessPolicy
 from async_rl.types import StoredTrajectory, TakenBatch, root_of
 
@@ -89,7 +90,6 @@ class Packer:
 
         Raises:
             InvariantError: When a trained token would exceed the bound.
-            DataError: When a trajectory has no reward or no tokens.
         """
         oldest = version - self._max_staleness if self._staleness_policy == "mask_tokens" else None
         unusable, flaw = {}, ""
@@ -100,6 +100,7 @@ class Packer:
             try:
                 for trajectory in group.trajectories:
                     _check_versions(trajectory, version)
+                    _check_values(trajectory)
                     self._check_model(trajectory)
             except DataError as error:
                 log.warning("group %s cannot be trained on: %s", group.group_id, error)
@@ -144,18 +145,28 @@ class Packer:
 
     def _check_batch(self, batch: TakenBatch) -> None:
         for trajectory, age in zip(batch.trajectories, batch.staleness, strict=True):
-            if not trajectory.num_tokens:
-                raise DataError(f"trajectory {trajectory.trajectory_id} has no tokens")
-            if trajectory.reward is None:
-                raise DataError(
-                    f"trajectory {trajectory.trajectory_id} has no reward; it cannot be trained on"
-                )
             if age > self._max_staleness:
                 raise InvariantError(
                     f"trajectory {trajectory.trajectory_id}, sampled by version "
                     f"{batch.trainer_version - age}, would be trained at {batch.trainer_version}: staleness "
                     f"{age} exceeds rollout.max_staleness = {self._max_staleness}"
                 )
+
+
+def _check_values(trajectory: StoredTrajectory) -> None:
+    """Refuse what a trainer could not compute with; a stored group would stop every start of the run.
+
+    Raises:
+        DataError: It has no tokens or no reward, or a reward that is not finite in float32.
+    """
+    name = f"trajectory {trajectory.trajectory_id}"
+    if not trajectory.num_tokens:
+        raise DataError(f"{name} has no tokens")
+    for reward in (trajectory.reward, *(each.reward for each in trajectory.turn_rewards)):
+        if reward_value(reward) is None:
+            raise DataError(
+                f"{name} has the reward {reward!r}, expected a finite number, at most {MAX_REWARD:g}"
+            )
 
 
 def _check_versions(trajectory: StoredTrajectory, trainer_version: int) -> None:

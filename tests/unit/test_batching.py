@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from async_rl.codec import ALIGNMENT
-from async_rl.errors import AlignmentError, CorruptFrame, DataError
+from async_rl.errors import AlignmentError, CorruptFrame
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.queue.batching import read_trajectories
 from async_rl.queue.frames import verify_frame
@@ -153,17 +153,18 @@ def stored_group(folder: Path, *trajectories: Trajectory) -> StoredGroup:
 @pytest.mark.parametrize(
     ("trajectory", "words"),
     [
-        (make_trajectory("t", reward=None), "no reward"),
+        (make_trajectory("t", reward=None), "the reward None"),
         (make_trajectory("t", prompt=0, sampled=((0, 0),), routing=False), "no tokens"),
     ],
     ids=["reward", "tokens"],
 )
-def test_a_batch_is_refused_when_there_is_nothing_to_train_on(
-    tmp_path: Path, trajectory: Trajectory, words: str
+def test_a_group_is_dropped_when_there_is_nothing_to_train_on(
+    tmp_path: Path, trajectory: Trajectory, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     packer = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=None, metrics=None)
-    with pytest.raises(DataError, match=words):
-        packer.pack_groups(0, [stored_group(tmp_path, trajectory)])
+    packed = packer.pack_groups(0, [group := stored_group(tmp_path, trajectory)])
+    assert (packed.batch, packed.unusable) == (None, {group.group_id: "corrupt"})
+    assert words in caplog.text
 
 
 def test_a_group_is_refused_when_the_trainer_has_not_reached_its_version(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
 from agent_loops.rewards import exact_match, last_number
 from async_rl.types import Completion
@@ -33,9 +36,46 @@ def test_exact_match_forgives_nothing_but_white_space(answer: object, text: str,
         ("1234567", "1234567.0", 1.0),
         ("12", "1,2", 0.0),
         ("5", "no number", 0.0),
-        ("no number", "5", 0.0),
-        (None, "5", 0.0),
+        ("1/2", "3/2", 0.0),
+        ("1/2", "0.5", 1.0),
+        ("1/2", r"so it is \frac{1}{2}", 1.0),
+        ("3/2", "1 1/2", 1.0),
+        ("2/4", "1 / 2", 1.0),
+        ("1e5", "1e6", 0.0),
+        ("1e5", "100,000", 1.0),
+        ("300000", "3 x 10^5", 1.0),
+        ("1024", "2**10", 1.0),
+        (".5", "5", 0.0),
+        ("0.5", "it is .5.", 1.0),
+        ("-3", "it is \u22123", 1.0),
+        ("18", r"costs \$18", 1.0),
+        ("18", "costs -$18", 0.0),
+        ("1000000", "1_000_000", 1.0),
+        ("10", "1/0", 0.0),
+        ("7", "7^99999999", 0.0),
+        ("7", "1e999999999", 0.0),
+        (7, "12 <think>7", 0.0),
+        ("3", "<think>3</think> 4", 0.0),
     ],
 )
 def test_last_number_compares_values(answer: object, text: str, reward: float):
     assert last_number(make_task(answer=answer), completion(text)) == reward
+
+
+@pytest.mark.parametrize("reward", [last_number, exact_match])
+def test_a_task_without_an_answer_is_an_error(reward: Any):
+    with pytest.raises(ValueError, match=r"the task has no answer: set data\.answer_key"):
+        reward(make_task(answer=None), completion("None"))
+
+
+def test_an_answer_without_a_number_is_an_error():
+    with pytest.raises(ValueError, match="'no number' has no number"):
+        last_number(make_task(answer="no number"), completion("5"))
+
+
+@pytest.mark.parametrize("reward", [last_number, exact_match])
+def test_nothing_of_a_thought_that_was_cut_off_is_an_answer(reward: Any):
+    cut = Completion(messages=[], text="5", stop_reason="length", is_in_thought=True)
+    assert reward(make_task(answer="5"), cut) == 0.0
+    ended = replace(cut, text="4</think>5")
+    assert reward(make_task(answer="5"), ended) == 1.0

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.real_time
 
 ADD = "def add(a, b):\n    return a + b\n"
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
+BIG = "def big(digits):\n    return 10**digits - 1"
+SOLUTION = "class Solution:\n    def add(self, a: int, b: Optional[int]) -> List[int]:\n        return a + b"
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 
 
@@ -35,6 +37,24 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
         ("assert True", "raise ValueError", 0.0, 0.0),
         (PAIRS, f"{SUM}\nimport sys\nprint('debug', file=sys.stderr)\nx = 1\nx is 1", 1.0, 1.0),
         (PAIRS, "import sys\nprint(sum(map(int, input().split())), file=sys.stderr)", 0.0, 0.0),
+        ([{"input": "1 2", "output": "3"}], "print(3)\nexit()", 1.0, 1.0),
+        ([{"input": "1 2", "output": "3"}], "print(3)\nquit()", 1.0, 1.0),
+        ([{"input": "1 2", "output": "3"}], "print(3)\nraise SystemExit(0)", 1.0, 1.0),
+        ([{"input": "", "output": "0.3"}], "print(0.1 + 0.2)", 1.0, 1.0),
+        ([{"input": "", "output": "0.3"}], "print(0.31)", 0.0, 0.0),
+        ([{"input": "", "output": "3"}], "print(3.0000001)", 0.0, 0.0),
+        ([{"input": "", "output": "x 0.5 inf"}], "print('x', .5, float('inf'))", 1.0, 1.0),
+        ([{"input": "", "output": "9" * 5000}], "print('9' * 5000)", 1.0, 1.0),
+        ([{"input": "", "output": "9" * 5000}], "print(10**5000 - 1)", 1.0, 1.0),
+        ({"fn_name": "big", "inputs": [[5000]], "outputs": [10**5000 - 1]}, BIG, 1.0, 1.0),
+        (f'{{"fn_name": "big", "inputs": [[5000]], "outputs": [{"9" * 5000}]}}', BIG, 1.0, 1.0),
+        ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}, SOLUTION, 1.0, 1.0),
+        ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}, ADD, 1.0, 1.0),
+        ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [8]]}, ADD, 0.0, 0.5),
+        ({"fn_name": "add", "inputs": [[0.1, 0.2]], "outputs": [0.3]}, ADD, 1.0, 1.0),
+        ({"fn_name": "add", "inputs": [[[1], [2]]], "outputs": [[1, 2]]}, ADD, 1.0, 1.0),
+        ({"fn_name": "pair", "inputs": [[1]], "outputs": [[1, 2]]}, "def pair(a): return a, 2", 1.0, 1.0),
+        ("assert add(2, 2) == 4", f"{ADD}\nif __name__ == '__main__':\n    add(input())", 1.0, 1.0),
     ],
 )
 async def test_a_program_is_rewarded_when_its_tests_pass(
@@ -198,6 +218,18 @@ def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
         ("```python\na\n```\nbetter:\n```py\nb\n```", "b\n"),
         ("```\ncut short", "cut short"),
         ("print(1)", "print(1)"),
+        ("```text\n1 2\n```\n```python\na\n```", "a\n"),
+        ("```python3\na\n```", "a\n"),
+        ("```Python\na\n```", "a\n"),
+        ("```python\na\n```\nRun it:\n```bash\npython a.py\n```", "a\n"),
+        ("```python\na\n```\nIt prints:\n```\n3\n```", "a\n"),
+        ("```\na\n```\n```json\n{}\n```", "a\n"),
+        ('~~~python title="a.py"\na\n~~~', "a\n"),
+        ("````python\na = 1\n```\nb\n````", "a = 1\n```\nb\n"),
+        ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
+        ("Use ```x``` here.\n```python\na\n```", "a\n"),
+        ("```python\r\na\r\n```\r\n", "a\n"),
+        ("```python\na\n", "a"),
     ],
 )
 def test_the_last_block_is_the_program(text: str, program: str) -> None:

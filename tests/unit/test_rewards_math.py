@@ -28,6 +28,18 @@ from tests.support.scripted_session import make_task
         ("4", r"4 plus one is \boxed{5}", 0.0),
         ("4", "I do not know", 0.0),
         (4, "4", 1.0),
+        ("2", r"\boxed{1}. Wait: \boxed{2}", 1.0),
+        ("1", r"\boxed{1}. Wait: \boxed{2}", 0.0),
+        ("2", r"\boxed{2}, or \boxed{3", 1.0),
+        ("3", r"\fbox{3}", 1.0),
+        ("5", r"\boxed 5.", 1.0),
+        (r"\$18", r"\boxed{18}", 1.0),
+        ("$18", "It is $18.", 1.0),
+        ("$x+1$", r"\boxed{1+x}", 1.0),
+        (r"so \boxed{7}", r"\boxed{7}", 1.0),
+        ("4", r"<think>\boxed{4}", 0.0),
+        ("4", r"<think>\boxed{5}</think>\boxed{4}", 1.0),
+        ("{1,2}", r"\boxed{\{1, 2\}}", 1.0),
     ],
 )
 def test_answers_are_compared_as_mathematics(answer: object, text: str, reward: float) -> None:

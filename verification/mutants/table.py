@@ -591,10 +591,10 @@ def programs_see_home_folders(original, *args, **named):
     """A folder with a home folder in it is shown to programs."""
 
 
-@breaks("agent_loops.rewards_code:_lines", "unit/examples", "unit/rewards_code")
+@breaks("agent_loops.rewards_code:is_same_output", "unit/examples", "unit/rewards_code")
 def output_is_not_compared(original, *args, **named):
     """A program passes whatever it prints."""
-    return []
+    return True
 
 
 @breaks("agent_loops.rewards:last_number", "unit/readme", "unit/rewards")

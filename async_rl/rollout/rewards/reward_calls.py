@@ -63,6 +63,9 @@ _MAX_DELAY_S: Final = 30.0
 _OUTAGE_DELAY_S: Final = 1.0
 """How often a connection to a server that is gone is tried. A refused connection costs next to nothing."""
 
+_FAILED: Final[Mapping[str, float]] = {"reward": 0.0}
+"""The parts of the reward of a trajectory whose agent failed."""
+
 _CLEAN_UP_S: Final = 5.0
 """How long an async reward may release what it holds after it was cancelled."""
 
@@ -147,6 +150,8 @@ class Rewards:
         Raises:
             RewardError: The reward failed.
         """
+        if completion.stop_reason == "failed":
+            return dict(_FAILED)
         with self._processes.active():
             return await self._named_reward(self.name_for(task)).score_completion(task, completion)
 
@@ -154,8 +159,11 @@ class Rewards:
         self, task: Task, completions: Sequence[Completion]
     ) -> list[dict[str, float] | RewardError]:
         """Score all trajectories of a group by one call; a failed one has an error in place of its parts."""
+        ended = [each for each in completions if each.stop_reason != "failed"]
+        reward = self._named_reward(self.name_for(task))
         with self._processes.active():
-            return await self._named_reward(self.name_for(task)).score_group(task, completions)
+            scores = iter(await reward.score_group(task, ended) if ended else ())
+        return [dict(_FAILED) if each.stop_reason == "failed" else next(scores) for each in completions]
 
     async def close(self) -> None:
         """End worker processes and connections."""

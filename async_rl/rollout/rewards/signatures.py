@@ -17,8 +17,6 @@ Source: verl `custom_reward_function.path` and its naive reward manager; slime `
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +28,7 @@ import numpy as np
 from async_rl.config import Config, to_builtins
 from async_rl.errors import ConfigError, RewardError
 from async_rl.runtime.loading import call_problem
+from async_rl.runtime.reward_values import MAX_REWARD, reward_value
 from async_rl.types import Completion, Task
 
 Style = Literal["plain", "group", "verl", "slime", "slime_group"]
@@ -205,14 +204,14 @@ def parts_of(value: Any, *, part: str | None = None, strict: bool = True) -> dic
         RewardError: The part is missing or is not a finite number; the message begins with "returned".
     """
     if not isinstance(value, Mapping):
-        return {"reward": _finite("reward", value)}
+        return {"reward": _number("reward", value)}
     wanted = part or ("reward" if "reward" in value or "score" not in value else "score")
     if wanted not in value:
         names = sorted(str(name) for name in value)
         raise RewardError(f"returned the parts {names}, expected one called {wanted!r}")
-    main = _finite(wanted, value[wanted])
-    rest = {str(name): number for name, number in value.items() if strict or _is_finite(number)}
-    return {name: _finite(name, number) for name, number in rest.items()} | {"reward": main}
+    main = _number(wanted, value[wanted])
+    rest = {str(name): part for name, part in value.items() if strict or reward_value(part) is not None}
+    return {name: _number(name, part) for name, part in rest.items()} | {"reward": main}
 
 
 def requires_numbers(style: Style) -> bool:
@@ -226,14 +225,9 @@ def _prompt_tokens(completion: Completion) -> int:
     return int(np.argmax(mask)) if mask.any() else len(mask)
 
 
-def _is_finite(number: Any) -> bool:
-    try:
-        return isinstance(number, numbers.Real | np.bool_) and math.isfinite(float(number))
-    except OverflowError:  # an integer beyond all floats
-        return False
-
-
-def _finite(name: str, number: Any) -> float:
-    if not _is_finite(number):
-        raise RewardError(f"returned {name} = {number!r:.200}, expected a finite number")
-    return float(number)
+def _number(name: str, number: Any) -> float:
+    if (value := reward_value(number)) is None:
+        raise RewardError(
+            f"returned {name} = {number!r:.200}, expected a finite number, at most {MAX_REWARD:g}"
+        )
+    return value
