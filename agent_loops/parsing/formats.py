@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from agent_loops.parsing.calls import Call, MalformedCall, ToolCall, ToolParser, after_thought
-from agent_loops.parsing.scan import Scanner, TaggedParser, Unreadable, as_call, make_call, typed
+from agent_loops.parsing.scan import (
+    Scanner,
+    TaggedParser,
+    Unreadable,
+    add_argument,
+    as_call,
+    make_call,
+    typed,
+)
 
 
 class HermesParser(TaggedParser):
@@ -33,17 +41,17 @@ class Qwen3CoderParser(TaggedParser):
         """Implements `TaggedParser.read_one`."""
         if opened == "<tool_call>":
             scan.require("<function=", "<tool_call>")
-        name = scan.read_until(">", "<function=").strip()
+        name = scan.read_until(">", "<function=", without=("<parameter=",)).strip()
         arguments: dict[str, Any] = {}
         while scan.skip("<parameter="):
-            key = scan.read_until(">", "<parameter=").strip()
+            key = scan.read_until(">", "<parameter=", without=("<parameter=",)).strip()
             # The value is on its own lines; the line breaks around it do not belong to it.
             value = (
-                scan.read_until("</parameter>", f"the parameter {key!r}")
+                scan.read_until("</parameter>", f"the parameter {key!r}", without=("<parameter=",))
                 .removeprefix("\n")
                 .removesuffix("\n")
             )
-            arguments[key] = typed(value, name, key, tools)
+            add_argument(arguments, key, typed(value, name, key, tools))
         scan.require("</function>", f"the function {name!r}")
         if opened == "<tool_call>":
             scan.require("</tool_call>", "</function>")
@@ -63,10 +71,12 @@ class Glm45Parser(TaggedParser):
         scan.position = name.end()
         function, arguments = name.group().strip(), dict[str, Any]()
         while scan.skip("<arg_key>"):
-            key = scan.read_until("</arg_key>", "<arg_key>").strip()
+            key = scan.read_until("</arg_key>", "<arg_key>", without=("<arg_key>", "<arg_value>")).strip()
             scan.require("<arg_value>", f"the key {key!r}")
-            value = scan.read_until("</arg_value>", f"the value of {key!r}")
-            arguments[key] = typed(value, function, key, tools)
+            value = scan.read_until(
+                "</arg_value>", f"the value of {key!r}", without=("<arg_key>", "<arg_value>")
+            )
+            add_argument(arguments, key, typed(value, function, key, tools))
         scan.require("</tool_call>", f"the call of {function!r}")
         return make_call(function, arguments)
 
@@ -79,10 +89,10 @@ class DeepSeekV3Parser(TaggedParser):
 
     def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
         """Implements `TaggedParser.read_one`."""
-        name = scan.read_until("<｜tool▁sep｜>", opened)
+        name = scan.read_until("<｜tool▁sep｜>", opened, without=("<｜tool▁call",))
         fenced = not scan.starts_with("{")
         if fenced:  # the text before was the kind, `function`
-            name = scan.read_until("```json", "the name")
+            name = scan.read_until("```json", "the name", without=("<｜tool▁call",))
         arguments = scan.read_json()
         if fenced:
             scan.require("```", "its JSON")
@@ -98,7 +108,9 @@ class KimiK2Parser(TaggedParser):
 
     def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
         """Implements `TaggedParser.read_one`."""
-        call_id = scan.read_until("<|tool_call_argument_begin|>", opened).strip()
+        call_id = scan.read_until(
+            "<|tool_call_argument_begin|>", opened, without=("<|tool_call_begin|>", "<|tool_call_end|>")
+        ).strip()
         arguments = scan.read_json()
         scan.require("<|tool_call_end|>", "its JSON")
         name = re.sub(r":\d+$", "", call_id).removeprefix("functions.")

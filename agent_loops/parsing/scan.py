@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -50,14 +51,21 @@ class Scanner:
         if not self.skip(literal):
             raise Unreadable(f"{after} is not followed by {literal}")
 
-    def read_until(self, literal: str, what: str) -> str:
+    def read_until(self, literal: str, what: str, *, without: Collection[str]) -> str:
         """Return the text before the next `literal`, and skip both.
 
+        Args:
+            literal: The tag that ends the text.
+            what: The name of the text, for the message.
+            without: Tags that begin something else: before one of them, the closing tag is missing.
+
         Raises:
-            Unreadable: There is no further `literal`.
+            Unreadable: There is no further `literal`, or one of the other tags comes first.
         """
         end = self.text.find(literal, self.position)
         if end < 0:
+            raise Unreadable(f"{what} is not closed by {literal}")
+        if any(self.text.find(tag, self.position, end) >= 0 for tag in without):
             raise Unreadable(f"{what} is not closed by {literal}")
         start, self.position = self.position, end + len(literal)
         return self.text[start:end]
@@ -129,9 +137,26 @@ def as_call(value: Any, *, arguments: Collection[str] = ("arguments",)) -> ToolC
     Raises:
         Unreadable: The object is not a call.
     """
+    expected = f'a tool call is an object with "name" and "{next(iter(arguments))}"'
     if not isinstance(value, dict):
-        raise Unreadable(f'a tool call is an object with "name" and "{next(iter(arguments))}"')
-    return make_call(value.get("name"), next((value[key] for key in arguments if key in value), {}))
+        raise Unreadable(expected)
+    if strange := sorted(value.keys() - {"name", "type", "id", *arguments}):
+        raise Unreadable(f"it has {json.dumps(strange[0])}, but {expected}")
+    given = [value[key] for key in arguments if key in value]
+    if len(given) > 1:
+        raise Unreadable(f"it has its arguments twice, but {expected}")
+    return make_call(value.get("name"), *given or [{}])
+
+
+def add_argument(arguments: dict[str, Any], key: str, value: Any) -> None:
+    """Add an argument that was read.
+
+    Raises:
+        Unreadable: There is one of this name.
+    """
+    if key in arguments:
+        raise Unreadable(f"it has the argument {key!r} twice")
+    arguments[key] = value
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
@@ -254,4 +279,20 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _parse_float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key {repeated!r} is there twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant, parse_float=_parse_float, object_pairs_hook=_refuse_repeated_keys
+)

@@ -1,7 +1,8 @@
 """Read and write YAML with the scalar rules of version 1.2.
 
-PyYAML follows version 1.1, where `replay: off` is the boolean false and `lr: 1e-6` is a string. It also takes
-the last of two equal keys, which version 1.2 forbids.
+PyYAML follows version 1.1, where `replay: off` is the boolean false, `lr: 1e-6` is a string, `010` is 8,
+`1:00` is 60, `1_000` is 1000 and `2026-11-28` is a date. It also takes the last of two equal keys, which
+version 1.2 forbids.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import yaml
 
 YAMLError = yaml.YAMLError
 
-_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+_BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
+_OF_VERSION_1_1 = {_BOOL, _INT, _FLOAT, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
 _BOOL_PATTERN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT_PATTERN = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT_PATTERN = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
@@ -23,7 +26,7 @@ _FLOAT_PATTERN = re.compile(
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own attribute)
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT)]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OF_VERSION_1_1]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -39,12 +42,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    try:
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    except ValueError as error:  # Python converts no more than 4,300 digits
+        raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes strings that either version would read as another type."""
 
 
+_Loader.add_constructor(_INT, _construct_int)
 _Loader.add_implicit_resolver(_BOOL, _BOOL_PATTERN, list("tTfF"))
 for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_INT, _INT_PATTERN, list("-+0123456789"))
     _kind.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
 
 

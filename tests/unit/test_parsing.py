@@ -94,6 +94,13 @@ def test_call_is_kept_when_an_argument_ends_a_thought_once_more():
         ("[" * 200_000, "not valid JSON"),
         ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "not valid JSON"),
         ('{"name": "add", "arguments": {"a": "\\ud800"}}', "half of a surrogate pair"),
+        ('{"name": "add", "parameters": {"a": 1}}', 'has "parameters", but'),
+        ('{"name": "add", "args": {"a": 1}}', 'has "args", but'),
+        ('{"name": "add", "arguments": {"a": 1e999}}', "1e999 is too large"),
+        ('{"name": "add", "arguments": {"a": -Infinity}}', "-Infinity is not JSON"),
+        ('{"name": "add", "arguments": "{\\"a\\": 1e999}"}', "1e999 is too large"),
+        ('{"name": "add", "arguments": {"a": 1, "a": 2}}', "the key 'a' is there twice"),
+        ('{"name": "add", "arguments": {}, "arguments": {"a": 1}}', "is there twice"),
     ],
 )
 def test_call_is_malformed_when_its_json_is_not_a_call(body: str, error: str):
@@ -259,3 +266,20 @@ def test_format_is_recognised_when_a_chat_template_teaches_it(template: str, nam
 def test_config_error_names_the_remedy_when_a_chat_template_teaches_none(template: str, error: str):
     with pytest.raises(ConfigError, match=f"{error}.*set rollout.agent_loop_args.parser"):
         recognise(template)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("qwen3_coder", "<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n"),
+        ("qwen3_coder", "<parameter=a\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"),
+        ("qwen3_coder", "<parameter=a>\n1\n</parameter>\n" * 2),
+        ("glm45", "<arg_key>a</arg_key>\n<arg_value>1\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"),
+        ("glm45", "<arg_key>a\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"),
+        ("glm45", "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n" * 2),
+    ],
+)
+def test_call_is_malformed_when_an_argument_is_not_closed_or_there_twice(parser: str, text: str):
+    body = f"<function=add>\n{text}</function>" if parser == "qwen3_coder" else f"add\n{text}"
+    (call,) = parse(tagged(body), parser)
+    assert isinstance(call, MalformedCall)

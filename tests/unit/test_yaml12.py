@@ -28,6 +28,14 @@ from async_rl.runtime import yaml12
         ("'1e-6'", "1e-6"),
         ("[off, 1e-6, true]", ["off", 1e-6, True]),
         (".inf", math.inf),
+        ("010", 10),
+        ("0o10", 8),
+        ("0x1F", 31),
+        ("1:00", "1:00"),
+        ("1_000", "1_000"),
+        ("0b11", "0b11"),
+        ("+7", 7),
+        ("2026-11-28", "2026-11-28"),
     ],
 )
 def test_scalars_are_read_as_yaml_1_2_has_them(text: str, value: Any) -> None:
@@ -36,7 +44,25 @@ def test_scalars_are_read_as_yaml_1_2_has_them(text: str, value: Any) -> None:
     assert type(read) is type(value)
 
 
-@pytest.mark.parametrize("value", ["off", "1e-6", "true", "12", "", "a: b", 1e-6, True, None, math.inf])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "off",
+        "1e-6",
+        "true",
+        "12",
+        "010",
+        "1:00",
+        "1_000",
+        "2026-11-28",
+        "",
+        "a: b",
+        1e-6,
+        True,
+        None,
+        math.inf,
+    ],
+)
 def test_what_is_written_reads_back_the_same(value: Any) -> None:
     read = yaml12.load(yaml12.dump({"key": value}))["key"]
     assert read == value
