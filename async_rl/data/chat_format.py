@@ -25,9 +25,10 @@ import json
 import marshal
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,6 +42,15 @@ _TAG = re.compile(r"tool|think|python_tag|arg_(key|value)")
 _QUESTION = {"role": "user", "content": "?"}
 _RESULT = {"role": "tool", "content": "?", "name": "tool", "tool_call_id": "call00000"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOOL_NAME = "TOOLMARKER"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _TOOL_NAME,
+        "description": "Looks up a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
 _MARKER = "ASSISTANTMARKER"
 """Stands for an assistant message. It is a plain word because templates trim or split whitespace and tags."""
 _MENTIONING_ROLES = ("system", "developer", "user")
@@ -93,6 +103,48 @@ class Tokenizer(Protocol):
         ...
 
 
+class _Form(NamedTuple):
+    """The form in which a template renders content and calls; others look like Python, or are missing."""
+
+    in_parts: bool = False
+    """Whether content is a list of parts instead of text."""
+    arguments: Literal["object", "text", "as_given"] = "as_given"
+    """The form of a call's arguments."""
+    call_content: str | None = ""
+    """The content of a message that has calls alone."""
+
+    def of_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message in this form; what is in no known form stays as it is."""
+        formed = dict(message)
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list) and all(_is_text(part) for part in content) and not self.in_parts:
+            formed["content"] = "".join(part["text"] for part in content)
+        elif isinstance(content, str) and content and self.in_parts:
+            formed["content"] = [{"type": "text", "text": content}]
+        if isinstance(calls, list) and calls and self.arguments != "as_given":
+            formed["tool_calls"] = [self._of_call(call) for call in calls]
+            if not content:
+                formed["content"] = self.call_content
+        return formed
+
+    def _of_call(self, call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or "arguments" not in function:
+            return call
+        arguments = function["arguments"]
+        if self.arguments == "object" and isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                decoded = json.loads(arguments or "{}")
+                arguments = decoded if isinstance(decoded, dict) else arguments
+        elif self.arguments == "text" and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 class ChatFormat:
     """Converts messages to token ids and back, with a tokenizer and its chat template.
 
@@ -108,8 +160,8 @@ class ChatFormat:
             the role `system`.
 
     Raises:
-        ConfigError: The template is missing, cannot be rendered, or does not end assistant messages with a
-            special token.
+        ConfigError: The template is missing, cannot be rendered, or follows assistant messages by no special
+            token.
     """
 
     def __init__(
@@ -122,6 +174,7 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._tags: dict[int, str] = {}
+        self._shown_roles = {"system", "user", "assistant", "tool"}
         added = {
             token.content: (token_id, token) for token_id, token in tokenizer.added_tokens_decoder.items()
         }
@@ -133,8 +186,13 @@ class ChatFormat:
         self._keeping: dict[str, re.Pattern[str]] = {}
         """What the text of messages may contain, by role."""
         self._keeping_none = self._control.keeping([])
-        self.end_of_turn_id, self._end_of_turn = self._find_end_of_turn()
-        stops = {self.end_of_turn_id, tokenizer.eos_token_id, *stop_token_ids}
+        self._form = self._probe_form()
+        self._is_ended_by_next, ends = self._find_ends_of_turn()
+        self.end_of_turn_ids = tuple(ends)
+        """The tokens that end a turn of the policy: one, or those with which the next messages begin."""
+        self.end_of_turn_id, self._end_of_turn = next(iter(ends.items()))
+        self._ends = tuple(ends.values())
+        stops = {*ends, tokenizer.eos_token_id, *stop_token_ids}
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(stop for stop in stops if stop is not None))
         self._tags |= {
             token_id: token.content
@@ -157,6 +215,39 @@ class ChatFormat:
         """The text of the chat template, or of all templates if the tokenizer has several."""
         template = self.tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether a prompt names the tools that it is rendered with."""
+        return _TOOL_NAME in self._apply_template([dict(_QUESTION)], [_TOOL], True)
+
+    def check_tools(self) -> None:
+        """Check that the template shows tools to the policy; DeepSeek-V3's has only tags of their calls.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        if not self._shows_tools:
+            raise ConfigError(
+                "the chat template does not show tools, so the policy would never learn of them: take a "
+                "template that shows them, or describe them in the system message"
+            )
+
+    def check_role(self, role: str) -> None:
+        """Check that the template shows messages of a role: Qwen's skips unknown ones silently.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        if role in self._shown_roles:
+            return
+        message = {"role": role, "content": _MARKER}
+        for conversation in ([message, dict(_QUESTION)], [dict(_QUESTION), message]):
+            with suppress(ConfigError):  # it knows no such role, or none there
+                if _MARKER in self._apply_template(conversation, [], True):
+                    self._shown_roles.add(role)
+                    return
+        raise _left_out(role)
 
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -268,7 +359,8 @@ class ChatFormat:
             ids = [self.encode(text) for text, _ in read]
             if begin:  # the previous turn contains its end-of-turn token
                 ids[0] = ids[0][1:]
-            pieces += [*ids, self.encode(self._assistant_text(messages[index]))]
+            following = messages[index + 1 : next((i for i in assistant_indices if i > index), index + 1)]
+            pieces += [*ids, self.encode(self._assistant_text(messages[index], following))]
             counts = [*(counts for _, counts in read), index in trained]
             masks += [np.full(len(piece), c) for piece, c in zip(pieces[-len(counts) :], counts, strict=True)]
             begin = index + 1
@@ -283,8 +375,7 @@ class ChatFormat:
     ) -> Iterator[tuple[str, bool]]:
         """Yield the text before an assistant turn in pieces, each with whether it is trained on.
 
-        A marker locates the content of a message that is trained on, or whose role templates may not know:
-        Qwen's template skips messages of unknown roles silently.
+        A marker locates the content of a message that is trained on, or whose role templates may not know.
         """
         marked = [i for i in between if i in trained or messages[i]["role"] not in _READ_ROLES]
         said = [{**messages[i], "content": _marker(i)} if i in marked else messages[i] for i in between]
@@ -293,10 +384,7 @@ class ChatFormat:
             role, content = messages[i]["role"], messages[i].get("content")
             before, found, text = text.partition(_marker(i))
             if not found:
-                raise ConfigError(
-                    f"the chat template leaves out messages of the role {role!r}; expected one of "
-                    f"{', '.join(sorted(_READ_ROLES | {'assistant'}))}, or a template that knows it"
-                )
+                raise _left_out(role)
             if not isinstance(content, str):
                 raise ConfigError(
                     f"the content of a message of the role {role!r} is {content!r:.60}, expected text"
@@ -311,37 +399,81 @@ class ChatFormat:
             text = text.removeprefix(end)
         yield text, False
 
-    def _assistant_text(self, message: Mapping[str, Any]) -> str:
+    def _assistant_text(self, message: Mapping[str, Any], following: Sequence[Mapping[str, Any]]) -> str:
         """Return what the policy would have written for this message, with its end-of-turn token."""
         prompt = self._render([_QUESTION], add_generation_prompt=True)
         rendered = self._render([_QUESTION, message], add_generation_prompt=False)
-        end = rendered.rfind(self._end_of_turn)
+        end_of_turn = self._end_of_turn
+        if self._is_ended_by_next:
+            after = self._append(following or [_QUESTION])
+            end_of_turn = next((end for end in self._ends if after.startswith(end)), end_of_turn)
+            rendered += end_of_turn
+        end = rendered.rfind(end_of_turn)
         if not rendered.startswith(prompt) or end < len(prompt):
             raise ConfigError(
                 "the chat template renders an assistant message differently from its own generation prompt: "
                 f"{rendered!r} does not continue {prompt!r}"
             )
-        return rendered[len(prompt) : end + len(self._end_of_turn)]
+        return rendered[len(prompt) : end + len(end_of_turn)]
 
-    def _find_end_of_turn(self) -> tuple[int, str]:
-        rendered = self._render(
-            [_QUESTION, {"role": "assistant", "content": _MARKER}], add_generation_prompt=False
+    def _probe_form(self) -> _Form:
+        """Find out in which form the template renders the content of messages and the arguments of calls."""
+
+        def shows(message: dict[str, Any], *, quoted: str = "") -> bool:
+            try:
+                rendered = self._apply_template([dict(_QUESTION), message], [], False)
+            except ConfigError:
+                return False
+            return _MARKER in rendered and not (quoted and quoted in rendered)
+
+        def call(content: str | None, arguments: Any) -> dict[str, Any]:
+            function = {"name": "tool", "arguments": arguments}
+            calls = [{"id": "call00000", "type": "function", "function": function}]
+            return {"role": "assistant", "content": content, "tool_calls": calls}
+
+        parts = [{"type": "text", "text": _MARKER}]
+        in_parts = not shows({"role": "assistant", "content": _MARKER}) and shows(
+            {"role": "assistant", "content": parts}, quoted="'text'"
         )
-        after = self._after_marker(rendered)
-        ids = self.encode(after)
-        # The text of the first token, exactly as in the template.
-        text = str(
-            self.tokenizer.decode(
-                ids[:1].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
-        is_special = bool(len(ids)) and not self.decode(ids[:1])
-        if not is_special or not after.startswith(text):
+        as_object, as_text = {"word": _MARKER}, json.dumps({"word": _MARKER})
+        for content in ("", None):
+            if shows(call(content, as_object), quoted="'word'"):  # as Python would print it
+                return _Form(in_parts, arguments="object", call_content=content)
+            if shows(call(content, as_text), quoted='\\"word'):  # encoded twice
+                return _Form(in_parts, arguments="text", call_content=content)
+        return _Form(in_parts)
+
+    def _find_ends_of_turn(self) -> tuple[bool, dict[int, str]]:
+        """Find the tokens that end a turn.
+
+        Returns:
+            Whether the next message's first token ends it, as in GLM-4.5, and the tokens with their text.
+        """
+        turn = [_QUESTION, {"role": "assistant", "content": _MARKER}]
+        after = self._after_marker(self._render(turn, add_generation_prompt=False))
+        if (end := self._control_token_at_start(after)) is not None:
+            return False, dict([end])
+        ends = dict[int, str]()
+        for message in (_QUESTION, _RESULT):
+            with suppress(ConfigError):  # the template knows no such role
+                rendered = self._render([*turn, message], add_generation_prompt=False)
+                if (end := self._control_token_at_start(self._after_marker(rendered))) is not None:
+                    ends.update([end])
+        if not ends:
             raise ConfigError(
                 f"the chat template ends an assistant message with {after!r}; expected a special token, "
                 "at which the policy can stop"
             )
-        return int(ids[0]), text
+        return True, ends
+
+    def _control_token_at_start(self, text: str) -> tuple[int, str] | None:
+        """Return the special token with which a text begins, and the token's text exactly as there."""
+        ids = self.encode(text)[:1]
+        token = str(
+            self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+        is_special = bool(len(ids)) and not self.decode(ids)
+        return (int(ids[0]), token) if is_special and text.startswith(token) else None
 
     def _after_marker(self, rendered: str) -> str:
         _, marker, after = rendered.partition(_MARKER)
@@ -359,7 +491,11 @@ class ChatFormat:
         add_generation_prompt: bool,
     ) -> str:
         """Render a conversation; control tokens that the template did not write are marked."""
-        said, known = [dict(message) for message in messages], [dict(tool) for tool in tools]
+        said, known = [self._form.of_message(message) for message in messages], [dict(tool) for tool in tools]
+        if known:
+            self.check_tools()
+        for message in said:
+            self.check_role(str(message.get("role")))
         plain = without_surrogates(self._apply_template(said, known, add_generation_prompt))
         try:
             marked = [self._mark(message, str(message.get("role"))) for message in said]
@@ -439,6 +575,13 @@ def load_chat_format(model_path: str | Path, trusted_roles: Collection[str] = ()
         return ChatFormat(_load_tokenizer(folder), _generation_stop_ids(folder), trusted_roles)
     except ConfigError as error:
         raise ConfigError(f"model.path {str(folder)!r}: {error}") from error
+
+
+def _left_out(role: str) -> ConfigError:
+    return ConfigError(
+        f"the chat template leaves out messages of the role {role!r}; expected system, user, assistant "
+        "or tool, or a template that knows it"
+    )
 
 
 def has_tokenizer(model_path: str | Path) -> bool:

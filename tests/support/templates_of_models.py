@@ -62,6 +62,43 @@ _LIKE: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str]]] = {
         "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content | tojson + '[/TOOL_RESULTS]' }}"
         "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}",
     ),
+    "ended_by_next": (  # GLM-4.5: no token ends a turn; calls are written argument by argument
+        ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+        "<|endoftext|>",
+        "{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}<|assistant|>{{ '\n' + (m.content or '') }}"
+        "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name }}"
+        "{% for key, value in call.function.arguments.items() %}"
+        "{{ '\n<arg_key>' + key + '</arg_key>\n<arg_value>' + value | string + '</arg_value>' }}"
+        "{% endfor %}{{ '\n</tool_call>' }}{% endfor %}"
+        "{% elif m.role == 'tool' %}{{ '<|observation|>' if messages[loop.index0 - 1].role != 'tool' }}"
+        "{{ '\n<tool_response>' + m.content + '</tool_response>' }}"
+        "{% else %}{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}"
+        + _PROMPT.replace("ASSISTANT", "'<|assistant|>'"),
+    ),
+    "calls_in_text": (  # DeepSeek-V3: arguments are concatenated as text, and tools are never shown
+        ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁output▁begin｜>"),
+        "<｜end▁of▁sentence｜>",
+        "{% for m in messages %}"
+        "{% if m.role == 'assistant' and m.content is none %}{{ '<｜Assistant｜>' }}"
+        "{% for call in m.tool_calls %}{{ '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' "
+        "+ call.function.name + '\n```json\n' + call.function.arguments + '\n```<｜tool▁call▁end｜>' }}"
+        "{% endfor %}{{ '<｜end▁of▁sentence｜>' }}"
+        "{% elif m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content + '<｜end▁of▁sentence｜>' }}"
+        "{% elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m.content }}"
+        "{% else %}{{ '<｜User｜>' + m.content }}{% endif %}{% endfor %}"
+        + _PROMPT.replace("ASSISTANT", "'<｜Assistant｜>'"),
+    ),
+    "in_parts": (  # some templates of models that see images
+        ("<|im_start|>", "<|im_end|>"),
+        (),
+        "<|im_end|>",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        + _PROMPT.replace("ASSISTANT", "'<|im_start|>assistant\n'"),
+    ),
     "normalised": (  # compatibility characters become those of the control tokens
         ("<|im_start|>", "<|im_end|>"),
         ("<tool_response>", "</tool_response>", "<|note|>"),
@@ -72,7 +109,7 @@ _LIKE: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str]]] = {
         + _PROMPT.replace("ASSISTANT", "'<|im_start|>assistant\n'"),
     ),
 }
-LIKE_OTHERS: Final = tuple(_LIKE)
+LIKE_OTHERS: Final = tuple(name for name in _LIKE if name != "in_parts")
 """Formats in the way of further families, with what is special about their control tokens."""
 
 

@@ -12,7 +12,7 @@ import pytest
 from agent_loops.parsing import ToolCall, load_parser, recognise
 from async_rl.data.chat_format import ChatFormat, load_chat_format
 from async_rl.errors import ConfigError
-from tests.support.templates_of_models import chat_of
+from tests.support.templates_of_models import LIKE_OTHERS, TEMPLATES, chat_of
 
 QUESTION = [{"role": "user", "content": "What is 123 * 45?"}]
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "123 * 45"}}}
@@ -219,3 +219,88 @@ def test_tags_of_calls_stay_when_they_are_special_tokens():
 )
 def test_format_of_calls_is_recognised_in_the_templates_of_models(name: str, parser: str):
     assert recognise(chat_of(name).template) == parser
+
+
+ASKED = {"role": "user", "content": "Weather?"}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def call_of(arguments: Any, content: str | None = None) -> dict[str, Any]:
+    function = {"name": "look_up", "arguments": arguments}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("ours", '{"name": "look_up", "arguments": {"city": "Ulm"}}'),
+        ("qwen3", '{"name": "look_up", "arguments": {"city": "Ulm"}}'),
+        ("qwen2_5", '{"name": "look_up", "arguments": {"city": "Ulm"}}'),
+        ("llama3_1", '{"name": "look_up", "parameters": {"city": "Ulm"}}'),
+        ("ended_by_next", "<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>"),
+        ("calls_in_text", 'look_up\n```json\n{"city": "Ulm"}\n```'),
+    ],
+)
+def test_calls_are_rendered_alike_whatever_form_they_are_given_in(name: str, written: str):
+    chat = chat_of(name)
+    texts = {
+        chat.prompt_text([ASKED, call_of(arguments, content), {"role": "tool", "content": "4"}])
+        for arguments in ({"city": "Ulm"}, '{"city": "Ulm"}')
+        for content in ("", None)
+    }
+    assert len(texts) == 1
+    assert written in texts.pop()
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, *LIKE_OTHERS, "in_parts"])
+def test_text_in_parts_is_rendered_like_text(name: str):
+    def rendered(*contents: Any) -> str:
+        roles = ("user", "assistant", "user")
+        messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+        return chat_of(name).prompt_text(messages)
+
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    text = rendered("One, two.", "Three.", "Four.")
+    assert text == rendered(parts("One, ", "two."), parts("Three."), parts("Four."))
+    assert [word in text for word in ("One, two.", "Three.", "Four.", "'text'")] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["calls_in_text", "brackets"])
+def test_a_template_that_does_not_show_tools_is_refused(name: str):
+    chat = chat_of(name)
+    chat.prompt_ids([ASKED])
+    for use in (chat.check_tools, lambda: chat.prompt_ids([ASKED], [TOOL])):
+        with pytest.raises(ConfigError, match="does not show tools"):
+            use()
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "ended_by_next"])
+def test_a_template_that_shows_tools_is_taken(name: str):
+    assert "look_up" in chat_of(name).prompt_text([ASKED], [TOOL])
+
+
+def test_a_turn_ends_with_the_token_of_the_next_message_where_no_other_ends_it():
+    chat = chat_of("ended_by_next")
+    user, observation = (chat.encode(text)[0] for text in ("<|user|>", "<|observation|>"))
+    assert set(chat.stop_token_ids) >= {user, observation}
+    result, answer = [{"role": "tool", "content": "4"}], {"role": "assistant", "content": "Rain."}
+    assert text_of(chat, chat.append_ids(result)) == (
+        "\n<tool_response>4</tool_response><|assistant|>"
+    )  # behind the policy's own <|observation|>
+    assert chat.append_ids(result, after_length=True)[0] == observation
+    ids, mask = chat.encode_conversation([ASKED, call_of({"city": "Ulm"}), *result, answer, ASKED, answer])
+    assert text_of(chat, ids) == (
+        "<|user|>\nWeather?<|assistant|>\n\n<tool_call>look_up\n<arg_key>city</arg_key>\n"
+        "<arg_value>Ulm</arg_value>\n</tool_call><|observation|>\n<tool_response>4</tool_response>"
+        "<|assistant|>\nRain.<|user|>\nWeather?<|assistant|>\nRain.<|user|>"
+    )
+    assert text_of(chat, ids[mask]) == (
+        "\n\n<tool_call>look_up\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n</tool_call>"
+        "<|observation|>\nRain.<|user|>\nRain.<|user|>"
+    )
