@@ -7,4 +7,5 @@ imports this package by name only; calls to Megatron-Core belong in `trainer.meg
 
 from trainer.memory import estimate_memory as estimate_memory
 from trainer.validate import check as check
+from trainer.validate import check_here as check_here
 from trainer.validate import describe as describe

@@ -6,30 +6,19 @@ loss. Pure, and without torch unless the config names an objective of the user's
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from typing import Any, NamedTuple
 
 from async_rl.config import Config, LayoutConfig
-from async_rl.engines.model_facts import NOT_SUPPORTED, load_facts, read_config
+from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.runtime.devices import detect_device, finds_transformer_engine
 from trainer import alternatives
 from trainer.losses.trial import describe_penalty, try_loss
 from trainer.memory.dimensions import dimensions_of
 from trainer.passthrough import check_megatron_settings
-
-KNOWN_MODEL_TYPES = (
-    "deepseek_v3",
-    "glm4_moe",
-    "kimi_k2",
-    "llama",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-)
-"""Supported values of `model_type`, those of `trainer.megatron.architectures`."""
+from trainer.supported_values import check_model_type, check_supported_values
 
 
 class ModelSizes(NamedTuple):
@@ -55,6 +44,7 @@ def check(config: Config) -> None:
     model = read_config(path)
     check_model_type(str(model.get("model_type")), path)
     facts = load_facts(path)
+    check_supported_values(model, path)
     heads = model.get("num_attention_heads")
     if not heads:
         raise ConfigError(f"{path}/config.json does not say 'num_attention_heads'")
@@ -66,6 +56,48 @@ def check(config: Config) -> None:
     try_loss(config)
     if _trains_on_gpu_here(config):
         check_fused_layers(config, None if finds_transformer_engine() else "is not installed")
+
+
+def check_here(config: Config) -> None:
+    """Checks that ranks can start on this machine.
+
+    Raises:
+        ConfigError, EnvironmentNotReady: As for `check_device`; or Megatron-Core is missing.
+    """
+    check_device(config.trainer.device, has_gpu=detect_device() == "cuda")
+    megatron_version()
+
+
+def check_device(device: str, *, has_gpu: bool) -> None:
+    """Checks that a machine has the device that `trainer.device` names.
+
+    Raises:
+        EnvironmentNotReady: When CUDA is requested but not available.
+        ConfigError: When the CPU is requested on a machine with a GPU.
+    """
+    if device == "cuda" and not has_gpu:
+        raise EnvironmentNotReady(
+            "trainer.device is cuda, but torch sees no GPU: set trainer.device=auto or cpu"
+        )
+    if device == "cpu" and has_gpu:
+        raise ConfigError(
+            "trainer.device is cpu, but this machine has a GPU, which Megatron-Core would use: hide it with "
+            "CUDA_VISIBLE_DEVICES= or set trainer.device=auto"
+        )
+
+
+def megatron_version() -> str:
+    """Returns the version of Megatron-Core.
+
+    Raises:
+        EnvironmentNotReady: It is not installed.
+    """
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as e:
+        raise EnvironmentNotReady(
+            "megatron-core is not installed: `make setup` installs it for a CPU, `make setup-gpu` for a GPU"
+        ) from e
 
 
 def describe(config: Config) -> list[str]:
@@ -103,23 +135,6 @@ def check_fused_layers(config: Config, problem: str | None) -> None:
         "the other, many times slower: run `make setup-gpu`, or set trainer.require_transformer_engine=false "
         "to train all the same"
     )
-
-
-def check_model_type(kind: str, path: str) -> None:
-    """Checks that the trainer supports a model type.
-
-    Raises:
-        ConfigError: When it does not; the message lists the supported types, or says what is missing.
-    """
-    if kind in NOT_SUPPORTED:
-        raise ConfigError(
-            f"model.path is {path}, of type {kind!r}, which cannot be trained: {NOT_SUPPORTED[kind]}"
-        )
-    if kind not in KNOWN_MODEL_TYPES:
-        raise ConfigError(
-            f"model.path is {path}, a model of type {kind!r}; the trainer supports "
-            f"{', '.join(KNOWN_MODEL_TYPES)}"
-        )
 
 
 def check_adapters(config: Config, model_config: dict[str, Any]) -> None:

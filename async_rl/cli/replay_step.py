@@ -5,8 +5,8 @@ capture ─► its batches ─┬─ --until rollout: verify and show what the t
                         └─► ranks, from the checkpoint ─► each step up to the captured one ─► compare
 ```
 
-On the layout of the run, loss and gradient norm must be those of the run, bit for bit; on another layout, or
-with other settings, within 1e-5.
+On the layout of the run, loss, gradient norm and log-probs must be those of the run, bit for bit; on another
+layout, or with other settings, within 1e-5.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ OpenTrainer = Callable[[Config, Path], AbstractAsyncContextManager[Trainer]]
 TOLERANCE: Final = 1e-5
 """Largest difference on another layout, relative for values above 1."""
 
-_COMPARED: Final = ("loss", "grad_norm")
+_COMPARED: Final = ("loss", "grad_norm", "log_prob_diff", "log_prob_abs_diff")
+"""Log-probs too: a group of equal rewards has no part in the loss."""
 _SHOWN: Final = (*_COMPARED, "ppo_kl", "ppo_kl_bypass")
 
 
 class ReplayDiffers(AsyncRLError):
-    """A replayed step has another loss or gradient norm than the captured one."""
+    """A replayed step has another loss, gradient norm or other log-probs than the captured one."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,7 +218,7 @@ def _verdict(compared: Sequence[Comparison], *, same: bool, path: Path) -> str:
     """Return what a replay has shown.
 
     Raises:
-        ReplayDiffers: A loss or gradient norm differs by more than it may.
+        ReplayDiffers: A figure differs by more than it may.
     """
     last = compared[-1].step
     checked = [each for each in compared if each.figure in _COMPARED and each.captured is not None]
@@ -230,7 +231,7 @@ def _verdict(compared: Sequence[Comparison], *, same: bool, path: Path) -> str:
     if not worst.difference:
         if lost:
             return f"the steps before are reproduced, bit for bit; {lost}"
-        return "reproduced: losses and gradient norms are those of the run, bit for bit"
+        return "reproduced: losses, gradient norms and log-probs are those of the run, bit for bit"
     if not same and worst.difference <= TOLERANCE:
         how = f"reproduced with other settings: the largest difference is {worst.difference:.1e}"
         return f"the steps before are {how}; {lost}" if lost else how

@@ -43,6 +43,8 @@ def load_facts(model_path: str | Path, context_length: int | None = None) -> Eng
     """
     try:
         return facts_of(read_config(model_path), context_length)
+    except ConfigError:  # which is a ValueError, too
+        raise
     except KeyError as e:
         raise ConfigError(
             f"{model_path}/config.json has no {e}: is it the config of a causal language model?"
@@ -52,18 +54,26 @@ def load_facts(model_path: str | Path, context_length: int | None = None) -> Eng
 
 
 def check_served_by_sglang(model_path: str | Path) -> None:
-    """Refuse a model that SGLang 0.5.23 would load with wrong weights.
+    """Refuse a model that SGLang 0.5.23 would compute otherwise than its config.json says.
 
     Its Qwen2-MoE and Qwen3-MoE have experts in every layer and ignore `mlp_only_layers` and
     `decoder_sparse_step`: weights of a dense layer are dropped, and its experts stay uninitialised.
+    `_IGNORED_BY_SGLANG` has other fields that its model classes do not read.
 
     Source: sglang/srt/models/qwen2_moe.py and qwen3_moe.py, `is_layer_sparse = True`.
 
     Raises:
-        ConfigError: With the dense layers.
+        ConfigError: With the dense layers, or the field.
     """
     config = read_config(model_path)
     facts = facts_of(config)
+    text = config.get("text_config") or config
+    for field, (kinds, is_ignored, remedy) in _IGNORED_BY_SGLANG.items():
+        if (not kinds or _kind(config) in kinds) and is_ignored(text):
+            raise ConfigError(
+                f"{model_path}/config.json has {field} = {text[field]!r}, which SGLang's model class for "
+                f"{_kind(config)} ignores: its log-probs would not be those of this model. {remedy}"
+            )
     dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layers))
     if facts.is_moe and dense and _HAS_EXPERTS[_kind(config)] is _sparse_step:
         raise ConfigError(
@@ -100,6 +110,11 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
         ConfigError: When it is missing or damaged.
     """
     file = Path(model_path) / "config.json"
+    if not file.parent.is_dir():
+        raise ConfigError(
+            f"there is no folder {str(model_path)!r} (looked from {Path.cwd()}). Set model.path to a folder "
+            "with a Hugging Face model"
+        )
     try:
         text = file.read_bytes()
         if text.startswith(codecs.BOM_UTF8):  # which other readers of the file refuse, too
@@ -173,6 +188,40 @@ def _after_dense_layers(config: dict[str, Any], layer: int) -> bool:
     frequency = config.get("moe_layer_freq") or 1
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
+
+def _has_window(config: dict[str, Any]) -> bool:
+    """Whether attention is limited to a window that is shorter than the context.
+
+    Source: transformers `Qwen2Config`, `Qwen3MoeConfig`: models with `use_sliding_window` set it to true.
+    """
+    window = config.get("sliding_window")
+    used = config.get("use_sliding_window", True)
+    return bool(window and used and int(window) < int(config["max_position_embeddings"]))
+
+
+_IGNORED_BY_SGLANG: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], bool], str]] = {
+    "tie_word_embeddings": (
+        ("qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral"),
+        lambda config: bool(config.get("tie_word_embeddings")),
+        "Store a copy of the embedding as lm_head.weight, and set tie_word_embeddings to false",
+    ),
+    "sliding_window": ((), _has_window, "Use a model with full attention"),
+    "hidden_act": (
+        ("mixtral",),
+        lambda config: config.get("hidden_act", "silu") != "silu",
+        "Use a model with silu",
+    ),
+    "mlp_bias": (("llama",), lambda config: bool(config.get("mlp_bias")), "Use a model without it"),
+    "attention_bias": (
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        lambda config: bool(config.get("attention_bias")),
+        "Use a model without it",
+    ),
+}
+"""Fields of config.json that SGLang 0.5.23 does not read, though they change what a model computes: for which
+`model_type`s (none: for all), when, and what to do.
+
+Source: sglang/srt/models, compared with transformers' `modeling_*.py`."""
 
 _HAS_EXPERTS: dict[str, Callable[[dict[str, Any], int], bool]] = {
     "deepseek_v2": _after_dense_layers,

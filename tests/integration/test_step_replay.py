@@ -3,8 +3,10 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -28,9 +30,21 @@ class ReplayingRank(LocalRank):
         return self._worker.read_batch(batch)
 
 
+class RankWithAnotherRow(ReplayingRank):
+    """Reads another expert in one row of the first trajectory, whose group has no advantages."""
+
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        flaws = await super().read_batch(batch)
+        rows = self._worker._read[1].routed_experts
+        rows[5] = (rows[5] + 1) % 8
+        return flaws
+
+
 @asynccontextmanager
-async def in_process(config: Config, folder: Path) -> AsyncIterator[LocalRank]:
-    rank = ReplayingRank(config)
+async def in_process(
+    config: Config, folder: Path, kind: type[ReplayingRank] = ReplayingRank
+) -> AsyncIterator[LocalRank]:
+    rank = kind(config)
     try:
         yield rank
     finally:
@@ -47,7 +61,9 @@ def capture(tmp_path_factory):
     captures = Captures(config, folder, 0)
     with started(tree) as worker:
         for step in (1, 2, 3):
-            batch = random_batch(step, layers=2, lengths=(13, 7, 30, 19), trainer_version=step - 1)
+            rewards = np.array([1.0, 1.0, 0.2, 1.3])  # the first group has no advantages
+            lengths = (13, 7, 30, 19)
+            batch = random_batch(step, layers=2, lengths=lengths, rewards=rewards, trainer_version=step - 1)
             taken = store_batch(folder / f"spool{step}", batch)
             assert worker.read_batch(taken) == {}
             worker.train_step(captures.keep_batch(taken, step), step)
@@ -117,3 +133,8 @@ def test_one_changed_reward_is_noticed(capture, monkeypatch):
     monkeypatch.setattr(module, "load_batch", changed)
     with pytest.raises(ReplayDiffers, match="expected equal"):
         replay_step(capture, open_trainer=in_process)
+
+
+def test_one_changed_routing_row_is_noticed_although_its_group_has_no_advantages(capture):
+    with pytest.raises(ReplayDiffers, match=r"log_prob_(abs_)?diff of step"):
+        replay_step(capture, open_trainer=partial(in_process, kind=RankWithAnotherRow))

@@ -318,3 +318,15 @@ def test_an_update_is_skipped_when_its_gradient_is_a_spike(two_layers):
         metrics = worker.train_on(random_batch(layers=2), 1).metrics
         assert metrics["updates_skipped"] == 1
         assert not differing(weights(worker), before)
+
+
+def test_weights_stay_when_no_group_has_a_signal(two_layers):
+    """Adam's momentum would go on by 0.9 of the step before."""
+    equal = random_batch(1, layers=2, rewards=np.ones(6))
+    with started(trainer_config(two_layers)) as worker:
+        assert worker.train_on(random_batch(layers=2), 1).metrics["grad_norm"] > 0
+        before = weights(worker)
+        assert worker.train_on(equal, 2).metrics["grad_norm"] == 0
+        assert not differing(weights(worker), before)
+        worker.train_on(random_batch(2, layers=2), 3)
+        assert differing(weights(worker), before)

@@ -111,6 +111,52 @@ def test_a_model_is_refused_when_sglang_would_serve_another_one(
         check_served_by_sglang(tmp_path)
 
 
+def config_of_kind(kind: str) -> dict:
+    experts = {} if kind in ("llama", "qwen3") else {**QWEN3, **DEEPSEEK, "num_local_experts": 8}
+    return {**BASE, **experts, "model_type": kind}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("qwen3_moe", {"tie_word_embeddings": True}),
+        ("qwen2_moe", {"tie_word_embeddings": True}),
+        ("glm4_moe", {"tie_word_embeddings": True}),
+        ("mixtral", {"tie_word_embeddings": True}),
+        ("mixtral", {"hidden_act": "gelu"}),
+        ("llama", {"mlp_bias": True}),
+        ("deepseek_v3", {"attention_bias": True}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 128}),
+        ("mixtral", {"sliding_window": 128}),
+    ],
+)
+def test_a_field_that_sglang_ignores_is_refused(kind: str, change: dict, tmp_path: Path) -> None:
+    config = config_of_kind(kind)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_served_by_sglang(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(
+        ConfigError, match=f"has {list(change)[-1]} = .* which SGLang's model class for {kind}"
+    ):
+        check_served_by_sglang(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 128}),
+        ("mixtral", {"sliding_window": None}),
+        ("mixtral", {"sliding_window": 1 << 20}),
+    ],
+)
+def test_a_field_that_sglang_reads_is_taken(kind: str, change: dict, tmp_path: Path) -> None:
+    config = config_of_kind(kind) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_served_by_sglang(tmp_path)
+
+
 @pytest.mark.parametrize("config", [QWEN2, QWEN3, DEEPSEEK, BASE])
 def test_a_model_passes_when_sglang_serves_it_as_it_is(config: dict, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

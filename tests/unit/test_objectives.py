@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from async_rl.config import LossConfig
+from trainer.losses.kl import kl_estimate
 from trainer.losses.objectives import OBJECTIVES, PolicyTokens, cispo, gspo, ppo, token_weights
 from trainer.losses.sequences import Sequences
 
@@ -95,6 +96,29 @@ def test_an_objective_is_the_policy_gradient_when_nothing_has_changed_yet(object
     loss = OBJECTIVES[objective](each, LossConfig()).loss.sum()
     gradient = torch.autograd.grad(loss, each.log_probs)[0]
     torch.testing.assert_close(gradient, -each.weights * each.advantages)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("change", [100.0, -100.0])
+def test_gradients_are_finite_when_a_ratio_is_beyond_float32(objective, advantage, change):
+    current = torch.tensor([-1.0, -1.0], requires_grad=True)
+    old = current.detach() - torch.tensor([change, 0.0])
+    each = policy_tokens(current, old, torch.full((2,), advantage), torch.ones(2))
+    loss = OBJECTIVES[objective](each, LossConfig()).loss.sum()
+    gradient = torch.autograd.grad(loss, current)[0]
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("difference", [100.0, -100.0])
+def test_gradients_of_a_kl_are_finite_when_policies_differ_by_far(kind, difference):
+    current = torch.tensor([-1.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        kl_estimate(kind, current, current.detach() - difference).sum(), current
+    )
+    assert torch.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 import pytest
 
 from async_rl.cli.main import main
-from async_rl.config import LayoutConfig, parse_config
+from async_rl.config import LayoutConfig, load_config, parse_config
 from async_rl.errors import ConfigError
 from tests.support.run_config import write_run
-from trainer.validate import KNOWN_MODEL_TYPES, ModelSizes, check_adapters, check_layout
+from trainer.supported_values import KNOWN_MODEL_TYPES
+from trainer.validate import ModelSizes, check, check_adapters, check_layout
 
 MODEL = ModelSizes(layers=6, heads=4, groups=2, vocabulary=96, experts=8)
 
@@ -146,3 +147,22 @@ def test_adapters_are_taken_when_the_model_has_their_targets(targets, model):
 def with_adapters(targets, sync="adapter"):
     lora = {"targets": targets, "sync": sync}
     return parse_config({"model": {"path": "m"}, "data": {"path": "d"}, "trainer": {"lora": lora}})
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, True),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": False}, False),
+        ({"num_experts_per_tok": 1}, False),
+        ({"num_experts_per_tok": 2, "norm_topk_prob": True}, False),
+        ({"num_experts_per_tok": 1, "model_type": "mixtral", "num_local_experts": 8}, True),
+    ],
+)
+def test_a_router_that_cannot_learn_is_refused_before_the_start(tmp_path, model, refused):
+    config = load_config(write_run(tmp_path, **model))
+    if refused:
+        with pytest.raises(ConfigError, match="every gate is 1"):
+            check(config)
+    else:
+        check(config)

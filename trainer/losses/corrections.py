@@ -13,10 +13,7 @@ from typing import NamedTuple
 import torch
 
 from async_rl.config import ImportanceConfig, RejectConfig
-from trainer.losses.sequences import Sequences
-
-_MOST = 20.0
-"""Largest logarithm of a ratio; it keeps a product over thousands of tokens finite for comparisons."""
+from trainer.losses.sequences import MAX_LOG_RATIO, Sequences
 
 
 class Correction(NamedTuple):
@@ -53,7 +50,7 @@ def importance_correction(
     truncated or masked: Liu, Li et al., "When Speed Kills Stability" (2025).
     """
     log_ratios = (old_log_probs - rollout_log_probs).detach()
-    ratios = log_ratios.clamp(-_MOST, _MOST).exp()
+    ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     match importance.level:
         case "off":
             weights = torch.ones_like(ratios)
@@ -62,7 +59,7 @@ def importance_correction(
             weights, bounded = _bounded(importance, ratios)
         case "sequence" | "geometric":
             over = sequences.sums if importance.level == "sequence" else sequences.means
-            answers = over(log_ratios).clamp(-_MOST, _MOST).exp()
+            answers = over(log_ratios).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
             weights, bounded = (part[sequences.index] for part in _bounded(importance, answers))
     return Correction(weights * (1 - rejected), ratios, bounded, rejected)
 

@@ -9,6 +9,7 @@ import torch
 
 from async_rl.config import TeacherConfig
 from async_rl.types import Float32Array, Int64Array
+from trainer.losses.sequences import MAX_LOG_RATIO
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -35,6 +36,7 @@ def kl_estimate(kind: KlEstimator, log_probs: torch.Tensor, reference: torch.Ten
         case "k2":
             return difference.square() / 2
         case "k3":
+            difference = difference.clamp(min=-MAX_LOG_RATIO)
             return torch.expm1(-difference) + difference
 
 

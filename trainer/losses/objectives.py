@@ -24,7 +24,7 @@ import torch
 from async_rl.config import LossConfig
 from async_rl.types import Float32Array, Int64Array
 from trainer.losses.named_functions import load_function
-from trainer.losses.sequences import Sequences
+from trainer.losses.sequences import MAX_LOG_RATIO, Sequences
 
 
 class PolicyTokens(NamedTuple):
@@ -66,7 +66,8 @@ def ppo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
     Source: arXiv 1707.06347 (PPO), equation 7; decoupled: arXiv 2110.00641, equation 5; two clips: arXiv
     2503.14476 (DAPO), section 3.1; dual clip: arXiv 1912.09729, equation 5.
     """
-    return _clipped((tokens.log_probs - tokens.old_log_probs).exp(), tokens, loss)
+    log_ratios = (tokens.log_probs - tokens.old_log_probs).clamp(max=MAX_LOG_RATIO)
+    return _clipped(log_ratios.exp(), tokens, loss)
 
 
 def gspo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
@@ -79,7 +80,10 @@ def gspo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
     Source: arXiv 2507.18071 (GSPO), equations 5, 7 and 13 (the token form).
     """
     difference, sequences = tokens.log_probs - tokens.old_log_probs, tokens.sequences
-    ratio = sequences.means(difference).exp()[sequences.index] * (difference - difference.detach()).exp()
+    ratio = (
+        sequences.means(difference).clamp(max=MAX_LOG_RATIO).exp()[sequences.index]
+        * (difference - difference.detach()).exp()
+    )
     return _clipped(ratio, tokens, loss)
 
 

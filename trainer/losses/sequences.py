@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+
+MAX_LOG_RATIO: Final = 20.0
+"""Largest logarithm of a ratio: `exp` of more than 88 is infinite in float32, and its gradient is no number.
+A ratio beyond it has no gradient. Source: verl, `trainer/ppo/core_algos.py`."""
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""The supported architectures: the Megatron config of each, and the values of config.json that are rejected.
+"""The supported architectures: the Megatron config of each. `trainer.supported_values` rejects values before.
 
 mbridge maps the names of weights and splits them. Configs are built here, from config.json in the format of
 transformers 5: mbridge assumes some fields, and reads others from places where they no longer are.
@@ -27,10 +27,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from transformers import AutoConfig, DeepseekV3Config
 
 from async_rl.engines.model_facts import read_config
-from async_rl.errors import ConfigError
 from trainer.megatron.attention import PackedAttention
 from trainer.megatron.cpu import fuses_layers
-from trainer.validate import check_model_type
+from trainer.supported_values import check_model_type, check_supported_values
 
 
 class _Spec:
@@ -170,7 +169,7 @@ class _DeepseekV3(_Spec, DeepseekV3Bridge):
         return super(DeepseekV3Bridge, self)._model_provider(callbacks)
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
-        # mbridge dequantises fp8 blocks here, on a GPU; `_EXPECTED` rejects such checkpoints.
+        # mbridge dequantises fp8 blocks here, on a GPU; `trainer.supported_values` rejects such checkpoints.
         return SafeTensorIO(weights_path)
 
 
@@ -309,116 +308,5 @@ def bridge_for(hf_config: Any, path: str, dtype: torch.dtype, fields: dict[str, 
     Raises:
         ConfigError: When the trainer does not support the model, or a value in its config.
     """
-    kind = hf_config.model_type
-    check_model_type(kind, path)
-    for field, actual, allowed in _EXPECTED[kind](hf_config):
-        if actual not in allowed:
-            raise ConfigError(
-                f"{path}/config.json has {field} = {actual!r}; the trainer supports only "
-                f"{' or '.join(map(repr, allowed))} for {kind}"
-            )
-    return _BRIDGES[kind](hf_config, dtype, fields)
-
-
-Expectation = tuple[str, Any, tuple[Any, ...]]
-"""A field of config.json, its value, and the supported values."""
-
-
-def _expected_of_any(hf_config: Any) -> list[Expectation]:
-    return [
-        ("use_sliding_window", getattr(hf_config, "use_sliding_window", False), (False,)),
-        ("hidden_act", hf_config.hidden_act, ("silu",)),
-        ("quantization_config", getattr(hf_config, "quantization_config", None), (None,)),
-    ]
-
-
-def _expected_of_qwen(hf_config: Any) -> list[Expectation]:
-    return [
-        ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
-        ("qkv_bias", getattr(hf_config, "qkv_bias", True), (True,)),
-        ("attention_bias", getattr(hf_config, "attention_bias", False), (False,)),
-        *_expected_of_any(hf_config),
-    ]
-
-
-def _expected_of_llama(hf_config: Any) -> list[Expectation]:
-    rope = hf_config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    scaled = (
-        ("low_freq_factor", 1),
-        ("high_freq_factor", 4),
-        ("original_max_position_embeddings", 8192),
-    )  # Megatron hard-codes these
-    return [
-        ("rope_parameters.rope_type", kind, ("default", "llama3")),
-        *((f"rope_parameters.{name}", rope.get(name), (v,)) for name, v in scaled if kind == "llama3"),
-        ("attention_bias", hf_config.attention_bias, (False,)),
-        ("mlp_bias", hf_config.mlp_bias, (False,)),
-        *_expected_of_any(hf_config),
-    ]
-
-
-def _expected_of_mixtral(hf_config: Any) -> list[Expectation]:
-    return [
-        ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
-        ("sliding_window", hf_config.sliding_window, (None,)),
-        # Hugging Face normalises the gate of a single expert to 1, so its router would get no gradient.
-        ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
-        *_expected_of_any(hf_config),
-    ]
-
-
-def _expected_of_deepseek(hf_config: Any) -> list[Expectation]:
-    rope = hf_config.rope_parameters
-    groups, top_groups = hf_config.n_group, hf_config.topk_group
-    return [
-        ("rope_parameters.rope_type", rope.get("rope_type", "default"), ("default", "yarn")),
-        ("rope_parameters.attention_factor", rope.get("attention_factor"), (None,)),
-        ("rope_parameters.truncate", rope.get("truncate", True), (True,)),
-        (
-            "both or none of rope_parameters.mscale and mscale_all_dim",
-            bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim")),
-            (True,),
-        ),
-        ("rope_interleave", hf_config.rope_interleave, (True,)),
-        ("num_key_value_heads", hf_config.num_key_value_heads, (hf_config.num_attention_heads,)),
-        ("moe_layer_freq", getattr(hf_config, "moe_layer_freq", 1), (1,)),
-        ("scoring_func", getattr(hf_config, "scoring_func", "sigmoid"), ("sigmoid",)),
-        ("topk_method", getattr(hf_config, "topk_method", "noaux_tc"), ("noaux_tc",)),
-        ("norm_topk_prob", hf_config.norm_topk_prob, (True,)),
-        # Megatron always normalises the gates of several experts, and never that of a single one.
-        ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
-        # Hugging Face and SGLang rank groups by their two best experts, Megatron by the average number of
-        # experts per chosen group. They agree for two, and when all groups are chosen.
-        (
-            "num_experts_per_tok / topk_group",
-            2 if groups == top_groups else hf_config.num_experts_per_tok // top_groups,
-            (2,),
-        ),
-        ("attention_bias", hf_config.attention_bias, (False,)),
-        *_expected_of_any(hf_config),
-    ]
-
-
-def _expected_of_glm(hf_config: Any) -> list[Expectation]:
-    return [
-        ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
-        ("norm_topk_prob", hf_config.norm_topk_prob, (True,)),
-        # Megatron always normalises the gates of several experts, and never that of a single one.
-        ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
-        ("n_group", hf_config.n_group, (1,)),
-        *_expected_of_any(hf_config),
-    ]
-
-
-_EXPECTED: dict[str, Callable[[Any], list[Expectation]]] = {
-    "deepseek_v3": _expected_of_deepseek,
-    "glm4_moe": _expected_of_glm,
-    "kimi_k2": _expected_of_deepseek,
-    "llama": _expected_of_llama,
-    "mixtral": _expected_of_mixtral,
-    "qwen2": _expected_of_qwen,
-    "qwen2_moe": _expected_of_qwen,
-    "qwen3": _expected_of_qwen,
-    "qwen3_moe": _expected_of_qwen,
-}
+    check_supported_values(read_config(path), path)
+    return _BRIDGES[hf_config.model_type](hf_config, dtype, fields)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import importlib.util
 import logging
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from async_rl.errors import EnvironmentNotReady
+from trainer.validate import megatron_version
 
 VERSION = "0.16.1"
 CPU = torch.device("cpu")
@@ -111,13 +111,7 @@ def install() -> None:
 
 
 def _check_version() -> None:
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError as e:
-        raise EnvironmentNotReady(
-            "megatron-core is not installed: `make setup` installs it for a CPU, `make setup-gpu` for a GPU"
-        ) from e
-    if version != VERSION:
+    if (version := megatron_version()) != VERSION:
         raise EnvironmentNotReady(
             f"megatron-core is {version}, but without CUDA and TransformerEngine only {VERSION} is known to "
             f"work: pip install --no-deps megatron-core=={VERSION}"

@@ -513,13 +513,16 @@ class MegatronModel:
         """Clips the gradients and takes one optimizer step, if their norm is finite and not above
         `skip_above`.
 
+        A step without any gradient, of groups of equal rewards, is none: Adam's momentum would repeat the
+        steps before, at up to 0.9 of their size, with nothing to correct their direction.
+
         Returns:
-            The norm of the gradients before clipping. If it is not finite or above `skip_above`, no weight
+            The norm of the gradients before clipping. If it is 0, not finite or above `skip_above`, no weight
             changed.
         """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm) or (skip_above is not None and norm > skip_above):
+        if not math.isfinite(norm) or norm == 0.0 or (skip_above is not None and norm > skip_above):
             return norm
         config = self.optimizer.config
         decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

@@ -12,9 +12,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from async_rl.config import LayoutConfig
-from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.errors import EnvironmentNotReady
 from async_rl.runtime.devices import bind_to_numa_node
 from async_rl.weights.broadcast import open_store
+from trainer.validate import check_device
 
 
 def choose_device(device: str, rank: int = 0, *, bind_numa: bool = False) -> torch.device:
@@ -29,15 +30,7 @@ def choose_device(device: str, rank: int = 0, *, bind_numa: bool = False) -> tor
         EnvironmentNotReady: When CUDA is requested but not available.
         ConfigError: When the CPU is requested although torch sees a GPU.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentNotReady(
-            "trainer.device is cuda, but torch sees no GPU: set trainer.device=auto or cpu"
-        )
-    if device == "cpu" and torch.cuda.is_available():
-        raise ConfigError(
-            "trainer.device is cpu, but this machine has a GPU, which Megatron-Core would use: hide it with "
-            "CUDA_VISIBLE_DEVICES= or set trainer.device=auto"
-        )
+    check_device(device, has_gpu=torch.cuda.is_available())
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(rank % torch.cuda.device_count())
