@@ -30,6 +30,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 ├── InvariantError      a rule that always holds would be violated: staleness, conservation, settled once
 └── TrainerError        the trainer failed
     ├── NonFiniteLoss   the loss or the gradient norm is not a finite number
+    ├── EngineMismatch  engines and trainer compute different log-probs with the same weights
     └── CheckpointError a checkpoint cannot be written or read
 ```
 
@@ -232,6 +233,12 @@ class TrainerError(AsyncRLError):
 
 class NonFiniteLoss(TrainerError):
     """The loss or the gradient norm is not a finite number."""
+
+    restartable = False
+
+
+class EngineMismatch(TrainerError):
+    """Engines and trainer compute different log-probs with the same weights."""
 
     restartable = False
 

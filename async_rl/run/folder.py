@@ -11,12 +11,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +29,7 @@ from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml, versions
 from async_rl.errors import AsyncRLError, ConfigError, StallError
 from async_rl.observability.text_console import TextConsole
-from async_rl.runtime.files import replace_file
+from async_rl.runtime.files import is_locked, replace_file
 from async_rl.runtime.package_warnings import hide_package_warnings
 from async_rl.runtime.printable import PrintableFormatter, print_text
 from async_rl.runtime.processes import private_files
@@ -181,33 +184,66 @@ def find_run_folder(run: Path) -> Path:
     return folder
 
 
-@contextmanager
-def run_folder(config: Config) -> Iterator[Path]:
-    """Create the run's folder, write the resolved config into it and lock it against other processes.
+def check_run_folder(config: Config) -> Path:
+    """Check, without writing, that a run can start in its folder, and return the folder.
 
     Raises:
-        ConfigError: Another process runs in the folder, or `run.resume` is `never` and it has checkpoints, or
-            `must` and it has none.
+        ConfigError: It cannot be created, another process runs in it, or `run.resume` is `never` and it has
+            checkpoints, or `must` and it has none.
     """
     folder = Path(config.run.dir) / config.run.name
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # the name is too long, or a folder above may not be read
+        raise _not_created(folder, error.errno) from error
+    if not there.is_dir():
+        raise _not_created(folder, errno.EEXIST if there == folder else errno.ENOTDIR)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _not_created(folder, errno.EACCES)
+    checkpoints = folder / "checkpoints"
+    if config.run.resume == "never" and any(checkpoints.glob("*")):
+        raise ConfigError(
+            f"run.resume is never, but {folder} has checkpoints: choose another run.name, remove the folder, "
+            f"or set run.resume=auto to continue from them"
+        )
+    if config.run.resume == "must" and not any(checkpoints.glob("step_*")):
+        raise ConfigError(
+            f"run.resume is must, but there is no checkpoint in {checkpoints}: look at run.dir "
+            "and run.name, or set run.resume=auto to start a new run"
+        )
+    if is_locked(folder / ".lock"):
+        raise ConfigError(_taken(folder))
+    return folder
+
+
+def _not_created(folder: Path, number: int | None) -> ConfigError:
+    return ConfigError(f"run.dir: cannot create the run folder {folder}: {os.strerror(number or 0)}")
+
+
+def _taken(folder: Path) -> str:
+    return f"run.name: another process runs in {folder}: choose another name"
+
+
+@contextmanager
+def run_folder(config: Config, check: Callable[[Path], None]) -> Iterator[Path]:
+    """Create the run's folder, write the resolved config into it and lock it against other processes.
+
+    Args:
+        config: The run's config.
+        check: Refuses a config that cannot continue the run in this folder, before it is written.
+
+    Raises:
+        ConfigError: The run cannot start in it, see `check_run_folder`.
+    """
+    folder = check_run_folder(config)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)  # earlier versions created folders that all users could read
         for name in ("logs", "checkpoints", "hf"):
             (folder / name).mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.dir: cannot create the run folder {folder}: {error.strerror}") from error
-    if config.run.resume == "never" and any((folder / "checkpoints").iterdir()):
-        raise ConfigError(
-            f"run.resume is never, but {folder} has checkpoints: choose another run.name, remove the folder, "
-            f"or set run.resume=auto to continue from them"
-        )
-    if config.run.resume == "must" and not any((folder / "checkpoints").glob("step_*")):
-        raise ConfigError(
-            f"run.resume is must, but there is no checkpoint in {folder / 'checkpoints'}: look at run.dir "
-            "and run.name, or set run.resume=auto to start a new run"
-        )
-    with _locked(folder, f"run.name: another process runs in {folder}: choose another name", config):
+        raise _not_created(folder, error.errno) from error
+    with _locked(folder, _taken(folder), config, partial(check, folder)):
         yield folder
 
 
@@ -227,13 +263,16 @@ def result_folder(path: Path, config: Config) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(folder: Path, taken: str, config: Config) -> Iterator[None]:
+def _locked(
+    folder: Path, taken: str, config: Config, check: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Lock a folder and write `config.yaml` and `versions.json`; raise ConfigError(taken) if it is locked."""
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(taken) from error
+        check()
         replace_file(folder / "config.yaml", resolved_yaml(config).encode())
         (folder / "versions.json").write_bytes(msgspec.json.encode(versions()))
         yield

@@ -30,6 +30,7 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.run.captures import Captures
 from async_rl.run.checkpoints import Checkpoints
 from async_rl.run.device_sharing import Devices
+from async_rl.run.engine_comparison import EngineComparison
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import progressed, waiting
@@ -79,6 +80,7 @@ class TrainLoop(ABC):
             clock: Monotonic seconds.
         """
         self._max_steps = config.run.max_steps
+        self._comparison = EngineComparison(config)
         self._stop = stop
         self._trainer = trainer
         self._queue = queue
@@ -123,6 +125,7 @@ class TrainLoop(ABC):
         try:
             result = await self._train_batch(self._captures.keep_batch(batch, step), step)
             _require_finite(result)
+            self._comparison.observe_step(result)
         except TrainerError as error:
             await self._captures.capture_step(step, f"it failed: {error}")
             raise

@@ -17,6 +17,7 @@ import numpy as np
 from async_rl.config import SftConfig
 from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import ExampleErrors, read_examples
+from async_rl.data.schemas import name_keys
 from async_rl.errors import ConfigError
 from async_rl.sft.schedule import SftExample
 
@@ -75,7 +76,7 @@ def _parse_example(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(
             f"{config.messages_key!r} is {messages!r:.60}, expected a list of messages; its keys are "
-            f"{', '.join(map(repr, raw)) or 'none'} (see sft.messages_key)"
+            f"{name_keys(raw)} (see sft.messages_key)"
         )
     parsed = [_parse_message(message) for message in messages]
     tools = raw.get(config.tools_key) or ()

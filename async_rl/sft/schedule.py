@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
@@ -39,11 +38,6 @@ class TrainingOrder(msgspec.Struct, frozen=True, kw_only=True):
     batches: tuple[tuple[int, ...], ...]
     epochs: tuple[int, ...]
     """The epoch of each batch, from 0."""
-
-    def digest(self, steps: int) -> int:
-        """Return a digest of the first steps: a run that resumes after them must have the same."""
-        rows = [row for batch in self.batches[:steps] for row in (*batch, -1)]
-        return zlib.crc32(np.array(rows, np.int64).tobytes())
 
 
 def plan_batches(

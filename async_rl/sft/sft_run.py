@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,8 +31,9 @@ from async_rl.errors import CheckpointError, ConfigError
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import mean
 from async_rl.observability.sft_record import SftRecord, sft_record_log
-from async_rl.run.folder import run_console, run_folder, run_in_folder
-from async_rl.run.preflight import check_trainer
+from async_rl.run.folder import check_run_folder, run_console, run_folder, run_in_folder
+from async_rl.run.identity import check_sft_identity
+from async_rl.run.preflight import check_trainer, check_trainer_here
 from async_rl.runtime.supervision import cut_by
 from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, SftExample, TrainingOrder, batch_of, learning_rate, plan_batches
@@ -68,6 +70,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start
     config = sft_config(load_config(path, overrides))
     settings = config.sft
     data = read_data(config, settings)
+    check_trainer_here(config)
     num_steps = len(data.plan.batches)
     progress = SftProgress(run_console(), num_steps)
 
@@ -96,7 +99,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start
 
     try:
         return run_in_folder(
-            run_folder(config),
+            run_folder(config, partial(_check_identity, config, data)),
             config,
             run,
             finish=lambda run_dir, done: 0,
@@ -118,6 +121,8 @@ def check_sft(config: Config) -> list[str]:
     """
     supervised = sft_config(config)
     data = read_data(supervised, supervised.sft)
+    if not config.has_tasks:  # else the folder is checked as that of `async-rl train`
+        _check_identity(supervised, data, check_run_folder(config), record=False)
     left_out = f", {data.num_too_long} longer ones left out" if data.num_too_long else ""
     validation = [f"validation: {len(data.validation):,} conversations"] if data.validation else []
     return [
@@ -125,6 +130,15 @@ def check_sft(config: Config) -> list[str]:
         *(f"sft: {finding}" for finding in validation),
         f"sft: {len(data.plan.batches)} steps",
     ]
+
+
+def _check_identity(config: Config, data: SftData, run_dir: Path, *, record: bool = True) -> None:
+    contents = [
+        b"".join(data.rows[i].token_ids.tobytes() + data.rows[i].loss_mask.tobytes() for i in batch)
+        for batch in data.plan.batches
+    ]
+    done = _read_records(sft_record_log(run_dir / "metrics.jsonl"))
+    check_sft_identity(config, run_dir, contents, done[-1].step if done else 0, record=record)
 
 
 def _describe_rows(rows: Sequence[SftExample]) -> str:
@@ -202,21 +216,19 @@ async def fine_tune(
     """Run all steps from the newest checkpoint on, and write the model.
 
     Raises:
-        ConfigError: The checkpoint was trained on other data.
         AsyncRLError: A rank failed.
     """
     plan, total = data.plan, len(data.plan.batches)
     log_of_steps = sft_record_log(run_dir / "metrics.jsonl")
     async with cut_by(stop):
         state = await ranks.setup(str(run_dir / "checkpoints"))
-    _check_same(plan, state.step, state.extra)
     records = [record for record in _read_records(log_of_steps) if record.step <= state.step]
     begin_s = clock() - (records[-1].time_s if records else 0.0)
     progress.show_resumed(state.step)
     step, saved = state.step, state.step
 
     async def save() -> int:
-        await ranks.save_checkpoint(str(run_dir / "checkpoints"), {"plan": plan.digest(step)})
+        await ranks.save_checkpoint(str(run_dir / "checkpoints"), {})
         return step
 
     while step < total and not stop.is_set():
@@ -286,14 +298,6 @@ async def _validate(
         summed += figures["loss"] * figures["trained_tokens"]
         tokens += figures["trained_tokens"]
     return mean([summed / tokens])
-
-
-def _check_same(plan: TrainingOrder, step: int, extra: dict[str, object]) -> None:
-    if step and extra.get("plan") != plan.digest(step):
-        raise ConfigError(
-            f"the run's checkpoint of step {step} was trained on other batches than the config produces now: "
-            "restore sft.path, sft.batch_tokens, sft.shuffle and run.seed, or choose another run.name"
-        )
 
 
 def _read_records(records: RecordLog[SftRecord]) -> list[SftRecord]:

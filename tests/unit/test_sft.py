@@ -152,9 +152,7 @@ def test_every_row_comes_once_an_epoch_in_batches_of_so_many_tokens():
     assert all(sum(lengths[r] for r in batch) <= 8 or batch == (3,) for batch in plan.batches)
     assert plan == plan_batches(lengths, batch_tokens=8, epochs=3, seed=1)
     longer = plan_batches(lengths, batch_tokens=8, epochs=4, seed=1)
-    steps = len(plan.batches)
-    assert longer.digest(steps) == plan.digest(steps)
-    assert plan_batches(lengths, batch_tokens=9, epochs=3, seed=1).digest(steps) != plan.digest(steps)
+    assert longer.batches[: len(plan.batches)] == plan.batches
 
 
 @pytest.mark.parametrize(
@@ -340,11 +338,11 @@ def test_a_run_goes_on_where_its_checkpoint_was_written(tmp_path, monkeypatch):
     assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_checkpoint_of_other_batches_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path, monkeypatch):
     config = make_run(tmp_path, monkeypatch)
     assert sft(config, (), opened(RecordingRanks())) == 0
-    assert sft(config, ["sft.batch_tokens=6", "sft.epochs=4"], opened(RecordingRanks())) == 2
-    assert "trained on other batches" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"has consumed 6 batches .* set back sft\.path, sft\.batch_tokens"):
+        sft(config, ["sft.batch_tokens=6", "sft.epochs=4"], opened(RecordingRanks()))
     assert sft(config, ["sft.epochs=2"], opened(more := RecordingRanks())) == 0
     assert [step for step, _, _ in more.steps] == [7, 8, 9, 10, 11, 12]
 
