@@ -19,7 +19,8 @@ class AgentLoop(ABC):
     of the run. It holds the connections and processes that all trajectories share. `async-rl check` prints
     the sentences that an optional method `check(chat_template)` returns. A loop that opens files,
     connections or pipes for each trajectory sets `descriptors_per_trajectory`: the limit of open files is
-    checked before a start. So is `fixed_port`, a port that only one process of a node can serve at.
+    checked before a start. So is `fixed_port`, a port that only one process of a node can serve at, and
+    with `has_tools` whether the chat template shows the policy its tools.
 
     Example:
         A loop that asks the policy to check its own answer. In `check_twice.py` beside the config, it is

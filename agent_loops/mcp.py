@@ -167,7 +167,7 @@ class McpServer:
         """Connect, and read the list of tools.
 
         Raises:
-            EnvironmentNotReady: The server does not answer.
+            EnvironmentNotReady: The server cannot be reached, or does not answer.
         """
         async with AsyncExitStack() as stack:
             nursery = await stack.enter_async_context(Nursery())
@@ -182,10 +182,19 @@ class McpServer:
             if self._client is not None:
                 self._open, self._is_open = stack.pop_all(), True
                 return self
-        raise EnvironmentNotReady(
-            f"the MCP server {self._spec.label} did not answer within {self._spec.connect_timeout_s:g} s: "
-            f"{_describe_error(self._failure)}"
-        )
+        raise EnvironmentNotReady(f"the MCP server {self._spec.label} {self._start_problem()}")
+
+    def _start_problem(self) -> str:
+        failure, seen = self._failure, list[BaseException]()
+        if isinstance(failure, TimeoutError):
+            return f"did not answer within {self._spec.connect_timeout_s:g} s"
+        cause: BaseException | None = failure
+        while cause is not None and cause not in seen:
+            seen.append(cause)
+            cause = cause.__cause__ or cause.__context__
+        if any(isinstance(each, ConnectionRefusedError) for each in seen):
+            return "refused the connection: start it, or correct its url"
+        return f"cannot be used: {_describe_error(failure)}"
 
     async def __aexit__(self, *error: object) -> None:
         self._client, self._failure, self._is_open = None, None, False

@@ -11,22 +11,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import os
-import select
 import shutil
-import signal
 import ssl
-import subprocess
-import tempfile
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.request import getproxies_environment
 
-import msgspec
-
+from agent_loops.agent_program import AgentProgram, last_error_text, program_name, without_proxy
 from agent_loops.base import AgentLoop
 from agent_loops.parsing import MalformedCall, ToolParser, load_parser, recognise
 from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
@@ -36,18 +33,12 @@ from async_rl.runtime.addresses import is_loopback
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.threads import call_in_thread
 from async_rl.runtime.tls import load_certificate
-from async_rl.runtime.user_processes import marked
 from async_rl.types import StopReason, Task
 
 if TYPE_CHECKING:
     import openai
 
-_HIDDEN_PREFIXES: Final = ("ASYNC_RL_", "RAY_", "OPENAI_")
-"""Prefixes of environment variables that agents do not receive: keys of engines, of Ray and of other APIs."""
-_PIPE_BYTES: Final = 1 << 16
-"""How much a pipe holds, so that one read returns all that is in it."""
-_TAIL_BYTES: Final = 4096
-"""How much of the end of a program's output an error message shows."""
+log = logging.getLogger(__name__)
 
 
 class AgentAPI:
@@ -116,6 +107,8 @@ class OpenAIAgentLoop(AgentLoop):
         command: A program instead, with its arguments. It receives OPENAI_BASE_URL, OPENAI_API_KEY and
             OPENAI_MODEL in its environment and the task as JSON on its standard input (`id`, `messages`,
             `metadata`; not the answer). It and its child processes are killed when the trajectory ends.
+        nonzero_exit: What follows from a program's exit code above 0: `fail` fails the attempt, `zero` scores
+            what the policy wrote with 0. A program that asked nothing, or that a signal killed, always fails.
         parser: Format of tool calls: a name in `agent_loops.parsing.PARSERS`, or `module:Class`; by default
             the format that the model's chat template teaches.
         opens_thought: Whether the chat template itself opens `<think>` for each turn.
@@ -134,13 +127,14 @@ class OpenAIAgentLoop(AgentLoop):
             another type or range.
     """
 
-    descriptors_per_trajectory = 6
+    descriptors_per_trajectory = 7
     """Both ends of two connections, or one and a program's pipes; `async-rl check` adds them up."""
 
     def __init__(
         self,
         agent: str | None = None,
         command: Sequence[str] | None = None,
+        nonzero_exit: Literal["fail", "zero"] = "fail",
         parser: str | None = None,
         opens_thought: bool = False,
         model: str = "policy",
@@ -167,7 +161,8 @@ class OpenAIAgentLoop(AgentLoop):
             if not callable(self._function):
                 raise ConfigError(f"rollout.agent_loop_args: agent {agent!r} is not a function")
         self._command = tuple(command or ())
-        self._name = agent or self._command[0]
+        self._nonzero_exit = nonzero_exit
+        self._name = agent or program_name(self._command)
         self._reader = None if parser is None else CallReader(load_parser(parser))
         self._parser_name = parser
         self._opens_thought = opens_thought
@@ -180,6 +175,12 @@ class OpenAIAgentLoop(AgentLoop):
             tls = load_certificate(Path(tls_certificate), Path(tls_key))
         for name, value, fits, expected in (
             ("opens_thought", opens_thought, isinstance(opens_thought, bool), "true or false"),
+            (
+                "nonzero_exit",
+                nonzero_exit,
+                nonzero_exit == "fail" or (nonzero_exit == "zero" and command is not None),
+                "fail, or zero for a command",
+            ),
             ("model", model, isinstance(model, str) and model, "a name"),
             ("host", host, isinstance(host, str) and host, "an address; 0.0.0.0 binds to all"),
             ("port", port, type(port) is int and 0 <= port < 1 << 16, "0 to 65535; 0 takes a free one"),
@@ -212,7 +213,9 @@ class OpenAIAgentLoop(AgentLoop):
         if self._function is not None:
             with suppress(EnvironmentNotReady):  # an agent with another client needs none
                 await asyncio.to_thread(http_settings, self._certificate)
-        await self._serving.enter_async_context(self.endpoint.serving())
+        url = await self._serving.enter_async_context(self.endpoint.serving())
+        if self._function is not None and getproxies_environment():  # its own clients read them when they ask
+            os.environ.update(without_proxy(os.environ, url))
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -243,13 +246,28 @@ class OpenAIAgentLoop(AgentLoop):
             session, reader=self._reader, opens_thought=self._opens_thought
         )
         async with opened as access:
+            program = None if self._function is not None else AgentProgram(self._command, access)
+            handler = access.handler
             try:
-                if self._function is None:
-                    await _run_program(self._command, task, access)
-                else:
-                    await self._call(self._function, task, access)
+                if program is None:
+                    await self._call(task, access)
+                elif code := await program.run(task):
+                    is_scored = code > 0 and handler.has_answered and handler.exceeded is None
+                    if self._nonzero_exit == "fail" or not is_scored:
+                        raise AgentLoopError(program.failure)
+                    log.info("%s; it is scored 0 (nonzero_exit)", program.failure)
+                    return "failed"
+                if not handler.has_answered:
+                    said = _what_happened(program, access) or "it sent none"
+                    raise AgentLoopError(
+                        f"agent {self._name!r} has ended, and no request of it was answered: {said}"
+                    )
+            except asyncio.CancelledError:  # at the time limit, whose error shows the status
+                said = _what_happened(program, access)
+                session.status = "; ".join(filter(None, (said, session.status)))
+                raise
             except Exception as error:
-                if (exceeded := access.handler.exceeded) is None:
+                if (exceeded := handler.exceeded) is None:
                     _hide_key(error, access.api_key)
                     told = "".join(traceback.format_exception(error))
                     if access.api_key in told:  # a class may write its text from other things than `args`
@@ -259,12 +277,14 @@ class OpenAIAgentLoop(AgentLoop):
                         raise hidden from None
                     raise
                 # An agent that is out of budget can only give up; what was sampled counts.
-                if not access.handler.has_answered:
+                if not handler.has_answered:
                     raise exceeded from None
                 return "length" if isinstance(exceeded, PromptTooLong) else "max_turns"
         return None
 
-    async def _call(self, function: AgentFunction, task: Task, access: EndpointAccess) -> None:
+    async def _call(self, task: Task, access: EndpointAccess) -> None:
+        function = self._function
+        assert function is not None
         async with aclosing(AgentAPI(access, self._certificate)) as api:
             if inspect.iscoroutinefunction(function):
                 await function(task, api)
@@ -272,6 +292,10 @@ class OpenAIAgentLoop(AgentLoop):
             result = await call_in_thread(partial(function, task, api), name=f"agent {self._name}")
             if inspect.isawaitable(result):
                 await result
+
+
+def _what_happened(program: AgentProgram | None, access: EndpointAccess) -> str:
+    return last_error_text(access) if program is None else program.failure
 
 
 def _hide_key(error: BaseException, key: str) -> None:
@@ -309,76 +333,6 @@ class CallReader:
                 return text, []
             calls.append((call.name, call.arguments))
         return parsed.content, calls
-
-
-async def _run_program(command: Sequence[str], task: Task, access: EndpointAccess) -> None:
-    """Run an agent program, and kill all its processes at the end.
-
-    Raises:
-        AgentLoopError: The program fails; the message has the end of its output.
-    """
-    process = _start_program(command, task, access)
-    try:
-        code, tail = await call_in_thread(partial(_wait_for_program, process), name=f"agent {command[0]}")
-    finally:
-        _kill_group(process)
-    if code:
-        output = tail.decode(errors="replace").replace(access.api_key, "<key>").strip()
-        raise AgentLoopError(f"agent {command[0]!r} ended with {code}: {output or 'it wrote nothing'}")
-
-
-def _start_program(command: Sequence[str], task: Task, access: EndpointAccess) -> subprocess.Popen[bytes]:
-    """Start an agent program; not by asyncio, which loses the process if it is cancelled during the start."""
-    request = {"id": task.task_id, "messages": task.messages, "metadata": task.metadata}
-    with tempfile.TemporaryFile() as stdin:
-        stdin.write(msgspec.json.encode(request, enc_hook=str))
-        stdin.seek(0)
-        return subprocess.Popen(
-            command,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=marked(_environment(os.environ, access), "agent_program"),
-            start_new_session=True,  # its own process group, to be killed as a whole
-        )
-
-
-def _wait_for_program(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
-    """Read a program's output until it exits and kill its children; return exit code and the output's end."""
-    assert process.stdout is not None
-    output, handle, tail, polled = process.stdout.fileno(), os.pidfd_open(process.pid), b"", select.poll()
-    polled.register(output, select.POLLIN)
-    polled.register(handle, select.POLLIN)
-    try:
-        while handle not in {descriptor for descriptor, _ in polled.poll()}:
-            data = os.read(output, _PIPE_BYTES)
-            tail = (tail + data)[-_TAIL_BYTES:]
-            if not data:
-                polled.unregister(output)  # it has closed its output, and runs on
-        _kill_group(process)
-        os.set_blocking(output, False)
-        with suppress(BlockingIOError):  # not to its end: children in other sessions may hold the pipe open
-            tail = (tail + os.read(output, _PIPE_BYTES))[-_TAIL_BYTES:]
-        return process.wait(), tail
-    finally:
-        os.close(handle)
-        process.stdout.close()
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode is None:  # a finished process's number may be reused
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _environment(ours: Mapping[str, str], access: EndpointAccess) -> dict[str, str]:
-    """Return our environment without hidden variables, with the address of the policy."""
-    kept = {name: value for name, value in ours.items() if not name.startswith(_HIDDEN_PREFIXES)}
-    return kept | {
-        "OPENAI_BASE_URL": access.base_url,
-        "OPENAI_API_KEY": access.api_key,
-        "OPENAI_MODEL": access.model,
-    }
 
 
 @functools.cache

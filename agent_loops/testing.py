@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from agent_loops.base import AgentLoop
+from async_rl.errors import PromptTooLong
 from async_rl.rollout.session.api import Turn
 from async_rl.types import Completion, StopReason, Task
 
@@ -45,6 +46,7 @@ class ScriptedSession:
         self.trajectory_id = "scripted"
         self.messages: list[dict[str, Any]] = []
         self.tool_timeout_s = tool_timeout_s
+        self.status = ""
         self.remaining_tokens = 1000
         self.remaining_turns = 100
         self.remaining_s = 1000.0
@@ -83,7 +85,10 @@ class ScriptedSession:
 
         Raises:
             AssertionError: The loop asked for more turns than there are.
+            PromptTooLong: No `remaining_tokens` are left.
         """
+        if self.remaining_tokens < 1:
+            raise PromptTooLong("the context is full")
         assert self._turns, f"the loop asked for turn {self.num_turns + 1}, but the test has no more"
         turn = self._turns.pop(0)
         text, reason = turn if isinstance(turn, tuple) else (turn, "stop")

@@ -34,6 +34,8 @@ class ToolLoop(AgentLoop):
         ConfigError: A tool is missing or cannot be described, or two have one name.
     """
 
+    has_tools = True
+
     def __init__(
         self,
         tools: Sequence[str | Mapping[str, Any]],
@@ -91,8 +93,6 @@ class ToolLoop(AgentLoop):
                     ]
                 excess = [tools.refuse_call(self._max_calls) for _ in calls[self._max_calls :]]
                 session.add_messages([*(answer.result() for answer in answers), *excess])
-                if session.remaining_tokens < 1:
-                    return "length"
         return "max_turns"
 
     def _recognised(self, chat_template: str) -> ToolParser:

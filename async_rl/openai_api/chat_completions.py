@@ -186,6 +186,8 @@ class ApiError(Exception):
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, with messages in the form of chat templates."""
 
+    model: str
+    """The requested name, under which the policy answers: agents name models of other services."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     tools_digest: bytes
@@ -198,7 +200,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     logprobs: bool
     unsupported: dict[str, Any]
-    """Parameters without effect: sampling parameters, forced tool calls."""
+    """Parameters without effect: sampling parameters, forced tool calls, a format, another model."""
     parameters_digest: bytes
     """Tells whether two requests have the same limits and parameters, those without effect included."""
 
@@ -256,10 +258,10 @@ def read_request(body: bytes, model: str) -> ChatRequest:
 
     Args:
         body: JSON.
-        model: The name of the only model.
+        model: The name of the policy.
 
     Raises:
-        ApiError: 400 or 404, with the problem and the remedy.
+        ApiError: 400, with the problem and the remedy.
     """
     try:
         raw = _BODY.decode(_limited(body))
@@ -269,13 +271,6 @@ def read_request(body: bytes, model: str) -> ChatRequest:
         raise ApiError(400, f"{param or 'the body'}: {problem}", param=param) from error
     except UNREADABLE as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
-    if raw.model != model:
-        raise ApiError(
-            404,
-            f"model {raw.model!r} does not exist; the policy is served as {model!r}",
-            param="model",
-            code="model_not_found",
-        )
     _refuse_unsupported(raw)
     if not raw.messages:
         raise ApiError(400, "messages must be a list with at least one message", param="messages")
@@ -288,8 +283,9 @@ def read_request(body: bytes, model: str) -> ChatRequest:
     tools = _read_tools(raw.tools or (), free)
     may_call = raw.tool_choice != "none"
     max_new_tokens, stop = min(max_new, default=None), _read_stop(raw.stop)
-    unsupported = _unsupported(raw, free)
+    unsupported = _unsupported(raw, free, model)
     return ChatRequest(
+        model=raw.model or model,
         messages=_read_messages(raw.messages, free),
         tools=tools,
         tools_digest=_digest(tools),
@@ -441,10 +437,15 @@ def _call(call: FunctionCall) -> dict[str, Any]:
 def _logprobs(answer: ChatAnswer) -> dict[str, Any]:
     """Return the log-probs of all tokens of the turn, with tags and thoughts: content tokens are unknown."""
     content = [
-        {"token": t.token, "logprob": t.logprob, "bytes": list(t.token.encode()), "top_logprobs": []}
+        {"token": t.token, "logprob": t.logprob, "bytes": _bytes(t.token), "top_logprobs": []}
         for t in answer.logprobs
     ]
     return {"content": content, "refusal": None}
+
+
+def _bytes(token: str) -> list[int] | None:
+    """Return the UTF-8 of a token, or None for a part of a character, whose own bytes are unknown."""
+    return None if "\ufffd" in token else list(token.encode())
 
 
 def _refuse_unsupported(raw: _RequestBody) -> None:
@@ -458,18 +459,11 @@ def _refuse_unsupported(raw: _RequestBody) -> None:
         )
     if raw.functions != _ABSENT or raw.function_call != _ABSENT:
         raise ApiError(400, "functions are not supported: use tools", param="functions")
-    if raw.response_format is not None and raw.response_format.type != "text":
-        raise ApiError(
-            400,
-            "response_format is not supported: constrained decoding would falsify the log-probs; put the "
-            "schema into the prompt, or into a tool's parameters",
-            param="response_format",
-        )
     if raw.modalities not in (None, ["text"]) or raw.audio != _ABSENT:
         raise ApiError(400, "only text is supported", param="modalities")
 
 
-def _unsupported(raw: _RequestBody, free: _FreeJson) -> dict[str, Any]:
+def _unsupported(raw: _RequestBody, free: _FreeJson, model: str) -> dict[str, Any]:
     """Return the parameters that have no effect here, without those that would have none anywhere."""
     given = {name: getattr(raw, name) for name in _SAMPLING}
     given["logit_bias"] = free.decode_valid(raw.logit_bias, "logit_bias")
@@ -478,6 +472,11 @@ def _unsupported(raw: _RequestBody, free: _FreeJson) -> dict[str, Any]:
         found["tool_choice"] = raw.tool_choice if isinstance(raw.tool_choice, str) else "a named tool"
     if raw.parallel_tool_calls is False:
         found["parallel_tool_calls"] = False
+    if raw.response_format is not None and raw.response_format.type != "text":
+        # Constrained decoding would falsify the log-probs.
+        found["response_format"] = raw.response_format.type
+    if raw.model not in (None, model):
+        found["model"] = raw.model
     return found
 
 

@@ -191,7 +191,7 @@ class Endpoint:
                     await server.aclose()
 
     async def _start_server(self) -> tuple[AsyncExitStack, str]:
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors_as_json])
         for prefix in ("", "/s/{key}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._post_completion)
             app.router.add_get(f"{prefix}/v1/models", self._list_models)
@@ -239,8 +239,7 @@ class Endpoint:
                 many connections.
             ConnectionError: The connection is lost.
         """
-        authorization = request.headers.get("Authorization", "")
-        key = request.match_info.get("key") or authorization.removeprefix("Bearer ").strip()
+        key = _key_of(request)
         name = key.removeprefix("sk-").partition("-")[0]
         if not key.isascii() or not hmac.compare_digest(key, self._sign(name)):
             raise ApiError(
@@ -267,7 +266,7 @@ class Endpoint:
         except ApiError:
             handler.count_refused()
             raise
-        head = ReplyHead(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=self._model)
+        head = ReplyHead(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=chat.model)
         exchange.listeners += 1
         try:
             if chat.stream:
@@ -308,17 +307,34 @@ class Endpoint:
         except web.RequestPayloadError as error:
             raise ApiError(400, f"the body is incomplete: {error}") from error
 
+    @web.middleware
+    async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return all errors in OpenAI's format."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            failure = error
+        except web.HTTPRequestEntityTooLarge as error:
+            failure = ApiError(413, f"the request is too large: {error.text}")
+        except web.HTTPException as error:
+            failure = ApiError(
+                error.status,
+                f"{request.method} {request.path.rpartition('/v1')[2] or '/'} is not supported; there are "
+                "POST /v1/chat/completions and GET /v1/models",
+            )
+        if (asked := self._handlers.get(_key_of(request))) is not None:
+            asked.last_error = failure
+        response = json_response(msgspec.json.encode(failure.body), failure.status, failure.headers)
+        await send_response(request, response)
+        return response
+
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         self._handler_of(request)
         return web.json_response(models_body(self._model, self._started_s))
 
     async def _show_model(self, request: web.Request) -> web.StreamResponse:
         self._handler_of(request)
-        if (name := request.match_info["model"]) != self._model:
-            raise ApiError(
-                404, f"model {name!r} does not exist; the policy is {self._model!r}", param="model"
-            )
-        return web.json_response(models_body(self._model, self._started_s)["data"][0])
+        return web.json_response(models_body(request.match_info["model"], self._started_s)["data"][0])
 
     def _report_ignored(self, parameters: dict[str, Any]) -> None:
         """Log each ignored parameter once."""
@@ -330,6 +346,13 @@ class Endpoint:
                 name,
                 reprlib.repr(parameters[name]),
             )
+
+
+def _key_of(request: web.Request) -> str:
+    """Return the key in the path or the headers of a request, also of one that no route matches."""
+    if request.path.startswith("/s/"):
+        return request.path.split("/")[2]
+    return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
 
 def _read_body(body: bytes, model: str) -> tuple[ChatRequest, list[bytes]]:
@@ -384,6 +407,7 @@ async def _stream_answer(
     if exchange.error is not None:
         if not response.prepared:
             raise exchange.error
+        handler.last_error = exchange.error
         await send(error_event(exchange.error))
         await response.write_eof()
         return response
@@ -404,24 +428,4 @@ async def _stream_answer(
         await send(chunks.encode_calls(answer.calls))
     await send(chunks.encode_end(answer, logprobs=logprobs))
     await response.write_eof()
-    return response
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return all errors in OpenAI's format."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        failure = error
-    except web.HTTPRequestEntityTooLarge as error:
-        failure = ApiError(413, f"the request is too large: {error.text}")
-    except web.HTTPException as error:
-        failure = ApiError(
-            error.status,
-            f"{request.method} {request.path.rpartition('/v1')[2] or '/'} is not supported; there are "
-            "POST /v1/chat/completions and GET /v1/models",
-        )
-    response = json_response(msgspec.json.encode(failure.body), failure.status, failure.headers)
-    await send_response(request, response)
     return response

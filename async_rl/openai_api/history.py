@@ -23,6 +23,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -176,11 +177,22 @@ def _key(message: dict[str, Any]) -> tuple[str, str, str]:
     return message["role"], content.strip(), json.dumps(calls) if calls else ""
 
 
+def _comparable(value: Any) -> Any:
+    """Return a JSON value with all numbers as floats: clients in JavaScript write `1.0` as `1`."""
+    if isinstance(value, dict):
+        return {key: _comparable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_comparable(each) for each in value]
+    with suppress(OverflowError):
+        return float(value) if type(value) is int else value
+    return value
+
+
 def _call_key(function: dict[str, Any]) -> list[str]:
     arguments = function["arguments"]
     try:
         decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
-        arguments = json.dumps(decoded, sort_keys=True)
+        arguments = json.dumps(_comparable(decoded), sort_keys=True)
     except (ValueError, RecursionError):
         arguments = arguments.strip()
     return [function["name"], arguments]

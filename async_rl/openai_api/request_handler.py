@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
-import msgspec
-
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.openai_api.answers import GrowingTurn, ToolCallReader, TurnFormat, split_turn
 from async_rl.openai_api.chat_completions import ApiError, ChatAnswer, ChatRequest, FunctionCall, TokenLogProb
@@ -36,11 +34,6 @@ from async_rl.runtime.supervision import Nursery
 
 _MAX_WAITING: Final = 64
 """The most requests of one trajectory that have not begun."""
-
-_MAX_BYTES_PER_TOKEN: Final = 32
-"""Text has 2 to 6 bytes per token on average. Tokenising 2 MB blocks the event loop for about a second."""
-_MIN_BYTES: Final = 1 << 16
-"""Of any length: the exact check follows."""
 
 _QueuedRequest = tuple[RequestConversation, Exchange, list[dict[str, Any]]]
 """A request with its conversation, and its new messages."""
@@ -76,6 +69,8 @@ class RequestHandler:
         self.exceeded: PromptTooLong | OutOfTurns | None = None
         """The error of the budget for which a request was refused, if no later one has been answered."""
         self._exceeded_number = 0
+        self.last_error: ApiError | None = None
+        """The last error that was sent to the agent."""
 
     @property
     def has_answered(self) -> bool:
@@ -183,12 +178,10 @@ class RequestHandler:
             _notify_listeners(exchange)
 
         try:
-            self._check_size(session, new, request.tools)
             if conversation.num_known:
                 session.add_messages(new)
             else:
                 session.start(new, request.tools)
-            prompt_tokens = self._context_tokens - session.remaining_tokens
             turn = await session.generate(
                 max_new_tokens=request.max_new_tokens,
                 stop=request.stop,
@@ -209,25 +202,12 @@ class RequestHandler:
                 # Only the agent knows whether the call failed and how long it took.
                 session.record_tool_call(error=False, tool=name if name in offered else "unknown")
             session.share_reward()
-            answer = self._make_answer(session, exchange, turn, prompt_tokens)
+            used = self._context_tokens - session.remaining_tokens
+            answer = self._make_answer(session, exchange, turn, used - len(turn.token_ids))
             conversation.end_exchange(exchange, answer)
             if exchange.number > self._exceeded_number:
                 self.exceeded = None  # the agent has gone on, in another conversation or with fewer messages
             _notify_listeners(exchange)
-
-    def _check_size(self, session: Session, new: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
-        """Refuse messages that no tokenizer could fit into the context, without tokenising them.
-
-        Raises:
-            PromptTooLong: They are too long.
-        """
-        num_bytes = len(msgspec.json.encode((new, tools)))
-        if num_bytes > _MIN_BYTES + _MAX_BYTES_PER_TOKEN * session.remaining_tokens:
-            raise PromptTooLong(
-                f"the new messages and tools have {num_bytes} bytes, which cannot fit into the "
-                f"{session.remaining_tokens} tokens that are left of rollout.max_context_tokens = "
-                f"{self._context_tokens}: shorten them, or raise it"
-            )
 
     def _make_answer(
         self, session: Session, exchange: Exchange, turn: Turn, prompt_tokens: int

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat, load_chat_format
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.engine_calls import EngineCalls
+from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError, EngineError, RequestRefused, RolloutError, VersionMismatch
 from async_rl.observability.metrics import Metrics
+from async_rl.rollout.session.tokenising import can_fit, size_of, tokenise
 from async_rl.runtime.waits import waiting
 
 
@@ -56,6 +59,8 @@ class ModelAnswers:
         self._chats: dict[str, ChatFormat] = {
             name: chat for name, model in config.models.items() if model.path == config.model.path
         }
+        self._limits = {name: model.context_length for name, model in config.models.items()}
+        """The context length of each model, where the config says it or, once it is asked, the folder."""
         self._loading = asyncio.Lock()
         self._new_id = new_id
         self._metrics = metrics
@@ -79,18 +84,28 @@ class ModelAnswers:
             known = ", ".join(self._calls) or "none"
             raise ConfigError(f"the model {model!r} is asked, but models has {known}: add it there")
         chat = await self._chat_of(model)
+        num_bytes, limit = size_of(messages), self._limits[model]
+        if limit is not None and not can_fit(num_bytes, limit):
+            raise RolloutError(
+                f"the model {model!r} is asked about {num_bytes} bytes, which cannot fit into its context of "
+                f"{limit} tokens: shorten them, or raise models.{model}.context_length"
+            )
         began_s = self._clock()
         sampling = SamplingParams(temperature=temperature, stop_token_ids=chat.stop_token_ids)
         with waiting("model", model):
-            token_ids = await self._sample(model, chat.prompt_ids(messages), max_new_tokens, sampling)
+            prompt = await tokenise(partial(chat.prompt_ids, messages), num_bytes)
+            token_ids = await self._sample(model, prompt, max_new_tokens, sampling)
         self._metrics.model_call_seconds.labels(model).observe(self._clock() - began_s)
         return chat.decode(token_ids)
 
     async def _chat_of(self, model: str) -> ChatFormat:
         async with self._loading:
+            path = self._config.models[model].path
             if model not in self._chats:
-                path = self._config.models[model].path
                 self._chats[model] = await asyncio.to_thread(load_chat_format, path)
+            if self._limits[model] is None:
+                with suppress(ConfigError):  # a server that is already running may have any model
+                    self._limits[model] = (await asyncio.to_thread(load_facts, path)).context_length
         return self._chats[model]
 
     async def _sample(

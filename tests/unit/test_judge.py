@@ -156,6 +156,18 @@ def answers_of(folder: Path, model: Any, metrics: Metrics | None = None) -> Mode
 QUESTION = [{"role": "user", "content": "11 12 13"}]
 
 
+async def test_a_judge_is_not_asked_what_cannot_fit_into_its_context(tmp_path: Path) -> None:
+    tree = {
+        "model": {"path": str(tmp_path)},
+        "models": {"judge": {"path": str(tmp_path), "context_length": 1024}},
+    }
+    chat: Any = SimulatedChat()
+    chat.prompt_ids = None
+    answers = ModelAnswers(parse_config(tree), {"judge": Any}, chat, str, Metrics(), lambda: 0.0)  # type: ignore[dict-item]
+    with pytest.raises(RolloutError, match=r"'judge' is asked about \d+ bytes, .* context of 1024 tokens"):
+        await answers.ask("judge", [{"role": "user", "content": "x" * 10_000_000}])
+
+
 async def test_a_model_answers_and_goes_on_elsewhere_with_its_tokens_when_its_engine_dies(
     tmp_path: Path,
 ) -> None:

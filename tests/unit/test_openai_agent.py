@@ -17,6 +17,7 @@ import aiohttp
 import openai
 import pytest
 
+from agent_loops.agent_program import last_words, program_name, without_proxy
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
@@ -46,6 +47,14 @@ async def two_turns(task: Task, api: AgentAPI) -> str:
 def in_a_thread(task: Task, api: AgentAPI) -> None:
     assert threading.current_thread() is not threading.main_thread()
     api.sync_client.chat.completions.create(model=api.model, messages=task.messages)
+
+
+async def asks_nothing(task: Task, api: AgentAPI) -> None: ...
+
+
+async def with_a_client_of_its_own(task: Task, api: AgentAPI) -> None:
+    async with aiohttp.ClientSession(trust_env=True, raise_for_status=True) as client:
+        await client.post(f"{api.session_url}/chat/completions", json={"messages": task.messages})
 
 
 async def too_much(task: Task, api: AgentAPI) -> None:
@@ -182,10 +191,156 @@ sys.exit(f"{said.choices[0].message.content} {leaked}")
 
 async def test_a_program_is_an_agent_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASYNC_RL_ENGINE_API_KEY", "secret")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     loop = OpenAIAgentLoop(command=[sys.executable, "-c", PROGRAM])
     with pytest.raises(AgentLoopError, match=r"ended with 1: 4 \['ASYNC_RL_STARTED_BY'\]"):
         await play(loop, "4")
+
+
+ASKS_AND_FAILS = """
+import os, sys, urllib.error, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/{path}",
+    data=b'{{"messages": [{{"role": "user", "content": "Hi"}}]}}',
+    headers={{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}},
+)
+print("a long report " * 2000)
+try:
+    urllib.request.urlopen(request).read()
+except urllib.error.HTTPError as error:
+    pass
+{then}
+"""
+
+
+def asking(path: str, then: str, **arguments: Any) -> OpenAIAgentLoop:
+    program = ASKS_AND_FAILS.format(path=path, then=then)
+    return OpenAIAgentLoop(command=[sys.executable, "-c", program], **arguments)
+
+
+async def test_the_exit_code_and_the_endpoints_last_error_are_shown_when_a_program_fails():
+    with pytest.raises(AgentLoopError) as caught:
+        await play(asking("responses", "eval('f(')"))
+    assert str(caught.value) == (
+        f"agent {Path(sys.executable).name!r} ended with 1: SyntaxError: '(' was never closed; the "
+        "endpoint's last error: 404, POST /responses is not supported; there are POST /v1/chat/completions "
+        "and GET /v1/models"
+    )
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n    ^^^\n'
+
+
+@pytest.mark.parametrize(
+    ("stderr", "shown"),
+    [
+        (f"{FRAMES}ValueError: no plan\n", "ValueError: no plan"),
+        (f"{FRAMES}KeyError: 1\n\nDuring handling of it:\n\n{FRAMES}my.Odd: gone\n", "my.Odd: gone"),
+        ("  File \"a.py\", line 1\n    f(\n     ^\nSyntaxError: '(' was ...\n", "SyntaxError: '(' was ..."),
+        (
+            "  + Exception Group Traceback (most recent call last):\n  |   File 'a.py'\n  | ExceptionGroup:\n"
+            "  +-+---------------- 1 ----------------\n    | TypeError: x\n    +--------------------\n",
+            "TypeError: x",
+        ),
+        (
+            f"{FRAMES}pydantic.ValidationError: 1 error for Plan\nstep\n  Field required\n",
+            "for Plan step Field",
+        ),
+        ("a.js:1\nthrow new Error('x')\n^\n\nError: x\n    at main (a.js:1)\n", "Error: x at main (a.js:1)"),
+        (f"{FRAMES}OSError: seen\n" + "retrying\n" * 9 + "no task\n", "OSError: seen .*last line: no task"),
+        ("a.sh: line 2: frob: command not found\n", "a.sh: line 2: frob: command not found"),
+        ("\x1b[31mValueError: red\x1b[0m\n", "ValueError: red"),
+        ("", "the last of many lines"),
+    ],
+)
+def test_the_last_exception_is_shown_when_a_program_fails(stderr: str, shown: str):
+    stdout = b"a long report\n" * 2000 + b"the last of many lines\n"
+    said = last_words(stdout, stderr.encode(), "sk-1-abc")
+    assert shown in said or re.search(shown, said)
+    assert "^^^" not in said
+
+
+def test_no_part_of_the_key_is_shown_when_the_end_of_the_output_begins_inside_it():
+    key, size = "sk-1-abcdef", 1 << 16
+    for left in range(len(key)):
+        output = f"{key}{'x' * (size - left)}"[-size:].encode()
+        assert set(last_words(b"", output, key)) == {"x"}
+
+
+async def test_the_endpoints_last_error_is_shown_when_an_agent_was_never_answered_without_its_key():
+    program = ASKS_AND_FAILS.format(path="chat/completions", then="").replace(
+        'os.environ["OPENAI_BASE_URL"]',
+        'os.environ["OPENAI_BASE_URL"].replace("/v1", "/s/" + os.environ["OPENAI_API_KEY"])',
+    )
+    with pytest.raises(AgentLoopError) as caught:
+        await play(OpenAIAgentLoop(command=[sys.executable, "-c", program]))
+    assert "no request of it was answered: agent" in str(caught.value)
+    assert "last error: 404, POST /s/<key>/chat/completions is not supported" in str(caught.value)
+    with pytest.raises(AgentLoopError, match="no request of it was answered: it sent none"):
+        await play(OpenAIAgentLoop(agent=f"{HERE}:asks_nothing"))
+
+
+def test_the_script_is_named_when_a_program_fails(tmp_path: Path):
+    script = tmp_path / "agent.py"
+    script.touch()
+    assert (
+        program_name([sys.executable, "-u", str(script), "--fast"]) == f"{Path(sys.executable).name} agent.py"
+    )
+    assert program_name(["python", "-m", "my.agent"]) == "python my.agent"
+    assert program_name(["/opt/agent"]) == "agent"
+
+
+async def test_a_time_limit_shows_what_the_program_and_the_endpoint_said(tmp_path: Path):
+    os.mkfifo(tmp_path / "told")
+    wait = f"open({str(tmp_path / 'told')!r}, 'w')"
+    then = f"print('OSError: again', file=sys.stderr, flush=True)\n{wait}\n{wait}"
+    bench, _ = talking(lines())
+    async with Nursery() as nursery:
+        running = nursery.start_task("trajectory", asking("responses", then).run(make_task(), bench.session))
+        (await asyncio.to_thread(open, tmp_path / "told", "rb")).close()
+        running.cancel()
+    shown = r"was still running: OSError: again; the endpoint's last error: 404, POST /responses"
+    assert re.search(shown, bench.session.status)
+
+
+async def test_a_nonzero_exit_is_a_failed_agent_when_the_loop_is_to_score_it():
+    loop = asking("chat/completions", "sys.exit('gave up')", nonzero_exit="zero")
+    bench, (reason, _) = await play(loop, "4")
+    assert reason == "failed"
+    bench.session.end_session(reason)
+    assert bench.session.completion.stop_reason == "failed"
+
+
+@pytest.mark.parametrize(
+    ("path", "then"), [("responses", "sys.exit(1)"), ("chat/completions", "os.kill(os.getpid(), 9)")]
+)
+async def test_the_attempt_fails_when_a_program_asked_nothing_or_was_killed(path: str, then: str):
+    with pytest.raises(AgentLoopError):
+        await play(asking(path, then, nonzero_exit="zero"), "4")
+
+
+@pytest.mark.parametrize(
+    ("given", "exempt"),
+    [
+        ({}, "127.0.0.1,localhost,::1,node7"),
+        ({"no_proxy": "a, localhost", "NO_PROXY": ".b,a"}, "a,localhost,.b,127.0.0.1,::1,node7"),
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_the_endpoint_is_exempt_from_proxies_beside_the_users_hosts(given: dict[str, str], exempt: str):
+    assert without_proxy(given, "http://node7:80/v1") == {"no_proxy": exempt, "NO_PROXY": exempt}
+
+
+async def test_an_agents_own_client_reaches_the_endpoint_when_the_environment_names_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):  # which the loop extends
+        monkeypatch.setenv(name, "")
+    async with OpenAIAgentLoop(agent=f"{HERE}:with_a_client_of_its_own") as loop:
+        bench, _ = await play(loop, "4")
+    assert bench.session.num_turns == 1
 
 
 LEAVES_A_SESSION = """
@@ -254,6 +409,8 @@ async def test_an_error_hides_the_key_when_it_quotes_a_request(
         ({"command": "python agent.py"}, "expected a list"),
         ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
         ({"agent": f"{HERE}:two_turnz"}, "did you mean 'two_turns'"),
+        ({"command": ["sh"], "nonzero_exit": "0"}, "nonzero_exit is '0'; expected fail, or zero for a comm"),
+        ({"agent": f"{HERE}:two_turns", "nonzero_exit": "zero"}, "expected fail, or zero for a command"),
         ({"agent": f"{HERE}:two_turns", "port": True}, "port is True; expected 0 to 65535"),
         ({"agent": f"{HERE}:two_turns", "max_body_bytes": 0}, "max_body_bytes is 0; expected a number of b"),
         ({"agent": f"{HERE}:two_turns", "opens_thought": "no"}, "opens_thought is 'no'; expected true or f"),
@@ -336,7 +493,6 @@ def test_the_example_is_rewarded_when_the_policy_knows_its_calculator(
     calculator: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(EXAMPLE.parents[1])
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
     overrides = [f"model.path={calculator / 'model'}", f"data.path={calculator / 'data' / 'tasks.jsonl'}"]
     if kind == "program":  # it has no tool
         overrides.append(f"rollout.agent_loop_args={{command: [{sys.executable}, {EXAMPLE / 'agent.py'}]}}")

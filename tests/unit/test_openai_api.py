@@ -150,12 +150,19 @@ async def test_limits_and_stops_of_a_request_are_kept():
         assert stopped.choices[0].finish_reason == "stop"
 
 
-async def test_an_unknown_model_and_an_unknown_path_are_not_found():
+async def test_the_policy_answers_under_any_models_name_and_ignores_the_format():
+    async with asked(lines("Hello.", "Hello.")) as a:
+        answer = await a.client.chat.completions.create(
+            model="openai/gpt-4o",
+            messages=[{"role": "user", "content": "x"}],
+            response_format={"type": "json_object"},
+        )
+        assert (answer.model, answer.choices[0].message.content) == ("openai/gpt-4o", "Hello.")
+        assert (await a.client.models.retrieve("gpt-4o")).id == "gpt-4o"
+
+
+async def test_an_unknown_path_is_not_found():
     async with asked(lines("never said")) as a:
-        with pytest.raises(openai.NotFoundError, match="model 'gpt-4o' does not exist"):
-            await a.client.chat.completions.create(
-                model="gpt-4o", messages=[{"role": "user", "content": "x"}]
-            )
         with pytest.raises(
             openai.NotFoundError, match="/responses is not supported; there are POST /v1/chat"
         ):
@@ -386,7 +393,6 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"temperature": {}}, "temperature", ""),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, expected a whole number of at least 1"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "is not supported"),
         ({"n": 2}, "n", "n is 2, expected 1"),
         (b'{"model": "policy", "messages": [], "seed": ' + b"9" * 5000 + b"}", "seed", ""),

@@ -1,13 +1,16 @@
 import asyncio
+import threading
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish
 from async_rl.engines.pool import EngineState
-from async_rl.errors import EngineError, PromptTooLong, RequestRefused, VersionMismatch
+from async_rl.errors import ConfigError, EngineError, PromptTooLong, RequestRefused, VersionMismatch
+from async_rl.rollout.session import conversation
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
@@ -22,9 +25,10 @@ def make_bench(*engines: ScriptedEngine, **changes: Any) -> Bench:
     return Bench(*cast(tuple[Engine, ...], engines), facts=FACTS, **changes)
 
 
-def bench(scripts: Sequence[Script], **changes: Any) -> Bench:
+def bench(scripts: Sequence[Script], *, start: bool = True, **changes: Any) -> Bench:
     made = make_bench(ScriptedEngine(scripts=scripts), **changes)
-    made.start()
+    if start:
+        made.start()
     return made
 
 
@@ -381,3 +385,153 @@ async def test_the_policy_is_sampled_as_the_config_says(setting):
     await bench([script], replay_sampling=False, **setting).session.generate()
     ((name, value),) = setting.items()
     assert getattr(seen[0], name) == value
+
+
+@pytest.mark.parametrize(
+    ("end", "opened"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("?", False)]
+)
+async def test_the_completion_says_whether_the_prompt_opened_a_thought(end: str, opened: bool):
+    b = bench([lambda r: sampled(5, "length", 0, prompt=PROMPT)])
+    b.chat.decode = lambda ids: end  # type: ignore[method-assign]
+    await b.session.generate()
+    assert b.session.completion.is_in_thought == opened
+
+
+async def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised():
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
+    b.chat.append_ids = None  # type: ignore[method-assign]
+    await b.session.generate()
+    with pytest.raises(PromptTooLong, match=r"messages of \d+ bytes cannot fit: \d+ tokens are left"):
+        b.session.add_messages([{"role": "tool", "content": "x" * 10_000_000}])
+
+
+LONG: Final = {"role": "user", "content": "x" * 20_000}
+
+
+def recording(b: Any, name: str, num_tokens: int = 2) -> list[tuple[str, str]]:
+    """Return the threads in which the chat format tokenises from now on, and the first text of each call."""
+    calls = []
+
+    def encode(messages: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+        calls.append((threading.current_thread().name, messages[0]["content"][:3]))
+        return np.full(num_tokens, 9, np.int32)
+
+    setattr(b.chat, name, encode)
+    return calls
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize("call", ["start", "add_messages"])
+async def test_long_messages_are_tokenised_in_a_thread_before_the_turn(call: str):
+    scripts: list[Script] = [lambda r: sampled(5, "stop", 0, prompt=len(r.input_ids))] * 2
+    b = bench(scripts, start=call != "start")
+    if call == "add_messages":
+        await b.session.generate()
+    calls = recording(b, "prompt_ids" if call == "start" else "append_ids")
+    message = dict(LONG)
+    getattr(b.session, call)([message])
+    assert calls == []
+    message["content"] = "changed since"
+    await b.session.generate()
+    assert calls == [("tokenising of long messages", "xxx")]
+    assert (await b.finish()).segments[-2].token_ids.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+async def test_long_messages_are_left_out_with_their_numbers_when_they_do_not_fit(looks: bool):
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
+    await b.session.generate()
+    recording(b, "append_ids", num_tokens=100)
+    before = list(b.session.messages)
+    b.session.add_messages([LONG])
+    assert not looks or b.session.remaining_tokens == 0
+    with pytest.raises(
+        PromptTooLong, match=r"messages of 100 tokens do not fit: \d+ tokens are left"
+    ) as caught:
+        await b.session.generate()
+    assert b.session.has_exceeded(caught.value)
+    assert b.session.messages == before
+    assert (await b.finish()).num_sampled_tokens == 5
+
+
+async def test_long_messages_that_no_turn_could_read_are_left_out_at_the_end():
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
+    await b.session.generate()
+    recording(b, "append_ids", num_tokens=100)
+    b.session.add_messages([LONG])
+    assert b.session.remaining_tokens == 0
+    assert len((await b.finish()).token_ids) == PROMPT + 5
+
+
+async def test_a_session_begins_again_when_a_long_prompt_could_not_be_rendered():
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)], start=False)
+    rendered, b.chat.prompt_ids = b.chat.prompt_ids, Mock(side_effect=ConfigError("the chat template cannot"))
+    b.session.start([LONG])
+    with pytest.raises(ConfigError):
+        await b.session.generate()
+    assert (b.session.messages, b.session.status) == ([], "")
+    b.chat.prompt_ids = rendered
+    b.session.start([LONG])
+    assert (await b.session.generate()).finish_reason == "stop"
+
+
+async def test_a_long_prompt_that_does_not_fit_fails_with_its_numbers():
+    b = bench([], start=False)
+    recording(b, "prompt_ids", num_tokens=100)
+    b.session.start([LONG])
+    with pytest.raises(
+        PromptTooLong, match=r"the prompt of task t has 100 tokens, but \S+max_context_tokens is 64"
+    ):
+        await b.session.generate()
+
+
+async def test_long_messages_are_counted_and_reported_when_the_tokens_left_are_read(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(conversation, "_LONG_S", 0.0)
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
+    await b.session.generate()
+    left = b.session.remaining_tokens
+    calls = recording(b, "append_ids")
+    b.session.add_messages([LONG])
+    b.session.add_messages([{"role": "user", "content": "and now?"}])
+    assert b.session.remaining_tokens == left - 2
+    assert calls == [("MainThread", "xxx")]
+    assert f"trajectory {b.session.trajectory_id}: tokenising" in caplog.text
+
+
+async def test_a_branch_begins_with_a_long_prompt_that_no_turn_has_read():
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=2)], start=False, max_branches=1)
+    recording(b, "prompt_ids")
+    b.session.start([LONG])
+    async with b.session.branch() as other:
+        assert other.num_tokens == 2
+        await other.generate()
+
+
+@pytest.mark.real_time
+async def test_the_status_says_what_was_tokenised_when_the_attempt_is_cancelled_meanwhile():
+    b = bench([], start=False)
+    began, ends = threading.Event(), threading.Event()
+
+    def encode(messages: Any, tools: Any) -> np.ndarray:
+        began.set()
+        ends.wait()
+        return np.full(2, 9, np.int32)
+
+    b.chat.prompt_ids = encode
+    b.session.start([LONG])
+    async with Nursery() as nursery:
+        running = nursery.start_task("turn", b.session.generate())
+        await asyncio.to_thread(began.wait)
+        with pytest.raises(RuntimeError, match="while a turn is being written"):
+            b.session.add_messages([LONG])
+        running.cancel()
+    ends.set()
+    assert b.session.status == "tokenising 0.0 MB of messages"
+
+
+async def test_halves_of_surrogate_pairs_are_not_an_error():
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
+    await b.session.generate()
+    b.session.add_messages([{"role": "tool", "content": "a\ud83d"}])

@@ -53,6 +53,8 @@ class Session(Protocol):
     """The conversation so far, as text; `generate` appends the assistant's message itself."""
     tool_timeout_s: float
     """The time limit of one tool call."""
+    status: str
+    """What the attempt is doing, in words, which the error of a time limit shows; its branches share it."""
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -70,7 +72,11 @@ class Session(Protocol):
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens left in `rollout.max_context_tokens`."""
+        """Tokens left in `rollout.max_context_tokens`.
+
+        Messages of more than 16 KB are tokenised by `generate`, in a thread, or when this is read, which
+        blocks the event loop for about a second per megabyte.
+        """
         ...
 
     @property
@@ -101,7 +107,8 @@ class Session(Protocol):
             tools: JSON schemas of the available tools (`{"type": "function", "function": {...}}`).
 
         Raises:
-            PromptTooLong: The prompt leaves no tokens for a turn.
+            PromptTooLong: The prompt leaves no tokens for a turn; `generate` raises it for a prompt that is
+                longer than 16 KB, but might fit.
         """
         ...
 

@@ -16,8 +16,13 @@ sampled a token is trained on it, so that no token is trained twice.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
@@ -27,7 +32,9 @@ import numpy as np
 from async_rl.errors import OutOfTurns, PromptTooLong
 from async_rl.rollout.session.api import Turn
 from async_rl.rollout.session.context import ConversationContext
+from async_rl.rollout.session.tokenising import MAX_BLOCKING_BYTES, can_fit, size_of, tokenise
 from async_rl.rollout.session.tokens import GrowingText, TokenWriter
+from async_rl.runtime.reward_values import MAX_REWARD, reward_value
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
     Completion,
@@ -39,13 +46,38 @@ from async_rl.types import (
     root_of,
 )
 
+log = logging.getLogger(__name__)
+
 _MAX_METADATA_BYTES: Final = 4096
 """Limit of one turn's metadata as JSON, because a run keeps that of a thousand trajectories for display."""
+
+_LONG_S: Final = 1.0
+"""Tokenising that blocks the event loop for longer is reported."""
 
 _MAX_CLEAN_UP_S: Final = 5.0
 """How long `close` waits for tasks of a loop that were cancelled in the middle of a turn."""
 
+_THOUGHT_TOKENS: Final = 8
+"""Tokens at the end of a prompt among which a chat template may open a thought by `<think>`."""
+
 Writer = TypeVar("Writer", bound=TokenWriter)
+
+
+class _Unread:
+    """Messages that the next turn reads: the prompt, or those after the last turn."""
+
+    def __init__(self, encode: Callable[..., Int32Array], *args: Any, num_bytes: int) -> None:
+        """Hold messages, the first of the arguments; their tokens are made when they are needed."""
+        self.messages: list[dict[str, Any]] = list(args[0])
+        self.num_bytes = num_bytes
+        self.token_ids: Int32Array | None = None
+        # The loop may change what it has passed before long messages are tokenised.
+        self._args = deepcopy(args) if num_bytes > MAX_BLOCKING_BYTES else args
+        self._encode = encode
+
+    def encode(self) -> Int32Array:
+        """Tokenise the messages."""
+        return self._encode(*self._args)
 
 
 class SessionTree:
@@ -57,6 +89,8 @@ class SessionTree:
         self.deadline_s = math.inf
         """When the agent loop reaches its limit, on the serving clock; the limit begins with the loop."""
         self.num_branches = 0
+        self.status = ""
+        """What the attempt is doing, in words."""
         self.has_ended = False
         """Whether the attempt has ended, so that no session opens any more."""
         self.open: dict[str, Conversation[Any]] = {}
@@ -114,12 +148,12 @@ class Conversation(Generic[Writer]):
             tree = SessionTree(rollout.max_branches)
             tree.open[self.trajectory_id] = self
         self._tree = tree
-        self._pending: tuple[list[dict[str, Any]], Int32Array] | None = None
-        """Messages that the next turn reads, and their tokens."""
+        self._unread: _Unread | None = None
         self._turns: list[TurnRecord] = []
         self._last_turn: Turn | None = None
         self._last_text = ""
         """The text of the last turn, with the pieces that it continues."""
+        self._is_in_thought = False
         self._turn_task: asyncio.Task[Any] | None = None
         """The task that awaits a turn."""
         self._exceeded: PromptTooLong | OutOfTurns | None = None
@@ -135,8 +169,8 @@ class Conversation(Generic[Writer]):
     @property
     def remaining_tokens(self) -> int:
         """Tokens left before the trajectory reaches `rollout.max_context_tokens`."""
-        pending = 0 if self._pending is None else len(self._pending[1])
-        return self._context.rollout.max_context_tokens - len(self._tokens) - pending
+        num_unread = 0 if self._unread is None else len(self._tokenise_now(self._unread))
+        return max(0, self._context.rollout.max_context_tokens - len(self._tokens) - num_unread)
 
     @property
     def num_tokens(self) -> int:
@@ -175,17 +209,12 @@ class Conversation(Generic[Writer]):
             PromptTooLong: The prompt leaves no tokens for a turn.
         """
         self._check_call("start")
-        if self._tokens.segments:
+        if self._tokens.segments or self._unread is not None:
             raise RuntimeError("session.start was called twice; use session.add_messages to go on")
-        prompt = self._context.chat.prompt_ids(messages, tools)
-        limit = self._context.rollout.max_context_tokens
-        if len(prompt) >= limit:
-            raise PromptTooLong(
-                f"the prompt of task {self.task.task_id} has {len(prompt)} tokens, but "
-                f"rollout.max_context_tokens is {limit}: raise it or shorten the prompt"
-            )
-        self.writer.append_context(prompt)
-        self.messages.extend(messages)
+        num_bytes = self._check_size((messages, tools))
+        self._add_unread(
+            _Unread(self._context.chat.prompt_ids, messages, tools, num_bytes=num_bytes), messages
+        )
 
     async def generate(
         self,
@@ -216,7 +245,7 @@ class Conversation(Generic[Writer]):
                 f"session.generate: stop is {list(stop)!r:.200}, expected strings, none of them empty"
             )
         tokens, rollout, chat = self._tokens, self._context.rollout, self._context.chat
-        if not tokens.segments:
+        if not tokens.segments and self._unread is None:
             raise RuntimeError("session.generate was called before session.start")
         if self.remaining_turns < 1:
             raise self._exceed(
@@ -227,8 +256,10 @@ class Conversation(Generic[Writer]):
                 f"session.generate: max_new_tokens is {max_new_tokens}, expected at least 1: leave it out to "
                 "use rollout.max_new_tokens"
             )
-        if self._pending is None and self._turn_is_closed:
-            self._add_pending([])
+        if self._unread is None and self._turn_is_closed:
+            self._read_next([])
+        if self._unread is not None:
+            await self._take_unread(self._unread)
         if self.remaining_tokens < 1:
             raise self._exceed(
                 PromptTooLong(
@@ -237,20 +268,14 @@ class Conversation(Generic[Writer]):
                     "before a turn"
                 )
             )
-        self._append_pending()
+        self._append_unread()
         wanted = max_new_tokens or rollout.max_new_tokens
         budget = min(wanted, rollout.max_new_tokens, self.remaining_tokens)
         begin, first = len(tokens), len(tokens.segments)
         interruptions, engine_s = tokens.num_interruptions + tokens.num_failovers, tokens.engine_s
-        self._turn_task = turn_task = asyncio.current_task()
-        assert turn_task is not None
-        self._tree.turn_tasks.add(turn_task)
-        try:
-            listener = GrowingText(chat.decode, on_text) if on_text is not None else None
+        listener = GrowingText(chat.decode, on_text) if on_text is not None else None
+        with self._in_turn():
             reason = await self.writer.write_turn(budget, stop, listener)
-        finally:
-            self._turn_task = None
-            self._tree.turn_tasks.discard(turn_task)
         record = TurnRecord(
             start=begin,
             end=len(tokens),
@@ -272,7 +297,10 @@ class Conversation(Generic[Writer]):
             ),
         )
         self._last_turn, self._last_text = turn, turn.text
-        if (whole := self._turn_begin(begin)) < begin:
+        whole = self._turn_begin(begin)
+        prompt_end = chat.decode(tokens.token_ids[max(0, whole - _THOUGHT_TOKENS) : whole])
+        self._is_in_thought = prompt_end.rstrip().endswith("<think>")
+        if whole < begin:
             self._last_text = chat.decode(tokens.token_ids[whole:])
             del self.messages[-1]  # the piece before
         self.messages.append({"role": "assistant", "content": self._last_text})
@@ -294,7 +322,7 @@ class Conversation(Generic[Writer]):
             PromptTooLong: The messages do not fit; the trajectory ends as it is.
         """
         self._check_call("add_messages")
-        self._add_pending(messages)
+        self._read_next(messages)
 
     def add_tool_result(
         self,
@@ -320,6 +348,15 @@ class Conversation(Generic[Writer]):
         given = {key: value for key, value in named.items() if value is not None}
         self.record_tool_call(error=error)
         self.add_messages([{"role": "tool", "content": text, **given}])
+
+    @property
+    def status(self) -> str:
+        """What the attempt is doing, in words."""
+        return self._tree.status
+
+    @status.setter
+    def status(self, text: str) -> None:
+        self._tree.status = text
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -385,27 +422,34 @@ class Conversation(Generic[Writer]):
         """Add to the reward of the newest turn.
 
         Raises:
-            ValueError: The reward is not a finite number.
+            ValueError: The reward is no number, or the turn's rewards exceed `MAX_REWARD`.
         """
         self._check_call("reward_turn")
         if len(self._turns) == self._num_inherited_turns:
             raise RuntimeError(
                 "session.reward_turn was called before a turn of this session: call session.generate first"
             )
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ValueError(f"session.reward_turn got {reward!r:.100}, expected a finite number")
-        turn = self._turns[-1]
-        self._turns[-1] = msgspec.structs.replace(turn, reward=turn.reward + float(reward))
+        turn, value = self._turns[-1], None if isinstance(reward, bool) else reward_value(reward)
+        if value is None or reward_value(turn.reward + value) is None:
+            raise ValueError(
+                f"session.reward_turn got {reward!r:.100}, expected a finite number; "
+                f"the sum of a turn is at most {MAX_REWARD:g}"
+            )
+        self._turns[-1] = msgspec.structs.replace(turn, reward=turn.reward + value)
 
     def branch(self) -> Self:
         """Implements `api.Session.branch`."""
         self._check_call("branch")
         if not self._tokens.segments:
-            raise RuntimeError("session.branch was called before session.start")
+            if self._unread is None:
+                raise RuntimeError("session.branch was called before session.start")
+            self._check_fits(self._tokenise_now(self._unread))
+            self._append_unread()
         other = self._open_sibling(inherits=True)
         other.messages = list(self.messages)
-        other._pending = self._pending
+        other._unread = self._unread
         other._last_turn, other._last_text = self._last_turn, self._last_text
+        other._is_in_thought = self._is_in_thought
         other.num_tool_calls, other.num_tool_errors = self.num_tool_calls, self.num_tool_errors
         return other
 
@@ -477,34 +521,127 @@ class Conversation(Generic[Writer]):
     def _turn_is_closed(self) -> bool:
         """Whether the last token is the policy's, and the last of its turn."""
         last, chat = int(self._tokens.token_ids[-1]), self._context.chat
-        stops = last == chat.end_of_turn_id or last in chat.stop_token_ids
+        stops = last in chat.end_of_turn_ids or last in chat.stop_token_ids
         return stops and isinstance(self._tokens.segments[-1], Sampled)
 
-    def _add_pending(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Render messages together with the unread ones before them: templates join adjacent tool results."""
+    def _read_next(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Let the next turn read messages, together with unread ones: templates join adjacent results."""
         if self._last_turn is None:
             raise RuntimeError(
                 "session.add_messages was called before a turn: pass these messages to session.start"
             )
-        unread = [*(self._pending[0] if self._pending is not None else []), *messages]
+        num_bytes, chat, together = self._check_size(messages), self._context.chat, list(messages)
+        if self._unread is not None:
+            num_bytes += self._unread.num_bytes
+            together = [*self._unread.messages, *messages]
         # A turn that ran out of budget or met a stop string lacks its end-of-turn token.
-        chat, limit = self._context.chat, self._context.rollout.max_context_tokens
-        ended = self._tokens.token_ids[-1] == chat.end_of_turn_id
-        token_ids = chat.append_ids(unread, after_length=not ended)
+        ended = int(self._tokens.token_ids[-1]) in chat.end_of_turn_ids
+        encode = partial(chat.append_ids, after_length=not ended)
+        self._add_unread(_Unread(encode, together, num_bytes=num_bytes), messages)
+
+    def _add_unread(self, unread: _Unread, added: Sequence[dict[str, Any]]) -> None:
+        """Take over messages; long ones are tokenised when the next turn begins, which can wait for it."""
+        if unread.num_bytes <= MAX_BLOCKING_BYTES:
+            self._check_fits(self._tokenise_now(unread))
+        self._unread = unread
+        self.messages.extend(added)
+        if not self._tokens.segments and unread.token_ids is not None:
+            self._append_unread()
+
+    def _tokenise_now(self, unread: _Unread) -> Int32Array:
+        """Return the tokens of messages; long ones block the event loop until then."""
+        if unread.token_ids is None:
+            began_s = time.perf_counter()
+            unread.token_ids = unread.encode()
+            if (seconds := time.perf_counter() - began_s) >= _LONG_S:
+                log.warning(
+                    "trajectory %s: tokenising %.1f MB of messages blocked the event loop for %.1f s: read "
+                    "session.remaining_tokens, and branch, before long messages or after the next turn",
+                    self.trajectory_id,
+                    unread.num_bytes / 1e6,
+                    seconds,
+                )
+        return unread.token_ids
+
+    async def _take_unread(self, unread: _Unread) -> None:
+        """Tokenise messages if they are not, in a thread; leave them out if they cannot be read.
+
+        Raises:
+            PromptTooLong: They do not fit.
+        """
+        status = self.status
+        try:
+            if unread.token_ids is None:
+                self.status = f"tokenising {unread.num_bytes / 1e6:.1f} MB of messages"
+                with self._in_turn():
+                    unread.token_ids = await tokenise(unread.encode, unread.num_bytes)
+                self._check_call("generate")  # the attempt may have ended meanwhile
+                self.status = status
+            self._check_fits(unread.token_ids)
+        except Exception:
+            self._unread, self.status = None, status
+            del self.messages[len(self.messages) - len(unread.messages) :]
+            raise
+
+    def _check_fits(self, token_ids: Int32Array) -> None:
+        """Refuse messages that leave no tokens for a turn.
+
+        Raises:
+            PromptTooLong: They do.
+        """
+        limit = self._context.rollout.max_context_tokens
         left = limit - len(self._tokens)
-        if len(token_ids) >= left:
-            error = PromptTooLong(
+        if len(token_ids) < left:
+            return
+        if not self._tokens.segments:
+            raise PromptTooLong(
+                f"the prompt of task {self.task.task_id} has {len(token_ids)} tokens, but "
+                f"rollout.max_context_tokens is {limit}: raise it or shorten the prompt"
+            )
+        raise self._exceed(
+            PromptTooLong(
                 f"messages of {len(token_ids)} tokens do not fit: {left} tokens are left of "
                 f"rollout.max_context_tokens = {limit}"
             )
-            raise self._exceed(error)
-        self._pending = unread, token_ids
-        self.messages.extend(messages)
+        )
 
-    def _append_pending(self) -> None:
-        if self._pending is not None:
-            self.writer.append_context(self._pending[1])
-            self._pending = None
+    def _check_size(self, messages: Any) -> int:
+        """Refuse messages that no tokenizer could fit into the context, and return their size.
+
+        Raises:
+            PromptTooLong: They are too long.
+        """
+        limit, num_bytes = self._context.rollout.max_context_tokens, size_of(messages)
+        left = limit - len(self._tokens)
+        if not can_fit(num_bytes, left):
+            raise self._exceed(
+                PromptTooLong(
+                    f"messages of {num_bytes} bytes cannot fit: {left} tokens are left of "
+                    f"rollout.max_context_tokens = {limit}; shorten them, or raise it"
+                )
+            )
+        return num_bytes
+
+    def _append_unread(self) -> None:
+        """Append the messages that the next turn reads, or at the end those that it could."""
+        token_ids = None if self._unread is None else self._unread.token_ids
+        if token_ids is not None and len(token_ids) <= self._context.rollout.max_context_tokens - len(
+            self._tokens
+        ):
+            self.writer.append_context(token_ids)
+        self._unread = None
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Refuse other calls while the block awaits something."""
+        self._turn_task = turn_task = asyncio.current_task()
+        assert turn_task is not None
+        self._tree.turn_tasks.add(turn_task)
+        try:
+            yield
+        finally:
+            self._turn_task = None
+            self._tree.turn_tasks.discard(turn_task)
 
     def _check_call(self, call: str, *, needs_rest: bool = True) -> None:
         """Reject calls after the end and, if `needs_rest`, during a turn: they would mix up the tokens."""
@@ -551,6 +688,9 @@ class Conversation(Generic[Writer]):
         cut = self._last_turn is not None and self._last_turn.finish_reason == "length"
         own: StopReason = "max_turns" if isinstance(self._exceeded, OutOfTurns) else "completed"
         self.stop_reason = reason or ("length" if cut or isinstance(self._exceeded, PromptTooLong) else own)
+        if reason == "failed":  # the whole attempt has
+            for other in self._tree.ended.values():
+                other.stop_reason = reason
 
     def refuse_calls(self) -> None:
         """Refuse all further calls of the loop, in any session of the tree."""
@@ -594,6 +734,7 @@ class Conversation(Generic[Writer]):
             messages=self.messages,
             text=self._last_text,
             stop_reason=self.stop_reason,
+            is_in_thought=self._is_in_thought,
             num_tool_calls=self.num_tool_calls,
             num_tool_errors=self.num_tool_errors,
             token_ids=self._tokens.token_ids.copy(),

@@ -56,7 +56,7 @@ class RolloutSession(Conversation[Transcript]):
         Raises:
             AlignmentError: The routing does not fit the tokens.
         """
-        self._append_pending()
+        self._append_unread()
         try:
             trace = await self.writer.build_trace()  # may fetch rows from the engine that has them cached
         finally:
