@@ -25,7 +25,17 @@ from rich.text import Text
 from async_rl import __version__
 from async_rl.config import Config, changed_fields, old_log_probs_reason
 from async_rl.observability.formatting import format_duration, format_percent
-from async_rl.observability.records import WINDOW, Figure, StepRecord, Summary, is_finite
+from async_rl.observability.records import (
+    MANY_WITHOUT_SIGNAL,
+    WINDOW,
+    Figure,
+    StepRecord,
+    Summary,
+    count_without_signal,
+    is_finite,
+    last_at_equal_versions,
+    no_signal,
+)
 from async_rl.observability.text_console import TextConsole
 from async_rl.runtime.files import replace_file
 
@@ -55,7 +65,17 @@ def derived_bounds(config: Config) -> dict[str, int | str]:
         "trajectories in flight, at most": in_flight,
         **({"their branches, at most": in_flight * branches} if branches else {}),
         "old log-probs": _old_log_probs(config),
+        "ppo_kl": _how_ppo_kl_is_measured(config),
     }
+
+
+def _how_ppo_kl_is_measured(config: Config) -> str:
+    if config.trainer.loss.old_log_probs == "rollout":
+        return "as ppo_kl_bypass, against the engines' log-probs (trainer.loss.old_log_probs=rollout)"
+    if config.trainer.updates_per_batch * config.trainer.epochs_per_batch > 1:
+        return "over the updates of a batch after its first"
+    setting = "updates_per_batch" if config.trainer.groups_per_batch > 1 else "epochs_per_batch"
+    return f"none, as a batch has one update, where it would be 0; trainer.{setting}=2 measures it"
 
 
 def _old_log_probs(config: Config) -> str:
@@ -118,6 +138,7 @@ class RunProgress:
         self._record: StepRecord | None = None
         self._at_equal_versions: StepRecord | None = None
         self._rewards: list[Figure] = []
+        self._without_signal = 0
         self._ends_s: deque[float] = deque(maxlen=_PACE_STEPS + 1)
         self._in_flight = 0
         self._queued = 0
@@ -144,7 +165,19 @@ class RunProgress:
     def phase(self, text: str) -> None:
         """Print what the run does now, as a line that stays; for phases that occur a few times per run."""
         self._waiting_for = text
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
         self._print(f"[{self._clock() - self._started_s:5.0f} s] {text}")
+
+    def continue_from(self, records: Sequence[StepRecord]) -> None:
+        """Show a run that has these steps, and measure its pace anew."""
+        self._record = records[-1] if records else None
+        self._at_equal_versions = last_at_equal_versions(records)
+        self._rewards = [record.reward_mean for record in records]
+        self._without_signal = count_without_signal(records)
+        self._ends_s.clear()
 
     def flow(self, *, in_flight: int, queued: int, waiting_for: str) -> None:
         """Update the number of trajectories and the current wait in the live panel."""
@@ -156,6 +189,8 @@ class RunProgress:
         if record.lag0_step is not None:
             self._at_equal_versions = record
         self._rewards.append(record.reward_mean)
+        has_none = record.groups_without_signal == record.groups
+        self._without_signal = self._without_signal + record.groups if has_none else 0
         self._ends_s.append(record.time_s)
         self._in_flight, self._queued = record.in_flight, record.queued
         if not self._live:
@@ -177,6 +212,7 @@ class RunProgress:
                     "reward",
                     f"{_number(record.reward_mean)}  {sparkline(self._rewards, min(40, columns - 8))}",
                 ),
+                *_learning(self._without_signal),
                 *_named_kl(record.ppo_kl, record.ppo_kl_bypass),
                 *_kl_parts(record, self._at_equal_versions),
                 ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
@@ -200,6 +236,11 @@ class RunProgress:
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
+
+
+def _learning(groups: int) -> list[tuple[str, str]]:
+    """Returns a warning if so many consecutive groups had no signal."""
+    return [("learning", no_signal(groups))] if groups >= MANY_WITHOUT_SIGNAL else []
 
 
 def _kl_parts(record: StepRecord, at_equal_versions: StepRecord | None) -> list[tuple[str, str]]:
@@ -297,6 +338,7 @@ def print_summary(
             "reward",
             f"{_number(summary.reward_first)} → {_number(summary.reward_last)} (means of {WINDOW} steps)",
         ),
+        *_learning(summary.groups_without_signal),
         ("weight versions", f"{summary.weight_versions} published in {summary.rl_seconds:.0f} s"),
         ("trajectories", f"{counts.dispatched} dispatched, {counts.trained} trained, dropped: {dropped}"),
         ("", f"{counts.in_flight} in flight, {counts.queued} queued"),

@@ -9,7 +9,9 @@ restart.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import urllib.error
 import urllib.request
@@ -29,6 +31,29 @@ URL_FILE: Final = "url"
 """The file in the run folder with the address at which the driver serves `/metrics` and `/health`."""
 
 _HEALTH_TIMEOUT_S: Final = 10.0
+
+
+def check_targets(folder: Path, run_name: str) -> None:
+    """Check, without writing, that the target file of a run can be written.
+
+    Raises:
+        EnvironmentNotReady: It cannot.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    number = None
+    if not there.is_dir():
+        number = errno.EEXIST if there == folder else errno.ENOTDIR
+    elif not os.access(there, os.W_OK | os.X_OK):
+        number = errno.EACCES
+    if number is not None:
+        raise _not_announced(folder / f"{run_name}.json", os.strerror(number))
+
+
+def _not_announced(path: Path, reason: str | None) -> EnvironmentNotReady:
+    return EnvironmentNotReady(
+        f"cannot write {path}, by which Prometheus finds the run ({reason}): set "
+        f"metrics.targets_dir to a folder that can be written"
+    )
 
 
 @contextmanager
@@ -54,10 +79,7 @@ def announced(url: str, run_name: str, folder: Path) -> Iterator[None]:
             folder.chmod(0o755)
         replace_file(path, text.encode(), mode=0o644)
     except OSError as error:
-        raise EnvironmentNotReady(
-            f"cannot write {path}, by which Prometheus finds the run ({error.strerror}): set "
-            f"metrics.targets_dir to a folder that can be written"
-        ) from error
+        raise _not_announced(path, error.strerror) from error
     try:
         yield
     finally:
@@ -105,9 +127,13 @@ def ask_health(target: str) -> tuple[str, int]:
     except urllib.error.HTTPError as error:  # 503 reports that the run is stalled, and why
         body = error.read()
     except OSError as error:
+        if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+            raise EnvironmentNotReady(
+                f"no answer from {url}: nothing listens there, so the run has ended, or has another address"
+            ) from error
         raise EnvironmentNotReady(
-            f"no answer from {url} within {_HEALTH_TIMEOUT_S:.0f} s: the run has ended, or its event loop is "
-            f"blocked, which its logs/driver.log reports ({error})"
+            f"no answer from {url} within {_HEALTH_TIMEOUT_S:.0f} s: the host cannot be reached, or the "
+            f"run's event loop is blocked, which its logs/driver.log reports ({error})"
         ) from error
     try:
         health = msgspec.json.decode(body, type=_Health)

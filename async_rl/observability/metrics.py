@@ -22,13 +22,13 @@ from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Self, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
 from async_rl.observability.records import BATCH, STEP_FIGURES, TRAINER, StepRecord, is_finite
-from async_rl.observability.step_figures import Section
+from async_rl.observability.step_figures import Section, StepFigure
 from async_rl.runtime.printable import without_surrogates
 
 PREFIX = "async_rl_"
@@ -50,19 +50,24 @@ class Declaration:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram."""
+    start: float = math.nan
+    """What a gauge without labels reads until it is first set: NaN, as 0 would look like a measurement."""
 
     def make(self, name: str, registry: CollectorRegistry) -> Gauge | Counter | Histogram:
         """Create the instrument and register it under its full name."""
         if self.kind == "gauge":
-            return Gauge(name, self.help, self.labels, registry=registry)
+            made = Gauge(name, self.help, self.labels, registry=registry)
+            if not self.labels:
+                made.set(self.start)
+            return made
         if self.kind == "counter":
             return Counter(name, self.help, self.labels, registry=registry)
         return Histogram(name, self.help, self.labels, buckets=self.buckets, registry=registry)
 
 
-def gauge(text: str, *labels: str, unit: str = "", source: str, bad: str) -> Gauge:
-    """Declare a value that goes up and down."""
-    return cast(Gauge, Declaration("gauge", text, unit, source, bad, labels))
+def gauge(text: str, *labels: str, unit: str = "", source: str, bad: str, start: float = math.nan) -> Gauge:
+    """Declare a value that goes up and down; `start` is what it reads until it is first set."""
+    return cast(Gauge, Declaration("gauge", text, unit, source, bad, labels, start=start))
 
 
 def counter(text: str, *labels: str, unit: str = "", source: str, bad: str) -> Counter:
@@ -242,11 +247,13 @@ class FlowMetrics(Instruments):
         source="queue.outstanding, at the scrape",
         bad="Far below `rollout.max_concurrent_trajectories`: the staleness bound holds work back, or the "
         "data has ended.",
+        start=0,
     )
     trajectories_queued = gauge(
         "Trajectories of finished groups that wait for the trainer.",
         source="queue.outstanding, at the scrape",
         bad="At its bound all the time: the trainer is the bottleneck. Always 0: the engines are.",
+        start=0,
     )
     trajectories_trained_total = counter(
         "Trajectories consumed by a trainer step.",
@@ -398,6 +405,7 @@ class PartialMetrics(Instruments):
         unit="bytes",
         source="queue.journal, after each write",
         bad="Above 8 bytes for each token in flight, times four: compaction does not keep up.",
+        start=0,
     )
     journal_written_bytes_total = counter(
         "Bytes written to the journal, compaction included.",
@@ -835,11 +843,15 @@ class Metrics(
             self.evaluation_answers_total.labels(reason).inc(count)
         if record.status == "missing":
             return
-        self.evaluation_weight_version.set(record.weight_version)
         self.evaluation_seconds.observe(record.duration_s)
+        if EVERYTHING in record.scores:
+            self.evaluation_answers_total.labels("scored").inc(record.scores[EVERYTHING].answers)
+        self._set_evaluation(record)
+
+    def _set_evaluation(self, record: EvaluationRecord) -> None:
+        """Set the gauges to an evaluation that came to its end."""
+        self.evaluation_weight_version.set(record.weight_version)
         for name, score in record.scores.items():
-            if name == EVERYTHING:
-                self.evaluation_answers_total.labels("scored").inc(score.answers)
             if score.reward.value is not None:
                 self.evaluation_reward.labels(name).set(score.reward.value)
             for k, estimate in score.pass_at.items():
@@ -855,10 +867,7 @@ class Metrics(
         for name, declared in STEP_FIGURES.items():
             if not declared.kind:
                 continue
-            value = getattr(record, declared.attribute or name)
-            instrument = getattr(self, declared.metric)
-            if declared.labels:
-                instrument = instrument.labels(**declared.labels)
+            value, instrument = getattr(record, declared.attribute or name), self._of_figure(declared)
             if declared.kind == "counter":
                 instrument.inc(value)
             elif declared.kind == "histogram":
@@ -866,12 +875,24 @@ class Metrics(
             elif is_finite(value) or not declared.keep_last:
                 instrument.set(math.nan if value is None else value)
 
-    def restore_kept_figures(self, records: Sequence[StepRecord]) -> None:
-        """Set the gauges that keep their last value to what earlier incarnations of the run measured."""
+    def restore(
+        self, step: int, records: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]
+    ) -> None:
+        """Set the gauges to what the run had measured by a step, and to NaN what it has not measured.
+
+        Counters and histograms count from 0 in each process, as Prometheus expects.
+        """
+        self.trainer_weight_version.set(step)
         for name, declared in STEP_FIGURES.items():
-            if not declared.keep_last:
+            if declared.kind != "gauge":
                 continue
-            values = (getattr(record, declared.attribute or name) for record in reversed(records))
-            if (value := next((value for value in values if is_finite(value)), None)) is not None:
-                instrument = getattr(self, declared.metric)
-                (instrument.labels(**declared.labels) if declared.labels else instrument).set(value)
+            measured = (getattr(record, declared.attribute or name) for record in reversed(records))
+            value = next(filter(is_finite, measured) if declared.keep_last else measured, None)
+            self._of_figure(declared).set(math.nan if value is None else value)
+        if ended := [record for record in evaluations if record.status != "missing"]:
+            self._set_evaluation(ended[-1])
+
+    def _of_figure(self, declared: StepFigure) -> Any:
+        """Return the instrument of a figure of a step, or its child with the figure's labels."""
+        instrument = getattr(self, declared.metric)
+        return instrument.labels(**declared.labels) if declared.labels else instrument

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Final, TypeGuard
 
@@ -506,6 +507,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     """Kolmogorov-Smirnov distance of the lengths trained lately from those of all that ended lately."""
     trajectories: int = 0
+    groups: int = 0
+    groups_without_signal: int = 0
+    """Groups of the batch that teach the policy nothing because all rewards that are compared are equal."""
     interrupted: Annotated[
         int,
         figure(
@@ -750,10 +754,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Share of `rl_seconds` in which the trainer waited for a batch."""
     engine_idle_share: Figure
     sync: SyncSummary
+    groups_without_signal: int = 0
+    """Consecutive groups up to the last step that teach nothing, because their rewards are all equal."""
 
 
 WINDOW = 5
 """Steps in `reward_first` and `reward_last`: one batch is too noisy to compare with another."""
+
+MANY_WITHOUT_SIGNAL: Final = 20
+"""Consecutive groups without a signal that no longer are chance: tasks or reward are wrong."""
 
 
 def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
@@ -788,6 +797,21 @@ def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
             pause_mean_s=mean(record.pause_s for record in records),
             pause_max_s=max((record.pause_s for record in records), default=None),
         ),
+        groups_without_signal=count_without_signal(records),
+    )
+
+
+def count_without_signal(records: Sequence[StepRecord]) -> int:
+    """Return how many consecutive groups up to the last step teach nothing; 0 if its batch has a signal."""
+    without = takewhile(lambda record: record.groups_without_signal == record.groups, reversed(records))
+    return sum(record.groups for record in without)
+
+
+def no_signal(groups: int) -> str:
+    """Say that nothing is learned, because so many consecutive groups had no signal."""
+    return (
+        f"all rewards equal for {groups} groups: nothing is learned; look at some answers with "
+        "`async-rl inspect`, then use easier or harder tasks, more siblings, or a finer reward"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,6 +36,15 @@ class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
     trained_tokens: int
     step_s: float
     tokens_per_s: float
+
+
+def holds_sft_records(path: Path) -> bool | None:
+    """Return whether a `metrics.jsonl` is of a supervised run, by its first step; None if it has none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as lines:
+        first = lines.readline()
+    return "epoch" in msgspec.json.decode(first, type=dict[str, Any]) if first.endswith(b"\n") else None
 
 
 def sft_record_log(path: Path) -> RecordLog[SftRecord]:

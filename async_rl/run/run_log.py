@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -26,16 +27,20 @@ from async_rl.observability.metrics import Metrics, observe_all, value_of
 from async_rl.observability.records import (
     COUNTS,
     FIGURES,
+    MANY_WITHOUT_SIGNAL,
     StepRecord,
     Summary,
     Totals,
     TrajectoryCounts,
+    count_without_signal,
     is_finite,
+    no_signal,
     step_record_log,
     summarise,
 )
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.rollout.groups import count_groups_without_signal
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.trainer_protocol import StepResult
@@ -124,6 +129,12 @@ class RunLogger:
         """Seconds since the run dispatched its first trajectory, earlier incarnations included."""
         return None if self._run_begin_s is None else self._clock() - self._run_begin_s
 
+    def warn(self, text: str) -> None:
+        """Tell the log and the terminal what a person should look at."""
+        log.warning("%s", text)
+        if self._progress is not None:
+            self._progress.note(text)
+
     def enter_phase(self, phase: str) -> None:
         """Report what the run does from now on."""
         self.phase = phase
@@ -150,11 +161,18 @@ class RunLogger:
         self.evaluations = [record for record in self.evaluations if record.weight_version <= step]
         if cancelled is not None:
             raise cancelled
+        if self._progress is not None:
+            self._progress.continue_from(self.records)
 
     def begin_training(self, step: int) -> None:
         """Start measuring at a step; seconds, tokens and rates are those of the whole run."""
-        self._metrics.trainer_weight_version.set(step)
-        self._metrics.restore_kept_figures(self.records)
+        self._metrics.restore(step, self.records, self.evaluations)
+        if self.records:
+            last = self.records[-1]
+            self._metrics.trainer_idle_ratio.set(self._trainer_idle_share(last))
+            self._metrics.engine_idle_ratio.set(
+                math.nan if last.engine_idle_share is None else last.engine_idle_share
+            )
         now, sampled = self._clock(), self._metrics.sampled_tokens_total
         if self._run_begin_s is None:
             self._run_begin_s = now - (self.records[-1].time_s if self.records else 0.0)
@@ -182,6 +200,9 @@ class RunLogger:
         self._observe_step(done.batch, record)
         if self._progress is not None:
             self._progress.step(record)
+        without = count_without_signal(self.records)
+        if without >= MANY_WITHOUT_SIGNAL > without - record.groups:
+            self.warn(no_signal(without))
         await self._write_held(lambda step: step <= record.step, wait_out_shortage=False)
 
     async def _write_held(self, which: Callable[[int], bool], *, wait_out_shortage: bool) -> None:
@@ -255,6 +276,7 @@ class RunLogger:
             tokens_per_s=tokens / max(now - self._last_record_s, 1e-9),
             length_ks=queue.length_ks,
             engine_idle_share=self._pool.statistics.idle_share,
+            groups_without_signal=count_groups_without_signal(done.batch, self._config.trainer.loss),
         )
 
     def _observe_step(self, batch: TakenBatch, record: StepRecord) -> None:
@@ -268,8 +290,12 @@ class RunLogger:
                 del self._before_restart[tokens]
         observe_all(m.staleness_versions, batch.staleness)
         observe_all(m.trajectory_tokens, batch.lengths)
-        m.trainer_idle_ratio.set(self._waited_s / max(record.time_s, 1e-9))
+        m.trainer_idle_ratio.set(self._trainer_idle_share(record))
         m.engine_idle_ratio.set(self._pool.statistics.idle_share)
+
+    def _trainer_idle_share(self, record: StepRecord) -> float:
+        """Return the share of the run up to its last step in which the trainer waited for batches."""
+        return self._waited_s / max(record.time_s, 1e-9)
 
 
 _COMPARED_OVER_RESTARTS: Final = {"all": "log_prob_abs_diff", "lag0": "lag0_log_prob_abs_diff"}
@@ -292,6 +318,7 @@ def _step_record(
     tokens_per_s: float,
     length_ks: float | None,
     engine_idle_share: float,
+    groups_without_signal: int,
 ) -> StepRecord:
     """Build the record of a step; figures that are not of the step itself are as of its end."""
     batch, result = done.batch, done.result
@@ -315,6 +342,8 @@ def _step_record(
         staleness_counts=tuple(np.bincount(staleness).tolist()),
         length_ks=length_ks,
         trajectories=len(batch.trajectory_ids),
+        groups=len(set(batch.group_index)),
+        groups_without_signal=groups_without_signal,
         interrupted=sum(1 for resumes in batch.resumes if resumes),
         sampled_tokens_mean=float(np.mean(sampled_lengths)),
         sampled_tokens_min=min(batch.sampled_lengths),

@@ -145,7 +145,65 @@ async def test_the_page_follows_the_run_to_its_end(tab: Tab) -> None:
 
         next(task for task in asyncio.all_tasks() if task.get_name() == "page").cancel()
         await tab.until("document.querySelector('#connection').textContent === 'ended'")
+        # Nothing says any more that the run goes on.
+        assert await text_of(tab, "#state") == "ended"
+        assert await text_of(tab, "#time") == "· 70 min"
+        chips = "[...document.querySelectorAll('main > :not(.tiles) .chip, header .chip')]"
+        assert await tab.evaluate(f"{chips}.filter((one) => one.checkVisibility()).map((one) => one.id)") == [
+            "state"
+        ]
+        titles = await tab.evaluate("document.querySelector('main').innerText")
+        assert "Where the trajectories are" in titles
+        for gone in ("Engines", "Slowest trajectories", "What the run waits for", "The run stands still"):
+            assert gone not in titles.split("\n"), gone
         assert tab.complaints == []
+
+
+async def test_a_run_is_finished_when_it_ends_after_its_last_step(tab: Tab) -> None:
+    async with watched(lambda: now(200), lambda: records(8), refresh_s=0.02) as (url, _):
+        await tab.open(url, width=1280)
+        await tab.until("document.querySelector('#connection').textContent === 'live'")
+        assert " left" not in await text_of(tab, "#time")
+        next(task for task in asyncio.all_tasks() if task.get_name() == "page").cancel()
+        await tab.until("document.querySelector('#state').textContent === 'finished'")
+        assert await text_of(tab, "#phase") == ""
+
+
+async def test_the_slowest_trajectories_wrap_when_the_window_is_narrow(tab: Tab) -> None:
+    async with watched(now, lambda: records(8), refresh_s=1.0) as (url, _):
+        await tab.open(url, width=390)
+        await tab.until(DRAWN)
+        rows = await text_of(tab, "#slowest")
+        assert "a chunk of engine-1 (14 s)" in rows
+        table = "document.querySelector('#slowest').closest('.scroll')"
+        assert await tab.evaluate(f"{table}.scrollWidth === {table}.clientWidth")
+
+
+async def test_labels_of_charts_keep_their_sign_when_figures_are_tiny(tab: Tab) -> None:
+    steps = [msgspec.structs.replace(record, ppo_kl=-1.2e-12) for record in records(8)]
+    async with watched(now, lambda: steps, refresh_s=1.0) as (url, _):
+        await tab.open(url, width=1280)
+        await tab.until(DRAWN)
+        # The axis ends where the plot begins; a label that is longer would lose its beginning.
+        room = await tab.evaluate("document.querySelector('#chart-ppo-kl .u-over').offsetLeft")
+        label = await tab.evaluate(
+            "(() => { const context = document.createElement('canvas').getContext('2d');"
+            "context.font = '11px system-ui, sans-serif'; return context.measureText('-1.2e-12').width })()"
+        )
+        assert label + 4 <= room
+        assert "-1.2e-12" in await text_of(tab, "#chart-ppo-kl .legend")
+
+
+async def test_tiles_say_in_a_word_whether_a_figure_is_healthy(tab: Tab) -> None:
+    steps = records(8)
+    steps[-1] = msgspec.structs.replace(steps[-1], ppo_kl=0.3, staleness_max=9)
+    async with watched(now, lambda: steps, refresh_s=1.0) as (url, _):
+        await tab.open(url, width=1280)
+        await tab.until(DRAWN)
+        words = await tab.evaluate(
+            "[...document.querySelectorAll('.tile')].map((tile) => tile.querySelector('.chip')?.innerText)"
+        )
+        assert words == ["healthy", "look", "healthy", "wrong", None, "healthy"]
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -158,6 +216,7 @@ async def test_the_report_is_whole_without_a_server(tab: Tab, tmp_path: Path, wi
     assert await tab.evaluate("document.documentElement.scrollWidth") == width
     assert await tab.evaluate("document.title") == "calculator-moe · async-rl report"
     assert await tab.evaluate(BLANK) == []
+    assert "so far" not in await tab.evaluate("document.body.innerText")
     await hover(tab, "ppo-kl")  # its only script is the one that its policy names
     assert "step 60" in await text_of(tab, "#chart-ppo-kl .readout")
     assert tab.complaints == []

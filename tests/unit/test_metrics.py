@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from async_rl.cli import metrics_reference
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.endpoints import serve
+from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
 from async_rl.observability.metrics import Metrics, declared, observe_all
 from async_rl.observability.records import STEP_FIGURES, StepRecord
 from async_rl.observability.trackers.names import DERIVED, FIELDS
@@ -111,7 +112,7 @@ def test_the_mismatch_keeps_its_last_value_and_step_when_no_token_is_of_the_trai
     )
     without = StepRecord(step=8, weight_version=8, time_s=2.0, kl_mismatch=math.nan)
     restarted = Metrics()
-    restarted.restore_kept_figures([measured, without])
+    restarted.restore(8, [measured, without], [])
     running = Metrics()
     running.observe_step(measured)
     running.observe_step(without)
@@ -120,6 +121,38 @@ def test_the_mismatch_keeps_its_last_value_and_step_when_no_token_is_of_the_trai
         assert value("async_rl_kl_mismatch_nats") == 6e-7
         assert value("async_rl_lag0_log_prob_abs_diff_nats") == 1e-3
         assert value("async_rl_lag0_step") == 7
+
+
+def test_gauges_are_no_measurement_when_nothing_was_measured_yet() -> None:
+    metrics = Metrics()
+    zeros = {
+        sample.name
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if family.type == "gauge" and not math.isnan(sample.value)
+    }
+    counted_from_zero = {"trajectories_in_flight", "trajectories_queued", "journal_bytes"}
+    assert zeros == {f"async_rl_{name}" for name in counted_from_zero}
+
+
+def test_gauges_read_what_the_last_record_says_when_a_run_is_resumed() -> None:
+    record = StepRecord(
+        step=7, weight_version=7, time_s=1.0, reward_mean=0.5, tokens_per_s=20.0, importance_ratio_p99=1.5
+    )
+    scores = {"all": EvaluationScore(tasks=2, answers=4, reward=Estimate(value=0.25))}
+    done = EvaluationRecord(weight_version=6, status="done", scores=scores)
+    metrics = Metrics()
+    metrics.restore(7, [record], [done, EvaluationRecord(weight_version=7, status="missing")])
+    value = metrics.registry.get_sample_value
+    assert value("async_rl_trainer_weight_version") == 7
+    assert (value("async_rl_reward"), value("async_rl_tokens_per_second")) == (0.5, 20.0)
+    assert value("async_rl_importance_ratio", {"quantile": "0.99"}) == 1.5
+    assert value("async_rl_evaluation_weight_version") == 6
+    assert value("async_rl_evaluation_reward", {"set": "all"}) == 0.25
+    assert value("async_rl_evaluations_total", {"result": "done"}) is None, "a counter counts this process"
+    metrics.restore(0, [], [])  # the checkpoint of step 7 was damaged
+    assert value("async_rl_trainer_weight_version") == 0
+    assert math.isnan(value("async_rl_reward") or 0.0)
 
 
 def test_values_observed_together_count_as_if_observed_one_by_one() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import math
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +16,18 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.engines.pool import EnginePool
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, step_record_log
+from async_rl.observability.text_console import TextConsole
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
+from async_rl.run.cluster import Cluster
+from async_rl.run.device_sharing import OwnDevices
 from async_rl.run.run_log import RunLogger, TrainedStep
+from async_rl.run.trainer_restarts import TrainerRestarts
 from async_rl.runtime.supervision import Nursery
-from async_rl.trainer_protocol import StepResult
+from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import StoredTrajectory, TakenBatch, TokenSpan
 from async_rl.weights.weight_sync import SyncReport
 from tests.support.run_config import config_of
@@ -226,3 +234,83 @@ async def test_a_step_is_held_when_the_disk_takes_a_part_of_its_line(
     assert [record.step for record in step_record_log(tmp_path / "metrics.jsonl").read()] == [1, 2]
     await run_log.write_held_steps()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+class Checkpointed:
+    """A cluster and its trainer, whose newest whole checkpoint is of a step."""
+
+    def __init__(self, step: int, *skipped: str) -> None:
+        self.state = TrainerState(step=step, skipped_checkpoints=skipped)
+
+    async def start_trainer(self) -> Any:
+        return self
+
+    async def setup(self, checkpoint_dir: str) -> TrainerState:
+        return self.state
+
+
+async def started_trainer(folder: Path, state: Checkpointed) -> str:
+    """Start the trainer of a run with five steps on disk, and return what the terminal shows."""
+    for step in range(1, 6):
+        step_record_log(folder / "metrics.jsonl").append(
+            StepRecord(step=step, weight_version=step, time_s=10.0 * step, reward_mean=0.5)
+        )
+    file = io.StringIO()
+    progress = RunProgress(TextConsole(file=file, width=100))
+    metrics, pool = Metrics(), EnginePool(Metrics(), lambda: 0.0, max_prefill_tokens=1024)
+    run_log = RunLogger(config_of(), folder, pool, metrics, lambda: 0.0, progress=progress)
+    cluster = cast(Cluster, state)
+    await TrainerRestarts(
+        cluster, folder, pool, OwnDevices(), run_log, metrics, max_restarts=0
+    ).start_trainer()
+    TextConsole(file=file, width=100).print(progress.render())
+    return file.getvalue()
+
+
+async def test_the_terminal_says_where_a_run_continues_when_it_is_resumed(tmp_path: Path) -> None:
+    shown = await started_trainer(tmp_path, Checkpointed(4, "step_00000005/a.distcp is damaged"))
+    assert "a newer checkpoint is skipped: step_00000005/a.distcp is damaged" in shown
+    assert "continuing from step 4" in shown
+    assert re.search(r"step +4 of", shown)
+    assert re.search(r"reward +0\.500  ▁▁▁▁", shown)
+
+
+async def test_the_terminal_does_not_claim_to_continue_when_a_run_is_new(tmp_path: Path) -> None:
+    assert "continuing" not in await started_trainer(tmp_path, Checkpointed(0))
+
+
+async def test_a_run_says_that_it_learns_nothing_when_all_rewards_are_equal_for_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_log = begun_run_log(tmp_path)
+
+    async def train(step: int, rewards: tuple[float, float]) -> None:
+        a, b = done(step, wait_s=0.0).batch.trajectories
+        trajectories = (replace(a, reward=rewards[0]), replace(b, reward=rewards[1]))
+        trained = done(step, wait_s=0.0)
+        batch = replace(trained.batch, trajectories=trajectories)
+        await run_log.log_step(replace(trained, batch=batch), SyncReport.none(step), QUEUE)
+
+    for step in range(1, 20):
+        await train(step, (1.0, 1.0))
+    assert "nothing is learned" not in caplog.text
+    await train(20, (0.0, 0.0))
+    await train(21, (0.0, 0.0))
+    assert caplog.text.count("all rewards equal for 20 groups: nothing is learned") == 1
+    assert run_log.summary(Queue().statistics().counts, ended_s=1.0).groups_without_signal == 21
+    await train(22, (0.0, 1.0))
+    assert run_log.summary(Queue().statistics().counts, ended_s=1.0).groups_without_signal == 0
+
+
+async def test_idle_shares_and_mismatch_are_those_of_the_last_record_when_a_run_is_resumed(
+    tmp_path: Path,
+) -> None:
+    record = StepRecord(step=1, weight_version=1, time_s=10.0, wait_s=4.0, engine_idle_share=0.25)
+    step_record_log(tmp_path / "metrics.jsonl").append(record)
+    metrics = Metrics()
+    run_log = make_run_log(tmp_path, metrics)
+    assert math.isnan(metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") or 0)
+    await run_log.load_records_until(1)
+    run_log.begin_training(1)
+    assert metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") == pytest.approx(0.4)
+    assert metrics.registry.get_sample_value("async_rl_engine_idle_ratio") == 0.25

@@ -303,7 +303,7 @@ def _idle(records: Sequence[StepRecord], _: int | None) -> Chart:
         xs=_steps(records),
         series=[
             Series(label="trainer, of the step", values=[trainer_idle(record) for record in records]),
-            Series(label="engines, so far", values=_column(records, "engine_idle_share"), tone=2),
+            Series(label="engines, whole run", values=_column(records, "engine_idle_share"), tone=2),
         ],
     )
 

@@ -8,7 +8,6 @@ charts are those of the live page: their data, uPlot and the script that draws t
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import re
 from collections import deque
@@ -32,9 +31,9 @@ from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
 from async_rl.observability.page.charts import RECENT, sections, sft_sections
 from async_rl.observability.page.tiles import FlowStage, compact, sft_tiles, stages, tiles
 from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, step_record_log
-from async_rl.observability.sft_record import SftRecord, sft_record_log
+from async_rl.observability.sft_record import SftRecord, holds_sft_records, sft_record_log
 from async_rl.runtime import yaml12
-from async_rl.runtime.files import replace_file
+from async_rl.runtime.files import is_locked, replace_file
 from async_rl.runtime.processes import private_files
 
 T = TypeVar("T")
@@ -160,11 +159,8 @@ def read_run(run_dir: Path) -> RunFiles:
 
 def _is_supervised(tree: Any, metrics: Path) -> bool:
     """Return whether a folder belongs to a run of `async-rl sft`, by the first step, else by the config."""
-    if metrics.exists():
-        with metrics.open("rb") as lines:
-            first = lines.readline()
-        if first.endswith(b"\n"):
-            return "epoch" in msgspec.json.decode(first, type=dict[str, Any])
+    if (supervised := holds_sft_records(metrics)) is not None:
+        return supervised
     data, sft = (tree.get(name) or {} if isinstance(tree, dict) else {} for name in ("data", "sft"))
     return bool(sft.get("path")) and not data.get("path") and not data.get("datasets")
 
@@ -366,7 +362,7 @@ def _recent(run: RunFiles) -> tuple[list[str], list[list[str]]]:
 
 
 def _state(run_dir: Path, progress: tuple[int, int | None], events: Sequence[Event]) -> State:
-    if _is_locked(run_dir / ".lock"):
+    if is_locked(run_dir / ".lock"):
         return "running"
     said = [event.text for event in events if event.source.startswith(_OWN)]
     if said and said[-1].startswith(_FAILED):
@@ -383,16 +379,23 @@ def _cause(run: RunFiles) -> str:
     return last.text.removeprefix(_FAILED).removeprefix(": ") or "see logs/driver.log in the run's folder"
 
 
-def _is_locked(lock_file: Path) -> bool:
-    """Returns whether a driver runs in the folder: a driver holds this lock until it ends."""
-    if not lock_file.exists():
-        return False
-    with lock_file.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+def describe_end(run_dir: Path) -> str | None:
+    """Return when and how the newest incarnation of a run ended; None while it runs, or before it has begun.
+
+    Raises:
+        ConfigError: The folder is no run's, or its files are not ours.
+    """
+    log_file = run_dir / "logs" / "driver.log"
+    if is_locked(run_dir / ".lock") or not log_file.exists():
+        return None
+    run = read_run(run_dir)
+    how = {"finished": "it had finished", "failed": f"it failed: {_cause(run)}"}
+    ended = datetime.fromtimestamp(log_file.stat().st_mtime).astimezone()
+    records = run.sft_records or run.records
+    return (
+        f"{run_dir} ended at {ended:%Y-%m-%d %H:%M:%S}, after step {records[-1].step if records else 0}: "
+        f"{how.get(run.state, 'it was stopped or killed')}"
+    )
 
 
 def _changed(config_file: Path) -> Mapping[str, Any]:

@@ -8,6 +8,15 @@ from typing import Final
 import msgspec
 
 from async_rl.observability.formatting import format_percent
+from async_rl.observability.page.verdicts import (
+    Verdict,
+    Word,
+    judge_mismatch,
+    judge_ppo_kl,
+    judge_reward,
+    judge_staleness,
+    judge_trainer_idle,
+)
 from async_rl.observability.records import (
     WINDOW,
     Figure,
@@ -29,6 +38,15 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     value: str
     note: str
+    verdict: Word | None = None
+    """None if no alert rule is about the figure, or it was not measured."""
+
+
+def _judged(tile: Tile, verdict: Verdict | None) -> Tile:
+    """Return a tile with its verdict, and the reason in place of the note."""
+    if verdict is None:
+        return tile
+    return msgspec.structs.replace(tile, verdict=verdict.word, note=verdict.reason or tile.note)
 
 
 def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile]:
@@ -41,12 +59,12 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
     bound = "" if max_staleness is None else f" of {max_staleness} allowed"
     start = mean(record.reward_mean for record in records[:WINDOW])
     now = mean(record.reward_mean for record in records[-WINDOW:])
-    return [
+    shown = [
         Tile(
             name="reward",
             label="reward",
             value=compact(last.reward_mean),
-            note=f"{compact(start)} → {compact(now)} so far",
+            note=f"{compact(start)} → {compact(now)}, means of the first and last {WINDOW} steps",
         ),
         Tile(
             name="ppo-kl",
@@ -82,6 +100,14 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             note=f"waited {last.wait_s:.1f} s for its batch",
         ),
     ]
+    verdicts = {
+        "reward": judge_reward(records),
+        "ppo-kl": judge_ppo_kl(records),
+        "mismatch": judge_mismatch(records),
+        "staleness": judge_staleness(records, max_staleness),
+        "trainer-idle": judge_trainer_idle(records),
+    }
+    return [_judged(tile, verdicts.get(tile.name)) for tile in shown]
 
 
 def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
@@ -97,7 +123,7 @@ def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
             name="loss",
             label="loss",
             value=compact(last.loss),
-            note=f"nats; {compact(start)} → {compact(now)} so far",
+            note=f"nats; {compact(start)} → {compact(now)}, means of the first and last {WINDOW} steps",
         ),
         Tile(
             name="validation-loss",
@@ -124,7 +150,7 @@ def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
             name="epoch",
             label="epoch",
             value=str(last.epoch + 1),
-            note=f"{compact(sum(record.trained_tokens for record in records))} tokens trained on so far",
+            note=f"{compact(sum(record.trained_tokens for record in records))} tokens trained on",
         ),
     ]
 

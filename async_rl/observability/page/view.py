@@ -16,6 +16,9 @@ from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts,
 from async_rl.runtime.waits import Waits
 from async_rl.types import Task
 
+TRAINING: Final = "training"
+"""The phase of a run in which it takes its steps."""
+
 NUM_SLOWEST: Final = 12
 
 _MAX_ENGINES: Final = 48
@@ -91,7 +94,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: Figure
     """Seconds since the first trajectory of the run was dispatched, earlier incarnations included."""
     remaining_s: Figure
-    """Estimated from the duration of the last steps."""
+    """Estimated from the duration of the last steps; None unless the run trains."""
     stages: Sequence[FlowStage]
     """The stages of the dispatched trajectories; empty before the first one."""
     engines: Sequence[EngineRow]
@@ -128,7 +131,7 @@ def look(
         step=step,
         max_steps=max_steps,
         elapsed_s=elapsed_s,
-        remaining_s=_remaining_s(records, max_steps - step),
+        remaining_s=_remaining_s(records, max_steps - step) if phase == TRAINING else None,
         stages=[]
         if counts is None
         else stages(

@@ -82,6 +82,11 @@ function legend(chart, plot) {
   return items;
 }
 
+/** The width of the labels of y: a fixed one would cut the sign of -1.0e-12. */
+function labelsWidth(_, labels) {
+  return Math.max(46, 12 + 6.5 * Math.max(0, ...(labels ?? []).map((label) => label.length)));
+}
+
 function options(chart, width, onCursor) {
   const tone = (one) => `var(--t${one.tone})`;
   const bars = chart.kind === "bars" ? { paths: uPlot.paths.bars({ size: [0.8] }), points: { show: false } } : { points: { fill: () => colour("var(--card)") } };
@@ -113,7 +118,7 @@ function options(chart, width, onCursor) {
       y: { range: (_, low, high) => range(chart, low, high) } },
     axes: [
       { ...axis, size: 26, gap: 5, space: 46, grid: { show: false }, incrs: [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6].map((p) => n * 10 ** p)).sort((a, b) => a - b), values: (_, marks) => marks.map((mark) => mark.toLocaleString("en")) },
-      { ...axis, size: 46, gap: 4, space: 28, values: (_, marks) => marks.map(figure) },
+      { ...axis, size: labelsWidth, gap: 4, space: 28, values: (_, marks) => marks.map(figure) },
     ],
     cursor: { y: false, drag: { x: false }, points: { size: 7 }, sync: { key: chart.x } },
     hooks: { setCursor: [onCursor] },

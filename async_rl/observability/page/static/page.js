@@ -5,6 +5,7 @@ import { element, figure, redraw, showSections } from "./charts.js";
 
 const RETRY_MS = 3000;
 const STATES = { moving: "running", quiet: "quiet", overdue: "overdue", stalled: "stalled" };
+let latest = null;
 const $ = (id) => document.getElementById(id);
 
 function text(id, value) {
@@ -59,8 +60,10 @@ function showNow(now) {
   $("progress").max = now.max_steps;
   $("progress").value = now.step;
   text("steps", `step ${whole.format(now.step)} of ${whole.format(now.max_steps)}`);
-  const left = now.remaining_s === null ? "" : ` · ${duration(now.remaining_s)} left`;
+  const left = now.remaining_s === null || now.step >= now.max_steps ? "" : ` · ${duration(now.remaining_s)} left`;
   text("time", now.elapsed_s === null ? "" : `· ${duration(now.elapsed_s)}${left}`);
+  latest = now;
+  for (const part of document.querySelectorAll("[data-live]")) part.hidden = false;
 
   const stalled = now.state === "stalled";
   $("alarm").hidden = !stalled;
@@ -101,11 +104,23 @@ function showNow(now) {
   }));
 }
 
+/** Shows that the run has ended: nothing on the page says any more that it goes on. */
+function showEnd() {
+  const finished = latest.step >= latest.max_steps;
+  chip("state", finished ? "finished" : "ended");
+  text("phase", finished ? "" : "before its last step; async-rl report says why");
+  text("time", latest.elapsed_s === null ? "" : `· ${duration(latest.elapsed_s)}`);
+  $("alarm").hidden = true;
+  for (const part of document.querySelectorAll("[data-live]")) part.hidden = true;
+}
+
 function showSteps(steps) {
   $("tiles").replaceChildren(...steps.tiles.map((tile) => {
     const value = element("p", "value", tile.value);
     value.id = `tile-${tile.name}`;
-    return element("div", "tile", element("h2", "", tile.label), value, element("p", "note", tile.note));
+    const head = element("h2", "", tile.label);
+    if (tile.verdict) head.append(" ", element("span", `chip ${tile.verdict}`, tile.verdict));
+    return element("div", `tile ${tile.verdict ?? ""}`, head, value, element("p", "note", tile.note));
   }));
   showSections($("charts"), steps.sections);
   rows("recent", steps.recent.map((row) => [
@@ -128,6 +143,7 @@ function follow(known) {
   source.addEventListener("end", () => {
     source.close();
     chip("connection", "ended");
+    showEnd();
   });
   source.addEventListener("error", () => {
     chip("connection", "reconnecting");
