@@ -36,8 +36,9 @@ _MAX_KEPT = (1 << 16) - 1
 FinishReason = Literal["stop", "length", "abort", "failover"]
 """Why one engine call ended: `abort` when it was interrupted, `failover` when its engine died during it."""
 
-StopReason = Literal["completed", "length", "max_turns", "error"]
-"""Why a trajectory ended; with `error`, its outcome contains the error."""
+StopReason = Literal["completed", "length", "max_turns", "failed", "error"]
+"""Why a trajectory ended. One that `failed` has the reward 0, which no function computes; with `error`, its
+outcome contains the error, and it is not trained."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +230,14 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tru
     """Half-open ranges of rows that a recovery, or an engine that had retracted the call, computed anew: by
     another forward pass than the one that sampled, or under other weights."""
 
+    def num_missing(self, end: int) -> int:
+        """Return how many rows before a position were never reported."""
+        return sum(
+            min(span.end, end) - span.start
+            for span in self.spans
+            if span.weight_version == NEVER_COMPUTED and span.start < end
+        )
+
     @cached_property
     def valid(self) -> BoolArray:
         """Which rows were reported, `[T-1] bool`, read-only."""
@@ -321,6 +330,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     text: str
     """The last assistant message, without special tokens."""
     stop_reason: StopReason
+    is_in_thought: bool = False
+    """Whether the chat template had opened a thought, `<think>`, before the last assistant message."""
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     token_ids: np.ndarray = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
@@ -381,6 +392,17 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True,
     def num_tokens(self) -> int:
         """T, context and sampled together."""
         return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def num_missing_rows(self) -> int:
+        """The rows that a sampled token needs and no engine reported.
+
+        No engine has read the context behind the last sampled token, and no loss needs its rows.
+        """
+        if self.trace is None:
+            return 0
+        last = max((i for i, each in enumerate(self.segments) if isinstance(each, Sampled)), default=-1)
+        return self.trace.num_missing(sum(len(each.token_ids) for each in self.segments[: last + 1]) - 1)
 
     @property
     def sampled(self) -> Iterator[Sampled]:
@@ -564,7 +586,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
             reward=outcome.reward,
             stop_reason=outcome.stop_reason,
             node=node,
-            routing=None if trajectory.trace is None else _summarize_trace(trajectory.trace),
+            routing=_summarize_routing(trajectory),
             num_segments=len(trajectory.segments),
             num_turns=outcome.num_turns,
             num_interruptions=outcome.num_interruptions,
@@ -666,13 +688,15 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
         return [span.length for span in self.spans]
 
 
-def _summarize_trace(trace: RoutingTrace) -> StoredRouting:
+def _summarize_routing(trajectory: Trajectory) -> StoredRouting | None:
+    if (trace := trajectory.trace) is None:
+        return None
     return StoredRouting(
         shape=trace.rows.shape,
         dtype=trace.rows.dtype.name,
         num_experts=trace.num_experts,
         moe_layers=trace.moe_layers,
-        num_invalid=sum(s.end - s.start for s in trace.spans if s.weight_version == NEVER_COMPUTED),
+        num_invalid=trajectory.num_missing_rows,
         num_recomputed=sum(end - start for start, end in trace.recomputed),
         newest_version=max((span.weight_version for span in trace.spans), default=NEVER_COMPUTED),
     )

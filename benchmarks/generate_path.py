@@ -85,7 +85,7 @@ class _Chat:
     """A prompt of 1024 tokens; nothing is decoded, as tokenizers are not what is measured."""
 
     stop_token_ids = ()
-    end_of_turn_id = None
+    end_of_turn_ids = ()
 
     def prompt_ids(self, messages: object, tools: object = ()) -> np.ndarray:
         return PROMPT

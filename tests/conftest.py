@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     folders = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
     if not all(folder.resolve().is_relative_to(GPU_TESTS) for folder in folders):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    places = [str(config.rootpath), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))  # actors get classes of tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

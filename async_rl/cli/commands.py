@@ -71,6 +71,9 @@ def _add_check_options(parser: argparse.ArgumentParser) -> None:
         "--here", action="store_true", help="also check this machine: driver, CUDA toolkit, compile caches"
     )
     parser.add_argument(
+        "--resolved", action="store_true", help="also print the config with all defaults, as one YAML file"
+    )
+    parser.add_argument(
         "--memory", action="store_true", help="instead show the memory of each trainer rank and engine"
     )
     _add_gpu(parser)
@@ -90,16 +93,22 @@ def _run_check(parsed: argparse.Namespace) -> int:
         return show_memory(parsed.config, parsed.overrides, parsed.gpu)
     from async_rl.config import load_config
     from async_rl.config.reference import resolved_yaml
+    from async_rl.data.dataset import load_run_tasks
     from async_rl.errors import ConfigError
+    from async_rl.run.folder import check_run_folder
+    from async_rl.run.identity import check_identity
     from async_rl.run.placement_table import gpus_of_a_node, placement_table
-    from async_rl.run.preflight import check_config, check_trainer, describe_trainer
+    from async_rl.run.preflight import check_start, check_trainer_here, describe_trainer
+    from async_rl.run.reward_trials import try_rewards
     from async_rl.sft.sft_run import check_sft
 
     config = load_config(parsed.config, parsed.overrides)
     findings: list[str] = []
-    if config.has_tasks or config.sft.path is None:
-        check_trainer(config, config.trainer.worker, "trainer.worker")
-        findings += [*check_config(config), *describe_trainer(config)]
+    trains = config.has_tasks or config.sft.path is None
+    if trains:
+        findings += [*check_start(config), *describe_trainer(config)]
+        check_identity(config, check_run_folder(config), record=False)
+        findings += try_rewards(config, load_run_tasks(config))
     if config.sft.path is not None:
         findings += check_sft(config)
     if parsed.gpus_per_node is not None and parsed.gpus_per_node < 1:
@@ -107,12 +116,17 @@ def _run_check(parsed: argparse.Namespace) -> int:
     if gpus := parsed.gpus_per_node or gpus_of_a_node(config):
         findings += placement_table(config, gpus)
     if parsed.here:
-        from async_rl.run.this_machine import describe_machine
+        from async_rl.run.this_machine import check_machine, describe_machine
 
+        if trains:
+            findings += check_machine(config)
+        else:
+            check_trainer_here(config)
         findings += describe_machine()
-    print_text(resolved_yaml(config), end="")
     for finding in findings:
-        print_text(f"# {finding}")
+        print_text(f"# {finding}" if parsed.resolved else finding)
+    if parsed.resolved:
+        print_text(resolved_yaml(config), end="")
     return 0
 
 
@@ -438,10 +452,20 @@ def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_doctor(parsed: argparse.Namespace) -> int:
+    from async_rl.errors import EnvironmentNotReady
     from async_rl.observability.discovery import ask_health
     from async_rl.run.folder import find_run_folder
 
-    text, code = ask_health(parsed.job if "://" in parsed.job else str(find_run_folder(Path(parsed.job))))
+    folder = None if "://" in parsed.job else find_run_folder(Path(parsed.job))
+    try:
+        text, code = ask_health(parsed.job if folder is None else str(folder))
+    except EnvironmentNotReady:
+        from async_rl.observability.page.html_report import describe_end
+
+        ended = None if folder is None else describe_end(folder)
+        if ended is None:
+            raise
+        text, code = ended, 0
     print_text(text)
     return code
 
@@ -496,8 +520,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "check",
         "say whether a config can work; start nothing",
-        "Checks the config, the model's files, every row of the dataset and all dotted paths, and prints the "
-        "resolved config with the bounds that follow from it. Of a config with sft.path it checks the "
+        "Checks the config, the model's files, every row of the dataset and all dotted paths, and prints "
+        "what follows from them; with --resolved also the config. Of a config with sft.path it checks the "
         "conversations, too.",
         _add_check_options,
         _run_check,
@@ -545,9 +569,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "replay-step",
         "train a captured step once more and compare it",
-        "Starts the trainer's ranks from the capture's checkpoint and trains up to the captured step. Loss "
-        "and gradient norm must be equal bit for bit, with another layout within 1e-5; exit code 1 if they "
-        "are not.",
+        "Starts the trainer's ranks from the capture's checkpoint and trains up to the captured step. Loss, "
+        "gradient norm and log-probs must be equal bit for bit, with another layout within 1e-5; exit code 1 "
+        "if they are not.",
         _add_replay_step_options,
         _run_replay_step,
     ),
@@ -569,7 +593,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor",
         "say what a running job waits for",
-        "Prints the chain of waits from the train loop to its likely cause; exit code 4 if it is stalled.",
+        "Prints the chain of waits from the train loop to its likely cause, or when and how the job ended; "
+        "exit code 4 if it is stalled.",
         _add_doctor_options,
         _run_doctor,
     ),

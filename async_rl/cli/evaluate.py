@@ -33,6 +33,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, evaluation_record_log
+from async_rl.observability.long_work import LongWork
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
 from async_rl.placement import rollout_workers
@@ -138,7 +139,8 @@ async def _evaluate_sets(
         if keep_answers:
             kept = Archive(folder / archive.FILE, keep=evaluator.num_answers)
         try:
-            return await evaluator.evaluate_sets(pool, versions.pop(), kept)
+            with LongWork("evaluating", "answers", evaluator.num_answers) as shown:
+                return await evaluator.evaluate_sets(pool, versions.pop(), kept, show_ended=shown.show_done)
         finally:
             if kept is not None:
                 kept.close()

@@ -42,9 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         print_text(f"async-rl: {error}", file=sys.stderr)
         return error.exit_code
+    except _Terminated:
+        return 143
     except KeyboardInterrupt:
         return 130
     return code
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has arrived. `SystemExit` would be taken for a user's `sys.exit`, in whose code it arrives."""
 
 
 @contextmanager
@@ -52,7 +58,7 @@ def _cleaning_up_on_sigterm() -> Iterator[None]:
     """Make SIGTERM unwind the command, as Ctrl-C does, so that it ends its servers and removes its files."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
+        raise _Terminated
 
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may install handlers

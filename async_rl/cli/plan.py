@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from async_rl.config import Config, EvaluationConfig, SGLangEngines, load_config
 from async_rl.config.worker_count import workers_needed
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
+from async_rl.observability.long_work import LongWork
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.observability.text_console import TextConsole
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
@@ -31,9 +30,6 @@ from async_rl.run.preflight import require_tasks
 from async_rl.runtime.printable import print_text
 
 S = TypeVar("S", bound=msgspec.Struct)
-
-_LINE_EVERY_S: Final = 10.0
-"""How often a line of progress is printed where there is no terminal."""
 
 _MAX_SIMULATED: Final = 2048
 """Simulated trajectories in flight, at most, where `coarsen` is not given: a plan then takes minutes."""
@@ -85,8 +81,9 @@ def plan(
         job, work = with_engines(config, workload, number, grow=grow)
         if "coarsen" not in (simulation or {}):
             how = replace(how, coarsen=coarsening(job))
-        with PlanProgress(TextConsole(stderr=True), number, how.warmup + how.versions) as progress:
-            plans.append(simulate(job, work, how, on_step=progress.show_step))
+        title = f"simulating {number:,} engine{'s' * (number != 1)}"
+        with LongWork(title, "steps", how.warmup + how.versions) as shown:
+            plans.append(simulate(job, work, how, on_step=shown.show_done))
         given = config.rollout.num_workers
         # The config's own number of workers fits its own number of engines only.
         workers = given if isinstance(given, int) and not engines else requested_workers(job)
@@ -103,56 +100,6 @@ def plan(
     else:
         _show(TextConsole(), workload, plans, loads, sentences, remark)
     return 0
-
-
-class PlanProgress:
-    """Shows how far a simulation is, on stderr: a bar on a terminal, elsewhere a line now and then.
-
-    Example:
-        >>> with PlanProgress(TextConsole(stderr=True), engines=8, steps=20) as progress:
-        ...     simulate(config, workload, on_step=progress.show_step)
-    """
-
-    def __init__(
-        self, console: TextConsole, engines: int, steps: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._console, self._clock, self._steps = console, clock, steps
-        self._title = f"simulating {engines:,} engine{'s' * (engines != 1)}"
-        self._printed_s = clock()
-        self._bar = Progress(
-            TextColumn(self._title, markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps", markup=False),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._bar.add_task(self._title, total=steps)
-
-    def __enter__(self) -> PlanProgress:
-        """Show that the simulation starts."""
-        if self._console.is_interactive:
-            self._bar.start()
-        else:
-            self._print(f"{self._title}: {self._steps} steps")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Remove the bar."""
-        if self._console.is_interactive:
-            self._bar.stop()
-
-    def show_step(self, step: int) -> None:
-        """Show that a step has ended."""
-        self._bar.update(self._task, completed=step)
-        now_s = self._clock()
-        if not self._console.is_interactive and now_s - self._printed_s >= _LINE_EVERY_S:
-            self._printed_s = now_s
-            self._print(f"{self._title}: step {step} of {self._steps}")
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
 
 
 def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float]) -> Workload:

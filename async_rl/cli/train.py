@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -21,11 +22,12 @@ import msgspec
 
 from async_rl.config import Config, load_config
 from async_rl.observability.console_report import RunProgress, print_summary, write_summary
-from async_rl.observability.endpoints import check_address
 from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.run.folder import run_console, run_folder, run_in_folder
-from async_rl.run.preflight import check_config, check_trainer
+from async_rl.run.identity import check_identity
+from async_rl.run.preflight import check_start
+from async_rl.run.this_machine import check_machine
 from async_rl.runtime.supervision import cut_by
 from async_rl.runtime.threads import call_until_cancelled
 
@@ -46,12 +48,11 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
 
     Raises:
         ConfigError: The config cannot work; there is no run folder and no log yet.
-        EnvironmentNotReady: The address of page and metrics is in use.
+        EnvironmentNotReady: This machine lacks what the config needs, or the page's address is in use.
     """
     config = load_config(path, overrides)
-    check_trainer(config, config.trainer.worker, "trainer.worker")
-    check_config(config)
-    check_address(config.metrics.host, config.metrics.port)
+    check_start(config)
+    check_machine(config)
     shown = run_console()
     progress = RunProgress(shown)
     results: list[tuple[Path, Summary]] = []
@@ -80,7 +81,12 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
         return 0
 
     exit_code = run_in_folder(
-        run_folder(config), config, run, finish=finish, is_complete=is_complete, on_stop=on_stop
+        run_folder(config, partial(check_identity, config)),
+        config,
+        run,
+        finish=finish,
+        is_complete=is_complete,
+        on_stop=on_stop,
     )
     for run_dir, summary in results:
         write_report(run_dir)  # after the folder is unlocked, so that the report says that the run has ended

@@ -25,7 +25,7 @@ Keys of the entries of a list are written `data.datasets[].path`, those of named
 `rollout.rewards.NAME.url`; an entry also accepts the keys of its section, such as those of `data`. On the
 command line `dotted.key=value` changes a setting for one run, for example `async-rl train run.yaml
 rollout.max_staleness=2`. Unknown keys and values out of range are refused with the nearest known key or the
-bound. `async-rl check run.yaml` prints the resolved config.
+bound. `async-rl check run.yaml --resolved` prints the resolved config.
 """
 
 

@@ -424,12 +424,13 @@ def check_sampling(config: Config) -> None:
             f"cannot compute log-probs of the truncated distribution. Set rollout.top_k to 1 to "
             f"{LARGEST_MASK}, or top_p=1, min_p=0 and top_k=-1 (replay_sampling=false: biased gradients)"
         )
-    context = engine.context_length if isinstance(engine, SGLangEngines) else None
-    if context is not None and context < rollout.max_context_tokens:
-        raise ValueError(
-            f"engine.context_length is {context}, below rollout.max_context_tokens = "
-            f"{rollout.max_context_tokens}: raise the one or lower the other"
-        )
+    for name in ("context_length", "max_total_tokens") if isinstance(engine, SGLangEngines) else ():
+        limit = getattr(engine, name)
+        if limit is not None and limit < rollout.max_context_tokens:
+            raise ValueError(
+                f"engine.{name} is {limit}, below rollout.max_context_tokens = "
+                f"{rollout.max_context_tokens}: raise the one or lower the other"
+            )
 
 
 def check_loss(config: Config) -> None:

@@ -462,6 +462,16 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = None
+    max_mismatch_nats: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description=(
+                "The run ends if engine and trainer differ by more than this in the log-probs of the first "
+                "tokens that were sampled with the trainer's own weights, mean per token; null does not "
+                "compare. bfloat16 and FP8 differ by less than a tenth of the default."
+            )
+        ),
+    ] = 0.5
     max_failed_checkpoints: Annotated[
         int,
         Meta(

@@ -24,9 +24,19 @@ import msgspec
 from async_rl.config import Config, DataConfig, DatasetConfig, SourceConfig
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.order import DataOrder, Mixture, TaskOrder
-from async_rl.data.schemas import Schema, chosen_schema, detect_schema, keys_of, to_task
+from async_rl.data.schemas import (
+    Schema,
+    chosen_schema,
+    configured_keys,
+    detect_schema,
+    has_key,
+    keys_of,
+    name_keys,
+    to_task,
+)
 from async_rl.errors import ConfigError
 from async_rl.observability.evaluation_record import EVERYTHING
+from async_rl.observability.long_work import show_progress
 from async_rl.types import Task
 
 _MAX_NAMED: Final = 10
@@ -83,6 +93,8 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
     """Examples that were left out because their prompts are too long."""
     longest_prompt: int | None = None
     """Tokens of the longest kept prompt, among the longest texts; None if prompts were not measured."""
+    absent_keys: tuple[str, ...] = ()
+    """A sentence for each key that is set, and for that of answers, if no example has it."""
 
 
 class TaskSet(Sequence[Task]):
@@ -152,7 +164,8 @@ def load_tasks(config: DataConfig, prompts: PromptRule | None = None) -> TaskSet
 
     Raises:
         ConfigError: A file is missing, empty or of another kind, two datasets have one name, or examples are
-            malformed or repeat an id; the message names up to ten of them by file and line (parquet: row).
+            malformed or repeat an id; the message names up to ten of them by file and line (parquet: row). No
+            example has the answer at the key that the config sets.
     """
     if not config.datasets:
         source = DatasetConfig(path=config.path or "")
@@ -205,6 +218,8 @@ def _load_dataset(
     named = chosen_schema(source, config)
     schema = named or detect_schema(first[1])
     keys = keys_of(schema, source, config)
+    configured = configured_keys(source, config)
+    absent = {"answer": keys.answer} | configured  # as long as no example has them
     tasks: list[Task] = []
     seen: dict[str, str] = {}
     bad = ExampleErrors(path, "malformed examples")
@@ -215,6 +230,8 @@ def _load_dataset(
             if isinstance(example, ConfigError):
                 raise example
             task = to_task(example, number, where, keys)
+            if absent:
+                absent = {name: key for name, key in absent.items() if not has_key(example, key)}
             if task.task_id in seen:
                 raise ConfigError(
                     f"{where}: the {keys.id!r} {task.task_id!r} was used before, at {seen[task.task_id]}; "
@@ -231,6 +248,13 @@ def _load_dataset(
             continue
         tasks.append(task)
     bad.raise_if_any()
+    absent_keys = tuple(
+        f"no example has the key {key!r} (data.{name}_key); the keys of the first one are "
+        f"{name_keys(first[1])}"
+        for name, key in absent.items()
+    )
+    if "answer" in absent and "answer" in configured:
+        raise ConfigError(f"{path}: {absent_keys[0]}")
     if prompts is not None and prompts.policy == "refuse":
         long.raise_if_any()
     if not tasks:
@@ -248,6 +272,7 @@ def _load_dataset(
         weight=source.weight if isinstance(source, DatasetConfig) else None,
         num_filtered=long.count,
         longest_prompt=None if gauge is None else gauge.longest(),
+        absent_keys=absent_keys,
     )
 
 
@@ -324,7 +349,8 @@ def read_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{place}: there is no file {str(path)!r} (looked from {Path.cwd()})")
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{place}: {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet")
-    return _jsonl_examples(path) if path.suffix == ".jsonl" else _parquet_examples(path, place)
+    examples = _jsonl_examples(path) if path.suffix == ".jsonl" else _parquet_examples(path, place)
+    return show_progress(examples, f"reading {path}", "examples")
 
 
 def _jsonl_examples(path: Path) -> Iterator[tuple[str, Any]]:
@@ -348,6 +374,16 @@ def _jsonl_examples(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, example
 
 
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a parquet column without the nulls in its objects.
+
+    An object of parquet has all keys of all objects of the column: `null` stands for a missing key.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def _parquet_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
     """Yield each row with its place, with one batch of a row group in memory at a time."""
     import pyarrow as pa  # takes half a second, and most datasets are jsonl
@@ -359,6 +395,6 @@ def _parquet_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
             for batch in file.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path} row {number}", row
+                    yield f"{path} row {number}", {key: _without_nulls(value) for key, value in row.items()}
     except pa.ArrowException as error:
         raise ConfigError(f"{place}: {str(path)!r} is not a readable parquet file: {error}") from error

@@ -27,6 +27,9 @@ Schema = Literal["plain", "verl", "slime"]
 _PROMPT: Final = "prompt"
 """The key that may hold a plain prompt string if an example has no messages."""
 
+_MAX_KEYS: Final = 20
+"""An error names this many keys of an example."""
+
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of a schema, dotted for values inside objects; None if the schema has no such key."""
@@ -66,13 +69,18 @@ def detect_schema(example: Any) -> Schema:
     return "slime" if "label" in example else "plain"
 
 
-def keys_of(schema: Schema, *configs: RowsConfig) -> Keys:
-    """Return the schema's keys with the overrides of configs; earlier configs take precedence."""
-    changes: dict[str, str] = {}
+def configured_keys(*configs: RowsConfig) -> dict[str, str]:
+    """Return the keys that configs set, by the field of `Keys`; earlier configs take precedence."""
+    found: dict[str, str] = {}
     for config in reversed(configs):
         named = {name: getattr(config, f"{name}_key") for name in Keys.__struct_fields__}
-        changes |= {name: key for name, key in named.items() if key is not None}
-    return msgspec.structs.replace(PRESETS[schema], **changes)
+        found |= {name: key for name, key in named.items() if key is not None}
+    return found
+
+
+def keys_of(schema: Schema, *configs: RowsConfig) -> Keys:
+    """Return the schema's keys with those that configs set."""
+    return msgspec.structs.replace(PRESETS[schema], **configured_keys(*configs))
 
 
 def chosen_schema(*configs: RowsConfig) -> Schema | None:
@@ -113,7 +121,7 @@ def to_task(example: Any, number: int, where: str, keys: Keys) -> Task:
         names[name] = value or None
     return Task(
         task_id=f"row-{number}" if task_id is None else str(task_id),
-        messages=_messages(_get(example, key), where, keys.messages),
+        messages=_messages(_get(example, key), where, keys.messages, example),
         answer=_get(example, keys.answer),
         metadata=_without(
             {name: value for name, value in example.items() if name not in keys.used_keys},
@@ -156,11 +164,32 @@ def _without(value: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
     return value | {name: _without(inner, rest)} if isinstance(inner, dict) else value
 
 
-def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
+def has_key(example: Mapping[str, Any], key: str) -> bool:
+    """Return whether an example has a key, possibly with null; dotted as in `Keys`."""
+    if key in example:
+        return True
+    outer, _, inner = key.partition(".")
+    value = example.get(outer)
+    return bool(inner) and isinstance(value, Mapping) and has_key(value, inner)
+
+
+def name_keys(example: Mapping[str, Any]) -> str:
+    """Return the keys of an example that have a value, for error messages."""
+    names = [repr(key) for key, value in example.items() if value is not None]
+    more = [f"{len(names) - _MAX_KEYS} more"] if len(names) > _MAX_KEYS else []
+    return ", ".join(names[:_MAX_KEYS] + more) or "none"
+
+
+def _messages(value: Any, where: str, key: str, example: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
+    if value is None:
+        raise ConfigError(
+            f"{where}: {key!r} is missing; the example has the keys {name_keys(example)}: set "
+            "data.messages_key to the one that holds the chat messages or the prompt"
+        )
     if not isinstance(value, list) or not value:
-        found = "missing" if value is None else "empty" if value in ("", []) else kind(value)
+        found = "empty" if value in ("", []) else kind(value)
         raise ConfigError(f"{where}: {key!r} is {found}; expected a list of chat messages or a prompt string")
     for index, message in enumerate(value):
         at = f"{where}: {key!r}[{index}]"
@@ -171,7 +200,6 @@ def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
         content = message.get("content")
         if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
             raise ConfigError(f"{at}: 'content' is {kind(content)}; expected a string")
-    # In parquet files, every message has all keys that any message has.
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 

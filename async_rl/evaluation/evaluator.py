@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -160,7 +161,12 @@ class Evaluator:
         return EnginePool(metrics, self._inputs.clock, max_prefill_tokens=limit)
 
     async def evaluate_sets(
-        self, pool: EnginePool, weight_version: int, archive: Archive | None = None
+        self,
+        pool: EnginePool,
+        weight_version: int,
+        archive: Archive | None = None,
+        *,
+        show_ended: Callable[[int], None] | None = None,
     ) -> EvaluationRecord:
         """Get all answers once, and score them.
 
@@ -168,6 +174,7 @@ class Evaluator:
             pool: Engines that serve the version. To take one away, quarantine it in this pool.
             weight_version: The pinned version: an answer with a token of another one is dropped and counted.
             archive: Keeps the answers.
+            show_ended: Called once a second with the number of answers that have ended; None for nobody.
 
         Raises:
             EngineError: No engine is left, or the evaluation exceeds `evaluation.timeout_s`.
@@ -181,7 +188,7 @@ class Evaluator:
         try:
             await run.delete_completions()  # of one that was killed
             async with asyncio.timeout(limit_s):
-                await run.answer_all()
+                await run.answer_all(show_ended)
         except ExceptionGroup as group:
             raise first_error(group) from group
         except TimeoutError as error:
@@ -255,13 +262,21 @@ class _EvaluationRun:
         """Answers that are scored or dropped."""
         return len(self.answers) + self.dropped.total()
 
-    async def answer_all(self) -> None:
+    async def answer_all(self, show_ended: Callable[[int], None] | None) -> None:
         """Get all answers; returns when each is scored or dropped."""
         config, new_id = self._inputs.config, self._inputs.new_id
         samples = config.evaluation.samples
         health = HealthWatch(self._pool, config.engine, self._metrics, self._inputs.clock)
+
+        async def show_each_second(show: Callable[[int], None]) -> None:
+            while True:
+                show(self.num_ended)
+                with waiting("idle"):
+                    await asyncio.sleep(1.0)
+
+        shown = {} if show_ended is None else {"progress": partial(show_each_second, show_ended)}
         async with (
-            services(health=health.watch_engines, lost=self._watch),
+            services(health=health.watch_engines, lost=self._watch, **shown),
             self._backend,
             Nursery() as nursery,
         ):

@@ -7,7 +7,6 @@ import hashlib
 import ipaddress
 import os
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,6 @@ class RankActor(NodeActor):
         self, worker: str, config: dict[str, Any], rank: int, world_size: int, init_address: str
     ) -> None:
         """Load the worker class that the config names and construct the worker."""
-        sys.path.insert(0, os.getcwd())
         self._worker = load_object(worker, what="trainer worker")(config, rank, world_size, init_address)
 
     def call_worker(self, method: str, *arguments: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
@@ -19,12 +18,16 @@ from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
+from ray.job_config import JobConfig
 
 from async_rl.config import Config
 from async_rl.errors import EnvironmentNotReady
+from async_rl.run.this_machine import ray_folder
 from async_rl.runtime.files import private_folder
 from async_rl.runtime.signals import signal_handlers_kept
 from async_rl.runtime.threads import LastingThread, call_until_cancelled
+
+log = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES: Final = 256 << 20
 """Size of the object store of a local Ray: batches are files, so the store holds almost nothing."""
@@ -40,15 +43,14 @@ _THREAD: Final = LastingThread("ray")
 def scratch_folder(run_dir: Path) -> Path:
     """Return a folder for the sockets and logs of a local Ray, because Ray's own are open to every user.
 
-    Its name is short, because paths of sockets are limited, and the same for each incarnation of a run, so
-    that the next one removes what a killed driver left.
-
     Raises:
-        EnvironmentNotReady: Another user has made the folder.
+        EnvironmentNotReady: Another user has made the folder, or none is short enough.
     """
-    name = hashlib.blake2s(f"{os.getuid()}:{run_dir.resolve()}".encode(), digest_size=4).hexdigest()
+    folder = ray_folder(run_dir)
+    if folder.parent != Path(tempfile.gettempdir()):
+        log.warning("TMPDIR is too long for paths of sockets: those of Ray are in %s", folder)
     try:
-        scratch = private_folder(Path(tempfile.gettempdir()) / f"async-rl-{name}")
+        scratch = private_folder(folder)
     except OSError as error:
         raise EnvironmentNotReady(
             f"no folder for Ray's sockets: {error}; remove it, or set TMPDIR"
@@ -121,10 +123,15 @@ def _connect_ray(config: Config, scratch: Path) -> None:
     # Ray would otherwise create a virtual environment if the driver was started by a tool that creates them.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     namespace = f"async-rl-{config.run.name}"
+    # Ray would put the current folder first on the import path of its processes, where any file shadows a
+    # package of its name. What the config names is searched there last (`extend_import_path`).
+    job = JobConfig()
+    job._client_job = True
     try:
         if not config.placement.joins:
             ray.init(
                 address="local",
+                job_config=job,
                 namespace=namespace,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -139,6 +146,7 @@ def _connect_ray(config: Config, scratch: Path) -> None:
                 maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             ray.init(
                 address=config.placement.ray_address,
+                job_config=job,
                 namespace=namespace,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

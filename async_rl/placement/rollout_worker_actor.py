@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -75,7 +74,6 @@ class RolloutWorkerActor(NodeActor):
         handler = logging.StreamHandler()
         handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.basicConfig(handlers=[handler], level=logging.INFO)
-        sys.path.insert(0, os.getcwd())
         parsed = parse_config(config)
         run_dir = Path(parsed.run.dir) / parsed.run.name
         end_leftovers(run_dir)

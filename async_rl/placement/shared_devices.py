@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.placements import group_by_node
+from async_rl.run.placement_table import require_shared_gpus
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -34,12 +34,7 @@ def assign_devices(engines: Sequence[Sequence[Device]], num_ranks: int) -> list[
         EnvironmentNotReady: There are more ranks than GPUs.
     """
     devices = [device for engine in engines for device in engine]
-    if num_ranks > len(devices):
-        raise EnvironmentNotReady(
-            f"placement.shared: trainer.num_ranks is {num_ranks}, but the engines have {len(devices)} GPUs "
-            "to share: a rank needs one of its own; raise engine.num_engines or engine.tp_size, or lower "
-            "trainer.num_ranks"
-        )
+    require_shared_gpus(num_ranks, len(devices))
     return [devices[index] for index in group_by_node([device.node for device in devices])[:num_ranks]]
 
 

@@ -225,7 +225,7 @@ class PlannedChat:
     """Renders the messages of `PlannedLoop`: as many tokens as they say, marked for the engine."""
 
     stop_token_ids: tuple[int, ...] = ()
-    end_of_turn_id = 0
+    end_of_turn_ids = (0,)
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Any = ()) -> Int32Array:
         """Implements `ChatFormat`."""

@@ -31,7 +31,7 @@ import msgspec
 
 from async_rl import codec
 from async_rl.errors import ConfigError
-from async_rl.types import NEVER_COMPUTED, StoredTrajectory, Trajectory, VersionSpan
+from async_rl.types import StoredTrajectory, Trajectory, VersionSpan
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +154,7 @@ def without_routing(trajectory: Trajectory) -> ArchivedTrajectory:
     trace = trajectory.trace
     counts = None
     if trace is not None:
-        invalid = sum(s.end - s.start for s in trace.spans if s.weight_version == NEVER_COMPUTED)
-        counts = RoutingCounts(rows=len(trace.rows), invalid=invalid, spans=trace.spans)
+        counts = RoutingCounts(rows=len(trace.rows), invalid=trajectory.num_missing_rows, spans=trace.spans)
     return ArchivedTrajectory(trajectory=msgspec.structs.replace(trajectory, trace=None), routing=counts)
 
 

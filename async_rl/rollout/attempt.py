@@ -302,7 +302,7 @@ async def run_agent_loop(
         with attempt_scope(f"trajectory {session.trajectory_id}", loops.count_reaped):
             async with (
                 session.serving_clock.timeout(rollout.trajectory_timeout_s) as scope,
-                waiting("agent loop", name, scope=scope) as wait,
+                waiting("agent loop", name, why=lambda: session.status, scope=scope) as wait,
             ):
                 with session.serving_clock.in_use():
                     returned = await contained(
@@ -319,7 +319,8 @@ async def run_agent_loop(
                     f"ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or"
                 )
                 why = "was ended by the stall doctor:" if wait.cut else limit
-                raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits") from error
+                status = f": {session.status}" if session.status else ""
+                raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits{status}") from error
             if session.has_exceeded(cause) and session.last_turn is not None:
                 pass  # keep what was sampled before the budget was used up
             elif isinstance(cause, (*ATTEMPT_ERRORS, InvariantError)):

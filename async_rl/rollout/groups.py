@@ -13,19 +13,24 @@ up with trajectories of another time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Final, Literal
 
 import msgspec
 
-from async_rl.config import RolloutConfig
+from async_rl.config import LossConfig, RolloutConfig
 from async_rl.errors import AsyncRLError
+from async_rl.observability.records import MANY_WITHOUT_SIGNAL, no_signal
 from async_rl.queue.progress import TrajectoryProgress
 from async_rl.staleness import StalenessPolicy
-from async_rl.types import StoredCompletion, StoredTrajectory, Task, root_of
+from async_rl.types import StoredCompletion, StoredTrajectory, TakenBatch, Task, root_of
+
+log = logging.getLogger(__name__)
 
 FailurePolicy = Literal["train_rest", "drop", "retry"]
 
@@ -37,6 +42,9 @@ NODE_LOST: Final = "node_lost"
 
 _HOPELESS: Final = frozenset({"prompt_too_long"})
 """Reasons that lie in the task itself, which would fail again."""
+
+_GROUP_BASELINES: Final = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+"""The `trainer.loss.advantages` that are 0 in a group of equal rewards, whatever other groups have."""
 
 
 class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +114,28 @@ def has_signal(rewards: Sequence[Hashable]) -> bool:
     return any(reward != rewards[0] for reward in rewards)
 
 
+def advantage_basis(trajectory: StoredTrajectory, loss: LossConfig) -> Hashable:
+    """Return what the advantages of a scored trajectory depend on."""
+    if loss.turn_discount is None:
+        return trajectory.reward
+    return trajectory.reward, trajectory.num_turns, trajectory.turn_rewards
+
+
+def count_groups_without_signal(batch: TakenBatch, loss: LossConfig) -> int:
+    """Return how many groups of a batch teach the policy nothing because the rewards compared are equal.
+
+    None counts where something besides the rewards gives a signal: a teacher, a critic, or the length.
+    """
+    if loss.teacher.model is not None or loss.overlong_buffer_tokens or loss.advantages == "gae":
+        return 0
+    compared: dict[int, list[Hashable]] = {}
+    for group, trajectory in zip(batch.group_index, batch.trajectories, strict=True):
+        compared.setdefault(group, []).append(advantage_basis(trajectory, loss))
+    if loss.advantages not in _GROUP_BASELINES:
+        return 0 if has_signal(list(chain.from_iterable(compared.values()))) else len(compared)
+    return sum(not has_signal(rewards) for rewards in compared.values())
+
+
 def can_drop_stragglers(finished: int, size: int, policy: GroupPolicy) -> bool:
     """Return whether enough siblings of a group of `size` have finished to start the others' time limit."""
     return finished >= max(policy.min_size, (size + 1) // 2)
@@ -119,9 +149,10 @@ class UntrainedGroups:
         >>> untrained.record_group(decide_group(rewards, work.dropped, policy), work.dropped, last_error)
     """
 
-    def __init__(self, limit: int) -> None:
-        """Allow `limit` of them."""
+    def __init__(self, limit: int, warn: Callable[[str], None] = log.warning) -> None:
+        """Allow `limit` of them, and warn when many were filtered out."""
         self._limit = limit
+        self._warn = warn
         self._reasons: Counter[str] = Counter()
 
     def record_group(
@@ -143,7 +174,10 @@ class UntrainedGroups:
         if decision.reason != "no_signal" and not set(dropped.values()) - {STRAGGLER}:
             return
         self._reasons[decision.reason] += 1
-        if (count := self._reasons.total()) <= self._limit:
+        count = self._reasons.total()
+        if count == MANY_WITHOUT_SIGNAL and set(self._reasons) == {"no_signal"}:
+            self._warn(no_signal(count))
+        if count <= self._limit:
             return
         if set(self._reasons) == {"no_signal"}:
             raise AsyncRLError(

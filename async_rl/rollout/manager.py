@@ -18,7 +18,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -39,6 +39,7 @@ from async_rl.rollout.groups import (
     GroupPolicy,
     UnscoredTrajectory,
     UntrainedGroups,
+    advantage_basis,
     can_drop_stragglers,
     decide_group,
 )
@@ -75,6 +76,7 @@ class RolloutManager:
         journals: JournalFolders | None = None,
         journalled: Mapping[str, ProgressReport] | None = None,
         observer: Observer | None = None,
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
         """Prepare to dispatch, first of all the groups that an earlier process left in flight.
 
@@ -89,6 +91,7 @@ class RolloutManager:
             journalled: How far trajectories of `queue.restored_groups` and their branches are in the
                 journals, by id.
             observer: Receives each trajectory when its attempt ends.
+            warn: Tells a person that the run trains nothing.
         """
         self._config = config
         self._context = context
@@ -108,8 +111,7 @@ class RolloutManager:
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
         self._policy = GroupPolicy.of(config.rollout)
-        self._rewards_turns = config.trainer.loss.turn_discount is not None
-        self._untrained = UntrainedGroups(config.rollout.max_filtered_groups)
+        self._untrained = UntrainedGroups(config.rollout.max_filtered_groups, warn)
         self._num_groups = 0
         self.drained = asyncio.Event()
         """Set when the data is exhausted or admission has ended, and every group has settled."""
@@ -293,9 +295,9 @@ class RolloutManager:
         """Hand the group to the queue or drop it, according to its siblings and the policy."""
         retries = self._feeder.retries
         rewards = {
-            name: (t.reward, t.num_turns, t.turn_rewards) if self._rewards_turns else t.reward
-            for name, t in work.finished.items()
-            if t.reward is not None
+            name: advantage_basis(trajectory, self._config.trainer.loss)
+            for name, trajectory in work.finished.items()
+            if trajectory.reward is not None
         }
         may_retry = retries.may_retry(work.position)
         decision = decide_group(

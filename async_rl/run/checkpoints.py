@@ -69,6 +69,7 @@ class Checkpoints:
         self._before_write = before_write
         self.step = step
         """The step of the newest complete checkpoint on disk."""
+        metrics.checkpoint_step.set(step)
         self.num_failed = num_failed
         """Consecutive failures."""
         self._writing: int | None = None

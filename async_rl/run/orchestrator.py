@@ -49,6 +49,7 @@ from async_rl.observability.endpoints import serve
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.feed import Feed
 from async_rl.observability.page.routes import page_routes
+from async_rl.observability.page.view import TRAINING
 from async_rl.observability.records import Summary
 from async_rl.observability.trackers.choice import tracking
 from async_rl.observability.trackers.tracker import Trackers
@@ -407,6 +408,7 @@ class Orchestrator:
             journals=recovered.journals,
             journalled=recovered.journalled,
             observer=recovered.archive,
+            warn=self.run_log.warn,
         )
         checkpoints = Checkpoints(
             config.trainer,
@@ -533,7 +535,7 @@ class Orchestrator:
             async with cut_by(self._stop) if is_start else nullcontext():
                 await self.devices.start_engines(sync, trainer, loop.step, path)
         self.run_log.begin_training(loop.step)
-        self.run_log.enter_phase("training")
+        self.run_log.enter_phase(TRAINING)
         await loop.run()
         if evaluation is not None and not self._stop.is_set():
             self.run_log.enter_phase("evaluating the last version")

@@ -7,9 +7,11 @@ are needed: ranks first, in units that stay together, then engines on what is le
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from async_rl.config import Config, LayoutConfig, SGLangEngines
+from async_rl.errors import EnvironmentNotReady
 from async_rl.runtime.devices import count_gpus
 
 
@@ -93,13 +95,86 @@ def engine_groups(config: Config) -> list[EngineGroup]:
     return found
 
 
+def check_shared_gpus(config: Config) -> None:
+    """Check that each rank of a config whose processes use GPUs has one of an engine to share, if it does.
+
+    Raises:
+        EnvironmentNotReady: There are more ranks than GPUs.
+    """
+    if config.placement.shared:
+        engines = [group for group in engine_groups(config) if group.name == "engine"]
+        gpus = sum(group.number * group.num_nodes * ceil(group.gpus) for group in engines)
+        require_shared_gpus(config.trainer.num_ranks, gpus)
+
+
+def require_shared_gpus(num_ranks: int, num_gpus: int) -> None:
+    """Refuse more ranks than the engines have GPUs.
+
+    Raises:
+        EnvironmentNotReady: There are more.
+    """
+    if num_ranks > num_gpus:
+        raise EnvironmentNotReady(
+            f"placement.shared: trainer.num_ranks is {num_ranks}, but the engines have {num_gpus} GPUs "
+            "to share: a rank needs one of its own; raise engine.num_engines or engine.tp_size, or lower "
+            "trainer.num_ranks"
+        )
+
+
+def check_resources(config: Config, *, gpus: int, cpus: int) -> None:
+    """Check that one machine has what Ray reserves for the processes of a run.
+
+    Args:
+        config: The run's config.
+        gpus: GPUs of the machine; without any, only what names `cuda` uses them.
+        cpus: Its cores.
+
+    Raises:
+        EnvironmentNotReady: It has less; Ray would wait `placement.wait_s` for it.
+    """
+    placement, trainer, groups = config.placement, config.trainer, engine_groups(config)
+    uses = {name: device == "cuda" or (device == "auto" and gpus > 0) for name, device in _devices(config)}
+    of_rank = 0.0 if placement.shared else 1.0
+    if placement.gpus_per_rank is not None:
+        of_rank = placement.gpus_per_rank
+    elif not uses["trainer"]:
+        of_rank = 0.0
+    parts = [group.number * group.num_nodes for group in groups]
+    of_engines = sum(
+        count * group.gpus
+        for count, group in zip(parts, groups, strict=True)
+        if uses["engine"] or placement.gpus_per_engine is not None
+    )
+    of_workers = placement.cpus_per_rollout_worker * config.num_workers
+    cpu_parts = (
+        placement.cpus_per_rank * trainer.num_ranks,
+        placement.cpus_per_engine * sum(parts),
+        of_workers,
+    )
+    for what, there, needed in (
+        ("GPUs", gpus, {"trainer ranks": of_rank * trainer.num_ranks, "engines": of_engines}),
+        ("CPUs", cpus, dict(zip(("trainer ranks", "engines", "rollout workers"), cpu_parts, strict=True))),
+    ):
+        if (total := sum(needed.values())) > there:
+            shares = ", ".join(f"{name} {share:g}" for name, share in needed.items() if share)
+            raise EnvironmentNotReady(
+                f"the run reserves {total:g} {what} ({shares}), and this machine has {there}: lower "
+                "trainer.num_ranks, the number or tp_size of engines, or placement.*_per_*, set "
+                "placement.shared=true, or join a cluster with placement.ray_address"
+            )
+
+
+def _devices(config: Config) -> list[tuple[str, str]]:
+    engine = config.engine.device if isinstance(config.engine, SGLangEngines) else "cpu"
+    return [("engine", engine), ("trainer", config.trainer.device)]
+
+
 def gpus_of_a_node(config: Config) -> int:
     """Return the GPUs that nodes are taken to have: as many as this machine, or 8 if it has none.
 
     0 if the config's engines and ranks use none.
     """
-    engine = config.engine.device if isinstance(config.engine, SGLangEngines) else "cpu"
-    here, devices = count_gpus(), {engine, config.trainer.device}
+    here, devices = count_gpus(), {device for _, device in _devices(config)}
     if "cuda" in devices:
         return here or 8
     return here if "auto" in devices else 0

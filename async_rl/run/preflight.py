@@ -1,39 +1,135 @@
 """Checks before anything is started: whether config, model, dataset and dotted paths fit together.
 
-`async-rl check` prints the findings; `async-rl train` runs the same checks first, so that a mistake costs a
-second instead of the start of a cluster.
+`async-rl check` prints the findings; `async-rl train` runs the same checks first (`check_start`), so that a
+mistake costs a second instead of the start of a cluster. `async_rl.run.this_machine` has those that depend on
+the machine.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
 
 from async_rl.config import Config, SGLangEngines
+from async_rl.config.urls_file import read_urls
 from async_rl.data.chat_format import ChatFormat, check_same_tokens, has_tokenizer, load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.data.template_rewrites import describe_rewrites
 from async_rl.engine_protocol import EngineFacts
-from async_rl.engines.model_facts import check_model, check_served_by_sglang, load_facts
+from async_rl.engines.model_facts import check_model, check_served_by_sglang, load_facts, read_config
 from async_rl.engines.model_files import check_weights, weights_bytes
+from async_rl.engines.sglang.connect import check_shares_memory
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.observability.console_report import derived_bounds
+from async_rl.observability.discovery import check_targets
+from async_rl.observability.long_work import show_progress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.trackers.choice import choose as choose_trackers
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.run.descriptor_needs import check_descriptors
+from async_rl.run.folder import check_run_folder
 from async_rl.run.memory_needs import describe_memory
+from async_rl.run.placement_table import check_shared_gpus
+from async_rl.runtime.addresses import is_loopback
 from async_rl.runtime.devices import detect_device
-from async_rl.runtime.loading import extend_import_path
+from async_rl.runtime.loading import describe_shadowed, extend_import_path
+from async_rl.types import Task
+
+_NO_TOKENIZER: Final = "WARNING: model.path has no tokenizer, which train, rollout and evaluate need"
 
 _PLAIN_SPEED: Final = 100e6
 """Bytes per second of a weight update that any file system or network in use reaches."""
+
+
+def check_start(config: Config) -> list[str]:
+    """Check everything that the start of `async-rl train` would refuse on any machine.
+
+    Returns:
+        The findings of `check_config`.
+
+    Raises:
+        ConfigError: It would be refused; the message names the remedy.
+        EnvironmentNotReady: As for `check_config` and the trainer's package; or ranks have no GPU to share.
+    """
+    check_trainer(config, config.trainer.worker, "trainer.worker")
+    findings = check_config(config)
+    _check_one_node(config)
+    _check_engine_split("engine", config)
+    for name in config.models:
+        _check_engine_split(f"models.{name}", config.of_model(name))
+    if isinstance(config.engine, SGLangEngines) and config.engine.urls_file is not None:
+        read_urls(Path(config.engine.urls_file))
+    if config.trainer.device == "cuda":
+        check_shared_gpus(config)
+    run_dir = check_run_folder(config)
+    check_targets(Path(config.metrics.targets_dir or run_dir.parent / ".prometheus"), config.run.name)
+    return findings
+
+
+def _check_engine_split(section: str, config: Config) -> None:
+    """Check that SGLang can split a model's attention over the GPUs of an engine that it starts.
+
+    Source: sglang/srt/models, whose attention asserts it; on a CPU, SGLang pads.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    engine = config.engine
+    if not isinstance(engine, SGLangEngines) or engine.urls or engine.urls_file or _device(engine) != "cuda":
+        return
+    if any(argument.startswith("--enable-dp-attention") for argument in engine.extra_args):
+        return  # each GPU has whole heads
+    model, tp = read_config(config.model.path), engine.tp_size
+    heads = model.get("num_attention_heads") or tp
+    groups = heads if model.get("kv_lora_rank") else model.get("num_key_value_heads") or heads
+    if heads % tp or (groups % tp and tp % groups):
+        raise ConfigError(
+            f"{section}.tp_size is {tp}, but {config.model.path} has {heads} attention heads in {groups} "
+            "groups: it must divide the heads, and divide the groups or be a multiple of them"
+        )
+
+
+def _check_one_node(config: Config) -> None:
+    """Check that processes do not ask for what a Ray that the run starts on this machine never has.
+
+    Raises:
+        ConfigError: They do.
+    """
+    placement, engine = config.placement, config.engine
+    if placement.joins:
+        return
+    remedy = "set placement.ray_address to a cluster"
+    for name in ("engine", "rank", "rollout_worker"):
+        if asked := getattr(placement, f"resources_per_{name}"):
+            raise ConfigError(
+                f"placement.resources_per_{name} names {', '.join(asked)}, and the Ray that is started here "
+                f"has no custom resources: leave it out, or {remedy}"
+            )
+    starts_engines = isinstance(engine, SGLangEngines) and not engine.urls and engine.urls_file is None
+    for name, strategy, count in (
+        ("engine", placement.engine_strategy, engine.num_engines if starts_engines else 0),
+        ("trainer", placement.trainer_strategy, config.trainer.num_ranks),
+    ):
+        if strategy == "STRICT_SPREAD" and count > 1:
+            raise ConfigError(
+                f"placement.{name}_strategy is STRICT_SPREAD, so that {count} processes need {count} nodes, "
+                f"and the Ray that is started here has one: use SPREAD, or {remedy}"
+            )
+    urls = engine.urls if isinstance(engine, SGLangEngines) else []
+    elsewhere = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
+    if config.weights.transport == "tensor" and elsewhere:
+        check_shares_memory("the engine", urlsplit(elsewhere[0]).hostname or "", "this machine", {})
 
 
 def check_config(config: Config) -> list[str]:
@@ -59,7 +155,8 @@ def check_config(config: Config) -> list[str]:
     tasks = load_run_tasks(config)  # last, because large data takes a while
     validation = load_validation(config.data, prompt_rule(config)) if config.data.validation else []
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
-    for task in chain(tasks, *(dataset.tasks for dataset in validation)):
+    everything = chain(tasks, *(dataset.tasks for dataset in validation))
+    for task in show_progress(everything, "checking loops and rewards", "tasks"):
         try:
             loops.get_loop(task.agent_loop)
             rewards.name_for(task)
@@ -73,6 +170,7 @@ def check_config(config: Config) -> list[str]:
     )
     if chat is not None:
         _check_vocabulary(chat, config.model.path, facts.vocab_size)
+        _check_roles(chat, chain(tasks, *(dataset.tasks for dataset in validation)))
     _check_models(config, chat)
     loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
     answering = {task.agent_loop for dataset in validation for task in dataset.tasks}
@@ -89,7 +187,7 @@ def check_config(config: Config) -> list[str]:
         f"model: {model}, context {facts.context_length} tokens",
         *_sharing_findings(config),
         *_transfer_findings(config),
-        *(_template_findings(chat) if chat is not None else ()),
+        *(_template_findings(chat) if chat is not None else [_NO_TOKENIZER]),
         f"data: {len(tasks)} tasks",
         *(f"data: {_describe_dataset(dataset)}" for dataset in tasks.datasets),
         *(f"validation: {_describe_dataset(dataset)}" for dataset in validation),
@@ -100,7 +198,25 @@ def check_config(config: Config) -> list[str]:
         f"rollout workers: {config.workers.number}; {config.workers.reason}",
         descriptors,
         describe_memory(config, facts),
+        *(f"WARNING: the config names {path}, but {found}" for path, found in _shadowed(config)),
     ]
+
+
+def _shadowed(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield dotted paths of the config whose module is not the user's file of that name, and which it is."""
+    values: list[Any] = [msgspec.to_builtins(config)]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            values += value
+        elif (
+            isinstance(value, str)
+            and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value)
+            and (found := describe_shadowed(value)) is not None
+        ):
+            yield value, found
 
 
 def _check_workers(config: Config) -> None:
@@ -143,6 +259,20 @@ def _check_ports(config: Config, loops: Mapping[str, Any], answering: Set[str | 
             f"the agent loop {name} has port {port}, and {others}; set the loop's port to 0, which takes a "
             "free one"
         )
+
+
+def _check_roles(chat: ChatFormat, tasks: Iterable[Task]) -> None:
+    """Check that the chat template shows all messages of the tasks.
+
+    Raises:
+        ConfigError: It leaves out those of a role.
+    """
+    for task in tasks:
+        for message in task.messages:
+            try:
+                chat.check_role(message["role"])
+            except ConfigError as error:
+                raise ConfigError(f"task {task.task_id}: {error}") from error
 
 
 def _check_vocabulary(chat: ChatFormat, model_path: str, vocab_size: int) -> None:
@@ -202,10 +332,16 @@ def _check_models(config: Config, chat: ChatFormat | None) -> None:
         if name != config.trainer.loss.teacher.model:
             continue
         longest = config.models[name].context_length or facts.context_length
-        if longest < config.rollout.max_context_tokens:
+        cache = config.models[name].max_total_tokens
+        if min(longest, cache or longest) < config.rollout.max_context_tokens:
+            found = (
+                f"max_total_tokens = {cache}"
+                if cache and cache < longest
+                else f"a context of {longest} tokens"
+            )
             raise ConfigError(
                 f"rollout.max_context_tokens is {config.rollout.max_context_tokens}, and the teacher "
-                f"{name!r} has a context of {longest} tokens: lower the one, or use another teacher"
+                f"{name!r} has {found}: lower the one, or use another teacher"
             )
         if chat is not None and has_tokenizer(its.model.path):
             check_same_tokens(chat.tokenizer, its.model.path)
@@ -230,8 +366,16 @@ def require_tasks(config: Config) -> None:
 
 
 def _loop_findings(loop: Any, chat: ChatFormat | None) -> list[str]:
-    """Return the findings of an agent loop's `check`, if it has one (`agent_loops.base.AgentLoop`)."""
-    return list(loop.check(chat.template)) if chat is not None and hasattr(loop, "check") else []
+    """Return the findings of an agent loop's `check`, if it has one (`agent_loops.base.AgentLoop`).
+
+    Raises:
+        ConfigError: The loop gives the policy tools, which the chat template does not show.
+    """
+    if chat is None:
+        return []
+    if getattr(loop, "has_tools", False):
+        chat.check_tools()
+    return list(loop.check(chat.template)) if hasattr(loop, "check") else []
 
 
 def _sharing_findings(config: Config) -> list[str]:
@@ -282,7 +426,8 @@ def _describe_dataset(dataset: Dataset) -> str:
     weight = f", weight {dataset.weight:g}" if dataset.weight is not None else ""
     prompts = "" if dataset.longest_prompt is None else f", longest prompt {dataset.longest_prompt} tokens"
     left_out = f", {dataset.num_filtered} longer ones left out" if dataset.num_filtered else ""
-    return f"{dataset.name}: {len(dataset.tasks)} {schema}{weight}{prompts}{left_out}"
+    absent = "".join(f"; {sentence}" for sentence in dataset.absent_keys)
+    return f"{dataset.name}: {len(dataset.tasks)} {schema}{weight}{prompts}{left_out}{absent}"
 
 
 def check_trainer(config: Config, worker: str, key: str) -> None:
@@ -298,16 +443,35 @@ def check_trainer(config: Config, worker: str, key: str) -> None:
         ConfigError: The path is wrong, the weights are incomplete, or the package refuses the config.
     """
     require_module(worker, key)
-    package = sys.modules.get(worker.partition(":")[0].rpartition(".")[0])
-    if package is not None and hasattr(package, "check"):
+    package = _package_of(worker)
+    if hasattr(package, "check"):
         package.check(config)
     check_weights(config.model.path, load_facts(config.model.path))
 
 
 def describe_trainer(config: Config) -> list[str]:
     """Return what the trainer's package says about a config, if it has a function `describe(config)`."""
-    package: Any = sys.modules.get(config.trainer.worker.partition(":")[0].rpartition(".")[0])
+    package = _package_of(config.trainer.worker)
     return list(package.describe(config)) if hasattr(package, "describe") else []
+
+
+def check_trainer_here(config: Config) -> None:
+    """Check that ranks can start on this machine, if the run starts Ray here and the trainer's package has a
+    function `check_here(config)`.
+
+    Raises:
+        ConfigError, EnvironmentNotReady: They cannot.
+    """
+    if config.placement.joins:
+        return
+    package = _package_of(config.trainer.worker)
+    if hasattr(package, "check_here"):
+        package.check_here(config)
+
+
+def _package_of(worker: str) -> Any:
+    """Return the package of a dotted path that `require_module` has found; None if it has none."""
+    return sys.modules.get(worker.partition(":")[0].rpartition(".")[0])
 
 
 def require_module(path: str, key: str) -> None:

@@ -1,4 +1,6 @@
-"""`async-rl check --here`: what a run on this machine's GPUs needs besides Python packages.
+"""What a run needs of this machine, as `async-rl train` and `async-rl check --here` check it.
+
+`describe_machine` is for the latter alone: what a run on GPUs needs besides Python packages.
 
 ```
 driver ─► CUDA toolkit (SGLang compiles kernels) ─► TransformerEngine (the trainer's layers) ─► compile caches
@@ -7,15 +9,24 @@ driver ─► CUDA toolkit (SGLang compiles kernels) ─► TransformerEngine (t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Final
 
+from async_rl.config import Config, SGLangEngines
+from async_rl.engines.sglang.connect import external_keys
+from async_rl.engines.sglang.server import check_sglang
 from async_rl.errors import EnvironmentNotReady
-from async_rl.runtime.devices import detect_device, finds_transformer_engine
+from async_rl.observability.endpoints import check_address
+from async_rl.run.placement_table import check_resources, check_shared_gpus, engine_groups
+from async_rl.run.preflight import check_trainer_here
+from async_rl.runtime.devices import count_gpus, detect_device, finds_transformer_engine
+from async_rl.runtime.files import socket_folder
 
 MIN_DRIVER: Final = 580
 """The first driver of CUDA 13, for which requirements/gpu.txt is."""
@@ -27,6 +38,64 @@ CACHES: Final = {
     "the trainer": ("TORCHINDUCTOR_CACHE_DIR", "/tmp/async-rl-compiled-{uid}"),
 }
 """Where kernels are kept between starts: the variable that names the folder, and its default."""
+
+
+BELOW_RAY_FOLDER: Final = len("/r/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store")
+"""The longest path of a socket of Ray below the folder that it is given, bytes."""
+
+
+def ray_folder(run_dir: Path) -> Path:
+    """Return the folder for the sockets and logs of a Ray that a run starts, whether it exists or not.
+
+    It is short, because paths of sockets are limited, and the same for each incarnation of a run, so that
+    the next one finds what a killed driver left.
+
+    Raises:
+        EnvironmentNotReady: There is none whose path is short enough.
+    """
+    name = hashlib.blake2s(f"{os.getuid()}:{run_dir.resolve()}".encode(), digest_size=4).hexdigest()
+    folder = f"async-rl-{name}"
+    return socket_folder(1 + len(folder) + BELOW_RAY_FOLDER) / folder
+
+
+def check_machine(config: Config) -> list[str]:
+    """Check what the start of a run needs of this machine; for ranks and engines only if they run here.
+
+    Returns:
+        Findings, one sentence each.
+
+    Raises:
+        ConfigError: The trainer cannot use the machine as the config says.
+        EnvironmentNotReady: An address, a device, a package or a resource is missing.
+    """
+    check_address(config.metrics.host, config.metrics.port)
+    for job in (config, *(config.of_model(name) for name in config.models)):
+        if isinstance(job.engine, SGLangEngines):
+            for url in job.engine.urls:
+                external_keys(url)
+    check_trainer_here(config)
+    if config.placement.joins:
+        return []
+    folder, given = ray_folder(Path(config.run.dir) / config.run.name), tempfile.gettempdir()
+    device = detect_device()
+    if groups := engine_groups(config):
+        wanted = getattr(config.engine, "device", "cpu")
+        if wanted == "cuda" and device != "cuda":
+            raise EnvironmentNotReady(
+                "engine.device is cuda, but this machine has no GPU, or a torch without CUDA: set "
+                "engine.device=auto or cpu"
+            )
+        on_gpu = "cuda" in (wanted, device) and wanted != "cpu"
+        check_sglang(
+            narrow=groups[0].name == "engine" and bool(getattr(config.engine, "narrow_routing", False)),
+            saves_memory=config.placement.shared and on_gpu,
+        )
+    if device == "cuda" and config.trainer.device == "auto":
+        check_shared_gpus(config)
+    check_resources(config, gpus=count_gpus(), cpus=os.cpu_count() or 1)
+    if folder.parent == Path(given):
+        return []
+    return [f"here: TMPDIR is {given}, which is too long for paths of sockets: those of Ray are in {folder}"]
 
 
 def describe_machine() -> list[str]:

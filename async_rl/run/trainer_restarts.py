@@ -79,8 +79,10 @@ class TrainerRestarts:
             trainer = await self._cluster.start_trainer()
             state = await trainer.setup(self._checkpoints)
         for flaw in state.skipped_checkpoints:
-            log.warning("a newer checkpoint is skipped: %s", flaw)
+            self._run_log.warn(f"a newer checkpoint is skipped: {flaw}")
         await self._run_log.load_records_until(state.step)
+        if state.step or state.skipped_checkpoints:
+            self._run_log.enter_phase(f"continuing from step {state.step}")
         return TrainerHandle(trainer, state.step)
 
     async def restart_trainer(self, cause: AsyncRLError) -> TrainerHandle:
@@ -105,7 +107,6 @@ class TrainerRestarts:
                 trainer_handle = await self.start_trainer()
             except (TrainerError, EnvironmentNotReady) as error:
                 cause = error
-        log.info("the trainer is back at step %d", trainer_handle.step)
         # No engine serves again before it has the checkpoint's weights.
         for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING, EngineState.EVALUATING):
             self._pool.rejoin_engine(engine.engine_id)

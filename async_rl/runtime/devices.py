@@ -48,7 +48,7 @@ def finds_transformer_engine() -> bool:
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return False
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    command = [sys.executable, "-P", "-c", "import transformer_engine.pytorch"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
+
+from async_rl.errors import EnvironmentNotReady
 
 FILE_NAME: Final = r"^\.?[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z"
 """What every name that becomes a part of a path must match: it names one file, in the folder it joins."""
@@ -85,6 +89,43 @@ def private_folder(path: Path) -> Path:
     finally:
         os.close(folder)
     return path
+
+
+_MAX_SOCKET_PATH: Final = 107
+"""The longest path of a socket on Linux, bytes."""
+
+
+def socket_folder(below: int) -> Path:
+    """Return a temporary folder in which sockets fit: that of TMPDIR, or /tmp if its path is too long.
+
+    Args:
+        below: The length of the longest path of a socket below it, bytes.
+
+    Raises:
+        EnvironmentNotReady: The path is too long, and /tmp cannot be used.
+    """
+    given = tempfile.gettempdir()
+    longest = _MAX_SOCKET_PATH - below
+    if len(os.fsencode(given)) <= longest:
+        return Path(given)
+    if os.access("/tmp", os.W_OK | os.X_OK):
+        return Path("/tmp")
+    raise EnvironmentNotReady(
+        f"TMPDIR is {given}, of {len(os.fsencode(given))} bytes, and sockets there would exceed the limit of "
+        f"{_MAX_SOCKET_PATH} bytes; /tmp cannot be written: set TMPDIR to a folder of at most {longest} bytes"
+    )
+
+
+def is_locked(lock_file: Path) -> bool:
+    """Returns whether a driver runs in a folder: a driver holds the lock in it until it ends."""
+    if not lock_file.exists():
+        return False
+    with lock_file.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -29,11 +31,58 @@ def extend_import_path() -> str:
     The folder of the config may hold any file, so it comes last and shadows no package.
     """
     # The sys.path of a console script starts with the script's folder, not the user's.
-    folders = [os.getcwd(), *(folder for folder in IMPORT_FOLDERS if folder != os.getcwd())]
+    folders = _user_folders()
     for folder in folders:
         if folder not in sys.path and not (folder == folders[0] and "" in sys.path):
+            _import_namespaces(folder)
             sys.path.append(folder)
     return f"an installed package or a file in {' or '.join(folders)}"
+
+
+def describe_shadowed(path: str) -> str | None:
+    """Return that a module which a dotted path names is not the user's file of that name, if there is one.
+
+    Example:
+        >>> describe_shadowed("statistics:my_reward")
+        "'statistics' is /usr/lib/python3.11/statistics.py, and not /home/me/statistics.py: rename the file"
+    """
+    extend_import_path()
+    name = path.partition(":")[0].partition(".")[0]
+    spec = None
+    with suppress(ValueError):  # a module without a spec, such as __main__
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None:
+        return None
+    found = spec.origin if spec.has_location else next(iter(spec.submodule_search_locations or ()), None)
+    for folder in _user_folders():
+        for file in (Path(folder, f"{name}.py"), Path(folder, name, "__init__.py")):
+            if file.is_file() and not (found is not None and Path(found).exists() and file.samefile(found)):
+                return f"{name!r} is {found or 'a part of Python'}, and not {file}: rename the file"
+            if file.is_file():
+                return None
+    return None
+
+
+def _user_folders() -> list[str]:
+    return [os.getcwd(), *(folder for folder in IMPORT_FOLDERS if folder != os.getcwd())]
+
+
+def _import_namespaces(folder: str) -> None:
+    """Import the installed namespace packages, such as `megatron`, whose names modules of a folder have.
+
+    They would yield to these, although the folder comes later on the path.
+    """
+    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+        name = entry.name.removesuffix(".py")
+        if not name.isidentifier() or name in sys.modules or (name == entry.name and not entry.is_dir()):
+            continue
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is not None:
+                continue
+            places = {os.path.dirname(place) for place in spec.submodule_search_locations or ()}
+            if places and places.isdisjoint(_user_folders()):  # any folder of the user's looks like one
+                importlib.import_module(name)
 
 
 def load_object(path: str, *, what: str) -> Any:
@@ -59,6 +108,8 @@ def load_object(path: str, *, what: str) -> Any:
         if not hasattr(value, name):
             close = difflib.get_close_matches(name, dir(value), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
+            shadowed = describe_shadowed(path)
+            hint += f"; {shadowed}" if shadowed else ""
             raise ConfigError(f"{what} {path!r}: module {module_name!r} has no attribute {attribute!r}{hint}")
         value = getattr(value, name)
     return value
@@ -88,8 +139,10 @@ def _import_module(module_name: str, path: str, what: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            shadowed = describe_shadowed(path)
             raise ConfigError(
                 f"{what} {path!r}: there is no module {error.name!r}; expected {places}"
+                + (f"; {shadowed}" if shadowed else "")
             ) from error
         raise ConfigError(f"{what} {path!r}: importing {module_name!r} failed: {error}") from error
     except EnvironmentNotReady:  # its message already says what to install

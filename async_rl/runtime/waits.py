@@ -201,6 +201,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "the teacher {} does not score a trajectory",
         "A finished trajectory is being scored.",
     ),
+    "tokeniser": WaitKind(
+        "the tokeniser to read {} of messages",
+        "the tokeniser does not finish {} of messages",
+        "Long messages of a trajectory, or for a judge, are being tokenised in a thread.",
+    ),
     "tool": WaitKind(
         "tool {}",
         "tool {} does not return",

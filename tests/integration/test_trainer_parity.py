@@ -24,7 +24,7 @@ from tests.support.trainers import (
     weights,
 )
 from trainer.megatron import architectures, bridge
-from trainer.validate import KNOWN_MODEL_TYPES
+from trainer.supported_values import KNOWN_MODEL_TYPES
 
 pytestmark = pytest.mark.megatron
 

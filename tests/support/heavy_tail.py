@@ -47,7 +47,7 @@ class _Chat:
     """Prompts that tell a coarse engine how long the answer will be."""
 
     stop_token_ids = (2,)
-    end_of_turn_id = 104
+    end_of_turn_ids = (104,)
 
     def prompt_ids(self, messages: Any, tools: Any = ()) -> np.ndarray:
         length, number = messages[0]["content"].split()

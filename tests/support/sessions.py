@@ -36,7 +36,7 @@ class PlainChat:
     """Seven tokens of prompt, two for each later message; token 2 stops, 104 ends a turn."""
 
     stop_token_ids = (2,)
-    end_of_turn_id = 104
+    end_of_turn_ids = (104,)
 
     def prompt_ids(self, messages: Any, tools: Any = ()) -> np.ndarray:
         return np.arange(PROMPT, dtype=np.int32)

@@ -9,9 +9,13 @@ import msgspec
 import pytest
 
 from async_rl.config import RolloutConfig
-from async_rl.errors import EnvironmentNotReady
+from async_rl.errors import AgentLoopError, EnvironmentNotReady
+from async_rl.rollout.attempt import run_agent_loop
 from async_rl.rollout.loops import AgentLoops
 from async_rl.runtime.supervision import first_error
+from tests.support.scripted_session import make_task
+from tests.support.sessions import Bench
+from tests.support.talk import lines, talking
 
 _noted: list[str] = []
 
@@ -87,3 +91,34 @@ async def test_loop_is_left_when_the_run_is_cancelled(noted: list[str]) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert noted == ["enter a", "leave a"]
+
+
+class Slow:
+    async def run(self, task: Any, session: Any) -> None:
+        session.status = "waits for the database"
+        await asyncio.Event().wait()
+
+
+async def test_the_error_of_the_time_limit_shows_the_status() -> None:
+    tree = {"agent_loop": f"{__name__}:Slow", "trajectory_timeout_s": 5.0}
+    config = msgspec.convert(tree, RolloutConfig)
+    async with AgentLoops(config) as made:
+        with pytest.raises(AgentLoopError, match=r"trajectory_timeout_s = 5.0: .*: waits for the database$"):
+            await run_agent_loop(make_task(), Bench().session, made, config)
+
+
+class Failing:
+    async def run(self, task: Any, session: Any) -> str:
+        session.start(task.messages)
+        await session.generate()
+        async with session.branch() as other:
+            await other.generate()
+        return "failed"
+
+
+async def test_the_whole_attempt_failed_when_its_loop_says_so() -> None:
+    config = msgspec.convert({"agent_loop": f"{__name__}:Failing", "max_branches": 1}, RolloutConfig)
+    bench, _ = talking(lines("4", "5"), max_branches=1)
+    async with AgentLoops(config) as made:
+        await run_agent_loop(make_task(), bench.session, made, config)
+    assert [each.completion.stop_reason for each in bench.session.tree] == ["failed", "failed"]

@@ -80,15 +80,15 @@ async def test_rewards_of_turns_belong_to_the_conversation_that_sampled_them() -
     with pytest.raises(RuntimeError, match="before a turn"):
         bench.session.reward_turn(1.0)
     await bench.session.generate()
-    bench.session.reward_turn(1)
-    bench.session.reward_turn(0.5)
+    bench.session.reward_turn(np.float32(1))
+    bench.session.reward_turn(np.array(0.5))
     async with bench.session.branch() as other:
         with pytest.raises(RuntimeError, match="of this session"):
             other.reward_turn(1.0)
         other.add_messages([{"role": "user", "content": "?"}])
         await other.generate()
         other.reward_turn(-2.0)
-    for wrong in (float("nan"), "1", None, True):
+    for wrong in (float("nan"), "1", None, True, 1e300, np.array([1.0])):
         with pytest.raises(ValueError, match="expected a finite number"):
             bench.session.reward_turn(wrong)  # type: ignore[arg-type]
     ends = await ends_of(bench)

@@ -36,18 +36,23 @@ def test_help_imports_nothing_heavy() -> None:
     assert "async_rl.errors" in modules
 
 
-def test_check_prints_the_resolved_config_and_what_follows(
+def test_check_prints_what_follows_and_the_config_when_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path)
-    assert main(["check", str(path), "rollout.max_staleness=1", "--gpus-per-node", "8"]) == 0
+    words = ["check", str(path), "rollout.max_staleness=1", "--gpus-per-node", "8"]
+    assert main(words) == 0
     out = capsys.readouterr().out
-    (tmp_path / "resolved.yaml").write_text(out)
+    assert "max_staleness:" not in out
+    assert main([*words, "--resolved"]) == 0
+    resolved = capsys.readouterr().out
+    assert resolved.startswith("".join(f"# {line}\n" for line in out.splitlines()))
+    (tmp_path / "resolved.yaml").write_text(resolved)
     assert load_config(tmp_path / "resolved.yaml") == load_config(path, ["rollout.max_staleness=1"])
-    assert "# model: 3 of 3 layers with 8 experts, top 2" in out
-    assert "# data: 2 tasks" in out
-    assert "# groups dispatched and not yet trained, at most: 4" in out
-    assert "# placement on" in out
+    assert "model: 3 of 3 layers with 8 experts, top 2" in out
+    assert "data: 2 tasks" in out
+    assert "groups dispatched and not yet trained, at most: 4" in out
+    assert "placement on" in out
     assert not (tmp_path / "runs").exists()
 
 
@@ -57,7 +62,7 @@ def test_check_says_where_the_chat_template_writes_turns_anew(
     monkeypatch.setattr(preflight, "has_tokenizer", lambda path: True)
     monkeypatch.setattr(preflight, "load_chat_format", lambda *_: chat_of("qwen3"))
     assert main(["check", str(write_run(tmp_path))]) == 0
-    assert "# chat template: a thought, when a user's message follows: " in capsys.readouterr().out
+    assert "chat template: a thought, when a user's message follows: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

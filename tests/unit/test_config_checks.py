@@ -81,6 +81,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("rollout.top_k=0", "no token could be sampled: use -1 for no limit"),
         ("rollout.top_p=0.9", "engines return at most 4096 kept tokens per position"),
         ("engine.context_length=100", "engine.context_length is 100, below rollout.max_context_tokens"),
+        ("engine.max_total_tokens=100", "engine.max_total_tokens is 100, below rollout.max_context_tokens"),
     ],
     "check_loss": [
         ("trainer.loss.reject={geometric_low: 2.0, geometric_high: 1.0}", "every answer would be rejected"),

@@ -215,7 +215,7 @@ def test_the_warning_reaches_async_rl_check(tmp_path, capsys):
     path = write_run(tmp_path)
     settings = ["trainer.loss.kl={coefficient: 0.1, where: reward}", "trainer.loss.advantages=reinforce++"]
     assert main(["check", str(path), *settings, "trainer.worker=trainer.worker:TrainerWorker"]) == 0
-    assert "# trainer.loss.kl: the coefficient of the penalty" in capsys.readouterr().out
+    assert "trainer.loss.kl: the coefficient of the penalty" in capsys.readouterr().out
 
 
 def test_right_functions_are_taken_but_one_that_compares_siblings_needs_groups():

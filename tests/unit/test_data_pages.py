@@ -81,7 +81,8 @@ def test_a_config_of_the_page_passes_all_checks(folder: Path, text: str) -> None
 
 def test_bad_rows_are_said_as_on_the_page(folder: Path) -> None:
     good = json.dumps({"id": "a", "messages": "x"})
-    (folder / "bad.jsonl").write_text("\n".join([good, "{}", "{", json.dumps({"messages": "y"}), good]))
+    other = json.dumps({"question": "1 + 1?", "answer": "2"})
+    (folder / "bad.jsonl").write_text("\n".join([good, other, "{", json.dumps({"messages": "y"}), good]))
     with pytest.raises(ConfigError) as raised:
         load_tasks(DataConfig(path="bad.jsonl"))
     (shown,) = (block for block in blocks(PAGE, "", "## Datasets") if "malformed examples" in block)

@@ -118,12 +118,35 @@ def test_tasks_are_equal_when_the_same_rows_are_parquet(tmp_path: Path):
     assert list(from_parquet) == list(load_tasks(DataConfig(path=str(write_jsonl(tmp_path, *rows)))))
 
 
+def test_objects_have_no_nulls_of_other_rows_when_they_are_parquet(tmp_path: Path):
+    """A column of objects has the keys of all of its rows: missing ones are null."""
+    tools = [
+        {"name": "now", "parameters": {"tz": {"type": "string"}}},
+        {"name": "add", "parameters": {"a": {"type": "number"}}},
+    ]
+    rows = [
+        {"messages": MESSAGES, "answer": {"x": 1}, "tools": tools[:1], "metadata": {"level": {"of": 1}}},
+        {"messages": MESSAGES, "answer": {"y": [2]}, "tools": tools, "metadata": {"source": None}},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "tasks.parquet")
+    first, second = load_tasks(DataConfig(path=str(tmp_path / "tasks.parquet")))
+    assert first.tools == [{"name": "now", "parameters": {"tz": {"type": "string"}}}]
+    assert (first.answer, second.answer) == ({"x": 1}, {"y": [2]})
+    assert "null" not in str(first.metadata)
+    assert "None" not in str((first.metadata, second.tools))
+
+
 @pytest.mark.parametrize(
     ("row", "error"),
     [
         ("{", "not a JSON object"),
         ("[1, 2]", "the example is a list; expected an object with 'messages'"),
-        ({}, "'messages' is missing; expected a list of chat messages or a prompt string"),
+        ({}, "'messages' is missing; the example has the keys none: set data.messages_key to the one"),
+        (
+            {"question": "2 + 2?", "x": None},
+            "'messages' is missing; the example has the keys 'question': set",
+        ),
+        ({str(i): i for i in range(30)}, "the keys '0', .*, '19', 10 more: set data.messages_key"),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": {"role": "user"}}, "'messages' is an object"),
         ({"messages": ["hi"]}, r"'messages'\[0\] is a string; expected an object with 'role' and 'content'"),
@@ -148,6 +171,33 @@ def test_config_error_names_file_and_line_when_a_row_is_malformed(tmp_path: Path
     with pytest.raises(ConfigError, match=error) as raised:
         load_tasks(DataConfig(path=str(path)))
     assert str(raised.value).startswith(f"{path}:3: ")
+
+
+def test_the_keys_found_and_the_setting_are_named_when_no_example_has_an_answer(tmp_path: Path):
+    rows = [{"messages": "1", "solution": {"text": "4"}}, {"messages": "2", "hint": "add"}]
+    path = write_jsonl(tmp_path, *rows)
+    (dataset,) = load_tasks(DataConfig(path=str(path))).datasets
+    (sentence,) = dataset.absent_keys
+    assert sentence == (
+        "no example has the key 'answer' (data.answer_key); the keys of the first one are 'messages', "
+        "'solution'"
+    )
+    for right in ("solution.text", "hint"):  # also where only some have it
+        assert not load_tasks(DataConfig(path=str(path), answer_key=right)).datasets[0].absent_keys
+    for wrong in ("anwser", "solution.txt", "solution.text.more"):
+        with pytest.raises(ConfigError, match=f"'{wrong}' \\(data.answer_key\\); the keys .* 'solution'"):
+            load_tasks(DataConfig(path=str(path), answer_key=wrong))
+        with pytest.raises(ConfigError, match=f"'{wrong}'"):
+            load_tasks(DataConfig(datasets=[DatasetConfig(path=str(path), answer_key=wrong)]))
+
+
+def test_other_keys_that_are_set_and_absent_are_told_when_no_example_has_them(tmp_path: Path):
+    path = write_jsonl(tmp_path, {"messages": "1", "answer": "4"})
+    named = DataConfig(path=str(path), id_key="uid", tools_key="functions")
+    sentences = load_tasks(named).datasets[0].absent_keys
+    assert ["'uid' (data.id_key)" in sentences[0], "'functions' (data.tools_key)" in sentences[1]] == [
+        True
+    ] * 2
 
 
 @pytest.mark.parametrize(

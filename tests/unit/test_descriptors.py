@@ -69,7 +69,7 @@ def test_a_config_is_refused_in_one_sentence_when_the_limit_is_too_low(
     assert "the limit is 1024: raise the hard limit" in line
     done = run_limited(512, 4096, code)
     assert done.returncode == 0, done.stderr
-    assert "# file descriptors: at most " in done.stdout
+    assert "file descriptors: at most " in done.stdout
     assert " of 4096" in done.stdout
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from async_rl.cli.main import main
 from async_rl.observability.diagnosis import Cause, Diagnosis
 from async_rl.observability.endpoints import serve
 from async_rl.observability.metrics import Metrics
+from tests.support.finished_run import records, write_run_folder
 
 
 def health(state: str) -> dict[str, Any]:
@@ -51,3 +55,30 @@ def test_one_sentence_is_printed_when_nothing_answers(
     assert main(["doctor", "http://127.0.0.1:9"]) == 3
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("INFO    async_rl.run.train_loop: step 2", "after step 2: it was stopped or killed"),
+        (
+            "ERROR   async_rl.run.folder: the run failed: engine-0 failed: no memory",
+            "after step 2: it failed: engine-0 failed: no memory",
+        ),
+    ],
+)
+def test_when_and_how_is_said_when_the_run_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], last: str, said: str
+) -> None:
+    line = f"2026-01-02 03:04:05,678 {last}\n"
+    folder = write_run_folder(tmp_path / "run", records(2), max_steps=30, log=line)
+    (folder / "url").write_text("http://127.0.0.1:9")
+    os.utime(folder / "logs" / "driver.log", (when := 1.7e9, when))
+    assert main(["doctor", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert datetime.fromtimestamp(when).strftime(f"{folder} ended at %Y-%m-%d %H:%M:%S, ") in out
+    assert said in out
+    with (folder / ".lock").open("w") as lock:  # it runs again, and does not answer
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["doctor", str(folder)]) == 3
+    assert "nothing listens there" in capsys.readouterr().err

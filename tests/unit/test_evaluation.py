@@ -18,6 +18,7 @@ from async_rl.errors import ConfigError, EnvironmentNotReady, RewardUnavailable
 from async_rl.evaluation.estimates import EvaluatedAnswer, pass_at_k, scores
 from async_rl.evaluation.evaluator import evaluation_config
 from async_rl.evaluation.service import due
+from async_rl.observability import long_work
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord
@@ -205,6 +206,17 @@ def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator,
     assert "6 of the 6" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"data\.validation"):
         evaluate(path, ["data.validation=[]"], model=calculator / "model", open_engines=simulated)
+
+
+def test_an_evaluation_says_how_far_it_is_when_it_takes_long(calculator, tmp_path, capsys, monkeypatch):
+    path = write_config(calculator, tmp_path, evaluation={"samples": 2})
+    assert evaluate(path, [], console=TextConsole(), open_engines=simulated) == 0
+    assert "evaluating" not in capsys.readouterr().err, "it was short"
+    monkeypatch.setattr(long_work, "_LINE_EVERY_S", 0.0)
+    assert evaluate(path, [], console=TextConsole(), open_engines=simulated) == 0
+    shown = capsys.readouterr()
+    assert "evaluating: 0 of 6 answers after 0 s" in shown.err
+    assert "evaluating" not in shown.out
 
 
 class RewardsTurns:

@@ -252,7 +252,7 @@ def test_a_module_beside_the_config_is_found_from_another_folder(
 ) -> None:
     words = ["rollout.agent_loop=code_beside:Fine", "rollout.reward=code_beside:good"]
     assert main(["check", str(beside), *words]) == 0
-    assert "# agent loop: code_beside:Fine, of 2 tasks" in capsys.readouterr().out
+    assert "agent loop: code_beside:Fine, of 2 tasks" in capsys.readouterr().out
     assert main(["check", str(beside), "rollout.agent_loop=nowhere_at_all:Loop"]) == 2
     assert f"a file in {Path.cwd()} or {beside.parent}" in capsys.readouterr().err
 
@@ -284,7 +284,7 @@ def test_a_supervised_config_is_checked_and_other_commands_name_sft(
     messages = [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}]
     conversations.write_text(json.dumps({"messages": messages}))
     assert main(["check", str(path)]) == 0
-    assert "# sft: 1 conversations, " in capsys.readouterr().out
+    assert "sft: 1 conversations, " in capsys.readouterr().out
 
 
 def test_the_schema_accepts_every_shipped_config_and_refuses_what_the_loader_refuses() -> None:
@@ -346,7 +346,7 @@ def test_files_with_a_byte_order_mark_are_read(
     path.write_bytes(codecs.BOM_UTF8 + text.encode())
     tasks.write_bytes(codecs.BOM_UTF8 + rows.encode())
     assert main(["check", str(path)]) == 0
-    assert "# data: 2 tasks" in capsys.readouterr().out
+    assert "data: 2 tasks" in capsys.readouterr().out
     tasks.write_text(rows, encoding="utf-16")
     assert "tasks.jsonl is UTF-16 by its byte-order mark: save it as UTF-8" in refused("check", path)
     path.write_text(text, encoding="utf-16")
@@ -367,8 +367,8 @@ def test_every_command_takes_a_run_by_its_name(finished: Path, capsys: pytest.Ca
     assert main(["report", "mine"]) == 0
     assert capsys.readouterr().out == "runs/mine/report.html\n"
     (finished / "url").write_text("http://127.0.0.1:9")
-    assert main(["doctor", "mine"]) == 3
-    assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+    assert main(["doctor", "mine"]) == 0
+    assert "runs/mine ended at 20" in capsys.readouterr().out
     quick = ["--versions", "2", "--warmup", "1"]
     assert main(["plan", str(QUICKSTART), "--from", "mine", *quick]) == 0
 

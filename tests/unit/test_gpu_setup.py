@@ -154,15 +154,15 @@ def test_check_shows_what_this_machine_has_and_names_what_it_lacks(
 ) -> None:
     words = ["check", str(write_run(tmp_path)), "--here"]
     assert main(words) == 0
-    assert "# here: no GPU, or a torch without CUDA" in capsys.readouterr().out
+    assert "here: no GPU, or a torch without CUDA" in capsys.readouterr().out
     monkeypatch.setenv("PATH", machine.path)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(this_machine, "detect_device", lambda: "cuda")
     monkeypatch.setattr(this_machine, "finds_transformer_engine", lambda: True)
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "# here: driver and GPUs: 580.159.03, NVIDIA H100 80GB HBM3" in out
-    assert "# here: CUDA toolkit 13.0" in out
+    assert "here: driver and GPUs: 580.159.03, NVIDIA H100 80GB HBM3" in out
+    assert "here: CUDA toolkit 13.0" in out
     machine.add(name, program)
     assert main(words) == 3
     assert message in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_an_moe_in_bfloat16_is_refused_on_a_gpu_without_transformer_engine(
     assert main(["check", str(path), "model.dtype=bfloat16", *overrides]) == code
     captured = capsys.readouterr()
     assert ("TransformerEngine is not installed. Without it" in captured.err) == bool(code)
-    said = "# trainer: TransformerEngine is not installed, so layers are Megatron-Core's own"
+    said = "trainer: TransformerEngine is not installed, so layers are Megatron-Core's own"
     assert (said in captured.out) == ("trainer.require_transformer_engine=false" in overrides)
 
 

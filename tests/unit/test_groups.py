@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import chain
+from typing import Any
 
+import pytest
+from msgspec.structs import replace
+
+from async_rl.config import LossConfig
+from async_rl.config.trainer_settings import TeacherConfig
 from async_rl.errors import AgentLoopError, AsyncRLError
 from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.groups import (
@@ -13,11 +19,12 @@ from async_rl.rollout.groups import (
     UnscoredTrajectory,
     UntrainedGroups,
     can_drop_stragglers,
+    count_groups_without_signal,
     decide_group,
     has_signal,
 )
 from async_rl.staleness import StalenessPolicy
-from async_rl.types import StoredCompletion, StoredTrajectory, Task, TurnReward, VersionSpan
+from async_rl.types import StoredCompletion, StoredTrajectory, TakenBatch, Task, TurnReward, VersionSpan
 from tests.support.trajectories import make_trajectory
 
 REST = GroupPolicy(failed_siblings="train_rest", min_size=2)
@@ -187,3 +194,54 @@ def test_a_group_is_dropped_and_retried_when_one_call_cannot_score_it_any_more()
     assert not group.can_be_scored
     decision = decide_group({"b": 1.0}, {}, GroupPolicy(min_size=1), is_scored=False)
     assert (decision.train, decision.reason, decision.retry) == (False, "node_lost", True)
+
+
+def test_a_person_is_warned_when_many_groups_were_filtered_out() -> None:
+    warnings: list[str] = []
+    untrained = UntrainedGroups(limit=100, warn=warnings.append)
+    for decision in [TRAIN, *[NO_SIGNAL] * 19, TRAIN, *[NO_SIGNAL] * 40]:
+        untrained.record_group(decision, {}, None)
+    (warning,) = warnings
+    assert warning.startswith("all rewards equal for 20 groups: nothing is learned")
+
+
+def stored(group: int, reward: float, *turns: TurnReward) -> StoredTrajectory:
+    trajectory = make_trajectory("t", group_id=str(group), reward=reward)
+    return replace(StoredTrajectory.of(trajectory), turn_rewards=turns)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards", "without"),
+    [
+        ({}, [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]], 2),
+        ({"advantages": "rloo"}, [[1.0, 1.0], [0.0, 0.0]], 2),
+        ({"advantages": "reinforce++"}, [[1.0, 1.0], [0.0, 0.0]], 0),  # the batch is the baseline
+        ({"advantages": "reinforce++"}, [[1.0, 1.0], [1.0, 1.0]], 2),
+        ({"advantages": "gae"}, [[1.0, 1.0]], 0),
+        ({"teacher": TeacherConfig(model="t")}, [[1.0, 1.0]], 0),
+        ({"overlong_buffer_tokens": 8}, [[1.0, 1.0]], 0),
+    ],
+)
+def test_groups_without_a_signal_are_counted_by_what_the_advantages_compare(
+    settings: dict[str, Any], rewards: list[list[float]], without: int
+) -> None:
+    loss = LossConfig(**settings)
+    batch = taken([[stored(number, each) for each in group] for number, group in enumerate(rewards)])
+    assert count_groups_without_signal(batch, loss) == without
+
+
+def test_turn_rewards_are_a_signal_when_turns_have_returns_of_their_own() -> None:
+    group = [stored(0, 1.0, TurnReward(end=1, reward=0.5)), stored(0, 1.0, TurnReward(end=1, reward=0.1))]
+    assert count_groups_without_signal(taken([group]), LossConfig()) == 1
+    by_turn = LossConfig(turn_discount=0.5)
+    assert count_groups_without_signal(taken([group]), by_turn) == 0
+
+
+def taken(groups: list[list[StoredTrajectory]]) -> TakenBatch:
+    return TakenBatch(
+        batch_id="batch",
+        trainer_version=0,
+        group_ids=tuple(str(number) for number in range(len(groups))),
+        group_index=tuple(number for number, group in enumerate(groups) for _ in group),
+        trajectories=tuple(chain.from_iterable(groups)),
+    )

@@ -233,6 +233,34 @@ def test_one_of_the_table_is_shown_with_its_history_when_its_id_is_begun(
     assert portrait["passages"][1]["calls"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_word_of_the_table_is_split_when_the_terminal_is_narrow(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    long = replace(
+        make_trajectory("0198cccc1"), task_id="a-dataset-with-a-long-name/train-00012345678901234567890"
+    )
+    archive = Archive(run_dir / "trajectories.sqlite", keep=10)
+    archive_failure(archive, long, AgentLoopError("the sandbox could not be started: no namespaces here"))
+    archive.close()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["inspect", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines()[2:-1])) <= columns
+    words = out.split()
+    for word in (
+        "trajectory",
+        "status",
+        "reward",
+        "tokens",
+        "trained",
+        "dropped:",
+        "too_stale",
+        "namespaces",
+    ):
+        assert word in words
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.runtime.loading import load_object
+from async_rl.runtime.loading import describe_shadowed, load_object
 
 
 @pytest.fixture
@@ -50,3 +50,42 @@ def test_config_error_names_what_is_wrong(folder: Path, path: str, code: str, er
     (folder / "mine.py").write_text(code)
     with pytest.raises(ConfigError, match=error):
         load_object(path, what="agent loop")
+
+
+def test_installed_modules_come_first_when_a_file_has_the_name_of_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = folder / "installed"
+    (installed / "spread_out" / "inner").mkdir(parents=True)  # a namespace package, as `megatron` is
+    (installed / "spread_out" / "inner" / "__init__.py").write_text("place = 'installed'\n")
+    sys.path.append(str(installed))
+    for name in ("statistics", "spread_out", "sys"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('imported by mistake')\n")
+    monkeypatch.delitem(sys.modules, "statistics", raising=False)
+    assert load_object("statistics:mean", what="reward")([1, 3]) == 2
+    assert load_object("spread_out.inner:place", what="reward") == "installed"
+    monkeypatch.delitem(sys.modules, "spread_out.inner")  # the parent stays, and its path is computed anew
+    sys.path.append("elsewhere")
+    assert load_object("spread_out.inner:place", what="reward") == "installed"
+    for path in ("statistics:reward", "statistics.reward:f", "sys:reward"):
+        with pytest.raises(ConfigError, match=rf"and not {folder}/\w+\.py: rename the file"):
+            load_object(path, what="reward")
+
+
+def test_only_a_file_that_is_not_imported_is_shadowed(folder: Path) -> None:
+    (folder / "only_mine.py").touch()
+    (folder / "statistics").mkdir()
+    (folder / "statistics" / "__init__.py").touch()
+    assert describe_shadowed("only_mine:f") is None
+    assert describe_shadowed("json:loads") is None
+    assert "statistics/__init__.py: rename the file" in str(describe_shadowed("statistics.inner:f"))
+
+
+def test_a_module_beside_the_config_is_found_when_the_current_folder_has_a_folder_of_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.runtime.loading.IMPORT_FOLDERS", [str(folder / "config")])
+    (folder / "only_data").mkdir()
+    (folder / "config").mkdir()
+    (folder / "config" / "only_data.py").write_text("place = 'beside'\n")
+    assert load_object("only_data:place", what="reward") == "beside"

@@ -110,7 +110,7 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
         tools = by_name(server)
         assert await tools["far_add"].call({"a": 2}, timeout_s=LONG_S) == "3"
         monkeypatch.setenv("MY_KEY", "wrong-8")
-        with pytest.raises(EnvironmentNotReady, match="did not answer") as refused:
+        with pytest.raises(EnvironmentNotReady, match="cannot be used") as refused:
             await McpServer(spec).__aenter__()
         assert "wrong-8" not in str(refused.value)
         monkeypatch.setenv("MY_KEY", "key-7")
@@ -126,9 +126,27 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
 
 async def test_environment_error_when_the_command_is_no_server():
     command = [sys.executable, "-c", "print('hello')"]
-    with pytest.raises(EnvironmentNotReady, match="did not answer within 20 s"):
+    with pytest.raises(EnvironmentNotReady, match="cannot be used: MCPError: Connection closed"):
         async with McpServer(McpServerSpec(command=command, connect_timeout_s=20.0)):
             pass
+
+
+async def test_the_reason_is_said_when_a_url_cannot_be_reached(port: int) -> None:
+    for host, reason in (
+        (f"127.0.0.1:{port}", "refused the connection: start it, or correct its url"),
+        ("no-such-host.invalid", "cannot be used: ConnectError: .*not known"),
+    ):
+        with pytest.raises(EnvironmentNotReady, match=reason):
+            async with McpServer(McpServerSpec(url=f"http://{host}/mcp")):
+                pass
+
+
+async def test_a_server_that_says_nothing_is_given_up_at_its_limit() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"
+        with pytest.raises(EnvironmentNotReady, match=r"did not answer within 0\.3 s"):
+            async with McpServer(McpServerSpec(url=url, connect_timeout_s=0.3)):
+                pass
 
 
 def test_a_command_that_does_not_exist_is_refused_before_a_start():

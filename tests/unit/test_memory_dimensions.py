@@ -15,7 +15,7 @@ from tests.support import tiny_model
 from trainer.memory import activations
 from trainer.memory.activations import in_flight
 from trainer.memory.dimensions import chunks_of, dimensions_of, parameters_of
-from trainer.validate import KNOWN_MODEL_TYPES
+from trainer.supported_values import KNOWN_MODEL_TYPES
 
 ROOT = Path(__file__).parents[2]
 

@@ -190,6 +190,6 @@ def test_check_lists_what_is_left_at_its_default_and_what_another_value_gives(tm
 def test_check_prints_the_table_where_it_applies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_run(tmp_path)
     assert main(["check", str(file), "model.dtype=bfloat16"]) == 0
-    assert "#   moe_router_dtype  null  fp32: " in capsys.readouterr().out
+    assert "  moe_router_dtype  null  fp32: " in capsys.readouterr().out
     assert main(["check", str(file), "model.dtype=float32"]) == 0
     assert "left at its default" not in capsys.readouterr().out

@@ -7,6 +7,7 @@ import os
 import pickle
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -104,12 +105,39 @@ def test_a_private_folder_is_refused_when_something_else_has_its_name(tmp_path: 
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A temporary folder with a short path."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="s") as folder:
+        yield Path(folder)
+
+
+def test_ray_has_a_short_folder_when_that_of_tmpdir_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    socket_path = "r/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store"
+    for length, used in ((107, False), (24, False), (23, True)):
+        given = short / ("x" * (length - len(str(short)) - 1))
+        given.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(given))
+        caplog.clear()
+        scratch = scratch_folder(tmp_path / "run")
+        scratch.rmdir()
+        assert scratch.parent == (given if used else Path("/tmp"))
+        assert len(str(scratch / socket_path)) <= 107
+        assert ("too long for paths of sockets" in caplog.text) != used
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(EnvironmentNotReady, match="set TMPDIR to a folder of at most 23 bytes"):
+        scratch_folder(tmp_path / "run")
+
+
 def test_neither_ray_nor_compiled_code_uses_a_folder_that_another_user_made(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, short: Path
 ) -> None:
     tmp_path_factory.getbasetemp()  # pytest would refuse one that it makes as another user
     monkeypatch.setattr(os, "getuid", lambda: 4321)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
     with pytest.raises(EnvironmentNotReady, match=r"belongs to the user .*; remove it, or set TMPDIR"):
         scratch_folder(tmp_path / "run")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

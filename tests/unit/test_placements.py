@@ -24,7 +24,7 @@ from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_fold
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
-from async_rl.run.placement_table import placement_table, processes_per_node
+from async_rl.run.placement_table import check_resources, placement_table, processes_per_node
 from async_rl.runtime.devices import bind_to_numa_node
 from tests.support.run_config import MOE, config_of, write_weights
 
@@ -319,3 +319,35 @@ def test_a_node_that_has_left_is_an_error_that_a_restart_handles(monkeypatch: py
     assert placements.addresses_of(["b0", "a0", "b0"]) == ["10.0.0.2", "10.0.0.1", "10.0.0.2"]
     with pytest.raises(EnvironmentNotReady, match=r"these nodes have left Ray's cluster: c0, d0"):
         placements.addresses_of(["d0", "a0", "c0"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "said"),
+    [
+        ((), 2, None),
+        (("trainer.num_ranks=2", "engine.tp_size=2"), 3, r"reserves 4 GPUs \(trainer ranks 2, engines 2\)"),
+        (
+            ("trainer.num_ranks=2", "placement.shared=true", "weights.interrupt=abort", "engine.tp_size=2"),
+            2,
+            None,
+        ),
+        (
+            ("trainer.num_ranks=9", "engine.num_engines=9", "placement.gpus_per_rank=0.1"),
+            9,
+            "reserves 9.9 GPUs",
+        ),
+        (("trainer.num_ranks=9", "engine.num_engines=9"), 0, None),  # on the CPU
+        (
+            ("placement.cpus_per_engine=3", "rollout.num_workers=2", "placement.cpus_per_rollout_worker=1"),
+            2,
+            "5 CPUs",
+        ),
+    ],
+)
+def test_a_run_is_refused_when_it_reserves_more_than_the_machine_has(overrides, gpus, said):
+    config = config_with(*overrides)
+    if said is None:
+        check_resources(config, gpus=gpus, cpus=4)
+        return
+    with pytest.raises(EnvironmentNotReady, match=said):
+        check_resources(config, gpus=gpus, cpus=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,30 @@ def test_the_summary_shows_curve_figures_and_files(tmp_path: Path) -> None:
     assert "ppo_kl by step" in text
     assert "at most 2e-05 nats" in text
     assert "KL of routing" not in text, "it was not measured"
+
+
+def test_panel_and_summary_say_that_nothing_is_learned_when_all_rewards_are_equal(tmp_path: Path) -> None:
+    equal = steps(3, groups=8, groups_without_signal=8)
+    for shown in (panel(tmp_path, equal), summary(tmp_path, equal)):
+        assert "all rewards equal for 24 groups: nothing is learned" in " ".join(shown.split())
+    better = [*equal, *steps(1, groups=8, groups_without_signal=7)]
+    assert "nothing is learned" not in panel(tmp_path, better) + summary(tmp_path, better)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("trainer.updates_per_batch=1", "none, .*trainer.updates_per_batch=2 measures it"),
+        ("trainer.groups_per_batch=1", "none, .*trainer.epochs_per_batch=2 measures it"),
+        ("trainer.updates_per_batch=2", "over the updates of a batch after its first"),
+        ("trainer.epochs_per_batch=2", "over the updates"),
+        ("trainer.loss.old_log_probs=rollout", "as ppo_kl_bypass"),
+    ],
+)
+def test_the_start_says_whether_there_will_be_a_ppo_kl(change: str, words: str) -> None:
+    tree = to_builtins(config())
+    apply_override(tree, change)
+    assert re.match(words, str(derived_bounds(parse_config(tree))["ppo_kl"]))
 
 
 def test_a_sparkline_is_scaled_to_its_own_range_and_leaves_gaps() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -106,6 +107,18 @@ async def test_a_group_is_scored_by_one_call_and_nonsense_fails_its_own_alone() 
     assert "returned reward = nan" in str(second)
     slime = rewards_of(reward=f"{HERE}:group_rm")
     assert await slime.score_group(task_of(), [completion_of("abc")]) == [{"reward": 3.0}]
+
+
+async def test_the_reward_is_zero_without_a_call_when_the_agent_failed() -> None:
+    failed = msgspec.structs.replace(completion_of("4"), stop_reason="failed")
+    assert await named(VERL).score_completion(task_of(**OF_VERL), failed) == {"reward": 0.0}
+    rewards = rewards_of(reward=f"{HERE}:relative")
+    alone, first, second = await rewards.score_group(
+        task_of(), [failed, completion_of("ab"), completion_of("abcd")]
+    )
+    assert alone == {"reward": 0.0}
+    assert (first, second) == ({"reward": 0.5, "most": 4.0}, {"reward": 1.0, "most": 4.0})
+    assert await rewards.score_group(task_of(), [failed]) == [{"reward": 0.0}]
 
 
 async def test_a_task_has_the_reward_of_its_row_or_its_source_or_the_default() -> None:

@@ -18,7 +18,7 @@ OPTIONS: Final = {
     "engine.host=127.0.0.2": "--host=127.0.0.2",
     "engine.context_length=5000": "--context-length=5000",
     "engine.max_running_requests=5": "--max-running-requests=5",
-    "engine.max_total_tokens=700": "--max-total-tokens=700",
+    "engine.max_total_tokens=7000": "--max-total-tokens=7000",
     "engine.extra_args=[--schedule-policy=lpm]": "--schedule-policy=lpm",
 }
 

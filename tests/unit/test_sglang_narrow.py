@@ -73,7 +73,7 @@ async def test_no_server_is_started_when_another_version_is_installed(
 
 def test_layers_and_experts_are_on_the_command_line_when_the_engine_is_to_narrow(tmp_path: Path) -> None:
     command = make_server(tmp_path, narrow=True).command()
-    assert command[1:5] == ["-m", "async_rl.engines.sglang.narrow_launcher", "0,2,3", "8"]
+    assert command[1:6] == ["-P", "-m", "async_rl.engines.sglang.narrow_launcher", "0,2,3", "8"]
     for plain in (make_server(tmp_path, narrow=False), make_server(tmp_path, narrow=True, routing=False)):
         assert "async_rl.engines.sglang.narrow_launcher" not in plain.command()
 

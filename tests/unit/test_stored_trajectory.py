@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 
-from async_rl.types import Group, Sampled, StoredTrajectory, Trajectory, cap_versions
+from async_rl.types import (
+    NEVER_COMPUTED,
+    Context,
+    Group,
+    Sampled,
+    StoredTrajectory,
+    Trajectory,
+    VersionSpan,
+    cap_versions,
+)
 from tests.support.stored_batches import assemble_batch
-from tests.support.trajectories import FACTS, make_trajectory
+from tests.support.trajectories import FACTS, make_rows, make_trajectory
 
 
 def capped(trajectory: Trajectory, newest: int) -> Trajectory:
@@ -72,3 +82,27 @@ def test_a_restart_marks_all_tokens_of_a_trajectory_that_undone_weights_have_rou
         assert lowered.lag_unknown.tolist() == [False] * 2 + [True] * (trajectory.num_tokens - 2)
         assert lowered.capped(4) is lowered
     assert stored(went_on).capped(5) == stored(went_on)
+
+
+@pytest.mark.parametrize(
+    ("reported", "observation", "missing"),
+    [(8, 0, 0), (6, 0, 2), (8, 5, 0), (6, 5, 2), (8 + 3, 5, 0), (8 + 5, 5, 0)],
+)
+def test_rows_are_missing_only_where_a_sampled_token_needs_them(
+    reported: int, observation: int, missing: int
+) -> None:
+    """Five tokens of prompt and four sampled ones need eight rows; no engine has read what follows."""
+    trajectory = make_trajectory("t", prompt=5, sampled=((4, 2),))
+    if observation:
+        read = Context(token_ids=np.arange(observation, dtype=np.int32))
+        trajectory = msgspec.structs.replace(trajectory, segments=(*trajectory.segments, read))
+    num_rows = trajectory.num_tokens - 1
+    spans = tuple(
+        VersionSpan(start=start, end=end, weight_version=version)
+        for start, end, version in ((0, reported, 2), (reported, num_rows, NEVER_COMPUTED))
+        if start < end
+    )
+    trace = msgspec.structs.replace(trajectory.trace, rows=make_rows(num_rows), spans=spans)
+    summary = stored(msgspec.structs.replace(trajectory, trace=trace))
+    assert summary.routing is not None
+    assert summary.routing.num_invalid == missing

@@ -106,7 +106,7 @@ def test_a_folder_without_checkpoints_is_refused_when_resume_is_must(tmp_path: P
     path = write_run(tmp_path)
     with pytest.raises(ConfigError, match=r"run\.resume is must, but there is no checkpoint in .*tiny"):
         train(path, ["run.resume=must"], finishes)
-    (tmp_path / "runs" / "tiny" / "checkpoints" / "step_00000002").mkdir()
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "step_00000002").mkdir(parents=True)
     assert train(path, ["run.resume=must"], finishes) == 0
     with pytest.raises(ConfigError, match=r"run\.resume=auto"):
         train(path, ["run.resume=never"], finishes)

@@ -114,6 +114,7 @@ def test_siblings_of_a_named_task_are_shown_when_options_stand_between_overrides
     [
         (["--task", "no-such"], "no task 'no-such'; its first is 'calculator-0'"),
         (["--n", "0"], "--n is 0"),
+        (["model.path=models/none"], "async-rl: there is no folder 'models/none' (looked from"),
         (["--save", "/no/such/folder/x.jsonl"], "cannot be written: No such file or directory; expected a"),
     ],
 )

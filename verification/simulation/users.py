@@ -45,6 +45,7 @@ class SimulatedChat:
 
     stop_token_ids = (2,)
     end_of_turn_id = 4
+    end_of_turn_ids = (4,)
 
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()

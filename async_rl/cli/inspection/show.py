@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Final, Literal, NamedTuple
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
@@ -25,15 +26,16 @@ _ROLE_STYLES: Final = {"prompt": "dim", "user": "bright_white", "tool": "yellow"
 
 
 _WIDE: Final = 120
-"""Width in characters of a terminal that fits all columns."""
+"""Width in characters of what is printed into a file."""
+
+_STATUS_WIDTH: Final = 24
+"""The least width of a status that is wrapped: it may be the message of an error."""
 
 
 class _Column(NamedTuple):
     name: str
     cell: Callable[[ArchiveRow], RenderableType]
     justify: Literal["left", "right"] = "right"
-    wide: bool = False
-    """Whether the column is left out on a narrow terminal."""
 
 
 def version_style(weight_version: int) -> str:
@@ -42,7 +44,7 @@ def version_style(weight_version: int) -> str:
 
 
 def terminal() -> TextConsole:
-    """Return the console of a command: as wide as the terminal, or wide enough for all columns in a file."""
+    """Return the console of a command: as wide as the terminal, or of a fixed width in a file."""
     console = TextConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = TextConsole(width=_WIDE)
@@ -66,7 +68,7 @@ def show_trajectory(console: TextConsole, view: TrajectoryView) -> None:
 
 
 def show_table(console: TextConsole, rows: Sequence[ArchiveRow], ids: Sequence[str], title: str) -> None:
-    """Print a line for each trajectory.
+    """Print a line for each trajectory, without the columns for which there is no room.
 
     Args:
         console: Where to print.
@@ -75,8 +77,7 @@ def show_table(console: TextConsole, rows: Sequence[ArchiveRow], ids: Sequence[s
         title: Title of the table.
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
-    wide = console.width >= _WIDE
-    columns = [column for column in _COLUMNS if wide or not column.wide]
+    columns = _fitting(rows, ids, console.width)
     for column in columns:
         table.add_column(
             column.name, justify=column.justify, no_wrap=column.name != "status", overflow="fold"
@@ -84,6 +85,21 @@ def show_table(console: TextConsole, rows: Sequence[ArchiveRow], ids: Sequence[s
     for row, name in zip(rows, ids, strict=True):
         table.add_row(name, *(column.cell(row) for column in columns[1:]))
     console.print(table)
+
+
+def _fitting(rows: Sequence[ArchiveRow], ids: Sequence[str], width: int) -> list[_Column]:
+    """Return the columns that fit side by side without splitting a word."""
+
+    def width_of(column: _Column) -> int:
+        cells = ids if column is _COLUMNS[0] else [str(column.cell(row)) for row in rows]
+        widest = max(map(cell_len, [column.name, *cells]))
+        return (min(widest, _STATUS_WIDTH) if column.name == "status" else widest) + 2
+
+    columns = list(_COLUMNS)
+    for name in _LEFT_OUT:
+        if sum(map(width_of, columns)) > width:
+            columns = [column for column in columns if column.name != name]
+    return columns
 
 
 def show_summary(console: TextConsole, views: Sequence[TrajectoryView]) -> None:
@@ -183,17 +199,20 @@ def _status(row: ArchiveRow) -> Text:
 
 _COLUMNS: Final = (
     _Column("trajectory", lambda row: row.trajectory_id, "left"),
-    _Column("task", lambda row: row.task_id, "left", wide=True),
+    _Column("task", lambda row: row.task_id, "left"),
     _Column("status", _status, "left"),
     _Column("reward", lambda row: "-" if row.reward is None else f"{row.reward:.3f}"),
-    _Column("ended by", lambda row: row.stop_reason, "left", wide=True),
-    _Column("turns", lambda row: f"{row.turns}", wide=True),
+    _Column("ended by", lambda row: row.stop_reason, "left"),
+    _Column("turns", lambda row: f"{row.turns}"),
     _Column("tokens", lambda row: f"{row.tokens:,}"),
-    _Column("sampled", lambda row: f"{row.sampled:,}", wide=True),
+    _Column("sampled", lambda row: f"{row.sampled:,}"),
     _Column("cut", lambda row: f"{row.interruptions}"),
     _Column("versions", lambda row: _span([row.oldest_version, row.newest_version])),
-    _Column("seconds", lambda row: f"{row.duration_s:.2f}", wide=True),
+    _Column("seconds", lambda row: f"{row.duration_s:.2f}"),
 )
+
+_LEFT_OUT: Final = ("sampled", "turns", "seconds", "ended by", "task", "cut", "versions")
+"""Columns that a narrow terminal lacks, the first to go first."""
 
 
 def _log_probs(figures: LogProbs) -> str:

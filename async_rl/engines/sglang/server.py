@@ -31,11 +31,15 @@ from async_rl.engines.sglang import aborted_rows, guard, narrow_launcher
 from async_rl.engines.sglang.adapter_flags import adapter_flags
 from async_rl.errors import EnvironmentNotReady
 from async_rl.runtime.devices import detect_device
+from async_rl.runtime.files import socket_folder
 
 _HERE = Path(__file__).parent
 
 _CPU_KV_TOKENS = 1 << 16
 """KV cache of a CPU engine without a configured size: SGLang would take a share of the host's memory."""
+
+_BELOW_TMPDIR = len("/async-rl-12345678/pymp-12345678/listener-12345678")
+"""The longest path of a socket of a server below its temporary folder, bytes."""
 
 _EXIT_REASON_LINES = 25
 
@@ -161,19 +165,7 @@ class SGLangServer:
         if self.poll() is None and self._process is not None:
             raise EnvironmentNotReady(f"engine {self._index} runs already (pid {self._process.pid})")
         await self._clear_ended()
-        try:
-            installed = importlib.metadata.version("sglang")
-        except importlib.metadata.PackageNotFoundError as e:
-            raise EnvironmentNotReady(
-                "sglang is not installed here: `make setup` installs it for a CPU, `make setup-gpu` for a GPU"
-            ) from e
-        if self._saves_memory and find_spec("torch_memory_saver") is None:
-            raise EnvironmentNotReady(
-                "placement.shared: SGLang releases device memory by torch-memory-saver, which is not "
-                "installed here: `pip install torch-memory-saver`"
-            )
-        if self._narrow and installed != aborted_rows.SUPPORTED:
-            raise EnvironmentNotReady(narrow_launcher.wrong_version(installed))
+        check_sglang(narrow=self._narrow, saves_memory=self._saves_memory)
         self._rendezvous = rendezvous
         self._process = self._spawn()
 
@@ -190,7 +182,7 @@ class SGLangServer:
         return self._shared and self._adapters is not None
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        scratch = self._scratch = Path(tempfile.mkdtemp(prefix="async-rl-"))
+        scratch = self._scratch = Path(tempfile.mkdtemp(prefix="async-rl-", dir=socket_folder(_BELOW_TMPDIR)))
         keys = scratch / "keys.yaml"
         keys.touch(mode=0o600)
         keys.write_text(f'api-key: "{self.api_key}"\nadmin-api-key: "{self.admin_key}"\n')
@@ -211,14 +203,14 @@ class SGLangServer:
     def command(self) -> list[str]:
         """Returns the server's command line, without the keys."""
         config = self._config
-        # -P keeps the launcher's own folder off the import path.
+        # -P keeps the launcher's own folder, and the current one, off the import path.
         cpu = self._device == "cpu"
         module = "async_rl.engines.sglang.memory_gate" if self._shared else "sglang.launch_server"
-        launcher = ["-P", str(_HERE / "cpu_launcher.py")] if cpu else ["-m", module]
+        launcher = ["-P", str(_HERE / "cpu_launcher.py")] if cpu else ["-P", "-m", module]
         if self._narrow:
             facts = load_facts(self._model.path)
             layers = ",".join(map(str, facts.moe_layers))
-            launcher = ["-m", "async_rl.engines.sglang.narrow_launcher", layers, str(facts.num_experts)]
+            launcher = ["-P", "-m", "async_rl.engines.sglang.narrow_launcher", layers, str(facts.num_experts)]
         arguments = {
             "model-path": self._model.path,
             "dtype": self._model.dtype,
@@ -380,6 +372,31 @@ def _wait_group_ended(group: int, limit_s: float) -> list[int]:
             break
         time.sleep(_POLL_S)
     return left
+
+
+def check_sglang(*, narrow: bool, saves_memory: bool) -> None:
+    """Check that the packages are installed that a server needs.
+
+    Args:
+        narrow: Whether it sends narrow routing, for which it is patched.
+        saves_memory: Whether it releases its memory while the trainer works.
+
+    Raises:
+        EnvironmentNotReady: One is missing or has another version.
+    """
+    try:
+        installed = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as e:
+        raise EnvironmentNotReady(
+            "sglang is not installed here: `make setup` installs it for a CPU, `make setup-gpu` for a GPU"
+        ) from e
+    if saves_memory and find_spec("torch_memory_saver") is None:
+        raise EnvironmentNotReady(
+            "placement.shared: SGLang releases device memory by torch-memory-saver, which is not "
+            "installed here: `pip install torch-memory-saver`"
+        )
+    if narrow and installed != aborted_rows.SUPPORTED:
+        raise EnvironmentNotReady(narrow_launcher.wrong_version(installed))
 
 
 def free_port(host: str) -> int:

@@ -1,0 +1,214 @@
+"""`async-rl check` refuses what `async-rl train` refuses, in the same words."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from async_rl.cli.main import main
+from async_rl.config import load_config
+from async_rl.data.chat_format import ChatFormat
+from async_rl.errors import ConfigError
+from async_rl.queue.ledger import Ledger
+from async_rl.run import preflight
+from async_rl.run.identity import check_identity
+from tests.support.run_config import write_run
+from tests.support.templates_of_models import chat_of
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").touch()
+    return write_run(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> tuple[int, str]:
+    """Return the exit code and the words of both commands, which must agree."""
+    here = [word for word in words if word == "--here"]
+    code = main(["check", str(path), *here, *(overrides := [word for word in words if word not in here])])
+    said = capsys.readouterr().err
+    assert main(["train", str(path), *overrides]) == code != 0
+    assert capsys.readouterr().err == said
+    return code, said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "words"),
+    [
+        (["engine.max_total_tokens=127"], 2, "engine.max_total_tokens is 127, below rollout.max_context_tok"),
+        (["run.dir=a_file"], 2, "run.dir: cannot create the run folder a_file/tiny: Not a directory"),
+        (["run.dir=.", "run.name=a_file"], 2, "cannot create the run folder a_file: File exists"),
+        ([f"run.name={'a' * 300}"], 2, "run"),
+        (["run.resume=must"], 2, "run.resume is must, but there is no checkpoint in"),
+        (["engine.urls_file=nowhere.txt"], 2, "engine.urls_file nowhere.txt cannot be read"),
+        (["engine.urls_file=a_file", "weights.transport=tensor", "engine.urls=[http://x:1]"], 2, "both set"),
+        (["weights.transport=tensor", "engine.urls=[http://far:1]"], 2, "but the engine is on far: set"),
+        (["metrics.targets_dir=a_file/x"], 3, "by which Prometheus finds the run (Not a directory): set"),
+        (["engine.device=cuda", "engine.tp_size=3"], 2, "engine.tp_size is 3, but"),
+        (
+            ["models={judge: {path: model, tp_size: 8}}", "engine.device=cuda"],
+            2,
+            "models.judge.tp_size is 8, but model has 4 attention heads in 2 groups",
+        ),
+        (["placement.resources_per_rank={fast: 1}"], 2, "resources_per_rank names fast, and the Ray that is"),
+        (["placement.trainer_strategy=STRICT_SPREAD", "trainer.num_ranks=2"], 2, "2 processes need 2 nodes"),
+        (
+            ["placement.shared=true", "trainer.device=cuda", "engine.device=cuda", "trainer.num_ranks=2"],
+            3,
+            "placement.shared",
+        ),
+    ],
+)
+def test_check_refuses_what_train_would_when_it_does_not_depend_on_the_machine(
+    path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], code: int, words: str
+) -> None:
+    before = sorted(path.parent.rglob("*"))
+    assert main(["check", str(path)]) == 0
+    capsys.readouterr()
+    found, said = refused(capsys, path, *overrides)
+    assert found == code
+    assert words in said
+    assert sorted(path.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "words"),
+    [
+        (["trainer.device=cuda"], 3, "trainer.device is cuda, but torch sees no GPU"),
+        (["engine.device=cuda"], 3, "engine.device is cuda, but this machine has no GPU"),
+        (["engine.urls=[http://far:1]"], 2, "the server at http://far:1 is open to other machines"),
+        (
+            ["placement.cpus_per_rank=100000"],
+            3,
+            "the run reserves 100000 CPUs (trainer ranks 100000), and this",
+        ),
+    ],
+)
+def test_check_here_refuses_what_train_would_on_this_machine(
+    path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("ASYNC_RL_ENGINE_API_KEY", raising=False)
+    assert main(["check", str(path), *overrides]) == 0
+    capsys.readouterr()
+    found, said = refused(capsys, path, "--here", *overrides)
+    assert found == code
+    assert words in said
+
+
+def test_check_here_refuses_an_address_that_is_in_use(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"metrics.port={server.getsockname()[1]}"
+        code, said = refused(capsys, path, "--here", taken)
+    assert code == 3
+    assert "cannot serve metrics on" in said
+
+
+def test_check_compares_with_the_run_that_it_would_continue_and_writes_nothing(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = path.parent / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    check_identity(load_config(path), folder)
+    ledger = Ledger(folder / "ledger.sqlite")
+    ledger.dispatch_group("g", "row-0", 0, ["g-0"], 0)
+    ledger.flush()  # and stays open, as after a kill
+    before = {each: each.read_bytes() for each in folder.rglob("*")}
+    assert main(["check", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["check", str(path), "model.dtype=float32"]) == 2
+    said = capsys.readouterr().err
+    assert "model.dtype = bfloat16, which is float32 now" in said
+    assert {each: each.read_bytes() for each in folder.rglob("*")} == before
+    ledger.close()
+    assert main(["train", str(path), "model.dtype=float32"]) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_the_folder_of_a_supervised_run_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = path.parent / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "epoch": 0}\n')
+    code, said = refused(capsys, path)
+    assert code == 2
+    assert "metrics.jsonl belongs to a supervised run: set another run.name" in said
+
+
+def test_check_refuses_a_ledger_of_another_version(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder := path.parent / "runs" / "tiny").mkdir(parents=True)
+    Ledger(folder / "ledger.sqlite").close()
+    with sqlite3.connect(folder / "ledger.sqlite") as database:
+        database.execute("UPDATE meta SET value = 1 WHERE key = 'schema'")
+    database.close()
+    code, said = refused(capsys, path)
+    assert code == 1
+    assert "ledger.sqlite has schema 1, this program writes" in said
+
+
+def test_check_refuses_a_folder_in_which_another_process_runs(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path.parent / "runs" / "tiny").mkdir(parents=True)
+    with (path.parent / "runs" / "tiny" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, said = refused(capsys, path)
+    assert code == 2
+    assert "another process runs in" in said
+
+
+def test_a_role_that_the_template_leaves_out_is_refused(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "has_tokenizer", lambda path: True)
+    monkeypatch.setattr(preflight, "load_chat_format", lambda *_: chat_of("qwen3"))
+    messages = [{"role": "narrator", "content": "Once."}, {"role": "user", "content": "?"}]
+    (path.parent / "tasks.jsonl").write_text(json.dumps({"messages": messages, "answer": "1"}))
+    code, said = refused(capsys, path)
+    assert code == 2
+    assert "task row-0: the chat template leaves out messages of the role 'narrator'" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "shown"),
+    [
+        ("qwen3", "developer", False),
+        ("qwen3", "ipython", False),
+        ("llama3_1", "ipython", True),
+        ("llama3_1", "narrator", True),
+        ("qwen3", "user", True),
+    ],
+)
+def test_a_conversation_is_refused_when_the_template_does_not_show_a_role(
+    name: str, role: str, shown: bool
+) -> None:
+    chat: ChatFormat = chat_of(name)
+    messages = [{"role": "user", "content": "?"}, {"role": role, "content": "Hello."}]
+    if shown:
+        assert "Hello." in chat.prompt_text(messages)
+        return
+    for render in (chat.prompt_text, chat.prompt_ids, chat.append_ids):
+        with pytest.raises(ConfigError, match=f"leaves out messages of the role '{role}'"):
+            render(messages)
+
+
+def test_check_warns_of_a_file_that_has_the_name_of_an_installed_module(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("statistics", "agent_loops"):
+        (path.parent / f"{name}.py").touch()
+    assert main(["check", str(path), "rollout.reward=agent_loops.rewards:exact_match"]) == 0
+    out = capsys.readouterr().out
+    assert "WARNING: the config names agent_loops.rewards:exact_match, but 'agent_loops' is " in out
+    assert main(["check", str(path), "rollout.reward=statistics:mine"]) == 2
+    assert f"and not {path.parent}/statistics.py: rename the file" in capsys.readouterr().err
