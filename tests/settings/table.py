@@ -173,7 +173,7 @@ EFFECTS: Final[dict[str, str]] = {
     "weights.local_dir": "tests/unit/test_placements.py::test_an_engines_copy_of_the_weights_is_where_the_config_says",
     "weights.verify": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.verify=checksum]",
     "weights.watch_every": "tests/unit/test_weight_sync.py::test_an_engine_is_reported_when_its_weights_stay_and_the_trainers_change",
-    "weights.keep_versions": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.keep_versions=1]",
+    "weights.keep_versions": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.keep_versions=3]",
     "weights.timeout_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.timeout_s=0.02]",
     "trainer.worker": "tests/unit/test_cli.py::test_one_sentence_and_exit_code_2_when_the_config_cannot_work[trainer.worker=no_such_package.worker:Worker-no_such_package]",
     "trainer.num_ranks": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[trainer.num_ranks=3]",
