@@ -103,10 +103,10 @@ async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_
         nodes.kill("FrameReaderActor")  # where frames are, and where ranks read them
         await steps.more(3)
         assert frames_of_last_step() != before
-        assert not any("trainer is back" in line for line in lines.lines), lines.lines
+        assert not any("continuing from step" in line for line in lines.lines), lines.lines
         reader = int(Path(frames_of_last_step()).parts[2])  # /proc/<pid>/fd/<number>
         nodes.take_away(nodes.node_of(reader))
-        await lines.seen("the trainer is back at step")
+        await lines.seen("continuing from step")
         await lines.seen("Ray has no capacity for 2 x engine")
         await steps.more(2)
         nodes.kill("quick_server")  # of the engine on the node that is left, which has its place there

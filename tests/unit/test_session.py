@@ -210,19 +210,20 @@ async def test_tokens_are_discarded_when_the_finish_says_that_unknown_weights_sa
 
 
 @pytest.mark.parametrize(
-    ("error", "kept"),
+    ("error", "last_log_prob", "kept"),
     [
-        (VersionMismatch("an answer is of version 0"), []),
-        (VersionMismatch("an update has changed nothing"), [100, 101, 102]),
-        (EngineError("gone"), [100, 101, 102]),
+        (VersionMismatch("an answer is of version 0"), -1.0, []),
+        (VersionMismatch("an update has changed nothing"), -1.0, [100, 101, 102]),
+        (EngineError("gone"), -1.0, [100, 101, 102]),
+        (EngineError("gone"), float("nan"), [100, 101]),
     ],
 )
-async def test_calls_of_a_quarantined_engine_keep_their_tokens_unless_they_are_of_unknown_weights(
-    error, kept
+async def test_calls_of_a_quarantined_engine_keep_their_valid_tokens_unless_they_are_of_unknown_weights(
+    error, last_log_prob, kept
 ):
     class Hanging(ScriptedEngine):
         async def generate(self, request):
-            yield Chunk.of([100, 101, 102], [-1.0] * 3)
+            yield Chunk.of([100, 101, 102], [-1.0, -1.0, last_log_prob])
             await asyncio.Future()
 
     def answer(request):
