@@ -46,8 +46,6 @@ from async_rl.runtime.devices import detect_device
 from async_rl.runtime.loading import describe_shadowed, extend_import_path
 from async_rl.types import Task
 
-_NO_TOKENIZER: Final = "WARNING: model.path has no tokenizer, which train, rollout and evaluate need"
-
 _PLAIN_SPEED: Final = 100e6
 """Bytes per second of a weight update that any file system or network in use reaches."""
 
@@ -162,15 +160,9 @@ def check_config(config: Config) -> list[str]:
             rewards.name_for(task)
         except ConfigError as error:
             raise ConfigError(f"task {task.task_id}: {error}") from error
-    # The weights and tokenizer of an external engine may be missing here.
-    chat = (
-        load_chat_format(config.model.path, config.model.trusted_roles)
-        if has_tokenizer(config.model.path)
-        else None
-    )
-    if chat is not None:
-        _check_vocabulary(chat, config.model.path, facts.vocab_size)
-        _check_roles(chat, chain(tasks, *(dataset.tasks for dataset in validation)))
+    chat = load_chat_format(config.model.path, config.model.trusted_roles)
+    _check_vocabulary(chat, config.model.path, facts.vocab_size)
+    _check_roles(chat, chain(tasks, *(dataset.tasks for dataset in validation)))
     _check_models(config, chat)
     loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
     answering = {task.agent_loop for dataset in validation for task in dataset.tasks}
@@ -187,7 +179,7 @@ def check_config(config: Config) -> list[str]:
         f"model: {model}, context {facts.context_length} tokens",
         *_sharing_findings(config),
         *_transfer_findings(config),
-        *(_template_findings(chat) if chat is not None else [_NO_TOKENIZER]),
+        *_template_findings(chat),
         f"data: {len(tasks)} tasks",
         *(f"data: {_describe_dataset(dataset)}" for dataset in tasks.datasets),
         *(f"validation: {_describe_dataset(dataset)}" for dataset in validation),
@@ -316,7 +308,7 @@ def _check_adapters(config: Config, facts: EngineFacts) -> None:
         )
 
 
-def _check_models(config: Config, chat: ChatFormat | None) -> None:
+def _check_models(config: Config, chat: ChatFormat) -> None:
     """Check that the models in `models` are there, and that the teacher can score what the policy samples.
 
     Raises:
@@ -343,7 +335,7 @@ def _check_models(config: Config, chat: ChatFormat | None) -> None:
                 f"rollout.max_context_tokens is {config.rollout.max_context_tokens}, and the teacher "
                 f"{name!r} has {found}: lower the one, or use another teacher"
             )
-        if chat is not None and has_tokenizer(its.model.path):
+        if has_tokenizer(its.model.path):
             check_same_tokens(chat.tokenizer, its.model.path)
 
 
@@ -365,14 +357,12 @@ def require_tasks(config: Config) -> None:
     )
 
 
-def _loop_findings(loop: Any, chat: ChatFormat | None) -> list[str]:
+def _loop_findings(loop: Any, chat: ChatFormat) -> list[str]:
     """Return the findings of an agent loop's `check`, if it has one (`agent_loops.base.AgentLoop`).
 
     Raises:
         ConfigError: The loop gives the policy tools, which the chat template does not show.
     """
-    if chat is None:
-        return []
     if getattr(loop, "has_tools", False):
         chat.check_tools()
     return list(loop.check(chat.template)) if hasattr(loop, "check") else []

@@ -1,4 +1,4 @@
-"""A config, a model folder and a dataset that pass every check; without a tokenizer or processes."""
+"""A config, a model folder and a dataset that pass every check; without processes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from async_rl.config import Config, parse_config
+from tests.support.templates_of_models import chat_of
 
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -38,11 +39,12 @@ def write_run(folder: Path, **model: Any) -> Path:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MOE | model))
     write_weights(folder / "model", (MOE | model)["vocab_size"])
+    chat_of("ours").tokenizer.save_pretrained(folder / "model")
     rows = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
         "model": {"path": str(folder / "model")},
-        "data": {"path": str(folder / "tasks.jsonl"), "long_prompts": "keep"},  # there is no tokenizer
+        "data": {"path": str(folder / "tasks.jsonl")},
         "run": {"name": "tiny", "dir": str(folder / "runs"), "max_steps": 3},
         "rollout": {"group_size": 2, "max_context_tokens": 128, "max_new_tokens": 32},
         "trainer": {"groups_per_batch": 2},

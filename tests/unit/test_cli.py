@@ -12,7 +12,6 @@ import yaml
 
 from async_rl.cli.main import main
 from async_rl.config import load_config, reference
-from async_rl.run import preflight
 from async_rl.runtime import yaml12
 from tests.support.run_config import write_run
 from tests.support.templates_of_models import chat_of
@@ -57,11 +56,11 @@ def test_check_prints_what_follows_and_the_config_when_it_is_asked_for(
 
 
 def test_check_says_where_the_chat_template_writes_turns_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "has_tokenizer", lambda path: True)
-    monkeypatch.setattr(preflight, "load_chat_format", lambda *_: chat_of("qwen3"))
-    assert main(["check", str(write_run(tmp_path))]) == 0
+    path = write_run(tmp_path)
+    chat_of("qwen3").tokenizer.save_pretrained(tmp_path / "model")
+    assert main(["check", str(path)]) == 0
     assert "chat template: a thought, when a user's message follows: " in capsys.readouterr().out
 
 

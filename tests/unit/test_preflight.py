@@ -15,7 +15,6 @@ from async_rl.config import load_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import ConfigError
 from async_rl.queue.ledger import Ledger
-from async_rl.run import preflight
 from async_rl.run.identity import check_identity
 from tests.support.run_config import write_run
 from tests.support.templates_of_models import chat_of
@@ -167,16 +166,23 @@ def test_check_refuses_a_folder_in_which_another_process_runs(
     assert "another process runs in" in said
 
 
+def test_a_model_is_refused_when_it_has_no_tokenizer(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (path.parent / "model").glob("tokenizer*"):
+        file.unlink()
+    code, said = refused(capsys, path)
+    assert code == 2
+    assert "no tokenizer; expected one of tokenizer.json" in said
+
+
 def test_a_role_that_the_template_leaves_out_is_refused(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "has_tokenizer", lambda path: True)
-    monkeypatch.setattr(preflight, "load_chat_format", lambda *_: chat_of("qwen3"))
+    chat_of("qwen3").tokenizer.save_pretrained(path.parent / "model")
     messages = [{"role": "narrator", "content": "Once."}, {"role": "user", "content": "?"}]
     (path.parent / "tasks.jsonl").write_text(json.dumps({"messages": messages, "answer": "1"}))
     code, said = refused(capsys, path)
     assert code == 2
-    assert "task row-0: the chat template leaves out messages of the role 'narrator'" in said
+    assert "tasks.jsonl:1: the chat template leaves out messages of the role 'narrator'" in said
 
 
 @pytest.mark.parametrize(
