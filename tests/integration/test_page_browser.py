@@ -31,6 +31,32 @@ BLANK = """[...document.querySelectorAll('figure.chart canvas')].filter((canvas)
 
 
 # The least contrast of text with its background, by WCAG 2.1, 1.4.3: 4.5 for AA.
+CONTRAST = """(() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const paint = (colours) => {
+    canvas.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const bad = [];
+  for (const one of document.querySelectorAll('h1,h2,h3,p,th,td,li,code,button,a,.chip,svg text')) {
+    if (!one.textContent.trim() || one.closest('[hidden], .skip') || !one.getClientRects().length) continue;
+    const behind = [];
+    for (let up = one; up; up = up.parentElement) behind.unshift(getComputedStyle(up).backgroundColor);
+    const style = getComputedStyle(one);
+    const ink = one instanceof SVGElement ? style.fill : style.color;
+    const [a, b] = [light(paint([...behind, ink])), light(paint(behind))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) bad.push([one.tagName, one.className.toString(), one.textContent.slice(0, 30), ratio]);
+  }
+  return bad;
+})()"""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chromium(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
     async with browser(program("chromium"), tmp_path_factory.mktemp("profile")) as started:
@@ -221,3 +247,14 @@ async def test_the_report_is_whole_without_a_server(tab: Tab, tmp_path: Path, wi
     assert "step 60" in await text_of(tab, "#chart-ppo-kl .readout")
     assert tab.complaints == []
     assert tab.requests == [path.as_uri()]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+async def test_all_text_has_enough_contrast(tab: Tab, tmp_path: Path, dark: bool) -> None:
+    steps = records(120)
+    async with watched(now, lambda: steps) as (url, _):
+        report = write_report(write_run_folder(tmp_path / "run", steps, log=LOG))
+        for address in (url, report.as_uri()):
+            await tab.open(address, width=1280, dark=dark)
+            await tab.until(DRAWN)
+            assert await tab.evaluate(CONTRAST) == [], address

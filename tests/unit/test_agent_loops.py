@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,8 +13,12 @@ import pytest
 
 from async_rl.config import RolloutConfig
 from async_rl.errors import AgentLoopError, EnvironmentNotReady
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.attempt import run_agent_loop
 from async_rl.rollout.loops import AgentLoops
+from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
+from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import first_error
 from tests.support.scripted_session import make_task
 from tests.support.sessions import Bench
@@ -91,6 +98,57 @@ async def test_loop_is_left_when_the_run_is_cancelled(noted: list[str]) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert noted == ["enter a", "leave a"]
+
+
+class SlowToEnter(Plain):
+    async def __aenter__(self) -> SlowToEnter:
+        await asyncio.sleep(100)
+        return self
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def run(self, task: Any, session: Any) -> None:
+        _noted.append(f"{session.remaining_s:.0f} s remain")
+
+
+async def test_the_time_in_which_a_loop_is_entered_does_not_count_against_its_limit(noted: list[str]) -> None:
+    config = RolloutConfig(
+        agent_loop=f"{__name__}:SlowToEnter", max_context_tokens=64, trajectory_timeout_s=60.0
+    )
+    clock = ServingClock(asyncio.get_running_loop().time)
+    context = replace(Bench().context, rollout=config, serving_clock=clock)
+    task, writer = make_task(), Transcript(context, JournalEntry("0" * 32))
+    session = RolloutSession(context, task, writer, group_id="g")
+    async with AgentLoops(config) as made:
+        with pytest.raises(AgentLoopError, match="without a turn"):
+            await run_agent_loop(task, session, made, config)
+    assert noted == ["60 s remain"]
+
+
+class Raising(Plain):
+    async def run(self, task: Any, session: Any) -> None:
+        raise ValueError("the loop failed")
+
+
+async def test_a_session_is_freed_at_once_when_its_loop_has_failed() -> None:
+    """A full collection is rare, and pauses the event loop."""
+    config = msgspec.convert({"agent_loop": f"{__name__}:Raising"}, RolloutConfig)
+
+    async def attempt(made: AgentLoops) -> weakref.ref[Any]:
+        session = Bench().session
+        with pytest.raises(AgentLoopError):
+            await run_agent_loop(make_task(), session, made, config)
+        return weakref.ref(session)
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with AgentLoops(config) as made:
+            session = await attempt(made)
+            await asyncio.sleep(0)
+            assert session() is None
+    finally:
+        gc.enable()
 
 
 class Slow:

@@ -140,6 +140,17 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Namespace]:
     return calls
 
 
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, left = {"README.md"}, ["README.md"]
+    while left:
+        for file, _ in links(left.pop()):
+            if file in PAGES and file not in reached:
+                reached.add(file)
+                left.append(file)
+    examples = {page for page in PAGES if page.startswith("examples/")}  # linked as folders
+    assert set(PAGES) - reached - examples == set()
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)])
 def test_programs_take_the_commands_of_a_page(page: str, parsed: list[Namespace]) -> None:
     targets = set(re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE))

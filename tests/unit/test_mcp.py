@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,44 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
         assert await tools["far_add"].call({"a": 4}, timeout_s=LONG_S) == "5"
         await server.__aexit__(None, None, None)
     assert "key-7" not in caplog.text
+
+
+class ByHand(McpServer):
+    """A server whose calls fail at once, or when the test says so, over the connection that they began on."""
+
+    def __init__(self) -> None:
+        super().__init__(McpServerSpec(url="http://nowhere"))
+        self.begun = {name: asyncio.Event() for name in ("late", "held")}
+        self.fail = {name: asyncio.Event() for name in self.begun}
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        async def call_tool(name: str, arguments: dict[str, Any]) -> None:
+            if name in self.begun:
+                self.begun[name].set()
+                await self.fail[name].wait()
+            raise ConnectionError(name)
+
+        self._tools = []
+        yield SimpleNamespace(call_tool=call_tool)
+
+
+async def test_a_late_error_of_an_earlier_connection_leaves_the_new_one_open():
+    async with asyncio.timeout(LONG_S), ByHand() as server:
+        late = asyncio.ensure_future(server.call_tool("late", {}))
+        await server.begun["late"].wait()
+        with pytest.raises(ToolError, match="broke during the call"):
+            await server.call_tool("now", {})
+        held = asyncio.ensure_future(server.call_tool("held", {}))
+        await server.begun["held"].wait()  # over the new connection
+        server.fail["late"].set()
+        with pytest.raises(ToolError, match="broke during the call"):
+            await late
+        assert server.state().endswith(": connected")
+        server.fail["held"].set()
+        with pytest.raises(ToolError, match="broke during the call"):
+            await held
+        assert server.state().endswith(": not connected")
 
 
 async def test_environment_error_when_the_command_is_no_server():

@@ -99,6 +99,21 @@ async def test_any_name_is_answered_when_the_server_is_not_bound_to_loopback() -
             assert (await fetch(url + "/", **headers))[0] == 200
 
 
+async def test_the_run_is_not_read_while_no_client_is_connected() -> None:
+    looks: list[int] = []
+
+    def look() -> Any:
+        looks.append(1)
+        return now()
+
+    async with watched(look, lambda: STEPS, refresh_s=3600.0) as (url, _):
+        await fetch(f"{url}/page.css")
+        assert looks == []
+        async with stream(f"{url}/api/events") as events:
+            await anext(events)
+        assert len(looks) == 1
+
+
 async def test_who_watches_is_told_of_each_step_once() -> None:
     steps = list(STEPS[:3])
     async with watched(now, lambda: steps) as (url, _), stream(f"{url}/api/events") as events:
