@@ -110,7 +110,8 @@ def test_another_layout_gives_the_step_within_rounding(capture, capsys, tmp_path
     }
     for row in rows:
         assert row["replayed"] == pytest.approx(row["captured"], rel=1e-5, abs=1e-5), row
-    assert any(row["replayed"] != row["captured"] for row in rows), "the layout of the run"
+    if "trainer.layout.pp=2" not in layout:  # stages divide layers, and change no sum
+        assert any(row["replayed"] != row["captured"] for row in rows), "the layout of the run"
     assert len(list((tmp_path / "logs").glob("*trainer*"))) >= 2
 
 
