@@ -28,18 +28,23 @@ from collections.abc import Sequence
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Final
 
 import msgspec
 
+from agent_loops.rewards import final_answer, str_of_number
 from agent_loops.sandbox import MAX_CODE_BYTES, START_S, Interpreter, Limits, Sandbox
 from async_rl.errors import EnvironmentNotReady
 from async_rl.types import Completion, Task
 
 _FENCE: Final = re.compile(
-    r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)(?P<rest>[^`\n]*)$"
+    r"(?P<before>(?:(?!`{3}|~{3}).)*)(?P<fence>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<info>.*)$"
 )
-_PYTHON: Final = {"python", "py", "python3", "py3", "{python}"}
+_MARKS: Final = re.compile(r"[ \t]*(?:(?:[-*+>]|\d+[.)])[ \t]*)*")
+"""What may begin the lines of lists and quotations."""
+_LANGUAGE: Final = re.compile(r"(?:\{?\.?[\w+#-]\S*)?")
+_PYTHON: Final = re.compile(r"\{?\.?(?:python|py)[\d.]*(?![\w+#-])", re.IGNORECASE)
 
 _PREPARE: Final = (
     f"exec({Path(__file__).with_name('code_test_child.py').read_text(encoding='utf-8')!r}, "
@@ -95,7 +100,7 @@ async def code_tests(
     """
     cases = cases_of(task.answer)[:max_tests]
     sandbox = await asyncio.to_thread(_sandbox, msgspec.json.encode(limits, order="sorted"))
-    program = program_of(completion.text)
+    program = program_of(final_answer(completion))
     if len(program.encode(errors="replace")) > MAX_CODE_BYTES:
         return {"reward": 0.0, "passed": 0.0}
     checks = [case for case in cases if case.stdout is None]
@@ -110,48 +115,47 @@ async def code_tests(
 def program_of(text: str) -> str:
     """Return the last Python block of an answer, else its last block without a language, else the answer.
 
-    Blocks are fenced as in Markdown: a fence is closed by one that is as long, on a line of its own.
+    Blocks are fenced as in Markdown: a fence is closed by one that is as long, at the start of a line. Empty
+    blocks do not count.
 
-    Source: CommonMark 0.31, section 4.5. A block may also begin behind other text of its line.
+    Source: CommonMark 0.31, section 4.5. A block may also begin behind other text of its line, and text that
+    is not a language may follow the closing fence.
     """
     blocks: dict[bool, list[str]] = {True: [], False: []}
     opened: re.Match[str] | None = None
     lines: list[str] = []
 
     def end_block() -> None:
-        nonlocal opened
         assert opened is not None
-        language = opened["language"].lower()
-        if language in _PYTHON or not language:
-            blocks[bool(language)].append("".join(lines))
-        opened = None
+        program = dedent("".join(lines)) if lines and lines[0][:1].isspace() else "".join(lines)
+        is_python = bool(_PYTHON.match(opened["info"]))
+        if program.strip() and (is_python or not opened["info"].strip()):
+            blocks[is_python].append(program.lstrip("\ufeff"))
         lines.clear()
 
-    for line in text.replace("\r\n", "\n").splitlines(keepends=True):
-        found = _FENCE.match(line) if opened else _FENCE.search(line)
+    for line in text.lstrip("\ufeff").replace("\r\n", "\n").splitlines(keepends=True):
         if opened is None:
-            opened = found if found and line.count(found["fence"]) == 1 else None
-        elif (
-            found
-            and not found["language"]
-            and not found["rest"].strip()
-            and found["fence"].startswith(opened["fence"])
-        ):
+            opened = _opening_fence(line)
+            continue
+        if opened["before"].lstrip().startswith(">"):
+            line = re.sub(r"^[ \t]*> ?", "", line)
+        mark = opened["fence"][0]
+        if re.match(rf"[ \t]*{opened['fence']}{mark}*(?!{mark}|\{{?\.?\w)", line):
             end_block()
+            opened = None
         else:
-            indent = len(opened["indent"]) if opened.start() == 0 else 0
-            lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+            lines.append(line)
     if opened is not None:
         lines[-1:] = [line.rstrip().removesuffix(opened["fence"]) for line in lines[-1:]]
         end_block()
-    return (blocks[True] or blocks[False] or [text])[-1]
+    return (blocks[True] or blocks[False] or [text.lstrip("\ufeff")])[-1]
 
 
 def cases_of(answer: Any) -> list[Case]:
     """Return the tests in a task's answer, in the forms that the module's docstring shows.
 
     Raises:
-        ValueError: The answer holds no tests.
+        ValueError: The answer holds no tests, or incomplete ones.
     """
     tests = answer
     if isinstance(answer, str):
@@ -161,24 +165,44 @@ def cases_of(answer: Any) -> list[Case]:
             tests = [answer]
     cases: list[Case] = []
     match tests:
+        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) != len(outputs):
+            raise ValueError(
+                f"the answer has {len(inputs)} inputs and {len(outputs)} outputs; expected as many of each"
+            )
+        case [{"testtype": "functional"}, *_]:
+            raise ValueError(
+                "the answer has functional tests of LiveCodeBench, which do not name the function; expected "
+                '{"fn_name": …, "inputs": …, "outputs": …}, with the name from the metadata of the problem'
+            )
         case {"fn_name": str(name), "inputs": list(inputs), "outputs": list(outputs)} if name:
-            pairs = zip(inputs, outputs, strict=True)
             cases = [
                 Case(check=f"assert equals({name}(*{_literal(_restore_keys(given))}), {_literal(wanted)})")
-                for given, wanted in pairs
+                for given, wanted in zip(inputs, outputs, strict=True)
             ]
         case {"inputs": list(inputs), "outputs": list(outputs)}:
-            pairs = zip(inputs, outputs, strict=True)
-            cases = [Case(stdin=_text(given), stdout=_text(wanted)) for given, wanted in pairs]
+            cases = [
+                Case(stdin=_text(given), stdout=_text(wanted))
+                for given, wanted in zip(inputs, outputs, strict=True)
+            ]
         case [{"input": _, "output": _}, *_]:
             cases = [Case(stdin=_text(test["input"]), stdout=_text(test["output"])) for test in tests]
         case [str(), *_]:
             cases = [Case(check=test) for test in tests]
     if not cases:
         raise ValueError(
-            f"the answer {answer!r:.200} holds no tests; expected inputs and outputs, or assert statements"
+            f"the answer {_literal(answer):.200} holds no tests; expected inputs and outputs, or assert "
+            "statements"
         )
     return cases
+
+
+def _opening_fence(line: str) -> re.Match[str] | None:
+    """Return the fence that opens a block: not one that text mentions, in the middle of a line."""
+    found = _FENCE.match(line)
+    if found is None or _MARKS.fullmatch(found["before"]):
+        return found
+    is_last = found["fence"][0] == "`" and _LANGUAGE.fullmatch(found["info"].rstrip())
+    return found if is_last else None
 
 
 async def _count_assertions(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on: bool) -> int:
@@ -233,7 +257,7 @@ async def _count_outputs(sandbox: Sandbox, program: str, cases: Sequence[Case], 
     for case in cases:
         async with sandbox.interpreter() as interpreter:
             await interpreter.run_program(_DISCARD_ERRORS)
-            ran = await interpreter.run_program(program, stdin=case.stdin)
+            ran = await interpreter.run_program(program, stdin=case.stdin, is_last=True)
         if ran.ended in ("done", "exit") and is_same_output(ran.output, case.stdout or ""):
             passed += 1
         elif not go_on:
@@ -296,7 +320,7 @@ def _restore_keys(arguments: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "\n".join(map(str_of_number, value if isinstance(value, list) else [value]))
 
 
 @cache

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import Final
+from typing import Any, Final
 
-from agent_loops.rewards import final_answer, reference_answer
+from agent_loops.rewards import NUMBER, final_answer, plain_text, reference_answer, simple_numbers
 from async_rl.errors import EnvironmentNotReady
 from async_rl.runtime.worker_processes import in_processes
 from async_rl.types import Completion, Task
@@ -25,7 +25,16 @@ if importlib.util.find_spec("math_verify") is None:
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*(?:(?=\{)|(?P<bare>[^\s{}$\\]+))")
 _MAX_BOXES: Final = 20
 """Boxes that are searched from the end for a complete one."""
-_CURRENCY: Final = re.compile(r"\\?[$£€]")
+_AROUND: Final = re.compile(
+    r"^[*\s]*(?:(?:the )?(?:final )?answer(?: is\b|\s*[:=])[*\s]*)?"
+    r"|\\?[$£€¥]|\b(?:dollar|euro|pound|cent)s?\b",
+    re.IGNORECASE,
+)
+"""What may be around a number or a formula without a meaning for its value."""
+_NAMES: Final = re.compile(r"(?<![\\A-Za-z])(?:pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
+"""Names that math-verify would read as products of their letters without a backslash."""
+_STYLE: Final = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{|[}$*\"]")
+_WORDS: Final = re.compile(r"[a-z]|[^\W\d_]{2,}(?:[ '-]+[^\W\d_]+)*")
 
 
 @in_processes(2)
@@ -34,6 +43,7 @@ def math_answer(task: Task, completion: Completion, limit_s: int = 5) -> float:
 
     The last `\boxed{}` after the completion's thoughts counts, or else its last formula or number. The
     reference is the text after `####` (GSM8K), or else the whole answer of the task; it may have a box, too.
+    A reference of words is compared as text, without case, with the box or else the last words.
 
     Args:
         task: The task, whose answer is the reference.
@@ -45,24 +55,61 @@ def math_answer(task: Task, completion: Completion, limit_s: int = 5) -> float:
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    reference = str(reference_answer(task)).rpartition("####")[2].strip()
-    boxed = last_box(reference)
-    if boxed is None and reference.replace("\\$", "").count("$") < 2:  # no formula
-        boxed = _CURRENCY.sub("", reference)
-    gold = parse(
-        reference if boxed is None else f"\\boxed{{{boxed}}}",
-        extraction_config=[LatexExtractionConfig()],
-        parsing_timeout=limit_s,
-    )
-    if not gold:
-        raise ValueError(f"the reference answer {task.answer!r:.200} cannot be read as mathematics")
     text = final_answer(completion)
     boxed = last_box(text)  # alone: math-verify would make a set of boxes that are close to each other
+    reference = reference_answer(task).rpartition("####")[2].strip()
+    words = _as_words(last_box(reference) or reference)
+    if _WORDS.fullmatch(words) and "$" not in reference:
+        answer = _as_words(text if boxed is None else boxed)
+        if answer == words or (boxed is None and re.search(rf"\W{re.escape(words)}$", answer)):
+            return 1.0
+        if len(words) > 2 or not words.isascii():  # else it may be a product of symbols
+            return 0.0
+    gold = _parse_reference(reference, limit_s)
+    if boxed is not None:
+        text = f"\\boxed{{{_as_formula(boxed)}}}"
+    else:
+        is_plain = "\\" not in text and text.count("$") < 2
+        text = simple_numbers(plain_text(text)) if is_plain else plain_text(text)
     kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
-    answer = parse(
-        text if boxed is None else f"\\boxed{{{boxed}}}", extraction_config=kinds, parsing_timeout=limit_s
-    )
+    answer = parse(text, extraction_config=kinds, parsing_timeout=limit_s)
     return float(verify(gold, answer, timeout_seconds=limit_s))
+
+
+def _parse_reference(reference: str, limit_s: int) -> list[Any]:
+    """Return what math-verify reads in a reference.
+
+    Raises:
+        ValueError: It reads nothing, or a product of the letters of a word.
+    """
+    from math_verify import LatexExtractionConfig, parse
+
+    boxed = last_box(reference)
+    if boxed is None and reference.replace("\\$", "").count("$") < 2:  # no formula
+        boxed = reference
+    text = plain_text(reference) if boxed is None else f"\\boxed{{{_as_formula(boxed)}}}"
+    gold: list[Any] = parse(text, extraction_config=[LatexExtractionConfig()], parsing_timeout=limit_s)
+    formulas = [each for each in gold if not isinstance(each, str)]
+    letters = {str(symbol) for each in formulas for symbol in each.free_symbols} | {"e", "i"}
+    words = re.findall(r"[^\W\d_]{3,}", reference.lower())
+    is_plain = "\\" not in reference and "$" not in reference
+    if not gold or (is_plain and (not formulas or any(letters >= set(word) for word in words))):
+        raise ValueError(
+            f"the reference answer {reference!r:.200} cannot be read as mathematics; expected a number, "
+            "LaTeX (with `$` around a product of symbols), or words alone"
+        )
+    return gold
+
+
+def _as_formula(text: str) -> str:
+    """Return the content of a box without what does not change its value, a number in a simple spelling."""
+    text = _NAMES.sub(r"\\\g<0>", _AROUND.sub("", plain_text(text).rstrip("°.* \n")).strip())
+    return simple_numbers(text) if NUMBER.fullmatch(text) else text
+
+
+def _as_words(text: str) -> str:
+    """Return a text for comparisons of words: without styles, brackets, and differences of case or spaces."""
+    return " ".join(_STYLE.sub("", plain_text(text)).casefold().split()).strip("().")
 
 
 def last_box(text: str) -> str | None:

@@ -134,7 +134,7 @@ class Sandbox:
             echo: Print the value of its last line, as a notebook does.
         """
         async with self.interpreter() as interpreter:
-            return await interpreter.run_program(code, stdin=stdin, echo=echo)
+            return await interpreter.run_program(code, stdin=stdin, echo=echo, is_last=True)
 
     @asynccontextmanager
     async def interpreter(self) -> AsyncIterator[Interpreter]:
@@ -210,6 +210,7 @@ class Interpreter:
         *,
         stdin: str = "",
         echo: bool = False,
+        is_last: bool = False,
         answer: Answer | None = None,
         wall_s: float | None = None,
     ) -> ProgramResult:
@@ -219,6 +220,7 @@ class Interpreter:
             code: Python code.
             stdin: Its standard input.
             echo: Print the value of its last line, as a notebook does.
+            is_last: Wait for its threads and run its exit handlers, as the end of an interpreter does.
             answer: Answers the questions of a program that may ask (`agent_loops.code_test_child`).
             wall_s: Its time limit, in place of that of the limits.
 
@@ -228,7 +230,7 @@ class Interpreter:
         program = code.encode(errors="replace")
         if len(program) > MAX_CODE_BYTES:
             raise ToolError(f"the program has {len(program)} bytes; at most {MAX_CODE_BYTES} are allowed")
-        mode = "echo" if echo else "run"
+        mode = ("echo" if echo else "run") + ("-last" if is_last else "")
         result, _ = await self._request(mode, program, stdin, answer, wall_s or self._limits.wall_s)
         return result
 

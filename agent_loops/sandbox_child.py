@@ -479,10 +479,13 @@ def run_requests(settings: dict[str, Any]) -> None:
             ended = "done"
         else:
             answer = b""
-            ended = run_program(code, names, mode == b"echo")
+            ended = run_program(code, names, mode.startswith(b"echo"))
+            if mode.endswith(b"last"):
+                end_programs(names)
         for stream in (sys.stdout, sys.stderr):
             try:
-                stream.flush()
+                if stream is not None and not stream.closed:
+                    stream.flush()
             except Exception:  # the program may have replaced the stream
                 ended = "error"
         channel.write_line(ended.encode(), answer)
@@ -538,6 +541,23 @@ def run_program(code: str, names: dict[str, Any], echo: bool) -> str:
         sys.__excepthook__(type(error), error.with_traceback(traceback), traceback)
         return "error"
     return "done"
+
+
+def end_programs(names: dict[str, Any]) -> None:
+    """Do what the end of an interpreter does: wait for threads, call exit handlers, and free variables.
+
+    As there, errors do not change the exit code.
+    """
+    import atexit
+
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()  # also ends idle workers of executors
+        atexit._run_exitfuncs()
+        if len(sys._current_frames()) == 1:  # daemon threads would miss them
+            names.clear()  # closes files
+    except BaseException as error:  # programs may raise anything
+        sys.__excepthook__(type(error), error, error.__traceback__)
 
 
 # -- values between interpreters -----------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def _run_check(parsed: argparse.Namespace) -> int:
         return show_memory(parsed.config, parsed.overrides, parsed.gpu)
     from async_rl.config import load_config
     from async_rl.config.reference import resolved_yaml
-    from async_rl.data.dataset import load_run_tasks
+    from async_rl.data.dataset import load_run_tasks, load_validation, prompt_rule
     from async_rl.errors import ConfigError
     from async_rl.run.folder import check_run_folder
     from async_rl.run.identity import check_identity
@@ -108,7 +108,10 @@ def _run_check(parsed: argparse.Namespace) -> int:
     if trains:
         findings += [*check_start(config), *describe_trainer(config)]
         check_identity(config, check_run_folder(config), record=False)
-        findings += try_rewards(config, load_run_tasks(config))
+        sets = {f"dataset {each.name}": each.tasks for each in load_run_tasks(config).datasets}
+        validation = load_validation(config.data, prompt_rule(config)) if config.data.validation else []
+        sets |= {f"validation set {each.name}": each.tasks for each in validation}
+        findings += try_rewards(config, sets)
     if config.sft.path is not None:
         findings += check_sft(config)
     if parsed.gpus_per_node is not None and parsed.gpus_per_node < 1:
@@ -425,12 +428,18 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_export(parsed: argparse.Namespace) -> int:
+    from async_rl.errors import ConfigError
     from async_rl.run.folder import find_run_folder
     from async_rl.runtime.loading import load_object
 
+    checkpoint = find_run_folder(parsed.checkpoint)
+    if parsed.max_shard_bytes is not None and parsed.max_shard_bytes < 1:
+        raise ConfigError(f"--max-shard-bytes is {parsed.max_shard_bytes}, expected at least 1")
+    held = (checkpoint.glob(each) for each in ("manifest.json", "step_*", "checkpoints/step_*"))
+    if not (checkpoint.name.startswith("step_") or any(map(any, held))):  # loading the exporter takes long
+        raise ConfigError(f"there is no checkpoint in {checkpoint}: name a run's folder or a checkpoint")
     # By its dotted path: no module of this package imports the trainer.
     export = load_object("trainer.checkpoints.hf_export:export_checkpoint", what="exporter")
-    checkpoint = find_run_folder(parsed.checkpoint)
     done = export(
         checkpoint,
         parsed.out,

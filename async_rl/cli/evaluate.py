@@ -163,7 +163,9 @@ def show_scores(console: TextConsole, model: str, record: EvaluationRecord) -> N
             _number(score.truncated_share, ".0%"),
         )
     console.print(table)
-    if record.dropped:
+    if record.reason:
+        console.print(record.reason, style="yellow")
+    elif record.dropped:
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(record.dropped.items()))
         console.print(f"answers that were dropped: {dropped}", style="yellow")
 

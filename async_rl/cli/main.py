@@ -9,19 +9,24 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from async_rl import __version__
 from async_rl.cli.commands import COMMANDS
 from async_rl.errors import AsyncRLError
 from async_rl.runtime.descriptors import raise_descriptor_limit
 from async_rl.runtime.printable import print_exception, print_text
+
+_UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EPIPE})
+"""A full disk, or a reader that has gone, as of `async-rl schema | head`: no traceback says more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _cleaning_up_on_sigterm():
             code: int = parsed.run_command(parsed)
+        sys.stdout.flush()  # the interpreter would report an error without a sentence
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # of `os.getcwd`
+            print_text("async-rl: the working directory is gone: change to one that exists", file=sys.stderr)
+            return 2
+        if error.errno not in _UNWRITABLE:
+            raise
+        what = error.filename or "the output"
+        print_text(f"async-rl: cannot write {what}: {error.strerror}", file=sys.stderr)
+        sys.stdout = io.StringIO()  # the interpreter writes what is left, and would report the error again
+        return 1
     except AsyncRLError as error:
         print_text(f"async-rl: {error}", file=sys.stderr)
         return error.exit_code

@@ -141,16 +141,31 @@ def _blame(place: str, source: str, overrides: Sequence[str]) -> str:
     return source
 
 
+def _kinds_of_fields(prefix: str) -> dict[str, list[str]]:
+    """Return the fields of a section, sorted, with the kinds of the section that have each."""
+    found: dict[str, list[str]] = {}
+    kind = ""
+    for key, _, default, _ in describe_fields():
+        place = key.replace(".NAME.", "[...].").replace("[].", "[...].")
+        if place == f"{prefix}kind":
+            kind = str(default)
+        if place.startswith(prefix):
+            kinds = found.setdefault(re.split(r"[.[]", place[len(prefix) :])[0], [])
+            kinds += [kind] if kind not in kinds else []
+    return dict(sorted(found.items()))
+
+
 def _readable(message: str, tree: dict[str, Any]) -> str:
     """Add the actual value and the nearest known key to msgspec's message."""
     unknown = re.search(r"unknown field `(\w+)`(?: - at `\$\.?([\w.\[\]]*)`)?", message)
     if unknown:
         name, section = unknown.group(1), re.sub(r"\[\d+\]", "[...]", unknown.group(2) or "")
         prefix = f"{section}." if section else ""
-        keys = (key.replace(".NAME.", "[...].").replace("[].", "[...].") for key, *_ in describe_fields())
-        known = sorted({key[len(prefix) :].split(".")[0] for key in keys if key.startswith(prefix)})
+        known = _kinds_of_fields(prefix)
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        if owners := " or ".join(filter(None, known.get(name, ()))):
+            hint = f"it belongs to kind {owners}: remove it, or change {section}.kind"
         return f"unknown field {name!r} - at $.{unknown.group(2) or ''}; {hint}".replace("$.;", "$;")
     found_tag = re.search(r"Invalid value '(.*)' - at `\$\.([\w.\[\]]+\.kind)`", message)
     if found_tag:

@@ -200,7 +200,8 @@ class Evaluator:
             await run.delete_completions()
         return EvaluationRecord(
             weight_version=weight_version,
-            status="done",
+            status="done" if run.answers else "missing",
+            reason="" if run.answers else run.describe_drops(),
             duration_s=clock() - began_s,
             engines=engines,
             scores=scores(run.answers, pass_at=evaluation.pass_at, pass_reward=evaluation.pass_reward),
@@ -248,6 +249,8 @@ class _EvaluationRun:
         self._capacity = asyncio.Semaphore(inputs.config.evaluation.max_concurrent)
         self.answers: list[EvaluatedAnswer] = []
         self.dropped: Counter[str] = Counter()
+        self._last_error = ""
+        """Why the last answer was dropped, if it was an error of its loop or reward."""
         self.sampled_tokens = 0
         """Tokens of all attempts that have ended."""
 
@@ -318,7 +321,7 @@ class _EvaluationRun:
             except ATTEMPT_ERRORS as error:
                 log.info("an answer to task %s, attempt %d: %s", group.task.task_id, number, error)
                 if number == limit or isinstance(error, PromptTooLong):
-                    self.dropped[type(error).__name__] += 1
+                    self._drop_answer(error)
                     return
                 continue
             # Only the root: branches are for training.
@@ -364,9 +367,19 @@ class _EvaluationRun:
         await asyncio.to_thread(self._spool.discard, completions)
         for (stored, number, _), parts in zip(group.unscored.values(), results, strict=True):
             if isinstance(parts, RewardError):
-                self.dropped[type(parts).__name__] += 1
+                self._drop_answer(parts)
             else:
                 self._count_answer(group, stored.with_reward(parts), number)
+
+    def _drop_answer(self, error: BaseException) -> None:
+        self.dropped[type(error).__name__] += 1
+        self._last_error = str(error)
+
+    def describe_drops(self) -> str:
+        """Return how many answers were dropped, by reason, and why the last one was."""
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
+        last = f"; the last: {self._last_error}" if self._last_error else ""
+        return f"all answers were dropped: {counts}{last}"
 
     def _count_answer(self, group: _AnswerGroup, stored: StoredTrajectory, number: int) -> None:
         """Count an answer if all its tokens are of the pinned version."""

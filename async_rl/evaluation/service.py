@@ -207,8 +207,9 @@ class EvaluationService:
             raise
         except (AsyncRLError, TimeoutError) as error:
             cause = error if isinstance(error, AsyncRLError) else EngineError("no engine was free in time")
-            log.warning("the evaluation of version %d is missing: %s", version, cause)
             record = missing_record(version, cause, duration_s=self._clock() - began_s)
+        if record.status == "missing":
+            log.warning("the evaluation of version %d is missing: %s", version, record.reason)
         return record
 
     async def _evaluate_on(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:

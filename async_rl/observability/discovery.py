@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, StallError
 from async_rl.observability.diagnosis import Diagnosis
-from async_rl.runtime.files import replace_file
+from async_rl.runtime.files import is_locked, replace_file
 
 URL_FILE: Final = "url"
 """The file in the run folder with the address at which the driver serves `/metrics` and `/health`."""
@@ -117,9 +118,11 @@ def ask_health(target: str) -> tuple[str, int]:
         The diagnosis as text, and an exit code: that of a stall if the run is stalled, else 0.
 
     Raises:
-        ConfigError: The folder does not belong to a run that serves metrics.
-        EnvironmentNotReady: Nothing answers at the address.
+        ConfigError: The target is no URL, or the folder does not belong to a run that serves metrics.
+        EnvironmentNotReady: Nothing answers at the address, or the run has none.
     """
+    if "://" in target and not _is_url(target):
+        raise ConfigError(f"{target!r} is not the URL of a job; expected http://HOST:PORT")
     url = target if "://" in target else _url_of_run(Path(target))
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S) as answer:
@@ -129,12 +132,15 @@ def ask_health(target: str) -> tuple[str, int]:
     except OSError as error:
         if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
             raise EnvironmentNotReady(
-                f"no answer from {url}: nothing listens there, so the run has ended, or has another address"
+                f"no answer from {url}: nothing listens there, so the run has ended, is starting, or has "
+                "another address"
             ) from error
         raise EnvironmentNotReady(
             f"no answer from {url} within {_HEALTH_TIMEOUT_S:.0f} s: the host cannot be reached, or the "
             f"run's event loop is blocked, which its logs/driver.log reports ({error})"
         ) from error
+    except HTTPException as error:  # decoding it says so
+        body = str(error).encode()
     try:
         health = msgspec.json.decode(body, type=_Health)
     except msgspec.DecodeError as error:
@@ -144,8 +150,27 @@ def ask_health(target: str) -> tuple[str, int]:
     return text, StallError.exit_code if diagnosis.state == "stalled" else 0
 
 
-def _url_of_run(folder: Path) -> str:
+def _is_url(text: str) -> bool:
+    """Return whether a text is an HTTP URL with a host."""
     try:
-        return (folder / URL_FILE).read_text().strip()
+        place = urlsplit(text)
+        return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:  # an invalid port or address
+        return False
+
+
+def _url_of_run(folder: Path) -> str:
+    file = folder / URL_FILE
+    try:
+        text = file.read_bytes().decode(errors="replace").strip()
     except OSError as error:
+        if is_locked(folder / ".lock"):
+            raise EnvironmentNotReady(
+                f"the run in {folder} has no address yet: it is starting, so ask again in some seconds "
+                "(`async-rl sft` has none at all)"
+            ) from error
         raise ConfigError(f"{folder} is not the folder of a run that serves metrics: {error}") from error
+    if not _is_url(text):
+        found = f"{file} holds {text!r:.80}, expected http://HOST:PORT"
+        raise EnvironmentNotReady(f"{found}: name the job's metrics URL in place of its folder")
+    return text

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from async_rl.errors import ConfigError
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Figure
 
@@ -39,12 +40,21 @@ class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def holds_sft_records(path: Path) -> bool | None:
-    """Return whether a `metrics.jsonl` is of a supervised run, by its first step; None if it has none."""
+    """Return whether a `metrics.jsonl` is of a supervised run, by its first step; None if it has none.
+
+    Raises:
+        ConfigError: Its first line is no record.
+    """
     if not path.exists():
         return None
     with path.open("rb") as lines:
         first = lines.readline()
-    return "epoch" in msgspec.json.decode(first, type=dict[str, Any]) if first.endswith(b"\n") else None
+    try:
+        return "epoch" in msgspec.json.decode(first, type=dict[str, Any]) if first.endswith(b"\n") else None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is damaged in its first line ({error}): restore it, or remove it"
+        ) from error
 
 
 def sft_record_log(path: Path) -> RecordLog[SftRecord]:

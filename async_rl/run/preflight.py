@@ -30,6 +30,7 @@ from async_rl.engines.model_facts import check_model, check_served_by_sglang, lo
 from async_rl.engines.model_files import check_weights, weights_bytes
 from async_rl.engines.sglang.connect import check_shares_memory
 from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.evaluation.evaluator import evaluation_config
 from async_rl.observability.console_report import derived_bounds
 from async_rl.observability.discovery import check_targets
 from async_rl.observability.long_work import show_progress
@@ -164,8 +165,10 @@ def check_config(config: Config) -> list[str]:
     _check_vocabulary(chat, config.model.path, facts.vocab_size)
     _check_roles(chat, chain(tasks, *(dataset.tasks for dataset in validation)))
     _check_models(config, chat)
-    loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
     answering = {task.agent_loop for dataset in validation for task in dataset.tasks}
+    called = [loops.get_loop(name) for name in used]
+    called += [loop for loop in _loops_of_evaluation(config, loops, answering) if loop not in called]
+    loop_findings = dict.fromkeys(text for loop in called for text in _loop_findings(loop, chat))
     _check_ports(config, {name: loops.get_loop(name) for name in used}, answering)
     descriptors = check_descriptors(config, tuple(loops.get_loop(name) for name in used))
     scored = Counter(rewards.name_for(task) for task in tasks)
@@ -355,6 +358,21 @@ def require_tasks(config: Config) -> None:
     raise ConfigError(
         "data.path and data.datasets are both missing: set data.path to a .jsonl or .parquet file of tasks"
     )
+
+
+def _loops_of_evaluation(config: Config, loops: AgentLoops, answering: Set[str | None]) -> list[Any]:
+    """Return the agent loops of evaluations, `answering` by their names.
+
+    Raises:
+        ConfigError: One cannot be loaded or made.
+    """
+    if answering and config.evaluation.agent_loop is not None:
+        try:
+            loops = AgentLoops(evaluation_config(config).rollout)
+        except ConfigError as error:
+            why = str(error).removeprefix("rollout.agent_loop_args: ")
+            raise ConfigError(f"evaluation.agent_loop: {why}") from error
+    return [loops.get_loop(name) for name in answering]
 
 
 def _loop_findings(loop: Any, chat: ChatFormat) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from decimal import Decimal
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +19,13 @@ def reward_value(number: Any) -> float | None:
 
     Scalars of NumPy and tensors without dimensions are numbers; text and complex numbers are not.
     """
-    if getattr(number, "ndim", None) == 0 and callable(item := getattr(number, "item", None)):
-        number = item()
-    if not isinstance(number, numbers.Real | np.bool_):
-        return None
     try:
+        if getattr(number, "ndim", None) == 0 and callable(item := getattr(number, "item", None)):
+            number = item()
+        if not isinstance(number, numbers.Real | np.bool_ | Decimal):
+            return None
         value = float(number)
-    except OverflowError:  # an integer beyond all floats
+    # An integer beyond all floats, a signalling NaN of Decimal, a tensor on the device `meta`.
+    except (OverflowError, ValueError, RuntimeError):
         return None
     return value if math.isfinite(value) and abs(value) <= MAX_REWARD else None

@@ -65,6 +65,7 @@ def test_validation_is_charted_by_weight_version() -> None:
     evaluations = [
         EvaluationRecord(weight_version=4, status="done", scores={"all": score(0.25), "math": score(0.25)}),
         EvaluationRecord(weight_version=8, status="missing", reason="no engine"),
+        (lost := EvaluationRecord(weight_version=10, status="done", asked=4, dropped={"RewardError": 4})),
         EvaluationRecord(weight_version=12, status="done", scores={"all": score(0.75), "math": score(0.75)}),
     ]
     reward, passed = sections([], None, evaluations)[0].charts
@@ -74,6 +75,7 @@ def test_validation_is_charted_by_weight_version() -> None:
         ("pass@1", [0.25, 0.75]),
         ("pass@4", [1.0, 1.0]),
     ]
+    assert sections([], None, [lost]) == []
 
 
 def test_a_spike_stays_when_a_long_chart_is_thinned() -> None:

@@ -69,6 +69,9 @@ def test_check_says_where_the_chat_template_writes_turns_anew(
     [
         ("engine.kind=vllm", "engine.kind is 'vllm', expected one of sglang, simulated"),
         ("rollout.max_stalness=2", "did you mean 'max_staleness'"),
+        ("engine.decode_step_s=1", "it belongs to kind simulated: remove it, or change engine.kind"),
+        ("rollout.rewards={a: {function: f, url: u}}", "it belongs to kind http: remove it, or change "),
+        ("foo=1", "model, models, placement,"),
         ("trainer.loss.objective=grpo", "is 'grpo', expected one of ppo, gspo, cispo, or the dotted path"),
         ("model.path=/nowhere", "Set model.path"),
         ("rollout.reward=agent_loops.rewards:exact_mach", "did you mean 'exact_match'"),
@@ -87,6 +90,33 @@ def test_one_sentence_and_exit_code_2_when_the_config_cannot_work(
     assert captured.err.startswith("async-rl: ")
     assert len(captured.err.splitlines()) == 1
     assert said in captured.err
+
+
+def test_an_export_is_refused_before_the_trainer_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.runtime.loading.load_object", None)
+    words = ["export", "--checkpoint", str(tmp_path), "--out", "out"]
+    for more, said in (([], "there is no checkpoint in"), (["--max-shard-bytes=-5"], "is -5, expected")):
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("schema > /dev/full", 1, "cannot write the output: No space left on device"),
+        (f"check {ROOT}/examples/calculator/config.yaml", 2, "the working directory is gone: change to"),
+    ],
+)
+def test_one_sentence_without_room_or_working_directory(
+    tmp_path: Path, command: str, code: int, said: str
+) -> None:
+    run = f"PYTHONPATH={ROOT} {sys.executable} -m async_rl.cli {command}"
+    gone = "mkdir x; cd x; rmdir ../x; " if code == 2 else ""
+    done = subprocess.run(f"cd {tmp_path}; {gone}{run}", shell=True, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, 1)
+    assert f"async-rl: {said}" in done.stderr
 
 
 def test_the_remedy_is_named_when_a_dense_model_is_to_replay_routing(

@@ -55,6 +55,20 @@ def test_one_sentence_is_printed_when_nothing_answers(
     assert main(["doctor", "http://127.0.0.1:9"]) == 3
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
+    capsys.readouterr()
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["doctor", str(tmp_path)]) == 3
+        assert "it is starting, so ask again in some seconds" in capsys.readouterr().err
+        (tmp_path / "url").write_text("hello")
+        assert main(["doctor", str(tmp_path)]) == 3
+    assert f"{tmp_path / 'url'} holds 'hello', expected http://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:99999", "http://[::1", "http://a b"])
+def test_what_is_no_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", url]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

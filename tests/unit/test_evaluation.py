@@ -298,6 +298,23 @@ def test_only_the_answers_to_a_task_that_cannot_be_scored_are_dropped(
     assert (found.dropped, found.scores["all"].answers, found.unaccounted) == ({reason: 2}, 4, 0)
 
 
+def score_none(task: Task, completion: Completion) -> float:
+    raise ValueError("no gold")
+
+
+def test_an_evaluation_is_missing_with_its_reason_when_all_answers_are_dropped(calculator, tmp_path, capsys):
+    path, out = (
+        write_config(calculator, tmp_path, rollout={"reward": f"{__name__}:score_none"}),
+        tmp_path / "out",
+    )
+    assert evaluate(path, [], out=out, console=TextConsole(width=300), open_engines=simulated) == 1
+    (found,) = evaluation_record_log(out / "evaluations.jsonl").read()
+    assert (found.status, found.dropped, found.unaccounted) == ("missing", {"RewardError": 3}, 0)
+    assert found.reason.startswith("all answers were dropped: 3 RewardError; the last: ")
+    assert found.reason.endswith("score_none raised ValueError: no gold")
+    assert found.reason in capsys.readouterr().out
+
+
 def test_an_error_of_an_evaluation_is_printed_and_logged_in_its_folder(calculator, tmp_path, capsys):
     @asynccontextmanager
     async def absent(config, log_dir):

@@ -19,6 +19,8 @@ from async_rl.run.identity import check_identity
 from tests.support.run_config import write_run
 from tests.support.templates_of_models import chat_of
 
+EVALUATED = "data.validation=[{path: tasks.jsonl}]"
+
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -54,6 +56,16 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> tupl
             ["models={judge: {path: model, tp_size: 8}}", "engine.device=cuda"],
             2,
             "models.judge.tp_size is 8, but model has 4 attention heads in 2 groups",
+        ),
+        (
+            [EVALUATED, "evaluation.agent_loop=nope:X"],
+            2,
+            "evaluation.agent_loop: agent loop 'nope:X': there is no module 'nope'",
+        ),
+        (
+            [EVALUATED, "evaluation.agent_loop=agent_loops.tool_loop:ToolLoop"],
+            2,
+            "evaluation.agent_loop: agent_loops.tool_loop:ToolLoop cannot be made with {}",
         ),
         (["placement.resources_per_rank={fast: 1}"], 2, "resources_per_rank names fast, and the Ray that is"),
         (["placement.trainer_strategy=STRICT_SPREAD", "trainer.num_ranks=2"], 2, "2 processes need 2 nodes"),
@@ -142,6 +154,10 @@ def test_the_folder_of_a_supervised_run_is_refused(path: Path, capsys: pytest.Ca
     code, said = refused(capsys, path)
     assert code == 2
     assert "metrics.jsonl belongs to a supervised run: set another run.name" in said
+    (folder / "metrics.jsonl").write_text("{junk\n")
+    code, said = refused(capsys, path)
+    assert code == 2
+    assert "metrics.jsonl is damaged in its first line" in said
 
 
 def test_check_refuses_a_ledger_of_another_version(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +180,13 @@ def test_check_refuses_a_folder_in_which_another_process_runs(
         code, said = refused(capsys, path)
     assert code == 2
     assert "another process runs in" in said
+
+
+def test_check_tries_the_rewards_of_validation_sets(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path.parent / "val.jsonl").write_text('{"prompt": "1 + 1?"}\n')
+    reward = "rollout.reward=agent_loops.rewards:last_number"
+    assert main(["check", str(path), reward, "data.validation=[{path: val.jsonl}]"]) == 2
+    assert "of validation set val: " in capsys.readouterr().err
 
 
 def test_a_model_is_refused_when_it_has_no_tokenizer(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
 
+from agent_loops import rewards
 from async_rl.errors import ConfigError
 from async_rl.run.reward_trials import try_rewards
 from async_rl.types import Completion, Task
@@ -19,6 +22,10 @@ def always(task: Task, completion: Completion) -> float:
     return 1.0
 
 
+def by_presence(task: Task, completion: Completion) -> float:
+    return float(bool(completion.text))
+
+
 def by_length(task: Task, completions: list[Completion]) -> list[float]:
     return [len(completion.text) / 100 for completion in completions]
 
@@ -28,15 +35,18 @@ def broken(task: Task, completion: Completion) -> float:
 
 
 def findings(reward: str, *answers: Any, **rollout: Any) -> list[str]:
-    return try_rewards(config_of(reward=reward, **rollout), [make_task(answer=answer) for answer in answers])
+    tasks = {"dataset train": [make_task(answer=answer) for answer in answers]}
+    return try_rewards(config_of(reward=reward, **rollout), tasks)
 
 
 @pytest.mark.parametrize(
     ("reward", "answers"),
     [
         ("agent_loops.rewards:last_number", ("4", 5, "so it is\n#### 1,000")),
-        ("agent_loops.rewards:exact_match", ("yes", "a b")),
+        ("agent_loops.rewards:last_number", ("10 000", 42.0, "25 m^2")),
+        ("agent_loops.rewards:exact_match", ("yes", 42.0, 1e-05)),
         ("agent_loops.rewards_math:math_answer", (r"\$18", "$18", r"\frac{1}{2}", "so\n#### 72")),
+        ("agent_loops.rewards_math:math_answer", ("no", "Paris", "$x^2+1$")),
         (f"{HERE}:by_length", ("long", "longer")),
     ],
 )
@@ -54,13 +64,43 @@ def test_a_reward_that_gives_reference_answers_more_than_empty_ones_is_right(
     [
         ("agent_loops.rewards:last_number", None, "the task has no answer: set data.answer_key"),
         ("agent_loops.rewards:last_number", "four", "has no number"),
-        ("agent_loops.rewards:exact_match", "", "scores an empty completion 1"),
-        ("agent_loops.rewards_math:math_answer", "", "cannot be read as mathematics"),
+        ("agent_loops.rewards:exact_match", "", "the task has no answer"),
+        ("agent_loops.rewards_math:math_answer", "?", "cannot be read as mathematics"),
+        ("agent_loops.rewards_math:math_answer", ["4"], "is a list; expected text or a number"),
     ],
 )
 def test_answers_that_a_shipped_reward_cannot_score_are_refused(reward: str, answer: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         findings(reward, answer)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "words"),
+    [
+        (["4"] * 9 + [None], [], "tried on 4 examples: task .* of dataset t: .* the task has no answer"),
+        (["4"] * 9 + [" ", math.nan], [], "tried on 5 examples: task .* of dataset t: "),
+        (["4"] * 9, ["four"], "tried on 4 examples: task .* of validation set v: .* has no number"),
+    ],
+)
+def test_each_dataset_is_tried_and_all_tasks_are_searched_for_missing_answers(
+    train: list[Any], validation: list[Any], words: str
+) -> None:
+    named = {"dataset t": train, "validation set v": validation}
+    sets = {name: [make_task(answer=answer) for answer in answers] for name, answers in named.items()}
+    with pytest.raises(ConfigError, match=words):
+        try_rewards(config_of(reward="agent_loops.rewards:last_number"), sets)
+
+
+@pytest.mark.parametrize(
+    ("answer", "other"),
+    [("10 000", "20 000"), (r"\frac{9}{10}", r"\frac{8}{20}"), ("3 m^2", "4 m^2"), ("Paris", "arisP")],
+)
+def test_a_shipped_reward_that_scores_a_wrong_answer_as_high_is_refused(
+    monkeypatch: pytest.MonkeyPatch, answer: str, other: str
+) -> None:
+    monkeypatch.setattr(rewards, "last_number", by_presence)
+    with pytest.raises(ConfigError, match=f"it scores '{re.escape(repr(other)[1:-1])}' 1, as much as"):
+        findings("agent_loops.rewards:last_number", answer)
 
 
 @pytest.mark.parametrize(

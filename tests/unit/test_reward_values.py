@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ from tests.support.trajectories import make_trajectory
         (np.array(2.0), 2.0),
         (torch.tensor(0.25), 0.25),
         (torch.tensor(3), 3.0),
+        (Decimal("0.25"), 0.25),
         (-MAX_REWARD, -MAX_REWARD),
+        (Decimal("sNaN"), None),
+        (torch.tensor(1.0, device="meta"), None),
         (np.array([1.0]), None),
         (torch.tensor([1.0]), None),
         (1e300, None),

@@ -19,6 +19,14 @@ ADD = "def add(a, b):\n    return a + b\n"
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 BIG = "def big(digits):\n    return 10**digits - 1"
 SOLUTION = "class Solution:\n    def add(self, a: int, b: Optional[int]) -> List[int]:\n        return a + b"
+PRINTED = {"inputs": [""], "outputs": ["3"]}
+LATE = (
+    "import threading as t\nt.Thread(target=lambda: print(t.main_thread().join() or 3)).start()",
+    "from concurrent.futures import *\npool = ThreadPoolExecutor()\npool.submit(print, 3)",
+    "import atexit\natexit.register(lambda: 1 / 0)\natexit.register(print, 3)",
+    "import sys\nprint(3)\nsys.stdout.close()",
+    "file = open(1, 'w', closefd=False)\nfile.write('3')",
+)
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 
 
@@ -54,6 +62,10 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
         ({"fn_name": "add", "inputs": [[0.1, 0.2]], "outputs": [0.3]}, ADD, 1.0, 1.0),
         ({"fn_name": "add", "inputs": [[[1], [2]]], "outputs": [[1, 2]]}, ADD, 1.0, 1.0),
         ({"fn_name": "pair", "inputs": [[1]], "outputs": [[1, 2]]}, "def pair(a): return a, 2", 1.0, 1.0),
+        (PAIRS, f"<think>In a ```python block.</think>\n{SUM}", 1.0, 1.0),
+        (PAIRS, f"<think>{SUM}", 0.0, 0.0),
+        *((PRINTED, text, 1.0, 1.0) for text in LATE),
+        ({"inputs": [""], "outputs": [10**5000 - 1]}, "print(10**5000 - 1)", 1.0, 1.0),
         ("assert add(2, 2) == 4", f"{ADD}\nif __name__ == '__main__':\n    add(input())", 1.0, 1.0),
     ],
 )
@@ -206,10 +218,30 @@ async def test_a_sandbox_that_does_not_start_is_no_failed_test(
         await code_tests(make_task(answer=answer), make_completion("print(1)"), **limits)
 
 
-@pytest.mark.parametrize("answer", [None, "[]", {"inputs": []}, 4, [{"in": 1}]])
-def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
-    with pytest.raises(ValueError, match="holds no tests"):
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        *((answer, "holds no tests") for answer in (None, "[]", {"inputs": []}, 4, [{"in": 1}])),
+        pytest.param(10**5000, "holds no tests", id="long"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "has 2 inputs and 1 outputs; expected as many"),
+        ({"fn_name": "f", "inputs": [], "outputs": [1]}, "has 0 inputs and 1 outputs"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "do not name the function"),
+    ],
+)
+def test_an_answer_without_usable_tests_is_an_error(answer: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         cases_of(answer)
+
+
+PYTHONS = (
+    "python3.11",
+    "python2",
+    "{.python}",
+    "python:a.py",
+    "python,ignore",
+    'python title="x"',
+    "{python}",
+)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +262,22 @@ def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
         ("Use ```x``` here.\n```python\na\n```", "a\n"),
         ("```python\r\na\r\n```\r\n", "a\n"),
         ("```python\na\n", "a"),
+        ("I use ```python blocks.\n```python\na\n```", "a\n"),
+        ("Use ```, as here:\n```python\na\n```", "a\n"),
+        ("By `x`: ```python\na\n```", "a\n"),
+        *((f"```{name}\na\n```\n```text\nb\n```", "a\n") for name in PYTHONS),
+        *((f"```{name}\na\n```", f"```{name}\na\n```") for name in ("pycon", "python-repl", "c++")),
+        *((f"```py\na\n```{behind}\nb", "a\n") for behind in ("</answer>", "<|im_end|>", " So", ".")),
+        ("- ```python\n  if a:\n      b\n  ```", "if a:\n    b\n"),
+        ("1. ```python\na\n```", "a\n"),
+        ("> ```python\n> if a:\n>     b\n> ```\nSo.", "if a:\n    b\n"),
+        ("```python\na\n```\n```python\n\n```", "a\n"),
+        ("\ufeffa", "a"),
+        ("\ufeff```python\n\ufeffa\n```", "a\n"),
+        ('```python\na = """\n```text\n"""\n```', 'a = """\n```text\n"""\n'),
+        ("` " * 50_000, "` " * 50_000),
     ],
+    ids=lambda text: text[:20],
 )
 def test_the_last_block_is_the_program(text: str, program: str) -> None:
     assert program_of(text) == program

@@ -40,15 +40,51 @@ from tests.support.scripted_session import make_task
         ("4", r"<think>\boxed{4}", 0.0),
         ("4", r"<think>\boxed{5}</think>\boxed{4}", 1.0),
         ("{1,2}", r"\boxed{\{1, 2\}}", 1.0),
+        *(("2 1/3", rf"\boxed{{{text}}}", float(text == "7/3")) for text in ("7/3", "2", "1")),
+        *(("3/2", text, 1.0) for text in (r"\boxed{1 1/2}", "It is 1 1/2.")),
+        *(
+            (answer, r"\boxed{100000}", 1.0)
+            for answer in (1e5, "1e5", r"100\,000", "1 x 10^5", "**100000.**")
+        ),
+        *(
+            ("100000", text, 1.0)
+            for text in ("It is 1e5.", "10\u2075", r"\boxed{100 000.}", r"$1 \times 10^5$")
+        ),
+        *(
+            (wrong, text, 0.0)
+            for wrong in ("0", "10", "100")
+            for text in ("10\u2075", "100 000", r"100\,000")
+        ),
+        (1e-05, r"\boxed{10^{-5}}", 1.0),
+        (1e22, r"\boxed{10^{22}}", 1.0),
+        (r"10\,000", r"\boxed{0}", 0.0),
+        ("-5", "It is \u22125.", 1.0),
+        *(
+            (answer, r"\boxed{5}", 1.0)
+            for answer in ("Answer: 5", "5 dollars", "5\u00b0", "The answer is **5**.")
+        ),
+        *(("5", f"\\boxed{{{text}}}", 1.0) for text in ("\u00a35", "5\u00b0", "5^\\circ")),
+        ("1024", r"\boxed{2**10}", 1.0),
+        ("x\u00b2", r"\boxed{x^2}", 1.0),
+        ("sqrt(2)", r"\boxed{\sqrt{2}}", 1.0),
+        ("2 pi", r"\boxed{2\pi}", 1.0),
+        ("sin(x)", r"\boxed{\sin x}", 1.0),
+        *(("Paris", text, 1.0) for text in (r"\boxed{\text{paris}}", "It is Paris.", "Paris")),
+        *(("Paris", text, 0.0) for text in (r"\boxed{Pairs}", "I like Comparis", "5", "")),
+        (r"\text{(B)}", "**B**", 1.0),
+        ("B", r"\boxed{C}", 0.0),
+        ("xy", r"\boxed{yx}", 1.0),
+        ("$abc$", r"\boxed{cba}", 1.0),
     ],
 )
 def test_answers_are_compared_as_mathematics(answer: object, text: str, reward: float) -> None:
     assert math_answer(make_task(answer=answer), make_completion(text), limit_s=200) == reward
 
 
-def test_a_reference_that_is_no_mathematics_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the reference answer '' cannot be read as mathematics"):
-        math_answer(make_task(answer=""), make_completion("4"))
+@pytest.mark.parametrize("answer", ["####", "red, 5 apples", "?"])
+def test_a_reference_that_is_no_mathematics_is_an_error(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"the reference answer .* cannot be read as mathematics"):
+        math_answer(make_task(answer=answer), make_completion("4"), limit_s=200)
 
 
 @pytest.mark.real
@@ -71,7 +107,7 @@ async def test_an_answer_that_computes_forever_is_wrong_and_delays_no_other(
             turns += 1
         assert turns > 10  # the loop ran on meanwhile
         assert await score == {"reward": 0.0}
-        with pytest.raises(RewardError, match="raised ValueError: the reference answer ''"):
-            await rewards.score_completion(make_task(answer=""), make_completion("4"))
+        with pytest.raises(RewardError, match="raised ValueError: the reference answer"):
+            await rewards.score_completion(make_task(answer="?"), make_completion("4"))
     finally:
         await rewards.close()

@@ -124,8 +124,28 @@ def test_a_folder_that_is_no_run_is_named_and_exits_2(
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} is no run folder" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.yaml", b"a: ["),
+        ("config.yaml", b"run: 3"),
+        ("config.yaml", b"run: \xff"),
+        ("metrics.jsonl", b'{"step": 1}\n'),
+        ("evaluations.jsonl", b"[]\n"),
+        ("summary.json", b"{"),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: bytes
+) -> None:
     folder = write_run_folder(tmp_path / "run", [])
-    (folder / "metrics.jsonl").write_text("not json\n")
-    assert main(["report", str(folder)]) == 2
-    assert "its files are not those of a run" in capsys.readouterr().err
-    assert main(["report", str(folder.parent / "none")]) == 2
+    (folder / file).write_bytes(content)
+    for command in ("report", "doctor"):
+        (folder / "url").write_text("http://127.0.0.1:9")
+        assert main([command, str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"async-rl: {folder / file} is ")
+        assert "): restore it" in said

@@ -31,6 +31,9 @@ _WIDE: Final = 120
 _STATUS_WIDTH: Final = 24
 """The least width of a status that is wrapped: it may be the message of an error."""
 
+_GAP: Final = 3
+"""Spaces between two columns: the padding of both, and the divider of `box.SIMPLE_HEAD`."""
+
 
 class _Column(NamedTuple):
     name: str
@@ -93,11 +96,11 @@ def _fitting(rows: Sequence[ArchiveRow], ids: Sequence[str], width: int) -> list
     def width_of(column: _Column) -> int:
         cells = ids if column is _COLUMNS[0] else [str(column.cell(row)) for row in rows]
         widest = max(map(cell_len, [column.name, *cells]))
-        return (min(widest, _STATUS_WIDTH) if column.name == "status" else widest) + 2
+        return (min(widest, _STATUS_WIDTH) if column.name == "status" else widest) + _GAP
 
     columns = list(_COLUMNS)
     for name in _LEFT_OUT:
-        if sum(map(width_of, columns)) > width:
+        if sum(map(width_of, columns)) + 1 > width:  # before the first column is one space more
             columns = [column for column in columns if column.name != name]
     return columns
 
@@ -211,7 +214,7 @@ _COLUMNS: Final = (
     _Column("seconds", lambda row: f"{row.duration_s:.2f}"),
 )
 
-_LEFT_OUT: Final = ("sampled", "turns", "seconds", "ended by", "task", "cut", "versions")
+_LEFT_OUT: Final = ("sampled", "turns", "seconds", "ended by", "task", "cut", "versions", "tokens", "reward")
 """Columns that a narrow terminal lacks, the first to go first."""
 
 

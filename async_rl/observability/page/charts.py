@@ -166,7 +166,7 @@ def smoothed(values: Sequence[Figure], window: int) -> list[Figure]:
 
 def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
     """Returns charts of the validation sets' scores by weight version; none without an evaluation."""
-    done = [record for record in evaluations if record.status == "done"]
+    done = [record for record in evaluations if record.scores]
     if not done:
         return []
     versions = [float(record.weight_version) for record in done]

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -129,19 +129,12 @@ def read_run(run_dir: Path) -> RunFiles:
             f"{run_dir} is no run folder: there is no config.yaml in it; expected <run.dir>/<run.name> of "
             f"`async-rl train`"
         )
-    try:
-        tree = yaml12.load(config_file.read_text())
-        metrics = run_dir / "metrics.jsonl"
-        supervised = _is_supervised(tree, metrics)
-        records = [] if supervised else step_record_log(metrics).read()
-        sft_records = sft_record_log(metrics).read() if supervised else []
-        evaluations = evaluation_record_log(run_dir / EVALUATIONS).read()
-        summary = _decoded(run_dir / "summary.json", _Ended)
-        versions = _decoded(run_dir / "versions.json", dict[str, str]) or {}
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise ConfigError(f"{run_dir}: its files are not those of a run: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{config_file} is not the config of a run: expected settings by section")
+    tree = _undamaged(config_file, _read_config)
+    metrics = run_dir / "metrics.jsonl"
+    supervised = _is_supervised(tree, metrics)
+    records = [] if supervised else _undamaged(metrics, lambda file: step_record_log(file).read())
+    sft_records = _undamaged(metrics, lambda file: sft_record_log(file).read()) if supervised else []
+    versions = _undamaged(run_dir / "versions.json", lambda file: _decoded(file, dict[str, str]))
     events = list(read_events(run_dir / "logs" / "driver.log"))
     return RunFiles(
         name=str(tree.get("run", {}).get("name", run_dir.resolve().name)),
@@ -150,28 +143,42 @@ def read_run(run_dir: Path) -> RunFiles:
         changed=_changed(config_file),
         records=records,
         sft_records=sft_records,
-        evaluations=evaluations,
-        summary=summary,
+        evaluations=_undamaged(run_dir / EVALUATIONS, lambda file: evaluation_record_log(file).read()),
+        summary=_undamaged(run_dir / "summary.json", lambda file: _decoded(file, _Ended)),
         events=events,
-        versions=versions,
+        versions=versions or {},
     )
 
 
-def _is_supervised(tree: Any, metrics: Path) -> bool:
+def _undamaged(file: Path, read: Callable[[Path], T]) -> T:
+    """Return what a function reads from a file of the run, or raise ConfigError because it is damaged."""
+    try:
+        return read(file)
+    except (msgspec.MsgspecError, ValueError, OSError, yaml12.YAMLError) as error:
+        why = yaml12.describe_error(error) if isinstance(error, yaml12.YAMLError) else str(error)
+        remedy = "" if file.name == "config.yaml" else ", or remove it: the report then goes without it"
+        raise ConfigError(f"{file} is not what a run writes ({why}): restore it{remedy}") from error
+
+
+def _read_config(file: Path) -> dict[str, dict[str, Any]]:
+    return msgspec.convert(yaml12.load(file.read_text(encoding="utf-8")), dict[str, dict[str, Any]])
+
+
+def _is_supervised(tree: Mapping[str, Mapping[str, Any]], metrics: Path) -> bool:
     """Return whether a folder belongs to a run of `async-rl sft`, by the first step, else by the config."""
     if (supervised := holds_sft_records(metrics)) is not None:
         return supervised
-    data, sft = (tree.get(name) or {} if isinstance(tree, dict) else {} for name in ("data", "sft"))
+    data, sft = (tree.get(name, {}) for name in ("data", "sft"))
     return bool(sft.get("path")) and not data.get("path") and not data.get("datasets")
 
 
 def _progress(
-    records: Sequence[StepRecord], sft_records: Sequence[SftRecord], tree: Any
+    records: Sequence[StepRecord], sft_records: Sequence[SftRecord], tree: Mapping[str, Any]
 ) -> tuple[int, int | None]:
     """Return the last step and the number of steps of the whole run, None if it is unknown."""
     if sft_records:
         return sft_records[-1].step, sft_records[-1].num_steps or None
-    max_steps = tree.get("run", {}).get("max_steps") if isinstance(tree, dict) else None
+    max_steps = tree.get("run", {}).get("max_steps")
     return records[-1].step if records else 0, max_steps if isinstance(max_steps, int) else None
 
 
