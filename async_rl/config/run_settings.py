@@ -13,7 +13,9 @@ class RunConfig(Strict, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(pattern=FILE_NAME, description="Name of the run and of its folder.")] = "run"
     dir: Annotated[str, Meta(description="Folder that holds the run folders.")] = "runs"
-    seed: Annotated[int, Meta(ge=0, description="Seed of the data order, sampling and initialisation.")] = 0
+    seed: Annotated[
+        int, Meta(ge=0, lt=2**62, description="Seed of the data order, sampling and initialisation.")
+    ] = 0
     max_steps: Annotated[int, Meta(ge=1, description="Trainer steps; each publishes one weight version.")] = (
         100
     )

@@ -147,7 +147,7 @@ def _import_module(module_name: str, path: str, what: str) -> ModuleType:
         raise ConfigError(f"{what} {path!r}: importing {module_name!r} failed: {error}") from error
     except EnvironmentNotReady:  # its message already says what to install
         raise
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may do anything while it is imported
         raise ConfigError(
             f"{what} {path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
         ) from error

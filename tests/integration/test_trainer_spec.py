@@ -89,6 +89,15 @@ def test_its_spec_and_kernels_are_asked_for_when_transformer_engine_is_taken(moe
     assert asked == [True]
 
 
+def test_nothing_is_dropped_out_when_config_json_says_so(moe):
+    with started(trainer_config(moe)) as worker:
+        model = worker.model.bridge.mbridge.hf_config
+        model.hidden_dropout = model.attention_dropout = 0.1
+        fields = layout.transformer_config(LayoutConfig(), "none", True, fused=False)
+        built = architectures.bridge_for(model, str(moe), torch.float32, fields)
+        assert (built.config.hidden_dropout, built.config.attention_dropout) == (0.0, 0.0)
+
+
 def test_a_layout_is_refused_when_the_stages_do_not_hold_all_layers(moe):
     with started(trainer_config(moe)):
         fields = layout.transformer_config(

@@ -58,6 +58,9 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
         "moe_router_bias_update_rate": 0.0,
+        # mbridge takes these from config.json. Engines compute without dropout, and so must we.
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
     }
     if recompute == "full":
         fields |= {

@@ -224,7 +224,7 @@ class SGLangServer:
             "max-running-requests": config.max_running_requests,
             "context-length": config.context_length,
             "max-total-tokens": config.max_total_tokens,
-            "random-seed": self._seed * 1000 + self._index,
+            "random-seed": (self._seed * 1000 + self._index) % 2**32,  # NumPy takes no larger one
             "weight-version": 0,
             # At "info" SGLang logs its whole configuration, including the keys.
             "log-level": "warning",
