@@ -138,7 +138,10 @@ def after_thought(text: str) -> int:
     """Return the position after a turn's thought; 0 for a turn without one.
 
     The first closing tag counts: after it the policy may write about such tags, for example in an argument.
-    The opening tag is no sign, because many chat templates write it in the prompt.
+    Many chat templates write the opening tag in the prompt; a turn that begins with it and never closes it
+    is a thought.
     """
     end = text.find(_END_OF_THOUGHT)
-    return 0 if end < 0 else end + len(_END_OF_THOUGHT)
+    if end < 0:
+        return len(text) if text.lstrip().startswith("<think>") else 0
+    return end + len(_END_OF_THOUGHT)

@@ -118,7 +118,7 @@ class KimiK2Parser(TaggedParser):
 
 
 class Llama3Parser(ToolParser):
-    """Llama 3: JSON objects that are the whole answer, or follow `<|python_tag|>`; `;` may separate them.
+    """Llama 3: JSON objects that are the whole answer, or follow `<|python_tag|>`, with `;` or `,` between.
 
     An answer in JSON is only a call if it has a "name" and "parameters".
     """
@@ -146,7 +146,9 @@ class Llama3Parser(ToolParser):
                 # Without tags the beginning of the next call is unknown.
                 calls.append(MalformedCall(error=f"the tool call cannot be read: {error}"))
                 break
-            scan.skip(";")
+            _ = scan.skip(";") or scan.skip(",")
+        if calls and not isinstance(calls[-1], MalformedCall) and scan.text[scan.position :].strip():
+            calls.append(MalformedCall(error="the tool call cannot be read: text follows the calls"))
         return calls
 
     def content_end(self, text: str) -> int:

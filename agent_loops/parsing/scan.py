@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 from agent_loops.parsing.calls import Call, MalformedCall, ToolCall, ToolParser
 
 _SPACE = re.compile(r"\s*")
+_LITERAL = re.compile(r"True|False|None|[\[{('\"].*[\]})'\"]", re.DOTALL)
 _MAX_LITERAL_CHARS = 16_384
 """The limit of texts for Python's parser, whose memory grows with the length."""
 
@@ -23,6 +24,10 @@ _MAX_UNREADABLE = 100
 
 class Unreadable(ValueError):
     """A call cannot be read; the message is for the policy."""
+
+
+class RepeatedKey(Unreadable):
+    """An object has a key twice, so that one of the values would be lost."""
 
 
 class Scanner:
@@ -190,6 +195,8 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Unreadable("not valid JSON: half of a surrogate pair") from None
+    except RepeatedKey:
+        raise
     except ValueError as error:
         raise Unreadable(f"not valid JSON: {error}") from None
     except RecursionError:
@@ -215,12 +222,17 @@ def typed(text: str, name: str, key: str, tools: Sequence[dict[str, Any]]) -> An
 
     A string according to the tool's schema is returned unchanged. Other values are JSON or Python literals
     (`True`, `['a']`); otherwise the string is returned, and the tool refuses it with its own message.
+
+    Raises:
+        Unreadable: It is an object that has a key twice.
     """
     kinds = _kinds(name, key, tools)
     if kinds == {"string"}:
         return text
     try:
         value = whole_json(text)
+    except RepeatedKey:
+        raise
     except Unreadable:
         value = _literal(text)
     if "string" in kinds and not (value is None and "null" in kinds):
@@ -229,15 +241,28 @@ def typed(text: str, name: str, key: str, tools: Sequence[dict[str, Any]]) -> An
 
 
 def _literal(text: str) -> Any:
-    """Return the value of a Python literal; any other text unchanged."""
-    if len(text) > _MAX_LITERAL_CHARS:
+    """Return the value of a Python literal that is a constant, a list, an object or a quoted text.
+
+    Any other text is returned unchanged: `1,000` is no pair of numbers.
+
+    Raises:
+        RepeatedKey: It is an object that has a key twice.
+    """
+    if len(text) > _MAX_LITERAL_CHARS or not _LITERAL.fullmatch(text.strip()):
         return text
     try:
-        value = ast.literal_eval(text.strip())
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        tree = ast.parse(text.strip(), mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict):
+                _refuse_repeated_keys([(repr(key and ast.literal_eval(key)), None) for key in node.keys])
+        value = ast.literal_eval(tree)
+        text_of_value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text_of_value.encode()
+    except RepeatedKey:
+        raise
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
-    return value
+    return json.loads(text_of_value)  # tuples are lists, and keys are text
 
 
 def _kinds(name: str, key: str, tools: Sequence[dict[str, Any]]) -> set[str]:
@@ -289,7 +314,7 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         repeated = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise ValueError(f"the key {repeated!r} is there twice")
+        raise RepeatedKey(f"not valid JSON: the key {repeated!r} is there twice")
     return found
 
 

@@ -26,7 +26,7 @@ import marshal
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -42,15 +42,19 @@ _TAG = re.compile(r"tool|think|python_tag|arg_(key|value)")
 _QUESTION = {"role": "user", "content": "?"}
 _RESULT = {"role": "tool", "content": "?", "name": "tool", "tool_call_id": "call00000"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_TOOL_NAME = "TOOLMARKER"
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _TOOL_NAME,
-        "description": "Looks up a word.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
-    },
-}
+_NAMES_OF_TOOLS = ("TOOLMARKER", "WORDMARKER", "OTHERTOOL", "OTHERWORD")
+"""Names of two tools and of their parameters."""
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": tool,
+            "description": "Looks up a word.",
+            "parameters": {"type": "object", "properties": {word: {"type": "string"}}, "required": [word]},
+        },
+    }
+    for tool, word in (_NAMES_OF_TOOLS[:2], _NAMES_OF_TOOLS[2:])
+]
 _MARKER = "ASSISTANTMARKER"
 """Stands for an assistant message. It is a plain word because templates trim or split whitespace and tags."""
 _MENTIONING_ROLES = ("system", "developer", "user")
@@ -106,26 +110,49 @@ class Tokenizer(Protocol):
 class _Form(NamedTuple):
     """The form in which a template renders content and calls; others look like Python, or are missing."""
 
-    in_parts: bool = False
-    """Whether content is a list of parts instead of text."""
+    in_parts: Collection[str] = ()
+    """Roles whose content is a list of parts instead of text."""
     arguments: Literal["object", "text", "as_given"] = "as_given"
     """The form of a call's arguments."""
     call_content: str | None = ""
     """The content of a message that has calls alone."""
 
     def of_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message in this form; what is in no known form stays as it is."""
+        """Return a message in this form.
+
+        Raises:
+            ConfigError: Its content is in no known form, and would look like Python.
+        """
         formed = dict(message)
         content, calls = message.get("content"), message.get("tool_calls")
-        if isinstance(content, list) and all(_is_text(part) for part in content) and not self.in_parts:
-            formed["content"] = "".join(part["text"] for part in content)
-        elif isinstance(content, str) and content and self.in_parts:
-            formed["content"] = [{"type": "text", "text": content}]
+        if "content" in message or not calls:
+            formed["content"] = content = self._of_content(content, str(message.get("role")))
         if isinstance(calls, list) and calls and self.arguments != "as_given":
             formed["tool_calls"] = [self._of_call(call) for call in calls]
             if not content:
                 formed["content"] = self.call_content
         return formed
+
+    def _of_content(self, content: Any, role: str) -> Any:
+        if content is None:
+            return ""
+        if isinstance(content, int | float):
+            content = str(content)
+        in_parts = role in self.in_parts
+        if content == "" or (isinstance(content, str) and not in_parts):
+            return content
+        formed: list[Any] = []
+        for part in content if isinstance(content, list | tuple) else [content]:
+            if (text := _text_of(part)) is not None:
+                formed.append({"type": "text", "text": text} if in_parts else text)
+            elif in_parts and isinstance(part, Mapping) and "type" in part:
+                formed.append(part)  # such a template may render images
+            else:
+                raise ConfigError(
+                    f"the content of a message of the role {role!r} has {part!r:.60}; expected text, or "
+                    "parts of text"
+                )
+        return formed if in_parts else "".join(formed)
 
     def _of_call(self, call: Any) -> Any:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -141,8 +168,11 @@ class _Form(NamedTuple):
         return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _text_of(part: Any) -> str | None:
+    """Return the text of a part of a message's content; None if it is no text."""
+    if isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text", "output_text"):
+        part = part.get("text")
+    return part if isinstance(part, str) else None
 
 
 class ChatFormat:
@@ -174,7 +204,9 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._tags: dict[int, str] = {}
-        self._shown_roles = {"system", "user", "assistant", "tool"}
+        self._shown_roles = {"user", "assistant"}
+        self._shows_tools = dict[bool, bool]()
+        """Whether a prompt shows the tools that it is rendered with: without, or with a system message."""
         added = {
             token.content: (token_id, token) for token_id, token in tokenizer.added_tokens_decoder.items()
         }
@@ -216,22 +248,32 @@ class ChatFormat:
         template = self.tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
 
-    @cached_property
-    def _shows_tools(self) -> bool:
-        """Whether a prompt names the tools that it is rendered with."""
-        return _TOOL_NAME in self._apply_template([dict(_QUESTION)], [_TOOL], True)
-
-    def check_tools(self) -> None:
+    def check_tools(self, *, with_system: bool | None = None) -> None:
         """Check that the template shows tools to the policy; DeepSeek-V3's has only tags of their calls.
+
+        Args:
+            with_system: Whether the conversation begins with a system message; None if it may.
 
         Raises:
             ConfigError: It does not.
         """
-        if not self._shows_tools:
+        shapes = (False, True) if with_system is None else (with_system,)
+        if not any(self._can_show_tools(with_system=shape) for shape in shapes):
+            where = "" if with_system is None else f" with{'' if with_system else 'out'} a system message"
             raise ConfigError(
-                "the chat template does not show tools, so the policy would never learn of them: take a "
-                "template that shows them, or describe them in the system message"
+                f"the chat template does not show tools in a conversation{where}, so the policy would never "
+                "learn of them: take a template that shows them, or describe them in the system message"
             )
+
+    def _can_show_tools(self, *, with_system: bool) -> bool:
+        if with_system not in self._shows_tools:
+            asked = [_QUESTION] if not with_system else [{"role": "system", "content": "?"}, _QUESTION]
+            try:
+                rendered = self._apply_template([*map(self._form.of_message, asked)], _TOOLS, True)
+            except ConfigError:  # it knows no system messages
+                rendered = ""
+            self._shows_tools[with_system] = all(name in rendered for name in _NAMES_OF_TOOLS)
+        return self._shows_tools[with_system]
 
     def check_role(self, role: str) -> None:
         """Check that the template shows messages of a role: Qwen's skips unknown ones silently.
@@ -241,10 +283,18 @@ class ChatFormat:
         """
         if role in self._shown_roles:
             return
-        message = {"role": role, "content": _MARKER}
-        for conversation in ([message, dict(_QUESTION)], [dict(_QUESTION), message]):
+        message, call = {**_RESULT, "role": role, "content": _MARKER}, {"name": "tool", "arguments": {}}
+        answer = {"role": "assistant", "content": "?"}
+        calls = [{"id": _RESULT["tool_call_id"], "type": "function", "function": call}]
+        conversations: list[list[dict[str, Any]]] = [
+            [message, _QUESTION],
+            [_QUESTION, message],
+            [_QUESTION, answer, message],
+            [_QUESTION, {**answer, "tool_calls": calls}, message],
+        ]
+        for conversation in conversations:
             with suppress(ConfigError):  # it knows no such role, or none there
-                if _MARKER in self._apply_template(conversation, [], True):
+                if _MARKER in self._apply_template([*map(self._form.of_message, conversation)], [], True):
                     self._shown_roles.add(role)
                     return
         raise _left_out(role)
@@ -414,7 +464,22 @@ class ChatFormat:
                 "the chat template renders an assistant message differently from its own generation prompt: "
                 f"{rendered!r} does not continue {prompt!r}"
             )
-        return rendered[len(prompt) : end + len(end_of_turn)]
+        text = rendered[len(prompt) : end + len(end_of_turn)]
+        self._check_calls_shown(message, self._control.unmark(text))
+        return text
+
+    def _check_calls_shown(self, message: Mapping[str, Any], text: str) -> None:
+        """Check that the text of a message with calls shows them, and its content."""
+        if not (calls := message.get("tool_calls")):
+            return
+        content = message.get("content")
+        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+        names = [str(call["function"]["name"]) for call in calls]
+        if lost := next((part for part in (*names, said) if part not in text), None):
+            raise ConfigError(
+                f"the chat template leaves out {lost!r:.60} of an assistant message with tool calls, so it "
+                "would be trained without: take a template that shows calls, or write them into the content"
+            )
 
     def _probe_form(self) -> _Form:
         """Find out in which form the template renders the content of messages and the arguments of calls."""
@@ -432,9 +497,12 @@ class ChatFormat:
             return {"role": "assistant", "content": content, "tool_calls": calls}
 
         parts = [{"type": "text", "text": _MARKER}]
-        in_parts = not shows({"role": "assistant", "content": _MARKER}) and shows(
-            {"role": "assistant", "content": parts}, quoted="'text'"
-        )
+        in_parts = [
+            role
+            for role in ("system", "user", "assistant", "tool")
+            if not shows({**_RESULT, "role": role, "content": _MARKER})
+            and shows({**_RESULT, "role": role, "content": parts}, quoted="'text'")
+        ]
         as_object, as_text = {"word": _MARKER}, json.dumps({"word": _MARKER})
         for content in ("", None):
             if shows(call(content, as_object), quoted="'word'"):  # as Python would print it
@@ -493,7 +561,7 @@ class ChatFormat:
         """Render a conversation; control tokens that the template did not write are marked."""
         said, known = [self._form.of_message(message) for message in messages], [dict(tool) for tool in tools]
         if known:
-            self.check_tools()
+            self.check_tools(with_system=bool(said) and said[0].get("role") == "system")
         for message in said:
             self.check_role(str(message.get("role")))
         plain = without_surrogates(self._apply_template(said, known, add_generation_prompt))

@@ -377,8 +377,11 @@ def _jsonl_examples(path: Path) -> Iterator[tuple[str, Any]]:
 def _without_nulls(value: Any) -> Any:
     """Return a value of a parquet column without the nulls in its objects.
 
-    An object of parquet has all keys of all objects of the column: `null` stands for a missing key.
+    An object of parquet has all keys of all objects of the column: `null` stands for a missing key. A map is
+    read as pairs.
     """
+    if isinstance(value, list) and value and all(isinstance(each, tuple) for each in value):
+        value = dict(value)
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -216,7 +216,19 @@ def _tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ConfigError(f"{where}: {key!r} is {kind(value)}; expected a list of JSON schemas or null")
-    return value
+    return [without_null_properties(tool) for tool in value]
+
+
+def without_null_properties(schema: Any) -> Any:
+    """Return a JSON schema without the properties that are null, as where lines were written from parquet."""
+    if isinstance(schema, list):
+        return [without_null_properties(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: without_null_properties(value) for key, value in schema.items()}
+    if isinstance(properties := found.get("properties"), dict):
+        found["properties"] = {name: value for name, value in properties.items() if value is not None}
+    return found
 
 
 def _decoded(value: Any) -> Any:

@@ -31,6 +31,16 @@ from async_rl.runtime.files import replace_file
 
 _FILE: Final = "identity.json"
 _SEQUENCE: Final = "sequence.u64"
+_MODEL_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 _SAMPLE_BYTES: Final = 1 << 16
 """Of each file of weights, from its start, its middle and its end: two models of one shape differ there."""
 
@@ -48,6 +58,10 @@ class _Identity(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     data: str
     """Names the data, for messages."""
+    all_tasks: str
+    """The digest of all tasks in the order of their files; empty for batches."""
+    length: int
+    """Of the sequence."""
 
 
 def check_identity(config: Config, run_dir: Path, *, record: bool = True) -> None:
@@ -71,9 +85,10 @@ def check_identity(config: Config, run_dir: Path, *, record: bool = True) -> Non
     order = tasks.order(config.run.seed, config.data.shuffle)
     of_tasks = np.array([_digest(msgspec.msgpack.encode(task, enc_hook=str)) for task in tasks], np.uint64)
     sequence = of_tasks[[order.task_at(position) for position in range(len(tasks))]]
+    all_tasks = hashlib.blake2b(of_tasks.tobytes(), digest_size=16).hexdigest()
     sources = " + ".join(f"{each.path} ({len(each.tasks)} tasks)" for each in tasks.datasets)
     settings = {"rollout.group_size": config.rollout.group_size}
-    _check(config, run_dir, settings, sources, sequence, consumed, _OF_TASKS, record=record)
+    _check(config, run_dir, settings, sources, sequence, all_tasks, consumed, _OF_TASKS, record=record)
 
 
 def _num_consumed(run_dir: Path) -> int:
@@ -109,7 +124,7 @@ def check_sft_identity(
         ConfigError: Something changed that must not.
     """
     sequence = np.array([_digest(batch) for batch in batches], np.uint64)
-    _check(config, run_dir, {}, config.sft.path or "", sequence, consumed, _OF_BATCHES, record=record)
+    _check(config, run_dir, {}, config.sft.path or "", sequence, "", consumed, _OF_BATCHES, record=record)
 
 
 def _check(
@@ -118,6 +133,7 @@ def _check(
     settings: dict[str, Any],
     data: str,
     sequence: Digests,
+    all_tasks: str,
     consumed: int,
     kind: tuple[str, str],
     *,
@@ -134,13 +150,27 @@ def _check(
         model=_model_digest(Path(config.model.path)),
         model_path=config.model.path,
         data=data,
+        all_tasks=all_tasks,
+        length=len(sequence),
     )
     file = run_dir / _FILE
     if consumed and file.exists():
-        before = msgspec.json.decode(file.read_bytes(), type=_Identity)
+        try:
+            before = msgspec.json.decode(file.read_bytes(), type=_Identity)
+            old = np.fromfile(run_dir / _SEQUENCE, np.uint64)
+            if len(old) != before.length:
+                raise OSError(f"{_SEQUENCE} has {len(old)} entries, expected {before.length}")
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                f"{run_dir} has lost what model and data it was begun with: {error}; restore {_FILE} and "
+                f"{_SEQUENCE} from a backup, or delete both to continue with those of the config"
+            ) from error
         _compare(run_dir, before, now)
-        old = np.fromfile(run_dir / _SEQUENCE, np.uint64)
-        if (changed := _first_change(old, sequence, consumed)) is not None:
+        changed = _first_change(old, sequence, consumed)
+        # The sequence of a weighted mixture need not have all tasks in it.
+        if changed is None and consumed > len(old) and before.all_tasks != all_tasks:
+            changed = len(old)
+        if changed is not None:
             raise ConfigError(
                 f"{run_dir} has consumed {consumed} {kind[0]} of {before.data}, and number {changed + 1} is "
                 f"another one in {data}: set back {kind[1]}, or choose another run.name. A file may grow "
@@ -193,10 +223,10 @@ def _first_change(old: Digests, new: Digests, consumed: int) -> int | None:
 def _model_digest(folder: Path) -> str:
     """Return a digest of a model: config and tokenizer whole, of weights sizes and samples."""
     digest = hashlib.blake2b(digest_size=16)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in _MODEL_FILES:
         file = folder / name
         digest.update(_digest(file.read_bytes() if file.is_file() else b"").to_bytes(8, "little"))
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as weights:

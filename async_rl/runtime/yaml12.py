@@ -30,16 +30,19 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[tuple[str, str], int] = {}
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here, because the keys that `<<` merges may be there, too.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, Any], int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
-            if (name := (key.tag, key.value)) in seen:
+            value = _construct_int(self, key) if key.tag == _INT else key.value
+            if (name := (key.tag, value)) in seen:
                 problem = f"the key {key.value!r} is in line {seen[name]} already"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen[name] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from async_rl.config import SftConfig
 from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import ExampleErrors, read_examples
-from async_rl.data.schemas import name_keys
+from async_rl.data.schemas import name_keys, without_null_properties
 from async_rl.errors import ConfigError
 from async_rl.sft.schedule import SftExample
 
@@ -83,7 +83,7 @@ def _parse_example(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
     if isinstance(tools, str):
         tools = _parse_json(tools, config.tools_key)
     token_ids, loss_mask = chat.encode_conversation(
-        parsed, tools, train_on=_trained_messages(messages, config)
+        parsed, without_null_properties(list(tools)), train_on=_trained_messages(messages, config)
     )
     return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
@@ -122,7 +122,8 @@ def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _parse_json(arguments, "arguments")
-    return {"type": "function", "function": {**function, "arguments": arguments}}
+    known = {"id": call["id"]} if call.get("id") else {}  # which some templates render
+    return {**known, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def _parse_json(text: str, what: str) -> Any:

@@ -76,13 +76,14 @@ class Unusual:
 def test_prompts_that_only_look_alike_are_tokenised_each(chat: ChatFormat):
     chat = with_template(
         chat,
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content | string }}"
-        "{% if m.role == 'user' %}{{ ' text' if m.content is string else ' no text' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + m.extra | string }}"
+        "{% if m.role == 'user' %}{{ ' text' if m.extra is string else ' no text' }}{% endif %}"
         "{{ '<|im_end|>\\n' }}{% endfor %}" + PROMPT,
     )
 
-    def rendered(content: Any) -> str:
-        return text_of(chat, chat.prompt_ids([{"role": "user", "content": content}])).split("\n")[1]
+    def rendered(extra: Any) -> str:
+        message = {"role": "user", "content": "", "extra": extra}
+        return text_of(chat, chat.prompt_ids([message])).split("\n")[1]
 
     for _ in range(2):
         assert rendered("1") == "1 text<|im_end|>"
@@ -269,6 +270,69 @@ def test_text_in_parts_is_rendered_like_text(name: str):
     text = rendered("One, two.", "Three.", "Four.")
     assert text == rendered(parts("One, ", "two."), parts("Three."), parts("Four."))
     assert [word in text for word in ("One, two.", "Three.", "Four.", "'text'")] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "in_parts"])
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (
+            [{"type": "input_text", "text": "a"}, "b", {"text": "c"}, {"type": "output_text", "text": "d"}],
+            "abcd",
+        ),
+        (None, ""),
+        (5, "5"),
+        ({"a": 1}, None),
+        ([{"type": "image_url", "image_url": "x"}], None),
+        ([["a"]], None),
+    ],
+)
+def test_content_is_shown_as_text_or_refused(name: str, content: Any, shown: str | None):
+    for role in ("system", "user", "tool"):
+        messages = [{"role": role, "content": content}]
+        messages = [*messages, ASKED] if role == "system" else [ASKED, call_of({}), *messages]
+        if shown is not None:
+            expected = [
+                {**message, "content": shown} if message["role"] == role else message for message in messages
+            ]
+            if role != "user":
+                assert chat_of(name).prompt_text(messages) == chat_of(name).prompt_text(expected)
+        elif not (name == "in_parts" and "image_url" in str(content)):
+            with pytest.raises(
+                ConfigError, match=f"content of a message of the role '{role}' has .*expected text"
+            ):
+                chat_of(name).prompt_text(messages)
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_a_template_that_leaves_out_system_messages_or_tool_results_is_refused(chat: ChatFormat, role: str):
+    """Phi-3-mini's first template dropped system messages."""
+    shown = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    chat = with_template(
+        chat, f"{{% for m in messages if m.role != '{role}' %}}{shown}{{% endfor %}}" + PROMPT
+    )
+    message = {"role": role, "content": "Be brief."}
+    with pytest.raises(ConfigError, match=f"leaves out messages of the role '{role}'"):
+        chat.prompt_text(
+            [message, ASKED] if role == "system" else [ASKED, {"role": "assistant", "content": "?"}, message]
+        )
+    assert "Weather?" in chat.prompt_text([ASKED])
+
+
+@pytest.mark.parametrize("with_system", [False, True])
+def test_tools_are_refused_in_conversations_in_which_the_template_does_not_show_them(
+    chat: ChatFormat, with_system: bool
+):
+    condition = f"{'' if with_system else 'not '}(messages[0].role == 'system')"
+    tools = f"{{% if tools and {condition} %}}{{{{ tools | tojson }}}}{{% endif %}}"
+    shown = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    chat = with_template(chat, tools + f"{{% for m in messages %}}{shown}{{% endfor %}}" + PROMPT)
+    chat.check_tools()
+    system = {"role": "system", "content": "Be brief."}
+    taken, refused = ([ASKED], [system, ASKED]) if not with_system else ([system, ASKED], [ASKED])
+    assert "look_up" in chat.prompt_text(taken, [TOOL])
+    with pytest.raises(ConfigError, match="does not show tools in a conversation with"):
+        chat.prompt_text(refused, [TOOL])
 
 
 @pytest.mark.parametrize("name", ["calls_in_text", "brackets"])

@@ -136,6 +136,23 @@ def test_objects_have_no_nulls_of_other_rows_when_they_are_parquet(tmp_path: Pat
     assert "None" not in str((first.metadata, second.tools))
 
 
+def test_a_parquet_map_is_an_object(tmp_path: Path):
+    schema = pa.map_(pa.string(), pa.struct([("type", pa.string()), ("unit", pa.string())]))
+    places = pa.array([[("city", {"type": "string", "unit": None})]], schema)
+    rows = {"messages": pa.array([MESSAGES]), "metadata": places}
+    pq.write_table(pa.table(rows), tmp_path / "tasks.parquet")
+    (task,) = load_tasks(DataConfig(path=str(tmp_path / "tasks.parquet")))
+    assert task.metadata["metadata"] == {"city": {"type": "string"}}
+
+
+def test_tools_have_no_parameters_that_are_null(tmp_path: Path):
+    """As in lines that were written from parquet."""
+    tool = {"name": "now", "parameters": {"properties": {"tz": None, "at": {"default": None}}}}
+    path = write_jsonl(tmp_path, {"messages": MESSAGES, "tools": [tool]})
+    (task,) = load_tasks(DataConfig(path=str(path)))
+    assert task.tools == [{"name": "now", "parameters": {"properties": {"at": {"default": None}}}}]
+
+
 @pytest.mark.parametrize(
     ("row", "error"),
     [

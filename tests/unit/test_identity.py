@@ -114,6 +114,27 @@ def test_data_may_change_only_behind_what_was_consumed(
             start(config, ORDERED)
 
 
+def test_any_task_of_a_weighted_mixture_is_compared_once_the_sequence_was_consumed(config: Path) -> None:
+    folder = config.parent
+    files = [{"path": f"{folder}/{name}.jsonl", "weight": w} for name, w in (("one", 9), ("tasks", 1))]
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}))
+    mixture = "data.path=null", f"data.datasets={json.dumps(files)}"
+    begin(config, *mixture, consumed=25)
+    start(config, *mixture)
+    for row in range(20):  # of which most are not among the first 21 positions
+        write_tasks(folder, [99 if number == row else number for number in range(20)])
+        with pytest.raises(ConfigError, match="is another one in"):
+            start(config, *mixture)
+
+
+@pytest.mark.parametrize("file", ["identity.json", "sequence.u64"])
+def test_a_damaged_record_is_named(config: Path, file: str) -> None:
+    begin(config)
+    (config.parent / file).write_bytes((config.parent / file).read_bytes()[:16])
+    with pytest.raises(ConfigError, match=r"has lost what model and data .*restore identity.json"):
+        start(config)
+
+
 def test_a_file_that_grew_is_refused_when_it_is_shuffled(config: Path) -> None:
     begin(config)
     write_tasks(config.parent, range(30))

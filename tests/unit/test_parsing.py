@@ -155,6 +155,11 @@ SCHEMA = {
         ("place", '{"city": "Oslo"}', {"city": "Oslo"}),
         ("place", "{'city': 'Oslo'}", {"city": "Oslo"}),
         ("place", "{1, 2}", "{1, 2}"),
+        ("unknown", "1,000", "1,000"),
+        ("unknown", "5 # six", "5 # six"),
+        ("unknown", "1_000", "1_000"),
+        ("unknown", "('a', [True])", ["a", [True]]),
+        ("unknown", "{1: (2, 3)}", {"1": [2, 3]}),
         ("loop", "3", 3),
         ("unknown", "3", 3),
     ],
@@ -277,9 +282,27 @@ def test_config_error_names_the_remedy_when_a_chat_template_teaches_none(templat
         ("glm45", "<arg_key>a</arg_key>\n<arg_value>1\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"),
         ("glm45", "<arg_key>a\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"),
         ("glm45", "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n" * 2),
+        ("qwen3_coder", '<parameter=a>\n{"b": 1, "b": 2}\n</parameter>\n'),
+        ("glm45", "<arg_key>a</arg_key>\n<arg_value>{'b': 1, 'b': 2}</arg_value>\n"),
     ],
 )
 def test_call_is_malformed_when_an_argument_is_not_closed_or_there_twice(parser: str, text: str):
     body = f"<function=add>\n{text}</function>" if parser == "qwen3_coder" else f"add\n{text}"
     (call,) = parse(tagged(body), parser)
     assert isinstance(call, MalformedCall)
+
+
+def test_llama_calls_are_the_whole_answer():
+    one, two = (json.dumps({"name": "f", "parameters": {"a": number}}) for number in (1, 2))
+    both = [ToolCall(name="f", arguments={"a": number}) for number in (1, 2)]
+    for between in ("; ", ", ", "\n", ""):
+        assert parse(one + between + two, "llama3") == both
+    first, rest = parse(f"{one} and so on", "llama3")
+    assert first == both[0]
+    assert isinstance(rest, MalformedCall)
+
+
+def test_no_call_is_made_in_a_thought_that_was_cut_off():
+    call = tagged('{"name": "add", "arguments": {}}')
+    assert parse(f"<think>I could write {call}") == []
+    assert len(parse(f"<think>No.</think>{call}")) == 1

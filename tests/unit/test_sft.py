@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import yaml
 
 from async_rl.cli.main import main
 from async_rl.config import SftConfig, parse_config
+from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import ConfigError
 from async_rl.observability.page.charts import sft_sections
 from async_rl.observability.page.html_report import read_run
@@ -120,6 +122,25 @@ def test_file_and_line_are_named_when_a_row_cannot_be_used(tmp_path, row, words)
     with pytest.raises(ConfigError, match=r"a\.jsonl:2") as caught:
         rows_of(path)
     assert words in str(caught.value)
+
+
+def test_calls_keep_their_ids_and_none_is_left_out(tmp_path):
+    call = {"id": "call_7", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    path = write(
+        tmp_path / "a.jsonl", {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": [call]}]}
+    )
+    config = SftConfig(path=str(path))
+    plain = copy.copy(chat_of("ours").tokenizer)
+    start = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content"
+    end = " + '<|im_end|>\\n' }}{% endfor %}"
+    end += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    plain.chat_template = start + end
+    with pytest.raises(ConfigError, match="leaves out 'add' of an assistant message with tool calls"):
+        load_conversations(path, "sft.path", config, ChatFormat(plain))
+    called = "m.tool_calls[0].id + m.tool_calls[0].function.name"
+    plain.chat_template = f"{start} + ({called} if m.tool_calls else ''){end}"
+    ((example,), _) = load_conversations(path, "sft.path", config, ChatFormat(plain))
+    assert "call_7add" in ChatFormat(plain).decode(example.token_ids)
 
 
 def test_file_and_line_are_named_when_a_role_is_not_known(tmp_path):

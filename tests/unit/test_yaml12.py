@@ -36,6 +36,7 @@ from async_rl.runtime import yaml12
         ("0b11", "0b11"),
         ("+7", 7),
         ("2026-11-28", "2026-11-28"),
+        ("s:\n  a: &a\n    <<: {x: 1}\n    x: 2\nb:\n  <<: *a\n", {"s": {"a": {"x": 2}}, "b": {"x": 2}}),
     ],
 )
 def test_scalars_are_read_as_yaml_1_2_has_them(text: str, value: Any) -> None:
