@@ -36,6 +36,9 @@ _PIPE_BYTES: Final = 1 << 16
 """How much a pipe holds, so that one read returns all that is in it."""
 _TAIL_BYTES: Final = 1 << 16
 """How much of the end of each output is kept: chained exceptions have long tracebacks."""
+_HEAD_BYTES: Final = 256
+"""How much of the beginning of a line is kept that is longer: it names the exception."""
+_CUT: Final = b"\0"
 _MAX_SHOWN: Final = 500
 """The most characters of an output that a message shows."""
 _NUM_LINES: Final = 4
@@ -45,8 +48,14 @@ _GROUP_MARGIN: Final = re.compile(r"^ +[|+] ?")
 """What Python writes before each line of an exception group."""
 _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _FRAMES_FOLLOW: Final = "Traceback (most recent call last):"
-_EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Exception|ExceptionGroup|Interrupt|Exit)(?:: |:?$)")
-"""The line of an exception without frames, such as a SyntaxError, or one of JavaScript."""
+_EXCEPTION: Final = re.compile(
+    r"[\w.]*(?:Error|Exception|ExceptionGroup|Interrupt|Exit)(?:: |:?$)"
+    r"|Fatal Python error: |Exception in thread |Caused by: |panic: |fatal error: |thread '.*' panicked"
+)
+"""The line of an exception without frames, such as a SyntaxError, or one of JavaScript, Java, Go or Rust."""
+_IGNORED: Final = "Exception ignored in"
+"""Begins what Python says of exceptions in destructors and at its exit, which end no program."""
+_RULE: Final = re.compile(r"[ |+-]*")
 
 
 class AgentProgram:
@@ -184,29 +193,47 @@ def _environment(ours: Mapping[str, str], access: EndpointAccess) -> dict[str, s
 def _read(descriptor: int, tail: bytearray) -> bool:
     """Read some of an output into its tail; return False at its end."""
     data = os.read(descriptor, _PIPE_BYTES)
-    tail += data
-    del tail[:-_TAIL_BYTES]
+    append_output(tail, data)
     return bool(data)
 
 
+def append_output(tail: bytearray, data: bytes) -> None:
+    """Append output to its tail, of which the end is kept, and the beginning of a line that is cut."""
+    tail += data
+    if (cut := len(tail) - _TAIL_BYTES) > 0:
+        begin = tail.rfind(b"\n", 0, cut) + 1
+        tail[:cut] = tail[begin : min(begin + _HEAD_BYTES, cut)] + _CUT
+
+
 def _lines(tail: bytes, key: str) -> list[str]:
-    """Return the lines of an output that have text, without the key, with whose end a tail may begin."""
-    text = tail.decode(errors="replace").replace(key, "<key>")
-    if len(tail) == _TAIL_BYTES:
-        cut = next((n for n in range(len(key), 0, -1) if text.startswith(key[-n:])), 0)
-        text = text[cut:]
-    return [line.rstrip() for line in _ESCAPE.sub("", text).splitlines() if line.strip()]
+    """Return the lines of an output that have text, without the key or parts of it where a line was cut."""
+    before, cut, after = tail.decode(errors="replace").replace(key, "<key>").partition(_CUT.decode())
+    if cut:
+        lengths = range(len(key), 0, -1)
+        before = before[: len(before) - next((n for n in lengths if before.endswith(key[:n])), 0)]
+        after = after[next((n for n in lengths if after.startswith(key[-n:])), 0) :]
+        before += " … " if before else ""
+    lines = _ESCAPE.sub("", before + after).splitlines()
+    return [line.rstrip() for line in lines if not _RULE.fullmatch(line.strip())]
 
 
 def _last_exception(lines: Sequence[str]) -> list[str]:
     """Return the line of the last exception, and the lines that belong to it."""
-    found, in_frames = None, False
+    found, ignored, in_frames, is_ignored = None, None, False, False
     for number, line in enumerate(lines):
         plain = _GROUP_MARGIN.sub("", line)
-        if plain.endswith(_FRAMES_FOLLOW):
+        if plain.startswith(_IGNORED):
+            is_ignored = True
+        elif plain.endswith(_FRAMES_FOLLOW):
             in_frames = True
         elif (in_frames and not plain.startswith(" ")) or _EXCEPTION.match(plain):
-            found, in_frames = number, False
+            if is_ignored:
+                ignored = number
+            else:
+                found = number
+            in_frames = is_ignored = False
+    if found is None:
+        found = ignored
     if found is None:
         return []
     return [_GROUP_MARGIN.sub("", line).strip() for line in lines[found : found + _NUM_LINES]]

@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
+from async_rl.runtime.printable import as_json
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.user_processes import marked
@@ -242,7 +243,7 @@ class McpServer:
         self._num_timeouts = 0
         text = "\n".join(_as_text(block) for block in result.content)
         if not text and result.structured_content is not None:
-            text = msgspec.json.encode(result.structured_content).decode()
+            text = as_json(result.structured_content)
         if result.is_error:
             raise ToolError(text or "the tool failed without a message")
         return text

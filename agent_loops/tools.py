@@ -14,7 +14,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, ToolError
 from async_rl.runtime.loading import load_object
-from async_rl.runtime.printable import without_surrogates
+from async_rl.runtime.printable import as_json, without_surrogates
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import contained, finished
 from async_rl.runtime.threads import call_in_thread, start_in_thread
@@ -320,7 +320,7 @@ def _as_text(name: str, result: Any) -> str:
     if isinstance(result, str):
         return without_surrogates(result)
     try:
-        return msgspec.json.encode(result).decode()
+        return as_json(result)
     except (TypeError, ValueError) as error:
         raise ToolError(f"{name}: the result is not JSON: {error}") from error
 

@@ -69,17 +69,22 @@ _ABSENT: Final = Raw(b"null")
 
 
 class _Part(msgspec.Struct, frozen=True):
+    type: str = "text"
     text: str | None = None
+
+
+_SAID_ELSEWHERE: Final = {"refusal", "thinking", "redacted_thinking", "reasoning"}
+"""Types of parts that are no text of a message; a policy's thought is a part of its answer."""
 
 
 class _CalledFunction(msgspec.Struct, frozen=True):
     name: str
-    arguments: Raw
+    arguments: Raw = _ABSENT
 
 
 class _ToolCall(msgspec.Struct, frozen=True):
-    id: str
     function: _CalledFunction
+    id: str | None = None
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -304,6 +309,10 @@ def _digest(value: Any) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(value, order="deterministic"), digest_size=16).digest()
 
 
+class _TooDeep(ApiError):
+    """JSON is nested too deeply."""
+
+
 class _FreeJson:
     """Decodes the parts of one request that may have any form, within a common limit."""
 
@@ -327,7 +336,7 @@ class _FreeJson:
             )
         value = msgspec.json.decode(encoded)
         if _is_deep(value, _MAX_DEPTH):
-            raise ApiError(400, f"{place}: nested deeper than {_MAX_DEPTH} levels", param=place)
+            raise _TooDeep(400, f"{place}: nested deeper than {_MAX_DEPTH} levels", param=place)
         return value
 
     def decode_valid(self, data: Raw, place: str) -> Any:
@@ -496,7 +505,7 @@ def _read_message(raw: _Message, place: str, names: dict[str, str], free: _FreeJ
         message["tool_calls"] = [
             _read_call(call, f"{place}.tool_calls[{i}]", free) for i, call in enumerate(raw.tool_calls)
         ]
-        names |= {call.id: call.function.name for call in raw.tool_calls}
+        names |= {call.id: call.function.name for call in raw.tool_calls if call.id}
     if role == "tool":
         if raw.tool_call_id is None:
             raise ApiError(400, f"{place}: a tool's result needs its tool_call_id", param=place)
@@ -509,7 +518,7 @@ def _read_message(raw: _Message, place: str, names: dict[str, str], free: _FreeJ
 def _read_content(raw: str | list[_Part] | None, place: str) -> str:
     if raw is None or isinstance(raw, str):
         return raw or ""
-    texts = [part.text for part in raw]
+    texts = [part.text for part in raw if part.type not in _SAID_ELSEWHERE]
     if None in texts:
         raise ApiError(
             400, f"{place}: only text is supported, as a string or as parts with text", param=place
@@ -519,11 +528,13 @@ def _read_content(raw: str | list[_Part] | None, place: str) -> str:
 
 def _read_call(raw: _ToolCall, place: str, free: _FreeJson) -> dict[str, Any]:
     arguments = free.decode_valid(raw.function.arguments, place)
-    if isinstance(arguments, str):
-        with suppress(*UNREADABLE):  # what is not JSON stays text
+    if isinstance(arguments, str) and arguments.strip():
+        with suppress(*UNREADABLE, _TooDeep):  # what is not JSON stays text, as the policy's own
             arguments = free.decode(arguments, place)
+    if arguments is None or arguments == "":  # clients write `{}` so
+        arguments = {}
     function = {"name": raw.function.name, "arguments": arguments}
-    return {"id": raw.id, "type": "function", "function": function}
+    return {"id": raw.id or "", "type": "function", "function": function}
 
 
 def _read_tools(raw: Sequence[_Tool], free: _FreeJson) -> list[dict[str, Any]]:

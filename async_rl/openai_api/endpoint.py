@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import reprlib
 import secrets
 import ssl
@@ -294,6 +295,7 @@ class Endpoint:
         length = request.content_length
         num_bytes = self._max_body_bytes if length is None else length
         if num_bytes > self._max_body_bytes:
+            self._handlers[key].refuse_size(num_bytes)
             raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, num_bytes)
         try:
             async with asyncio.timeout(TRANSFER_S), self._bodies.hold(key, num_bytes):
@@ -315,11 +317,11 @@ class Endpoint:
         except ApiError as error:
             failure = error
         except web.HTTPRequestEntityTooLarge as error:
-            failure = ApiError(413, f"the request is too large: {error.text}")
+            failure = ApiError(413, f"{error.text}; raise agent_loop_args.max_body_bytes")
         except web.HTTPException as error:
             failure = ApiError(
                 error.status,
-                f"{request.method} {request.path.rpartition('/v1')[2] or '/'} is not supported; there are "
+                f"{request.method} {_without_key(request.path)} is not supported; there are "
                 "POST /v1/chat/completions and GET /v1/models",
             )
         if (asked := self._handlers.get(_key_of(request))) is not None:
@@ -352,7 +354,13 @@ def _key_of(request: web.Request) -> str:
     """Return the key in the path or the headers of a request, also of one that no route matches."""
     if request.path.startswith("/s/"):
         return request.path.split("/")[2]
-    return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _without_key(path: str) -> str:
+    """Return a path for a message, without the key that it may have."""
+    return re.sub("^/s/[^/]*", "/s/<key>", path)
 
 
 def _read_body(body: bytes, model: str) -> tuple[ChatRequest, list[bytes]]:

@@ -184,14 +184,14 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, list):
         return [_comparable(each) for each in value]
     with suppress(OverflowError):
-        return float(value) if type(value) is int else value
+        return float(value) + 0.0 if type(value) in (int, float) else value  # JavaScript writes -0.0 as 0
     return value
 
 
 def _call_key(function: dict[str, Any]) -> list[str]:
     arguments = function["arguments"]
     try:
-        decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
+        decoded = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         arguments = json.dumps(_comparable(decoded), sort_keys=True)
     except (ValueError, RecursionError):
         arguments = arguments.strip()

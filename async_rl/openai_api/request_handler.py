@@ -29,6 +29,7 @@ from async_rl.openai_api.history import (
     find_repeated,
 )
 from async_rl.rollout.session.api import Session, Turn
+from async_rl.rollout.session.tokenising import can_fit
 from async_rl.runtime.printable import without_surrogates
 from async_rl.runtime.supervision import Nursery
 
@@ -119,6 +120,18 @@ class RequestHandler:
         self._waiting.put_nowait((conversation, exchange, new))
         return exchange
 
+    def refuse_size(self, num_bytes: int) -> None:
+        """Refuse a request that is too large to be read, as one whose messages do not fit, if they cannot.
+
+        Raises:
+            ApiError: They cannot fit.
+        """
+        if not can_fit(num_bytes, self._context_tokens):
+            self._num_exchanges += 1
+            text = f"a request of {num_bytes} bytes cannot fit into {self._context_tokens} tokens"
+            self.exceeded, self._exceeded_number = PromptTooLong(text), self._num_exchanges
+            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+
     def count_refused(self) -> None:
         """Count a request that was refused."""
         self._session.record_request("refused")
@@ -132,9 +145,9 @@ class RequestHandler:
         if self._session.remaining_branches < 1:
             raise ApiError(
                 400,
-                "the messages do not continue a conversation of this trajectory (its history was edited, or "
-                "this is another one), and no further one is allowed: append to the messages and answers "
-                "without changing them, or raise rollout.max_branches",
+                "the messages do not continue a conversation of this trajectory (its history or tools were "
+                "changed, or this is another one), and no further one is allowed: append to the messages and "
+                "answers without changing them or the tools, or raise rollout.max_branches",
                 param="messages",
                 code="too_many_conversations",
             )

@@ -6,12 +6,15 @@ Everything that a command prints or logs passes here, or through `observability.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 import traceback
 from types import TracebackType
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
+
+import msgspec
 
 _CONTROL: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and line feed, DEL, C1
@@ -31,6 +34,22 @@ def without_surrogates(text: str) -> str:
     The JSON that a policy writes may contain them, and no tokenizer, file or message can.
     """
     return text.encode(errors="replace").decode()
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON for a policy, which reads `NaN` and `Infinity` where JSON has only null.
+
+    Raises:
+        TypeError: It is of no type that JSON has.
+        ValueError: It is nested too deeply, or contains itself.
+    """
+
+    def plain(other: Any) -> Any:
+        if isinstance(other, bytes | bytearray | memoryview):
+            raise TypeError(f"a {type(other).__name__} is not text")
+        return msgspec.to_builtins(other)
+
+    return without_surrogates(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=plain))
 
 
 def print_text(text: str, *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:

@@ -17,7 +17,7 @@ import aiohttp
 import openai
 import pytest
 
-from agent_loops.agent_program import last_words, program_name, without_proxy
+from agent_loops.agent_program import append_output, last_words, program_name, without_proxy
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
@@ -224,7 +224,7 @@ async def test_the_exit_code_and_the_endpoints_last_error_are_shown_when_a_progr
         await play(asking("responses", "eval('f(')"))
     assert str(caught.value) == (
         f"agent {Path(sys.executable).name!r} ended with 1: SyntaxError: '(' was never closed; the "
-        "endpoint's last error: 404, POST /responses is not supported; there are POST /v1/chat/completions "
+        "endpoint's last error: 404, POST /v1/responses is not supported; there are POST /v1/chat/completions "
         "and GET /v1/models"
     )
 
@@ -251,12 +251,35 @@ FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>
         (f"{FRAMES}OSError: seen\n" + "retrying\n" * 9 + "no task\n", "OSError: seen .*last line: no task"),
         ("a.sh: line 2: frob: command not found\n", "a.sh: line 2: frob: command not found"),
         ("\x1b[31mValueError: red\x1b[0m\n", "ValueError: red"),
+        (
+            f"{FRAMES}OSError: real\nException ignored in: <function X.__del__>\n{FRAMES}KeyError: x\n",
+            "OSError: real",
+        ),
+        (f"Exception ignored in atexit callback:\n{FRAMES}KeyError: 'x'\n", "KeyError: 'x'"),
+        (
+            'Exception in thread "main" java.lang.Odd: x\n' + "\tat a.b(c)\n" * 9,
+            'thread "main" java.lang.Odd: x',
+        ),
+        (
+            "java.lang.Odd: x\n" + "\tat a.b(c)\n" * 9 + "Caused by: y.Gone: z\n\tat d\n",
+            "Caused by: y.Gone: z",
+        ),
+        ("panic: boom\n\ngoroutine 1 [running]:\nmain.main()\n\t/a.go:4\nexit status 2\n", "panic: boom"),
+        (
+            "thread 'main' panicked at a.rs:2:\nboom\n" + "  1: core::f\n" * 9,
+            "thread 'main' panicked at a.rs:2: boom",
+        ),
+        ("Fatal Python error: Aborted\n" + "  File 'a.py'\n" * 9, "Fatal Python error: Aborted"),
+        (f"{FRAMES}ValueError: {'z' * 100_000}\n", "^ValueError: zzz"),
         ("", "the last of many lines"),
     ],
 )
 def test_the_last_exception_is_shown_when_a_program_fails(stderr: str, shown: str):
     stdout = b"a long report\n" * 2000 + b"the last of many lines\n"
-    said = last_words(stdout, stderr.encode(), "sk-1-abc")
+    tail = bytearray()
+    for begin in range(0, len(stderr), 1 << 15):
+        append_output(tail, stderr[begin : begin + (1 << 15)].encode())
+    said = last_words(stdout, bytes(tail), "sk-1-abc")
     assert shown in said or re.search(shown, said)
     assert "^^^" not in said
 
@@ -264,8 +287,8 @@ def test_the_last_exception_is_shown_when_a_program_fails(stderr: str, shown: st
 def test_no_part_of_the_key_is_shown_when_the_end_of_the_output_begins_inside_it():
     key, size = "sk-1-abcdef", 1 << 16
     for left in range(len(key)):
-        output = f"{key}{'x' * (size - left)}"[-size:].encode()
-        assert set(last_words(b"", output, key)) == {"x"}
+        append_output(tail := bytearray(), f"{key}{'x' * (size - left)}".encode())
+        assert set(last_words(b"", bytes(tail), key)) == {"x"}
 
 
 async def test_the_endpoints_last_error_is_shown_when_an_agent_was_never_answered_without_its_key():
@@ -300,7 +323,7 @@ async def test_a_time_limit_shows_what_the_program_and_the_endpoint_said(tmp_pat
         running = nursery.start_task("trajectory", asking("responses", then).run(make_task(), bench.session))
         (await asyncio.to_thread(open, tmp_path / "told", "rb")).close()
         running.cancel()
-    shown = r"was still running: OSError: again; the endpoint's last error: 404, POST /responses"
+    shown = r"was still running: OSError: again; the endpoint's last error: 404, POST /v1/responses"
     assert re.search(shown, bench.session.status)
 
 

@@ -205,6 +205,50 @@ async def test_a_body_is_refused_when_it_is_too_large():
         with pytest.raises(openai.APIStatusError) as refused:
             await a.say("x" * 2000)
         assert refused.value.status_code == 413
+        assert "raise agent_loop_args.max_body_bytes" in str(refused.value)
+
+
+async def test_a_body_that_could_not_fit_is_too_long_however_large_it_is():
+    """Else the size would decide whether the attempt counts."""
+    async with asked(lines("Hello."), endpoint=Endpoint(max_body_bytes=1_000_000)) as a:
+        first = await a.say("Hi")
+        for size in (500_000, 2_000_000):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await a.say("Hi", reply(first), "x" * size)
+            assert refused.value.code == "context_length_exceeded"
+            assert isinstance(a.access.handler.exceeded, PromptTooLong)
+
+
+@pytest.mark.parametrize("arguments", ["", "null", None, "{}", "{ }", "absent"])
+async def test_a_call_without_arguments_is_known_however_a_client_writes_it(arguments: str | None):
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    async with asked(lines(call, "Noon.")) as a:
+        tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+        message = reply(await a.say("Time?", tools=tools))
+        function = message["tool_calls"][0]["function"]
+        function["arguments"] = arguments
+        if arguments == "absent":
+            del function["arguments"]
+        message["content"] = [{"type": "reasoning", "text": "I call it."}, {"type": "refusal", "refusal": ""}]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0].pop("id"), "content": "12"}
+        assert (await a.say("Time?", message, result, tools=tools)).choices[0].message.content == "Noon."
+
+
+@pytest.mark.parametrize(("sent", "written"), [("-0.0", "0"), ("1.0", "1"), ("[" * 70 + "]" * 70,) * 2])
+async def test_arguments_are_known_as_javascript_writes_them(sent: str, written: str):
+    call = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {sent}}}}}\n</tool_call>'
+    async with asked(lines(call, "Done.")) as a:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        message = reply(await a.say("Go", tools=tools))
+        message["tool_calls"][0]["function"]["arguments"] = f'{{"a":{written}}}'
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
+        assert (await a.say("Go", message, result, tools=tools)).choices[0].message.content == "Done."
+
+
+async def test_the_scheme_of_a_key_may_have_any_case():
+    async with asked(lines("Hello.")) as a, httpx.AsyncClient(trust_env=False) as client:
+        headers = {"Authorization": f"bearer {a.access.api_key}"}
+        assert (await client.get(f"{a.access.base_url}/models", headers=headers)).status_code == 200
 
 
 async def test_an_agent_is_told_when_its_context_is_full():

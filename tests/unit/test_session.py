@@ -15,6 +15,7 @@ from async_rl.runtime.supervision import Nursery
 from async_rl.types import VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import PROMPT, Bench
+from tests.support.talk import lines, talking
 
 FACTS = EngineFacts(
     num_layers=1, moe_layers=(0,), num_experts=8, top_k=2, vocab_size=512, context_length=1024
@@ -536,3 +537,48 @@ async def test_halves_of_surrogate_pairs_are_not_an_error():
     b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
     await b.session.generate()
     b.session.add_messages([{"role": "tool", "content": "a\ud83d"}])
+
+
+USER = {"role": "user"}
+
+
+async def test_a_session_that_goes_on_after_messages_were_refused_is_not_of_length():
+    bench, _ = talking(lines("A.", "B."))
+    session = bench.session
+    session.start([{**USER, "content": "q"}])
+    await session.generate()
+    with pytest.raises(PromptTooLong):
+        session.add_messages([{**USER, "content": "x" * 9000}])
+    session.add_messages([{**USER, "content": "short"}])
+    await session.generate()
+    session.end_session(None)
+    assert session.completion.stop_reason == "completed"
+
+
+async def test_messages_that_cannot_fit_together_are_refused_at_the_first_that_is_too_much():
+    bench, _ = talking(lines("A.", "B."))
+    session = bench.session
+    session.start([{**USER, "content": "q"}])
+    await session.generate()
+    session.add_messages([{**USER, "content": "kept"}])
+    for _ in range(3):
+        session.add_messages([{**USER, "content": "x" * 90_000}])
+    with pytest.raises(PromptTooLong, match="cannot fit"):
+        session.add_messages([{**USER, "content": "x" * 90_000}])
+    with pytest.raises(PromptTooLong, match="do not fit"):
+        await session.generate()
+    assert [message["content"] for message in session.messages] == ["q", "A.", "kept"]
+    await session.generate()
+    session.end_session(None)
+    assert "kept" in bench.chat.decode((await bench.finish()).token_ids)
+
+
+async def test_results_that_json_does_not_have_are_read_as_what_they_are():
+    bench, _ = talking(lines("A."))
+    session = bench.session
+    session.start([{**USER, "content": "q"}])
+    await session.generate()
+    session.add_tool_result({"mean": float("nan"), "most": float("-inf"), "é": 1})
+    assert session.messages[-1]["content"] == '{"mean":NaN,"most":-Infinity,"é":1}'
+    with pytest.raises(TypeError, match="bytes is not text"):
+        session.add_tool_result(b"x")

@@ -34,6 +34,7 @@ from async_rl.rollout.session.api import Turn
 from async_rl.rollout.session.context import ConversationContext
 from async_rl.rollout.session.tokenising import MAX_BLOCKING_BYTES, can_fit, size_of, tokenise
 from async_rl.rollout.session.tokens import GrowingText, TokenWriter
+from async_rl.runtime.printable import as_json
 from async_rl.runtime.reward_values import MAX_REWARD, reward_value
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
@@ -66,18 +67,43 @@ Writer = TypeVar("Writer", bound=TokenWriter)
 class _Unread:
     """Messages that the next turn reads: the prompt, or those after the last turn."""
 
-    def __init__(self, encode: Callable[..., Int32Array], *args: Any, num_bytes: int) -> None:
-        """Hold messages, the first of the arguments; their tokens are made when they are needed."""
-        self.messages: list[dict[str, Any]] = list(args[0])
+    def __init__(
+        self,
+        encode: Callable[..., Int32Array],
+        messages: Sequence[dict[str, Any]],
+        *args: Any,
+        num_bytes: int,
+        former: _Unread | None = None,
+    ) -> None:
+        """Hold messages; their tokens are made when they are needed.
+
+        Args:
+            encode: Makes the tokens of the messages and `args`.
+            messages: All messages, those of `former` first.
+            args: Further arguments.
+            num_bytes: The size of the messages.
+            former: The messages until now, to which some were added.
+        """
         self.num_bytes = num_bytes
         self.token_ids: Int32Array | None = None
-        # The loop may change what it has passed before long messages are tokenised.
-        self._args = deepcopy(args) if num_bytes > MAX_BLOCKING_BYTES else args
+        self.former: _Unread | None = former
+        if former is not None and former.token_ids is None:
+            self.former = former.former
+        """The messages among them that are known to fit."""
+        if self._is_long:  # the loop may change what it has passed before they are tokenised
+            num_copied = len(former.messages) if former is not None and former._is_long else 0
+            messages, args = [*messages[:num_copied], *deepcopy(messages[num_copied:])], deepcopy(args)
+        self.messages: list[dict[str, Any]] = list(messages)
+        self._args = args
         self._encode = encode
+
+    @property
+    def _is_long(self) -> bool:
+        return self.num_bytes > MAX_BLOCKING_BYTES
 
     def encode(self) -> Int32Array:
         """Tokenise the messages."""
-        return self._encode(*self._args)
+        return self._encode(self.messages, *self._args)
 
 
 class SessionTree:
@@ -297,6 +323,7 @@ class Conversation(Generic[Writer]):
             ),
         )
         self._last_turn, self._last_text = turn, turn.text
+        self._exceeded = None  # the loop has gone on with less
         whole = self._turn_begin(begin)
         prompt_end = chat.decode(tokens.token_ids[max(0, whole - _THOUGHT_TOKENS) : whole])
         self._is_in_thought = prompt_end.rstrip().endswith("<think>")
@@ -343,7 +370,7 @@ class Conversation(Generic[Writer]):
         Raises:
             PromptTooLong: The result does not fit; the trajectory ends as it is.
         """
-        text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
+        text = content if isinstance(content, str) else as_json(content)
         named = {"name": name, "tool_call_id": tool_call_id}
         given = {key: value for key, value in named.items() if value is not None}
         self.record_tool_call(error=error)
@@ -530,14 +557,13 @@ class Conversation(Generic[Writer]):
             raise RuntimeError(
                 "session.add_messages was called before a turn: pass these messages to session.start"
             )
-        num_bytes, chat, together = self._check_size(messages), self._context.chat, list(messages)
-        if self._unread is not None:
-            num_bytes += self._unread.num_bytes
-            together = [*self._unread.messages, *messages]
+        former, chat = self._unread, self._context.chat
+        num_bytes = self._check_size(messages, 0 if former is None else former.num_bytes)
+        together = [*([] if former is None else former.messages), *messages]
         # A turn that ran out of budget or met a stop string lacks its end-of-turn token.
         ended = int(self._tokens.token_ids[-1]) in chat.end_of_turn_ids
         encode = partial(chat.append_ids, after_length=not ended)
-        self._add_unread(_Unread(encode, together, num_bytes=num_bytes), messages)
+        self._add_unread(_Unread(encode, together, num_bytes=num_bytes, former=former), messages)
 
     def _add_unread(self, unread: _Unread, added: Sequence[dict[str, Any]]) -> None:
         """Take over messages; long ones are tokenised when the next turn begins, which can wait for it."""
@@ -579,8 +605,9 @@ class Conversation(Generic[Writer]):
                 self.status = status
             self._check_fits(unread.token_ids)
         except Exception:
-            self._unread, self.status = None, status
-            del self.messages[len(self.messages) - len(unread.messages) :]
+            self._unread, self.status = unread.former, status
+            num_kept = 0 if unread.former is None else len(unread.former.messages)
+            del self.messages[len(self.messages) - len(unread.messages) + num_kept :]
             raise
 
     def _check_fits(self, token_ids: Int32Array) -> None:
@@ -605,13 +632,17 @@ class Conversation(Generic[Writer]):
             )
         )
 
-    def _check_size(self, messages: Any) -> int:
+    def _check_size(self, messages: Any, before: int = 0) -> int:
         """Refuse messages that no tokenizer could fit into the context, and return their size.
+
+        Args:
+            messages: The messages.
+            before: The size of those that they follow, bytes.
 
         Raises:
             PromptTooLong: They are too long.
         """
-        limit, num_bytes = self._context.rollout.max_context_tokens, size_of(messages)
+        limit, num_bytes = self._context.rollout.max_context_tokens, before + size_of(messages)
         left = limit - len(self._tokens)
         if not can_fit(num_bytes, left):
             raise self._exceed(
