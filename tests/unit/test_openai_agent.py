@@ -224,8 +224,8 @@ async def test_the_exit_code_and_the_endpoints_last_error_are_shown_when_a_progr
         await play(asking("responses", "eval('f(')"))
     assert str(caught.value) == (
         f"agent {Path(sys.executable).name!r} ended with 1: SyntaxError: '(' was never closed; the "
-        "endpoint's last error: 404, POST /v1/responses is not supported; there are POST /v1/chat/completions "
-        "and GET /v1/models"
+        "endpoint's last error: 404, POST /v1/responses is not supported; there are POST /v1/chat/completions"
+        " and GET /v1/models"
     )
 
 
@@ -288,7 +288,7 @@ def test_no_part_of_the_key_is_shown_when_the_end_of_the_output_begins_inside_it
     key, size = "sk-1-abcdef", 1 << 16
     for left in range(len(key)):
         append_output(tail := bytearray(), f"{key}{'x' * (size - left)}".encode())
-        assert set(last_words(b"", bytes(tail), key)) == {"x"}
+        assert set(last_words(b"", bytes(tail), key)) <= {*"<key> … x"}
 
 
 async def test_the_endpoints_last_error_is_shown_when_an_agent_was_never_answered_without_its_key():

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from async_rl.errors import PromptTooLong
 from async_rl.openai_api.endpoint import Endpoint
 from async_rl.runtime.supervision import Nursery
 from tests.support.api import asked, client_of, reply
