@@ -148,7 +148,8 @@ class Llama3Parser(ToolParser):
                 break
             _ = scan.skip(";") or scan.skip(",")
         if calls and not isinstance(calls[-1], MalformedCall) and scan.text[scan.position :].strip():
-            calls.append(MalformedCall(error="the tool call cannot be read: text follows the calls"))
+            rest = MalformedCall(error="the tool call cannot be read: text follows it")
+            return [*calls, rest] if tagged else [rest]  # without the tag, calls are the whole answer
         return calls
 
     def content_end(self, text: str) -> int:

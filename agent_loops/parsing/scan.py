@@ -227,17 +227,14 @@ def typed(text: str, name: str, key: str, tools: Sequence[dict[str, Any]]) -> An
         Unreadable: It is an object that has a key twice.
     """
     kinds = _kinds(name, key, tools)
-    if kinds == {"string"}:
-        return text
+    if "string" in kinds:  # it may be a string or a number; only `null` cannot be a string
+        return None if "null" in kinds and text.strip() in ("null", "None") else text
     try:
-        value = whole_json(text)
+        return whole_json(text)
     except RepeatedKey:
         raise
     except Unreadable:
-        value = _literal(text)
-    if "string" in kinds and not (value is None and "null" in kinds):
-        return text  # it may be a string or a number; only `null` cannot be a string
-    return value
+        return _literal(text)
 
 
 def _literal(text: str) -> Any:
@@ -248,21 +245,22 @@ def _literal(text: str) -> Any:
     Raises:
         RepeatedKey: It is an object that has a key twice.
     """
-    if len(text) > _MAX_LITERAL_CHARS or not _LITERAL.fullmatch(text.strip()):
+    if len(text) > _MAX_LITERAL_CHARS or not _LITERAL.fullmatch(stripped := text.strip()):
         return text
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(stripped, mode="eval").body
+        if ast.get_source_segment(stripped, tree) != stripped:  # a comment follows
+            return text
         for node in ast.walk(tree):
             if isinstance(node, ast.Dict):
-                _refuse_repeated_keys([(repr(key and ast.literal_eval(key)), None) for key in node.keys])
-        value = ast.literal_eval(tree)
-        text_of_value = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text_of_value.encode()
+                _refuse_repeated_keys([(key and ast.literal_eval(key), None) for key in node.keys])
+        value = json.dumps(ast.literal_eval(tree), ensure_ascii=False, allow_nan=False)
+        value.encode()
+        return whole_json(value)  # tuples are lists, and keys are text
     except RepeatedKey:
         raise
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
-    return json.loads(text_of_value)  # tuples are lists, and keys are text
 
 
 def _kinds(name: str, key: str, tools: Sequence[dict[str, Any]]) -> set[str]:
@@ -310,7 +308,7 @@ def _parse_float(text: str) -> float:
     return value
 
 
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         repeated = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))

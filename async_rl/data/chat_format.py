@@ -55,6 +55,8 @@ _TOOLS = [
     }
     for tool, word in (_NAMES_OF_TOOLS[:2], _NAMES_OF_TOOLS[2:])
 ]
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts of content that hold text, of OpenAI's two APIs."""
 _MARKER = "ASSISTANTMARKER"
 """Stands for an assistant message. It is a plain word because templates trim or split whitespace and tags."""
 _MENTIONING_ROLES = ("system", "developer", "user")
@@ -134,25 +136,10 @@ class _Form(NamedTuple):
         return formed
 
     def _of_content(self, content: Any, role: str) -> Any:
-        if content is None:
-            return ""
-        if isinstance(content, int | float):
-            content = str(content)
-        in_parts = role in self.in_parts
-        if content == "" or (isinstance(content, str) and not in_parts):
-            return content
-        formed: list[Any] = []
-        for part in content if isinstance(content, list | tuple) else [content]:
-            if (text := _text_of(part)) is not None:
-                formed.append({"type": "text", "text": text} if in_parts else text)
-            elif in_parts and isinstance(part, Mapping) and "type" in part:
-                formed.append(part)  # such a template may render images
-            else:
-                raise ConfigError(
-                    f"the content of a message of the role {role!r} has {part!r:.60}; expected text, or "
-                    "parts of text"
-                )
-        return formed if in_parts else "".join(formed)
+        texts = _texts_of(content, role)
+        if role not in self.in_parts or not any(texts):
+            return "".join(texts)
+        return [{"type": "text", "text": text} for text in texts]
 
     def _of_call(self, call: Any) -> Any:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -168,11 +155,20 @@ class _Form(NamedTuple):
         return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _text_of(part: Any) -> str | None:
-    """Return the text of a part of a message's content; None if it is no text."""
-    if isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text", "output_text"):
-        part = part.get("text")
-    return part if isinstance(part, str) else None
+def _texts_of(content: Any, role: str) -> list[str]:
+    """Return the texts of a message's content; of other parts, such as images, engines would not be told."""
+    if type(content) in (int, float):  # as a tool may return, and without True, which is Python's notation
+        content = str(content)
+    texts: list[str] = []
+    for part in content or () if isinstance(content, list | tuple | None) else [content]:
+        is_text = isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
+        if not isinstance(text := part.get("text") if is_text else part, str):
+            raise ConfigError(
+                f"the content of a message of the role {role!r} has {part!r:.60}; expected text, or parts of "
+                "text"
+            )
+        texts.append(text)
+    return texts
 
 
 class ChatFormat:
@@ -283,21 +279,28 @@ class ChatFormat:
         """
         if role in self._shown_roles:
             return
-        message, call = {**_RESULT, "role": role, "content": _MARKER}, {"name": "tool", "arguments": {}}
+        message = self._form.of_message({**_RESULT, "role": role, "content": _MARKER})
+        if not self._shows(message, self._form):
+            raise _left_out(role)
+        self._shown_roles.add(role)
+
+    def _shows(self, message: dict[str, Any], form: _Form, *, quoted: str = "") -> bool:
+        """Return whether the template shows the marker in a message somewhere, without the text `quoted`.
+
+        Args:
+            message: The message, rendered as it is.
+            form: The form of the messages around it.
+            quoted: What the rendered text has where the template prints an object as Python does.
+        """
         answer = {"role": "assistant", "content": "?"}
-        calls = [{"id": _RESULT["tool_call_id"], "type": "function", "function": call}]
-        conversations: list[list[dict[str, Any]]] = [
-            [message, _QUESTION],
-            [_QUESTION, message],
-            [_QUESTION, answer, message],
-            [_QUESTION, {**answer, "tool_calls": calls}, message],
-        ]
-        for conversation in conversations:
-            with suppress(ConfigError):  # it knows no such role, or none there
-                if _MARKER in self._apply_template([*map(self._form.of_message, conversation)], [], True):
-                    self._shown_roles.add(role)
-                    return
-        raise _left_out(role)
+        for around in ([], [_QUESTION], [_QUESTION, answer], [_QUESTION, _call({}, "?")]):
+            formed = [form.of_message(each) for each in around]
+            for conversation in ([*formed, message], [message, *formed]):
+                with suppress(ConfigError):  # it knows no such role, or none there
+                    rendered = self._apply_template(conversation, [], False)
+                    if _MARKER in rendered and not (quoted and quoted in rendered):
+                        return True
+        return False
 
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -435,11 +438,7 @@ class ChatFormat:
             before, found, text = text.partition(_marker(i))
             if not found:
                 raise _left_out(role)
-            if not isinstance(content, str):
-                raise ConfigError(
-                    f"the content of a message of the role {role!r} is {content!r:.60}, expected text"
-                )
-            content = self._mark(content, role)
+            content = self._mark("".join(_texts_of(content, role)), role)
             if i not in trained:
                 text = before + content + text
                 continue
@@ -472,44 +471,32 @@ class ChatFormat:
         """Check that the text of a message with calls shows them, and its content."""
         if not (calls := message.get("tool_calls")):
             return
-        content = message.get("content")
-        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+        said = "".join(_texts_of(message.get("content"), "assistant")).rpartition("</think>")[2].strip()
         names = [str(call["function"]["name"]) for call in calls]
-        if lost := next((part for part in (*names, said) if part not in text), None):
+        shown = text.replace(said, "", 1)  # without the content, which may name functions, too
+        lost = [said] if said not in text else [n for n in names if shown.count(n) < names.count(n)]
+        if lost:
             raise ConfigError(
-                f"the chat template leaves out {lost!r:.60} of an assistant message with tool calls, so it "
-                "would be trained without: take a template that shows calls, or write them into the content"
+                f"the chat template leaves out {lost[0]!r:.60} of an assistant message with tool calls, so "
+                "it would be trained without: take a template that shows them, or write them into the content"
             )
 
     def _probe_form(self) -> _Form:
         """Find out in which form the template renders the content of messages and the arguments of calls."""
-
-        def shows(message: dict[str, Any], *, quoted: str = "") -> bool:
-            try:
-                rendered = self._apply_template([dict(_QUESTION), message], [], False)
-            except ConfigError:
-                return False
-            return _MARKER in rendered and not (quoted and quoted in rendered)
-
-        def call(content: str | None, arguments: Any) -> dict[str, Any]:
-            function = {"name": "tool", "arguments": arguments}
-            calls = [{"id": "call00000", "type": "function", "function": function}]
-            return {"role": "assistant", "content": content, "tool_calls": calls}
-
-        parts = [{"type": "text", "text": _MARKER}]
-        in_parts = [
-            role
-            for role in ("system", "user", "assistant", "tool")
-            if not shows({**_RESULT, "role": role, "content": _MARKER})
-            and shows({**_RESULT, "role": role, "content": parts}, quoted="'text'")
-        ]
+        form = _Form()
+        for role in ("user", "system", "assistant", "tool"):
+            message, parts = {**_RESULT, "role": role}, [{"type": "text", "text": _MARKER}]
+            if not self._shows({**message, "content": _MARKER}, form) and self._shows(
+                {**message, "content": parts}, form, quoted="'text'"
+            ):
+                form = form._replace(in_parts=(*form.in_parts, role))
         as_object, as_text = {"word": _MARKER}, json.dumps({"word": _MARKER})
         for content in ("", None):
-            if shows(call(content, as_object), quoted="'word'"):  # as Python would print it
-                return _Form(in_parts, arguments="object", call_content=content)
-            if shows(call(content, as_text), quoted='\\"word'):  # encoded twice
-                return _Form(in_parts, arguments="text", call_content=content)
-        return _Form(in_parts)
+            if self._shows(_call(as_object, content), form, quoted="'word'"):  # as Python would print it
+                return form._replace(arguments="object", call_content=content)
+            if self._shows(_call(as_text, content), form, quoted='\\"word'):  # encoded twice
+                return form._replace(arguments="text", call_content=content)
+        return form
 
     def _find_ends_of_turn(self) -> tuple[bool, dict[int, str]]:
         """Find the tokens that end a turn.
@@ -621,6 +608,13 @@ class ChatFormat:
         return written
 
 
+def _call(arguments: Any, content: str | None) -> dict[str, Any]:
+    """Return a message with a call."""
+    function = {"name": "tool", "arguments": arguments}
+    calls = [{"id": _RESULT["tool_call_id"], "type": "function", "function": function}]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
 def _marker(index: int) -> str:
     """Return a marker that stands for the content of a message."""
     return f"MESSAGE{index}MARKER"
@@ -647,8 +641,8 @@ def load_chat_format(model_path: str | Path, trusted_roles: Collection[str] = ()
 
 def _left_out(role: str) -> ConfigError:
     return ConfigError(
-        f"the chat template leaves out messages of the role {role!r}; expected system, user, assistant "
-        "or tool, or a template that knows it"
+        f"the chat template leaves out messages of the role {role!r}; expected roles that it knows, as "
+        "user and assistant, or a template that knows this one"
     )
 
 

@@ -374,17 +374,23 @@ def _jsonl_examples(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, example
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value of a parquet column without the nulls in its objects.
+def _reader_of(kind: Any) -> Callable[[Any], Any]:
+    """Return what converts the values of a parquet type: maps to objects, and objects without nulls.
 
-    An object of parquet has all keys of all objects of the column: `null` stands for a missing key. A map is
-    read as pairs.
+    An object of parquet has all keys of all objects of the column: `null` stands for a missing key.
     """
-    if isinstance(value, list) and value and all(isinstance(each, tuple) for each in value):
-        value = dict(value)
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+    import pyarrow.types as types
+
+    if types.is_struct(kind):
+        fields = {field.name: _reader_of(field.type) for field in kind}
+        return lambda value: {key: fields[key](each) for key, each in value.items() if each is not None}
+    if types.is_map(kind):  # which is read as pairs
+        item = _reader_of(kind.item_type)
+        return lambda value: {key: item(each) for key, each in value if each is not None}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        element = _reader_of(kind.value_type)
+        return lambda value: [None if each is None else element(each) for each in value]
+    return lambda value: value
 
 
 def _parquet_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
@@ -395,9 +401,13 @@ def _parquet_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             number = 0
+            readers = {field.name: _reader_of(field.type) for field in file.schema_arrow}
             for batch in file.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path} row {number}", {key: _without_nulls(value) for key, value in row.items()}
+                    yield (
+                        f"{path} row {number}",
+                        {key: value if value is None else readers[key](value) for key, value in row.items()},
+                    )
     except pa.ArrowException as error:
         raise ConfigError(f"{place}: {str(path)!r} is not a readable parquet file: {error}") from error

@@ -27,6 +27,9 @@ Schema = Literal["plain", "verl", "slime"]
 _PROMPT: Final = "prompt"
 """The key that may hold a plain prompt string if an example has no messages."""
 
+_VALUES: Final = ("const", "default", "examples")
+"""Keywords of JSON schemas that hold values, of which null may be one."""
+
 _MAX_KEYS: Final = 20
 """An error names this many keys of an example."""
 
@@ -119,9 +122,10 @@ def to_task(example: Any, number: int, where: str, keys: Keys) -> Task:
         if not (value is None or isinstance(value, str)):
             raise ConfigError(f"{where}: {name!r} is {kind(value)}; expected {what}")
         names[name] = value or None
+    tools = parse_tools(_get(example, keys.tools), f"{where}: {keys.tools!r}")
     return Task(
         task_id=f"row-{number}" if task_id is None else str(task_id),
-        messages=_messages(_get(example, key), where, keys.messages, example),
+        messages=_messages(_get(example, key), where, keys.messages, example, tools),
         answer=_get(example, keys.answer),
         metadata=_without(
             {name: value for name, value in example.items() if name not in keys.used_keys},
@@ -131,7 +135,7 @@ def to_task(example: Any, number: int, where: str, keys: Keys) -> Task:
         agent_loop=names[keys.agent_loop],
         reward=names[keys.reward],
         data_source=names[keys.data_source] or "",
-        tools=_tools(_get(example, keys.tools), where, keys.tools),
+        tools=tools,
     )
 
 
@@ -180,7 +184,9 @@ def name_keys(example: Mapping[str, Any]) -> str:
     return ", ".join(names[:_MAX_KEYS] + more) or "none"
 
 
-def _messages(value: Any, where: str, key: str, example: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(
+    value: Any, where: str, key: str, example: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if value is None:
@@ -200,7 +206,15 @@ def _messages(value: Any, where: str, key: str, example: Mapping[str, Any]) -> l
         content = message.get("content")
         if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
             raise ConfigError(f"{at}: 'content' is {kind(content)}; expected a string")
-    return [{name: part for name, part in message.items() if part is not None} for message in value]
+    return [clean_message(message, tools) for message in value]
+
+
+def clean_message(message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a message without the nulls that stand for missing keys, also of its calls."""
+    cleaned = {name: part for name, part in message.items() if part is not None}
+    if isinstance(calls := cleaned.get("tool_calls"), list):
+        cleaned["tool_calls"] = [_clean_call(call, tools) for call in calls]
+    return cleaned
 
 
 def _metadata(value: Any, where: str, key: str | None) -> dict[str, Any]:
@@ -210,25 +224,83 @@ def _metadata(value: Any, where: str, key: str | None) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
+def parse_tools(value: Any, place: str) -> list[dict[str, Any]]:
+    """Return an example's tools, without the nulls that stand for missing keys.
+
+    Raises:
+        ConfigError: They are no list of schemas.
+    """
     value = _decoded(value)
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise ConfigError(f"{where}: {key!r} is {kind(value)}; expected a list of JSON schemas or null")
-    return [without_null_properties(tool) for tool in value]
+        raise ConfigError(f"{place} is {kind(value)}; expected a list of JSON schemas or null")
+    return [_clean_tool(tool) for tool in value]
 
 
-def without_null_properties(schema: Any) -> Any:
-    """Return a JSON schema without the properties that are null, as where lines were written from parquet."""
+def _clean_tool(schema: Any, *, of_properties: bool = False) -> Any:
+    """Return a tool's schema without the nulls that stand for missing keys, as in lines written from parquet.
+
+    Args:
+        schema: The schema, or a part of it.
+        of_properties: Whether the keys are names of properties instead of keywords.
+    """
     if isinstance(schema, list):
-        return [without_null_properties(each) for each in schema]
+        return [_clean_tool(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: without_null_properties(value) for key, value in schema.items()}
-    if isinstance(properties := found.get("properties"), dict):
-        found["properties"] = {name: value for name, value in properties.items() if value is not None}
-    return found
+    values = () if of_properties else _VALUES
+    return {
+        key: each
+        if key in values
+        else _clean_tool(each, of_properties=key == "properties" and not of_properties)
+        for key, each in schema.items()
+        if each is not None or key in values
+    }
+
+
+def _clean_call(call: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a tool call without the nulls that stand for missing keys.
+
+    Arguments keep those that the tool's schema takes, and those of objects with any keys.
+    """
+    if not isinstance(call, Mapping):
+        return call
+    cleaned = {key: value for key, value in call.items() if value is not None}
+    if isinstance(function := cleaned.get("function"), Mapping):
+        return cleaned | {"function": _clean_call(function, tools)}
+    if isinstance(arguments := cleaned.get("arguments"), Mapping):
+        cleaned["arguments"] = _clean_value(arguments, _parameters(cleaned.get("name"), tools))
+    return cleaned
+
+
+def _parameters(name: Any, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments; one without properties if it has none."""
+    functions = (tool.get("function", tool) for tool in tools)
+    schemas = (
+        each.get("parameters") for each in functions if isinstance(each, Mapping) and each.get("name") == name
+    )
+    return {"properties": {}} | next((each for each in schemas if isinstance(each, dict)), {})
+
+
+def _takes_null(schema: Any) -> bool:
+    kinds = schema.get("type", "null") if isinstance(schema, Mapping) else "null"
+    return "null" in (kinds if isinstance(kinds, list) else [kinds])
+
+
+def _clean_value(value: Any, schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return value
+    if isinstance(value, list):
+        return [_clean_value(each, schema.get("items")) for each in value]
+    properties = schema.get("properties")
+    if not (isinstance(value, Mapping) and isinstance(properties, Mapping)):
+        return value
+    return {
+        key: _clean_value(each, properties.get(key))
+        for key, each in value.items()
+        if each is not None or (key in properties and _takes_null(properties[key]))
+    }
 
 
 def _decoded(value: Any) -> Any:

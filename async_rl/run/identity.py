@@ -32,15 +32,11 @@ from async_rl.runtime.files import replace_file
 _FILE: Final = "identity.json"
 _SEQUENCE: Final = "sequence.u64"
 _MODEL_FILES: Final = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer*.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
+    *("added_tokens.json", "special_tokens_map.json"),
 )
+"""Patterns of files other than weights, with those that tokenizers have without a tokenizer.json."""
 _SAMPLE_BYTES: Final = 1 << 16
 """Of each file of weights, from its start, its middle and its end: two models of one shape differ there."""
 
@@ -223,9 +219,8 @@ def _first_change(old: Digests, new: Digests, consumed: int) -> int | None:
 def _model_digest(folder: Path) -> str:
     """Return a digest of a model: config and tokenizer whole, of weights sizes and samples."""
     digest = hashlib.blake2b(digest_size=16)
-    for name in _MODEL_FILES:
-        file = folder / name
-        digest.update(_digest(file.read_bytes() if file.is_file() else b"").to_bytes(8, "little"))
+    for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern)}):
+        digest.update(f"{file.name} {_digest(file.read_bytes())}".encode())
     for file in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())

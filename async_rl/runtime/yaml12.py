@@ -15,6 +15,8 @@ import yaml
 YAMLError = yaml.YAMLError
 
 _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
+_VALUES = {_BOOL, _INT, _FLOAT, "tag:yaml.org,2002:null"}
+"""Tags of scalars that can be written in several ways."""
 _OF_VERSION_1_1 = {_BOOL, _INT, _FLOAT, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
 _BOOL_PATTERN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INT_PATTERN = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
@@ -33,12 +35,13 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here, because the keys that `<<` merges may be there, too.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen: dict[tuple[str, Any], int] = {}
+        seen: dict[Any, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
-            value = _construct_int(self, key) if key.tag == _INT else key.value
-            if (name := (key.tag, value)) in seen:
+            # Values, because Python has one key where some notations differ, such as 1, 01, 1.0 and true.
+            name = self.construct_object(key) if key.tag in _VALUES else (key.tag, key.value)
+            if name in seen:
                 problem = f"the key {key.value!r} is in line {seen[name]} already"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen[name] = key.start_mark.line + 1

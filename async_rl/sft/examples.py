@@ -17,7 +17,7 @@ import numpy as np
 from async_rl.config import SftConfig
 from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import ExampleErrors, read_examples
-from async_rl.data.schemas import name_keys, without_null_properties
+from async_rl.data.schemas import clean_message, name_keys, parse_tools
 from async_rl.errors import ConfigError
 from async_rl.sft.schedule import SftExample
 
@@ -78,12 +78,10 @@ def _parse_example(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
             f"{config.messages_key!r} is {messages!r:.60}, expected a list of messages; its keys are "
             f"{name_keys(raw)} (see sft.messages_key)"
         )
-    parsed = [_parse_message(message) for message in messages]
-    tools = raw.get(config.tools_key) or ()
-    if isinstance(tools, str):
-        tools = _parse_json(tools, config.tools_key)
+    tools = parse_tools(raw.get(config.tools_key), repr(config.tools_key))
+    parsed = [_parse_message(message, tools) for message in messages]
     token_ids, loss_mask = chat.encode_conversation(
-        parsed, without_null_properties(list(tools)), train_on=_trained_messages(messages, config)
+        parsed, tools, train_on=_trained_messages(messages, config)
     )
     return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
@@ -104,19 +102,19 @@ def _parse_tokens(raw: Mapping[str, Any]) -> SftExample:
     return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
 
-def _parse_message(message: Any) -> dict[str, Any]:
+def _parse_message(message: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Parse a message; drop the nulls that parquet adds, and decode arguments of calls for chat templates."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"the message {message!r:.60} has no role")
-    kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    kept.setdefault("content", "")
+    kept = {"content": "", **clean_message(message, tools)}
+    kept.pop("weight", None)
     if calls := kept.get("tool_calls"):
         kept["tool_calls"] = [_parse_call(call) for call in calls]
     return kept
 
 
-def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
+def _parse_call(call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "name" not in function:
         raise ConfigError(f"the tool call {call!r:.60} names no function")
     arguments = function.get("arguments", {})

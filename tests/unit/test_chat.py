@@ -283,6 +283,7 @@ def test_text_in_parts_is_rendered_like_text(name: str):
         (None, ""),
         (5, "5"),
         ({"a": 1}, None),
+        (True, None),
         ([{"type": "image_url", "image_url": "x"}], None),
         ([["a"]], None),
     ],
@@ -297,11 +298,38 @@ def test_content_is_shown_as_text_or_refused(name: str, content: Any, shown: str
             ]
             if role != "user":
                 assert chat_of(name).prompt_text(messages) == chat_of(name).prompt_text(expected)
-        elif not (name == "in_parts" and "image_url" in str(content)):
+        else:
             with pytest.raises(
                 ConfigError, match=f"content of a message of the role '{role}' has .*expected text"
             ):
                 chat_of(name).prompt_text(messages)
+
+
+PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+NO_TEXT = "{% if m.content is string %}{{ raise_exception('text') }}{% endif %}" + PARTS
+ALTERNATE = (
+    "{% if not loop.first and (m.role == 'system' or messages[loop.index0 - 1].role == m.role) %}"
+    "{{ raise_exception('roles') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "{% if m.role == 'user' %}" + PARTS + "{% else %}{{ m.content }}{% endif %}",
+        "{% if m.role == 'system' %}" + PARTS + "{% else %}{{ m.content }}{% endif %}",
+        ALTERNATE + PARTS,
+        NO_TEXT,
+    ],
+)
+def test_text_is_in_parts_for_the_roles_for_which_the_template_takes_parts(chat: ChatFormat, shown: str):
+    turn = "{{ '<|im_start|>' + m.role + '\\n' }}" + shown + "{{ '<|im_end|>\\n' }}"
+    chat = with_template(chat, "{% for m in messages %}" + turn + "{% endfor %}" + PROMPT)
+    said = {"system": "One.", "user": "Two.", "assistant": "Three.", "tool": "Four."}
+    text = chat.prompt_text([{"role": role, "content": content} for role, content in said.items()])
+    assert text == "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said.items()) + (
+        "<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("role", ["system", "tool"])

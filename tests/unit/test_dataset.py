@@ -138,19 +138,40 @@ def test_objects_have_no_nulls_of_other_rows_when_they_are_parquet(tmp_path: Pat
 
 def test_a_parquet_map_is_an_object(tmp_path: Path):
     schema = pa.map_(pa.string(), pa.struct([("type", pa.string()), ("unit", pa.string())]))
-    places = pa.array([[("city", {"type": "string", "unit": None})]], schema)
-    rows = {"messages": pa.array([MESSAGES]), "metadata": places}
+    places = pa.array([[[("city", {"type": "string", "unit": None}), ("at", None)]], [[]]], pa.list_(schema))
+    rows = {"messages": pa.array([MESSAGES] * 2), "places": places}
     pq.write_table(pa.table(rows), tmp_path / "tasks.parquet")
-    (task,) = load_tasks(DataConfig(path=str(tmp_path / "tasks.parquet")))
-    assert task.metadata["metadata"] == {"city": {"type": "string"}}
+    first, second = load_tasks(DataConfig(path=str(tmp_path / "tasks.parquet")))
+    assert first.metadata["places"] == [{"city": {"type": "string"}}]
+    assert second.metadata["places"] == [{}]
 
 
-def test_tools_have_no_parameters_that_are_null(tmp_path: Path):
+def test_tools_and_calls_have_no_nulls_that_cannot_be_meant(tmp_path: Path):
     """As in lines that were written from parquet."""
-    tool = {"name": "now", "parameters": {"properties": {"tz": None, "at": {"default": None}}}}
-    path = write_jsonl(tmp_path, {"messages": MESSAGES, "tools": [tool]})
-    (task,) = load_tasks(DataConfig(path=str(path)))
-    assert task.tools == [{"name": "now", "parameters": {"properties": {"at": {"default": None}}}}]
+    properties = {
+        "at": {"type": "string", "enum": None, "default": None},
+        "default": {"type": ["string", "null"]},
+        "range": {"type": "object", "properties": {"from": {"type": "string"}}},
+        "any": {"type": "object"},
+        "properties": {"properties": {"const": {"const": None}}},
+        "odd": True,
+    }
+    given = {"default": None, "range": {"from": "1", "to": None}, "any": {"a": None}, "odd": None}
+    tools = [{"name": "now", "strict": None, "parameters": {"properties": {**properties, "tz": None}}}]
+    calls = [
+        {"id": None, "function": {"name": "now", "arguments": {"at": None, **given, "tz": None}}},
+        {"name": "other", "arguments": {"a": 1, "b": None}},
+        {"function": {"name": "now", "arguments": '{"at": null}'}},
+    ]
+    said = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]
+    (task,) = load_tasks(DataConfig(path=str(write_jsonl(tmp_path, {"messages": said, "tools": tools}))))
+    at = {"type": "string", "default": None}
+    assert task.tools == [{"name": "now", "parameters": {"properties": {**properties, "at": at}}}]
+    assert task.messages[1]["tool_calls"] == [
+        {"function": {"name": "now", "arguments": {**given, "range": {"from": "1"}}}},
+        {"name": "other", "arguments": {"a": 1}},
+        calls[2],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,20 @@ def test_other_weights_of_the_same_shapes_are_another_model(config: Path, weight
             start(config)
 
 
+@pytest.mark.parametrize(
+    "name", ["vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "added_tokens.json"]
+)
+def test_another_tokenizer_is_another_model_whichever_files_it_has(config: Path, name: str) -> None:
+    file = config.parent / "model" / name
+    file.write_text("{}")
+    begin(config)
+    file.with_suffix(".bak").write_text("{}")
+    start(config)
+    file.write_text("{ }")
+    with pytest.raises(ConfigError, match="another one"):
+        start(config)
+
+
 ORDERED = "data.shuffle=false"
 
 

@@ -125,6 +125,7 @@ SCHEMA = {
             "properties": {
                 "text": {"type": "string"},
                 "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "either": {"type": ["object", "string"]},
                 "number": {"type": "integer"},
                 "flag": {"type": "boolean"},
                 "unit": {"enum": ["1", "2"]},
@@ -155,7 +156,10 @@ SCHEMA = {
         ("place", '{"city": "Oslo"}', {"city": "Oslo"}),
         ("place", "{'city': 'Oslo'}", {"city": "Oslo"}),
         ("place", "{1, 2}", "{1, 2}"),
+        ("maybe", "None", None),
+        ("either", '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
         ("unknown", "1,000", "1,000"),
+        ("unknown", "[5] # not [6]", "[5] # not [6]"),
         ("unknown", "5 # six", "5 # six"),
         ("unknown", "1_000", "1_000"),
         ("unknown", "('a', [True])", ["a", [True]]),
@@ -284,6 +288,8 @@ def test_config_error_names_the_remedy_when_a_chat_template_teaches_none(templat
         ("glm45", "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n" * 2),
         ("qwen3_coder", '<parameter=a>\n{"b": 1, "b": 2}\n</parameter>\n'),
         ("glm45", "<arg_key>a</arg_key>\n<arg_value>{'b': 1, 'b': 2}</arg_value>\n"),
+        ("glm45", "<arg_key>a</arg_key>\n<arg_value>{1: 1, '1': 2}</arg_value>\n"),
+        ("glm45", "<arg_key>a</arg_key>\n<arg_value>{1: 1, True: 2}</arg_value>\n"),
     ],
 )
 def test_call_is_malformed_when_an_argument_is_not_closed_or_there_twice(parser: str, text: str):
@@ -297,9 +303,10 @@ def test_llama_calls_are_the_whole_answer():
     both = [ToolCall(name="f", arguments={"a": number}) for number in (1, 2)]
     for between in ("; ", ", ", "\n", ""):
         assert parse(one + between + two, "llama3") == both
-    first, rest = parse(f"{one} and so on", "llama3")
-    assert first == both[0]
-    assert isinstance(rest, MalformedCall)
+    for text, made in ((f"{one} and so on", []), (f"<|python_tag|>{one} and so on", both[:1])):
+        *calls, rest = parse(text, "llama3")
+        assert calls == made
+        assert isinstance(rest, MalformedCall)
 
 
 def test_no_call_is_made_in_a_thought_that_was_cut_off():

@@ -113,6 +113,8 @@ def test_conversations_and_tools_are_read_from_the_keys_that_the_config_names(tm
         ({"messages": MESSAGES[:3]}, "does not end with an assistant message"),
         ({"messages": [MESSAGES[0], MESSAGES[3] | {"weight": 0}]}, "messages of assistant have weight 0"),
         ({"messages": [MESSAGES[0], MESSAGES[1] | {"tool_calls": [{"id": "1"}]}]}, "names no function"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"tool_calls": ["add"]}]}, "names no function"),
+        ({"messages": MESSAGES, "tools": {"name": "add"}}, "'tools' is an object; expected a list"),
         ({"token_ids": [1, 2, 3], "loss_mask": [0, 1]}, "3 token_ids and 2 loss_mask"),
         ({"token_ids": [1, 2, 3], "loss_mask": [1, 0, 0]}, "trains on no token"),
     ],
@@ -124,23 +126,35 @@ def test_file_and_line_are_named_when_a_row_cannot_be_used(tmp_path, row, words)
     assert words in str(caught.value)
 
 
-def test_calls_keep_their_ids_and_none_is_left_out(tmp_path):
-    call = {"id": "call_7", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    path = write(
-        tmp_path / "a.jsonl", {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": [call]}]}
+CALLED = "m.tool_calls[0].id + m.tool_calls[0].function.name + m.tool_calls[0].function.arguments | tojson"
+
+
+@pytest.mark.parametrize(
+    ("content", "num_calls", "shown", "lost"),
+    [
+        ("I add.", 1, f"m.content + ({CALLED} if m.tool_calls else '')", None),
+        ("", 1, "m.content", "add"),
+        ("I add.", 1, "m.content", "add"),
+        ("", 2, f"m.content + ({CALLED} if m.tool_calls else '')", "add"),
+        ("I add.", 1, f"({CALLED} if m.tool_calls else m.content)", "I add."),
+    ],
+)
+def test_calls_keep_their_ids_and_nothing_is_left_out(tmp_path, content, num_calls, shown, lost):
+    call = {"id": "call_7", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    turn = {"role": "assistant", "content": content, "tool_calls": [call] * num_calls}
+    path = write(tmp_path / "a.jsonl", {"messages": [MESSAGES[0], turn]})
+    tokenizer = copy.copy(chat_of("ours").tokenizer)
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{{{ '<|im_start|>' + m.role + '\\n' + {shown} + '<|im_end|>\\n' }}}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    config = SftConfig(path=str(path))
-    plain = copy.copy(chat_of("ours").tokenizer)
-    start = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content"
-    end = " + '<|im_end|>\\n' }}{% endfor %}"
-    end += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    plain.chat_template = start + end
-    with pytest.raises(ConfigError, match="leaves out 'add' of an assistant message with tool calls"):
-        load_conversations(path, "sft.path", config, ChatFormat(plain))
-    called = "m.tool_calls[0].id + m.tool_calls[0].function.name"
-    plain.chat_template = f"{start} + ({called} if m.tool_calls else ''){end}"
-    ((example,), _) = load_conversations(path, "sft.path", config, ChatFormat(plain))
-    assert "call_7add" in ChatFormat(plain).decode(example.token_ids)
+    chat, config = ChatFormat(tokenizer), SftConfig(path=str(path))
+    if lost is None:
+        ((example,), _) = load_conversations(path, "sft.path", config, chat)
+        assert 'I add.call_7add{"a": 1}' in chat.decode(example.token_ids)
+    else:
+        with pytest.raises(ConfigError, match=f"leaves out '{lost}' of an assistant message with tool calls"):
+            load_conversations(path, "sft.path", config, chat)
 
 
 def test_file_and_line_are_named_when_a_role_is_not_known(tmp_path):

@@ -45,6 +45,14 @@ def test_scalars_are_read_as_yaml_1_2_has_them(text: str, value: Any) -> None:
     assert type(read) is type(value)
 
 
+@pytest.mark.parametrize("keys", ["a 'a'", "1 01", "1 1.0", "1 true", "true True", "~ null", "<< <<"])
+def test_a_key_is_refused_the_second_time_however_it_is_written(keys: str) -> None:
+    text = "".join(f"{key}: {{}}\n" for key in keys.split())
+    with pytest.raises(yaml12.YAMLError, match="is in line 1 already"):
+        yaml12.load(text)
+    assert len(yaml12.load("1: a\n'1': b")) == 2
+
+
 @pytest.mark.parametrize(
     "value",
     [
