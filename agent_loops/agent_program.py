@@ -37,8 +37,7 @@ _PIPE_BYTES: Final = 1 << 16
 _TAIL_BYTES: Final = 1 << 16
 """How much of the end of each output is kept: chained exceptions have long tracebacks."""
 _HEAD_BYTES: Final = 256
-"""How much of the beginning of a line is kept that is longer: it names the exception."""
-_CUT: Final = b"\0"
+"""How much is kept of the beginning of a longer line: it names the exception."""
 _MAX_SHOWN: Final = 500
 """The most characters of an output that a message shows."""
 _NUM_LINES: Final = 4
@@ -50,12 +49,52 @@ _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _FRAMES_FOLLOW: Final = "Traceback (most recent call last):"
 _EXCEPTION: Final = re.compile(
     r"[\w.]*(?:Error|Exception|ExceptionGroup|Interrupt|Exit)(?:: |:?$)"
-    r"|Fatal Python error: |Exception in thread |Caused by: |panic: |fatal error: |thread '.*' panicked"
+    r"|Fatal Python error: |Exception in thread \"|Caused by: |panic: |fatal error: |thread '.*' panicked"
 )
 """The line of an exception without frames, such as a SyntaxError, or one of JavaScript, Java, Go or Rust."""
-_IGNORED: Final = "Exception ignored in"
-"""Begins what Python says of exceptions in destructors and at its exit, which end no program."""
+_FRAMES: Final = r"(?:\n(?:Traceback \(|[ \t]).*)*\n.*"
+_IGNORED: Final = re.compile(
+    rf"^Exception ignored .*{_FRAMES}(?:\n(?:During handling|The above exception) .*{_FRAMES})*", re.MULTILINE
+)
+"""What Python says of exceptions in destructors and at its exit: they end no program, and hide what did."""
 _RULE: Final = re.compile(r"[ |+-]*")
+
+
+class OutputTail:
+    """The end of an output, and the beginning of the line in which it begins.
+
+    Example:
+        >>> tail = OutputTail()
+        >>> tail.add(b"ValueError: ...")
+        >>> tail.lines("sk-1-abc")
+        ['ValueError: ...']
+    """
+
+    def __init__(self) -> None:
+        """Begin with no output."""
+        self._begin = b""
+        """What the line has before `_end`, up to `_HEAD_BYTES`."""
+        self._end = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Append some output."""
+        self._end += data
+        if (excess := len(self._end) - _TAIL_BYTES) > 0:
+            _, newline, line = self._end[:excess].rpartition(b"\n")
+            self._begin = bytes(line if newline else self._begin + line)[:_HEAD_BYTES]
+            del self._end[:excess]
+
+    def lines(self, key: str) -> list[str]:
+        """Return the lines that have text, without the key, also where one is cut inside it."""
+        is_cut = len(self._begin) == _HEAD_BYTES
+        parts = (self._begin, self._end) if is_cut else (self._begin + self._end,)
+        texts = [part.decode(errors="replace").replace(key, "<key>") for part in parts]
+        if is_cut:
+            sizes = range(len(key), 0, -1)
+            texts[0] = texts[0].removesuffix(next(filter(texts[0].endswith, (key[:n] for n in sizes)), ""))
+            texts[1] = texts[1].removeprefix(next(filter(texts[1].startswith, (key[-n:] for n in sizes)), ""))
+        lines = _ESCAPE.sub("", " … ".join(texts)).splitlines()
+        return [line.rstrip() for line in lines if not _RULE.fullmatch(line.strip())]
 
 
 class AgentProgram:
@@ -74,8 +113,8 @@ class AgentProgram:
         """Minus the number of a signal that ended it; None while it runs."""
         self._command = command
         self._access = access
-        self._stdout, self._stderr = bytearray(), bytearray()
-        """The ends of what it has written so far."""
+        self._stdout, self._stderr = OutputTail(), OutputTail()
+        """What it has written so far."""
 
     async def run(self, task: Task) -> int:
         """Run the program, kill all its processes at the end, and return its exit code."""
@@ -136,7 +175,8 @@ class AgentProgram:
             how = f"was killed by signal {-self.exit_code} ({signal.strsignal(-self.exit_code)})"
         else:
             how = f"ended with {self.exit_code}"
-        said = last_words(bytes(self._stdout), bytes(self._stderr), self._access.api_key)
+        key = self._access.api_key
+        said = last_words(self._stdout.lines(key), self._stderr.lines(key))
         text = f"agent {self.name!r} {how}: {said}"
         return "; ".join(filter(None, (text, last_error_text(self._access))))
 
@@ -149,13 +189,14 @@ def program_name(command: Sequence[str]) -> str:
     return " ".join(Path(word).name for word in (command[0], script) if word)
 
 
-def last_words(stdout: bytes, stderr: bytes, key: str) -> str:
-    """Return the last exception of a program, with its last line, from the ends of its outputs."""
-    errors, others = _lines(stderr, key), _lines(stdout, key)
-    said = _last_exception(errors) or _last_exception(others) or (errors or others)[-_NUM_LINES:]
+def last_words(stdout: Sequence[str], stderr: Sequence[str]) -> str:
+    """Return the last exception of a program, with its last line, from the last lines of its outputs."""
+    errors, others = ([*filter(None, _IGNORED.sub("", "\n".join(o)).split("\n"))] for o in (stderr, stdout))
+    found = _last_exception(errors) or _last_exception(others) or _last_exception(stderr)
+    said = found or (errors or others)[-_NUM_LINES:]
     shown = " ".join(said)[:_MAX_SHOWN] or "it wrote nothing"
-    if errors and errors[-1].strip() not in said:
-        shown += f"; its last line: {errors[-1][:_MAX_SHOWN]}"
+    if errors and (last := _GROUP_MARGIN.sub("", errors[-1]).strip()) not in said:
+        shown += f"; its last line: {last[:_MAX_SHOWN]}"
     return shown
 
 
@@ -190,50 +231,22 @@ def _environment(ours: Mapping[str, str], access: EndpointAccess) -> dict[str, s
     }
 
 
-def _read(descriptor: int, tail: bytearray) -> bool:
+def _read(descriptor: int, tail: OutputTail) -> bool:
     """Read some of an output into its tail; return False at its end."""
     data = os.read(descriptor, _PIPE_BYTES)
-    append_output(tail, data)
+    tail.add(data)
     return bool(data)
-
-
-def append_output(tail: bytearray, data: bytes) -> None:
-    """Append output to its tail, of which the end is kept, and the beginning of a line that is cut."""
-    tail += data
-    if (cut := len(tail) - _TAIL_BYTES) > 0:
-        begin = tail.rfind(b"\n", 0, cut) + 1
-        tail[:cut] = tail[begin : min(begin + _HEAD_BYTES, cut)] + _CUT
-
-
-def _lines(tail: bytes, key: str) -> list[str]:
-    """Return the lines of an output that have text, without the key or parts of it where a line was cut."""
-    before, cut, after = tail.decode(errors="replace").replace(key, "<key>").partition(_CUT.decode())
-    if cut:
-        lengths = range(len(key), 0, -1)
-        before = before[: len(before) - next((n for n in lengths if before.endswith(key[:n])), 0)]
-        after = after[next((n for n in lengths if after.startswith(key[-n:])), 0) :]
-        before += " … " if before else ""
-    lines = _ESCAPE.sub("", before + after).splitlines()
-    return [line.rstrip() for line in lines if not _RULE.fullmatch(line.strip())]
 
 
 def _last_exception(lines: Sequence[str]) -> list[str]:
     """Return the line of the last exception, and the lines that belong to it."""
-    found, ignored, in_frames, is_ignored = None, None, False, False
+    found, in_frames = None, False
     for number, line in enumerate(lines):
         plain = _GROUP_MARGIN.sub("", line)
-        if plain.startswith(_IGNORED):
-            is_ignored = True
-        elif plain.endswith(_FRAMES_FOLLOW):
+        if plain.endswith(_FRAMES_FOLLOW):
             in_frames = True
         elif (in_frames and not plain.startswith(" ")) or _EXCEPTION.match(plain):
-            if is_ignored:
-                ignored = number
-            else:
-                found = number
-            in_frames = is_ignored = False
-    if found is None:
-        found = ignored
+            found, in_frames = number, False
     if found is None:
         return []
     return [_GROUP_MARGIN.sub("", line).strip() for line in lines[found : found + _NUM_LINES]]

@@ -321,7 +321,7 @@ def _as_text(name: str, result: Any) -> str:
         return without_surrogates(result)
     try:
         return as_json(result)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ToolError(f"{name}: the result is not JSON: {error}") from error
 
 

@@ -54,6 +54,8 @@ _ROLES: Final = {
 """Roles of the API, with their names in chat templates."""
 
 
+_BESIDE_CONTENT: Final = ("refusal", "thinking", "redacted_thinking", "reasoning")
+"""Parts with which clients write what an answer has beside its content; thoughts may be left out."""
 _MAX_MESSAGES: Final = 10_000
 _MAX_STOPS: Final = 64
 _MAX_STOP_CHARS: Final = 1024
@@ -69,12 +71,8 @@ _ABSENT: Final = Raw(b"null")
 
 
 class _Part(msgspec.Struct, frozen=True):
-    type: str = "text"
+    type: str | None = None
     text: str | None = None
-
-
-_SAID_ELSEWHERE: Final = {"refusal", "thinking", "redacted_thinking", "reasoning"}
-"""Types of parts that are no text of a message; a policy's thought is a part of its answer."""
 
 
 class _CalledFunction(msgspec.Struct, frozen=True):
@@ -309,10 +307,6 @@ def _digest(value: Any) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(value, order="deterministic"), digest_size=16).digest()
 
 
-class _TooDeep(ApiError):
-    """JSON is nested too deeply."""
-
-
 class _FreeJson:
     """Decodes the parts of one request that may have any form, within a common limit."""
 
@@ -323,8 +317,8 @@ class _FreeJson:
         """Return the value of JSON.
 
         Raises:
-            ApiError: The request has too much of it, or it is nested too deep.
-            msgspec.DecodeError: A string is not JSON, or has values that JSON cannot hold.
+            ApiError: The request has too much of it.
+            msgspec.DecodeError: It is nested too deep, has values that JSON cannot hold, or is no JSON.
         """
         encoded = data.encode() if isinstance(data, str) else bytes(data)
         self._num_left -= sum(encoded.count(mark) for mark in (b",", b"[", b"{"))
@@ -336,7 +330,7 @@ class _FreeJson:
             )
         value = msgspec.json.decode(encoded)
         if _is_deep(value, _MAX_DEPTH):
-            raise _TooDeep(400, f"{place}: nested deeper than {_MAX_DEPTH} levels", param=place)
+            raise msgspec.DecodeError(f"nested deeper than {_MAX_DEPTH} levels")
         return value
 
     def decode_valid(self, data: Raw, place: str) -> Any:
@@ -500,25 +494,26 @@ def _read_message(raw: _Message, place: str, names: dict[str, str], free: _FreeJ
         raise ApiError(
             400, f"{place}: role is {raw.role!r}, expected one of {', '.join(_ROLES)}", param=place
         )
-    message: dict[str, Any] = {"role": role, "content": _read_content(raw.content, f"{place}.content")}
+    message: dict[str, Any] = {"role": role, "content": _read_content(raw, f"{place}.content")}
     if raw.tool_calls:
         message["tool_calls"] = [
             _read_call(call, f"{place}.tool_calls[{i}]", free) for i, call in enumerate(raw.tool_calls)
         ]
-        names |= {call.id: call.function.name for call in raw.tool_calls if call.id}
+        names |= {call.id or "": call.function.name if call.id else "" for call in raw.tool_calls}
     if role == "tool":
-        if raw.tool_call_id is None:
+        if raw.tool_call_id is None and "" not in names:  # its call had an id
             raise ApiError(400, f"{place}: a tool's result needs its tool_call_id", param=place)
-        message["tool_call_id"] = raw.tool_call_id
-        if name := raw.name or names.get(raw.tool_call_id):
+        message["tool_call_id"] = call_id = raw.tool_call_id or ""
+        if name := raw.name or names.get(call_id):
             message["name"] = name
     return message
 
 
-def _read_content(raw: str | list[_Part] | None, place: str) -> str:
-    if raw is None or isinstance(raw, str):
-        return raw or ""
-    texts = [part.text for part in raw if part.type not in _SAID_ELSEWHERE]
+def _read_content(raw: _Message, place: str) -> str:
+    if raw.content is None or isinstance(raw.content, str):
+        return raw.content or ""
+    skipped = _BESIDE_CONTENT if raw.role == "assistant" else ()
+    texts = [part.text for part in raw.content if part.type not in skipped]
     if None in texts:
         raise ApiError(
             400, f"{place}: only text is supported, as a string or as parts with text", param=place
@@ -528,12 +523,11 @@ def _read_content(raw: str | list[_Part] | None, place: str) -> str:
 
 def _read_call(raw: _ToolCall, place: str, free: _FreeJson) -> dict[str, Any]:
     arguments = free.decode_valid(raw.function.arguments, place)
-    if isinstance(arguments, str) and arguments.strip():
-        with suppress(*UNREADABLE, _TooDeep):  # what is not JSON stays text, as the policy's own
-            arguments = free.decode(arguments, place)
-    if arguments is None or arguments == "":  # clients write `{}` so
-        arguments = {}
-    function = {"name": raw.function.name, "arguments": arguments}
+    if isinstance(arguments, str):
+        with suppress(*UNREADABLE):  # what is not JSON, or nested too deep, stays text
+            arguments = free.decode(arguments.strip() or "null", place)
+    # Clients write no arguments in many ways.
+    function = {"name": raw.function.name, "arguments": {} if arguments is None else arguments}
     return {"id": raw.id or "", "type": "function", "function": function}
 
 

@@ -262,7 +262,7 @@ class Endpoint:
         key, handler = self._handler_of(request)
         tries = request.headers.get("x-stainless-retry-count", "")
         try:
-            chat, digests = await self._read_request(request, key)
+            chat, digests = await self._read_request(request, key, handler)
             exchange = handler.submit_request(chat, digests, retry_count=_count(tries))
         except ApiError:
             handler.count_refused()
@@ -288,15 +288,16 @@ class Endpoint:
         exchange.delivered = True
         return response
 
-    async def _read_request(self, request: web.Request, key: str) -> tuple[ChatRequest, list[bytes]]:
+    async def _read_request(
+        self, request: web.Request, key: str, handler: RequestHandler
+    ) -> tuple[ChatRequest, list[bytes]]:
         """Receive and check a request; a large one in a thread, so that the event loop goes on."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             raise ApiError(415, f"Content-Encoding is {encoding!r}: send the body as it is")
         length = request.content_length
         num_bytes = self._max_body_bytes if length is None else length
         if num_bytes > self._max_body_bytes:
-            self._handlers[key].refuse_size(num_bytes)
-            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, num_bytes)
+            raise handler.too_large(num_bytes, self._max_body_bytes)
         try:
             async with asyncio.timeout(TRANSFER_S), self._bodies.hold(key, num_bytes):
                 body = await request.read()
@@ -306,6 +307,8 @@ class Endpoint:
                 return await asyncio.get_running_loop().run_in_executor(_parsing_thread(), read)
         except TimeoutError as error:
             raise ApiError(408, f"the request did not come within {TRANSFER_S:g} s", retry=True) from error
+        except web.HTTPRequestEntityTooLarge as error:  # it did not state its length
+            raise handler.too_large(num_bytes, self._max_body_bytes) from error
         except web.RequestPayloadError as error:
             raise ApiError(400, f"the body is incomplete: {error}") from error
 
@@ -316,8 +319,6 @@ class Endpoint:
             return await handler(request)
         except ApiError as error:
             failure = error
-        except web.HTTPRequestEntityTooLarge as error:
-            failure = ApiError(413, f"{error.text}; raise agent_loop_args.max_body_bytes")
         except web.HTTPException as error:
             failure = ApiError(
                 error.status,
@@ -354,8 +355,7 @@ def _key_of(request: web.Request) -> str:
     """Return the key in the path or the headers of a request, also of one that no route matches."""
     if request.path.startswith("/s/"):
         return request.path.split("/")[2]
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return re.sub("^bearer ", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE).strip()
 
 
 def _without_key(path: str) -> str:

@@ -23,7 +23,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -99,11 +98,13 @@ class RequestConversation:
 
     def is_continued_by(self, request: ChatRequest, digests: Sequence[bytes]) -> bool:
         """Return whether a request repeats everything known and adds to it."""
-        length = self.num_known
-        if not length:
+        if not self.num_known:
             return not self.exchanges or not self.is_busy
-        new = not self.is_busy and len(digests) > length and self.tools == request.tools_digest
-        return new and self.known == digests[length - 1]
+        return not self.is_busy and self.tools == request.tools_digest and self.has_begun(digests)
+
+    def has_begun(self, digests: Sequence[bytes]) -> bool:
+        """Return whether messages repeat everything known and add to it."""
+        return 0 < self.num_known < len(digests) and self.known == digests[self.num_known - 1]
 
     def begin_exchange(self, exchange: Exchange, request: ChatRequest) -> list[dict[str, Any]]:
         """Add an exchange that continues this conversation, and return its new messages."""
@@ -177,22 +178,17 @@ def _key(message: dict[str, Any]) -> tuple[str, str, str]:
     return message["role"], content.strip(), json.dumps(calls) if calls else ""
 
 
-def _comparable(value: Any) -> Any:
-    """Return a JSON value with all numbers as floats: clients in JavaScript write `1.0` as `1`."""
-    if isinstance(value, dict):
-        return {key: _comparable(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_comparable(each) for each in value]
-    with suppress(OverflowError):
-        return float(value) + 0.0 if type(value) in (int, float) else value  # JavaScript writes -0.0 as 0
-    return value
-
-
 def _call_key(function: dict[str, Any]) -> list[str]:
     arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
-        decoded = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        arguments = json.dumps(_comparable(decoded), sort_keys=True)
+        values = json.loads(text, parse_int=_number, parse_float=_number)
+        text = json.dumps(values, sort_keys=True)
     except (ValueError, RecursionError):
-        arguments = arguments.strip()
-    return [function["name"], arguments]
+        text = text.strip()
+    return [function["name"], text]
+
+
+def _number(digits: str) -> float:
+    """Return a JSON number as clients in JavaScript have it: they write `1.0` as `1`, and `-0.0` as `0`."""
+    return float(digits) + 0.0

@@ -112,7 +112,7 @@ class RequestHandler:
             raise ApiError(429, f"{_MAX_WAITING} requests of this trajectory are already waiting", retry=True)
         result = "answered"
         if conversation is None:
-            conversation, result = self._open_conversation(), "another"
+            conversation, result = self._open_conversation(digests), "another"
         self._session.record_request(result, [*ignored])
         self._num_exchanges += 1
         exchange = Exchange(request, digests, self._num_exchanges)
@@ -120,34 +120,40 @@ class RequestHandler:
         self._waiting.put_nowait((conversation, exchange, new))
         return exchange
 
-    def refuse_size(self, num_bytes: int) -> None:
-        """Refuse a request that is too large to be read, as one whose messages do not fit, if they cannot.
+    def too_large(self, num_bytes: int, max_bytes: int) -> ApiError:
+        """Return the error for a request that is too large to be read.
 
-        Raises:
-            ApiError: They cannot fit.
+        A request that cannot fit gets the error of a full context, as shorter ones do: otherwise its size
+        would decide whether the attempt counts.
         """
-        if not can_fit(num_bytes, self._context_tokens):
-            self._num_exchanges += 1
-            text = f"a request of {num_bytes} bytes cannot fit into {self._context_tokens} tokens"
-            self.exceeded, self._exceeded_number = PromptTooLong(text), self._num_exchanges
-            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+        if can_fit(num_bytes, self._context_tokens):
+            text = f"the request has more than {max_bytes} bytes: raise agent_loop_args.max_body_bytes"
+            return ApiError(413, text)
+        text = (
+            f"a request of {num_bytes} bytes cannot fit: rollout.max_context_tokens is {self._context_tokens}"
+        )
+        self.exceeded, self._exceeded_number = PromptTooLong(text), self._num_exchanges
+        return ApiError(400, text, param="messages", code="context_length_exceeded")
 
     def count_refused(self) -> None:
         """Count a request that was refused."""
         self._session.record_request("refused")
 
-    def _open_conversation(self) -> RequestConversation:
-        """Open one more conversation of this trajectory.
+    def _open_conversation(self, digests: Sequence[bytes]) -> RequestConversation:
+        """Open one more conversation of this trajectory, for messages with these digests.
 
         Raises:
             ApiError: The trajectory has as many as it may have.
         """
         if self._session.remaining_branches < 1:
+            why = "its history was edited, or this is another one"
+            if any(each.has_begun(digests) and not each.is_busy for each in self._conversations):
+                why = "its tools differ from those of the conversation"
             raise ApiError(
                 400,
-                "the messages do not continue a conversation of this trajectory (its history or tools were "
-                "changed, or this is another one), and no further one is allowed: append to the messages and "
-                "answers without changing them or the tools, or raise rollout.max_branches",
+                f"the request does not continue a conversation of this trajectory ({why}), and no further "
+                "one is allowed: append to the messages and answers without changing them or the tools, or "
+                "raise rollout.max_branches",
                 param="messages",
                 code="too_many_conversations",
             )

@@ -111,6 +111,16 @@ def test_gradients_are_finite_when_a_ratio_is_beyond_float32(objective, advantag
     assert torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("objective", [ppo, gspo])
+def test_a_ratio_has_no_gradient_beyond_the_bound_of_float32(objective):
+    """A bad token is not clipped there without the dual clip; its gradient would be `exp(20)`."""
+    current = torch.tensor([-1.0, -1.0], requires_grad=True)
+    old = current.detach() - torch.tensor([100.0, 1.0])
+    each = policy_tokens(current, old, torch.full((2,), -1.0), torch.ones(2))
+    loss = objective(each, LossConfig(dual_clip=None)).loss.sum()
+    assert torch.autograd.grad(loss, current)[0].tolist() == [0.0, pytest.approx(math.e)]
+
+
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("difference", [100.0, -100.0])
 def test_gradients_of_a_kl_are_finite_when_policies_differ_by_far(kind, difference):

@@ -17,7 +17,7 @@ import aiohttp
 import openai
 import pytest
 
-from agent_loops.agent_program import append_output, last_words, program_name, without_proxy
+from agent_loops.agent_program import OutputTail, last_words, program_name, without_proxy
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
@@ -229,6 +229,17 @@ async def test_the_exit_code_and_the_endpoints_last_error_are_shown_when_a_progr
     )
 
 
+SIZE, KEY = 1 << 16, "sk-1-abcdef"
+
+
+def kept(output: bytes, step: int = 991) -> list[str]:
+    """The lines of an output that are kept when it comes in pieces."""
+    tail = OutputTail()
+    for begin in range(0, len(output), step):
+        tail.add(output[begin : begin + step])
+    return tail.lines(KEY)
+
+
 FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n    ^^^\n'
 
 
@@ -252,8 +263,13 @@ FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>
         ("a.sh: line 2: frob: command not found\n", "a.sh: line 2: frob: command not found"),
         ("\x1b[31mValueError: red\x1b[0m\n", "ValueError: red"),
         (
-            f"{FRAMES}OSError: real\nException ignored in: <function X.__del__>\n{FRAMES}KeyError: x\n",
-            "OSError: real",
+            f"{FRAMES}OSError: real\nException ignored in: <X.__del__>\n{FRAMES}KeyError: x\n",
+            "^OSError: real$",
+        ),
+        (
+            f"{FRAMES}OSError: real\nException ignored while closing:\n{FRAMES}KeyError: x\n"
+            f"\nDuring handling of the above exception, another:\n\n{FRAMES}TypeError: y\nbye\n",
+            "^OSError: real bye$",
         ),
         (f"Exception ignored in atexit callback:\n{FRAMES}KeyError: 'x'\n", "KeyError: 'x'"),
         (
@@ -276,19 +292,18 @@ FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>
 )
 def test_the_last_exception_is_shown_when_a_program_fails(stderr: str, shown: str):
     stdout = b"a long report\n" * 2000 + b"the last of many lines\n"
-    tail = bytearray()
-    for begin in range(0, len(stderr), 1 << 15):
-        append_output(tail, stderr[begin : begin + (1 << 15)].encode())
-    said = last_words(stdout, bytes(tail), "sk-1-abc")
+    said = last_words(kept(stdout), kept(stderr.encode()))
     assert shown in said or re.search(shown, said)
     assert "^^^" not in said
 
 
 def test_no_part_of_the_key_is_shown_when_the_end_of_the_output_begins_inside_it():
-    key, size = "sk-1-abcdef", 1 << 16
-    for left in range(len(key)):
-        append_output(tail := bytearray(), f"{key}{'x' * (size - left)}".encode())
-        assert set(last_words(b"", bytes(tail), key)) <= {*"<key> … x"}
+    """It begins with the first 256 bytes of a line, which may end inside the key as well."""
+    for cut in range(len(KEY) + 1):
+        for before, after in ((0, SIZE - cut), (300, SIZE - cut), (256 - cut, SIZE)):
+            output = f"{'x' * before}{KEY}{'x' * after}".encode()
+            for step in (991, SIZE):
+                assert set(last_words([], kept(output, step))) <= {*"<key> … x"}
 
 
 async def test_the_endpoints_last_error_is_shown_when_an_agent_was_never_answered_without_its_key():

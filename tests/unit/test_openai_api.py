@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -211,16 +212,26 @@ async def test_a_body_is_refused_when_it_is_too_large():
 
 async def test_a_body_that_could_not_fit_is_too_long_however_large_it_is():
     """Else the size would decide whether the attempt counts."""
-    async with asked(lines("Hello."), endpoint=Endpoint(max_body_bytes=1_000_000)) as a:
+    async with asked(lines("Hello.", "Short."), endpoint=Endpoint(max_body_bytes=1_000_000)) as a:
         first = await a.say("Hi")
-        for size in (500_000, 2_000_000):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await a.say("Hi", reply(first), "x" * size)
-            assert refused.value.code == "context_length_exceeded"
+        for size, chunked in ((500_000, False), (2_000_000, False), (2_000_000, True)):
+            hi, more = ({"role": "user", "content": text} for text in ("Hi", "x" * size))
+            body = json.dumps({"messages": [hi, reply(first), more]}).encode()
+
+            async def pieces(body: bytes = body) -> AsyncIterator[bytes]:
+                yield body
+
+            async with httpx.AsyncClient(trust_env=False) as client:
+                url = f"{a.access.session_url}/chat/completions"
+                answer = await client.post(url, content=pieces() if chunked else body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
             assert isinstance(a.access.handler.exceeded, PromptTooLong)
+        await a.say("Hi", reply(first), "In short?")
+        assert a.access.handler.exceeded is None
+        assert a.bench.counted("openai_requests_total", result="refused") == 2
 
 
-@pytest.mark.parametrize("arguments", ["", "null", None, "{}", "{ }", "absent"])
+@pytest.mark.parametrize("arguments", ["", " ", "null", None, "{}", "{ }", "absent"])
 async def test_a_call_without_arguments_is_known_however_a_client_writes_it(arguments: str | None):
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     async with asked(lines(call, "Noon.")) as a:
@@ -231,11 +242,16 @@ async def test_a_call_without_arguments_is_known_however_a_client_writes_it(argu
         if arguments == "absent":
             del function["arguments"]
         message["content"] = [{"type": "reasoning", "text": "I call it."}, {"type": "refusal", "refusal": ""}]
-        result = {"role": "tool", "tool_call_id": message["tool_calls"][0].pop("id"), "content": "12"}
+        call_id = message["tool_calls"][0].pop("id")
+        if not arguments:
+            message["tool_calls"][0]["id"] = call_id = None
+        result = {"role": "tool", "tool_call_id": call_id, "content": "12"}
         assert (await a.say("Time?", message, result, tools=tools)).choices[0].message.content == "Noon."
 
 
-@pytest.mark.parametrize(("sent", "written"), [("-0.0", "0"), ("1.0", "1"), ("[" * 70 + "]" * 70,) * 2])
+@pytest.mark.parametrize(
+    ("sent", "written"), [("-0.0", "0"), ("1.0", "1"), *((f"{'[' * n}{']' * n}",) * 2 for n in (70, 480))]
+)
 async def test_arguments_are_known_as_javascript_writes_them(sent: str, written: str):
     call = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {sent}}}}}\n</tool_call>'
     async with asked(lines(call, "Done.")) as a:
@@ -248,8 +264,9 @@ async def test_arguments_are_known_as_javascript_writes_them(sent: str, written:
 
 async def test_the_scheme_of_a_key_may_have_any_case():
     async with asked(lines("Hello.")) as a, httpx.AsyncClient(trust_env=False) as client:
-        headers = {"Authorization": f"bearer {a.access.api_key}"}
-        assert (await client.get(f"{a.access.base_url}/models", headers=headers)).status_code == 200
+        for scheme in ("bearer ", "BEARER  ", ""):
+            headers = {"Authorization": f"{scheme}{a.access.api_key}"}
+            assert (await client.get(f"{a.access.base_url}/models", headers=headers)).status_code == 200
 
 
 async def test_an_agent_is_told_when_its_context_is_full():
@@ -338,10 +355,24 @@ async def test_an_agent_that_stopped_waiting_and_asks_again_gets_the_undelivered
 
 async def test_another_conversation_is_refused_with_the_remedy_when_there_may_be_no_more():
     async with asked(lines("Hello.", "never said")) as a:
-        await a.say("Hi")
-        with pytest.raises(openai.BadRequestError, match=r"raise rollout\.max_branches") as refused:
-            await a.say("Hi", {"role": "assistant", "content": "Something else."}, "Go on")
-        assert refused.value.code == "too_many_conversations"
+        first = await a.say("Hi")
+        for said, tools, why in (
+            ({"role": "assistant", "content": "Something else."}, [], "its history was edited"),
+            (reply(first), [WEATHER], "its tools differ from those of the conversation"),
+        ):
+            with pytest.raises(
+                openai.BadRequestError, match=rf"{why}.* raise rollout\.max_branches"
+            ) as refused:
+                await a.say("Hi", said, "Go on", tools=tools)
+            assert refused.value.code == "too_many_conversations"
+
+
+async def test_parts_of_another_type_are_left_out_of_the_policys_own_messages_only():
+    thought = {"type": "reasoning", "text": "?"}
+    async with asked(lines("Hello.", "Again.")) as a:
+        await a.say({"role": "user", "content": [thought]})
+        parts = [thought, {"type": "thinking", "thinking": "?"}, {"type": "text", "text": "Hello."}]
+        await a.say("?", {"role": "assistant", "content": parts}, "Go on")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders
+from tokenizers.models import BPE
 
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish
 from async_rl.engines.pool import EngineState
@@ -456,6 +459,22 @@ async def test_long_messages_are_left_out_with_their_numbers_when_they_do_not_fi
     assert (await b.finish()).num_sampled_tokens == 5
 
 
+async def test_all_messages_before_the_first_that_does_not_fit_are_read_by_the_next_turn():
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=len(r.input_ids))] * 2)
+    await b.session.generate()
+    before = list(b.session.messages)
+    b.chat.append_ids = lambda messages, **_: np.full(sum(m.get("size", 2) for m in messages), 9, np.int32)
+    for message in (added := [LONG, dict(LONG), {**LONG, "size": 100}, {"role": "user", "content": "and?"}]):
+        b.session.add_messages([message])
+    added[1].clear()
+    with pytest.raises(PromptTooLong) as caught:
+        await b.session.generate()
+    assert b.session.has_exceeded(caught.value)
+    assert b.session.messages == [*before, *added[:2]]
+    await b.session.generate()
+    assert (await b.finish()).segments[-2].token_ids.tolist() == [9] * 4
+
+
 async def test_long_messages_that_no_turn_could_read_are_left_out_at_the_end():
     b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
     await b.session.generate()
@@ -533,6 +552,20 @@ async def test_the_status_says_what_was_tokenised_when_the_attempt_is_cancelled_
     assert b.session.status == "tokenising 0.0 MB of messages"
 
 
+async def test_pieces_of_a_turn_keep_their_spaces_when_the_decoder_strips_the_first():
+    """As SentencePiece's does; half of a character stays recognisable."""
+    tokens = ["a", "▁world", "!", "<0xE4>"]
+    tokenizer = tokenizers.Tokenizer(
+        BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True)
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    b = bench([])
+    b.chat.encode = lambda text: np.asarray(tokenizer.encode(text).ids)
+    b.chat.raw_text = tokenizer.decode
+    assert b.session.pieces([1, 2, 3, 0, 1]) == [" world", "!", "\ufffd", "a", " world"]
+
+
 async def test_halves_of_surrogate_pairs_are_not_an_error():
     b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
     await b.session.generate()
@@ -580,5 +613,5 @@ async def test_results_that_json_does_not_have_are_read_as_what_they_are():
     await session.generate()
     session.add_tool_result({"mean": float("nan"), "most": float("-inf"), "é": 1})
     assert session.messages[-1]["content"] == '{"mean":NaN,"most":-Infinity,"é":1}'
-    with pytest.raises(TypeError, match="bytes is not text"):
+    with pytest.raises(TypeError, match="bytes is not JSON"):
         session.add_tool_result(b"x")

@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 import enum
+import functools
 import threading
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -90,10 +91,25 @@ async def test_tool_error_quotes_the_exception_when_the_tool_raises():
         await Tool(calculator).call({"expression": "1 / 0"}, timeout_s=5)
 
 
-async def test_tool_error_says_so_when_the_result_is_not_json():
+@pytest.mark.parametrize(
+    ("result", "text"), [(float("inf"), "Infinity"), ({"mean": float("nan")}, '{"mean":NaN}')]
+)
+async def test_numbers_that_json_lacks_are_read_by_name(result: Any, text: str):
     def odd() -> object:
         """Return something odd."""
-        return object()
+        return result
+
+    assert await Tool(odd).call({}, timeout_s=5) == text
+
+
+DEEP = functools.reduce(lambda inner, _: [inner], range(9999), 0)
+
+
+@pytest.mark.parametrize("result", [object(), {"a": b"x"}, DEEP], ids=["object", "bytes", "deep"])
+async def test_tool_error_says_so_when_the_result_is_not_json(result: object):
+    def odd() -> object:
+        """Return something odd."""
+        return result
 
     with pytest.raises(ToolError, match="odd: the result is not JSON"):
         await Tool(odd).call({}, timeout_s=5)

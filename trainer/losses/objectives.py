@@ -80,11 +80,8 @@ def gspo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
     Source: arXiv 2507.18071 (GSPO), equations 5, 7 and 13 (the token form).
     """
     difference, sequences = tokens.log_probs - tokens.old_log_probs, tokens.sequences
-    ratio = (
-        sequences.means(difference).clamp(max=MAX_LOG_RATIO).exp()[sequences.index]
-        * (difference - difference.detach()).exp()
-    )
-    return _clipped(ratio, tokens, loss)
+    means = sequences.means(difference)[sequences.index] + (difference - difference.detach())
+    return _clipped(means.clamp(max=MAX_LOG_RATIO).exp(), tokens, loss)
 
 
 def cispo(tokens: PolicyTokens, loss: LossConfig) -> Objective:

@@ -141,7 +141,9 @@ class Session(Protocol):
         Messages between two turns are rendered together, even if they are added by several calls.
 
         Raises:
-            PromptTooLong: They do not fit. The trajectory ends as it is.
+            PromptTooLong: They do not fit, and are left out. The trajectory ends as it is. `generate` raises
+                it once these calls have more than 16 KB together; it leaves out the first that does not fit
+                and all later ones.
         """
         ...
 

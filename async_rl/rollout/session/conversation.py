@@ -29,7 +29,7 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 import msgspec
 import numpy as np
 
-from async_rl.errors import OutOfTurns, PromptTooLong
+from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.rollout.session.api import Turn
 from async_rl.rollout.session.context import ConversationContext
 from async_rl.rollout.session.tokenising import MAX_BLOCKING_BYTES, can_fit, size_of, tokenise
@@ -69,41 +69,38 @@ class _Unread:
 
     def __init__(
         self,
-        encode: Callable[..., Int32Array],
-        messages: Sequence[dict[str, Any]],
-        *args: Any,
+        encode: Callable[[list[dict[str, Any]]], Int32Array],
+        parts: Sequence[list[dict[str, Any]]],
         num_bytes: int,
-        former: _Unread | None = None,
     ) -> None:
-        """Hold messages; their tokens are made when they are needed.
+        """Hold messages, in the parts in which they were added; their tokens are made when they are needed.
 
-        Args:
-            encode: Makes the tokens of the messages and `args`.
-            messages: All messages, those of `former` first.
-            args: Further arguments.
-            num_bytes: The size of the messages.
-            former: The messages until now, to which some were added.
+        The parts belong to it: a loop may change what it has passed before that.
         """
+        self.parts = parts
         self.num_bytes = num_bytes
         self.token_ids: Int32Array | None = None
-        self.former: _Unread | None = former
-        if former is not None and former.token_ids is None:
-            self.former = former.former
-        """The messages among them that are known to fit."""
-        if self._is_long:  # the loop may change what it has passed before they are tokenised
-            num_copied = len(former.messages) if former is not None and former._is_long else 0
-            messages, args = [*messages[:num_copied], *deepcopy(messages[num_copied:])], deepcopy(args)
-        self.messages: list[dict[str, Any]] = list(messages)
-        self._args = args
         self._encode = encode
 
     @property
-    def _is_long(self) -> bool:
-        return self.num_bytes > MAX_BLOCKING_BYTES
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages of all parts."""
+        return [message for part in self.parts for message in part]
+
+    def first(self, num_parts: int) -> _Unread:
+        """Return the first parts."""
+        parts = self.parts[:num_parts]
+        return _Unread(self._encode, parts, size_of(parts))
 
     def encode(self) -> Int32Array:
         """Tokenise the messages."""
-        return self._encode(self.messages, *self._args)
+        return self._encode(self.messages)
+
+    async def encode_in_thread(self) -> Int32Array:
+        """Tokenise the messages if they are not, long ones in a thread."""
+        if self.token_ids is None:
+            self.token_ids = await tokenise(self.encode, self.num_bytes)
+        return self.token_ids
 
 
 class SessionTree:
@@ -196,7 +193,7 @@ class Conversation(Generic[Writer]):
     def remaining_tokens(self) -> int:
         """Tokens left before the trajectory reaches `rollout.max_context_tokens`."""
         num_unread = 0 if self._unread is None else len(self._tokenise_now(self._unread))
-        return max(0, self._context.rollout.max_context_tokens - len(self._tokens) - num_unread)
+        return max(0, self._tokens_left - num_unread)
 
     @property
     def num_tokens(self) -> int:
@@ -238,9 +235,8 @@ class Conversation(Generic[Writer]):
         if self._tokens.segments or self._unread is not None:
             raise RuntimeError("session.start was called twice; use session.add_messages to go on")
         num_bytes = self._check_size((messages, tools))
-        self._add_unread(
-            _Unread(self._context.chat.prompt_ids, messages, tools, num_bytes=num_bytes), messages
-        )
+        encode = partial(self._context.chat.prompt_ids, tools=deepcopy(tools))
+        self._add_unread(_Unread(encode, [deepcopy([*messages])], num_bytes), messages)
 
     async def generate(
         self,
@@ -392,8 +388,14 @@ class Conversation(Generic[Writer]):
         return {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Implements `api.Session.pieces`; bytes of an incomplete character are replaced."""
-        return [self._context.chat.raw_text([token_id]) for token_id in token_ids]
+        """Implements `api.Session.pieces`; bytes of an incomplete character are replaced.
+
+        Each token is decoded after a letter: some tokenizers strip the space with which a text begins.
+        """
+        chat = self._context.chat
+        letter = chat.encode("a").tolist()[-1:]
+        before = chat.raw_text(letter)
+        return [chat.raw_text([*letter, token_id]).removeprefix(before) for token_id in token_ids]
 
     @property
     def chat_template(self) -> str:
@@ -559,11 +561,11 @@ class Conversation(Generic[Writer]):
             )
         former, chat = self._unread, self._context.chat
         num_bytes = self._check_size(messages, 0 if former is None else former.num_bytes)
-        together = [*([] if former is None else former.messages), *messages]
+        parts = [*(() if former is None else former.parts), deepcopy([*messages])]
         # A turn that ran out of budget or met a stop string lacks its end-of-turn token.
         ended = int(self._tokens.token_ids[-1]) in chat.end_of_turn_ids
         encode = partial(chat.append_ids, after_length=not ended)
-        self._add_unread(_Unread(encode, together, num_bytes=num_bytes, former=former), messages)
+        self._add_unread(_Unread(encode, parts, num_bytes), messages)
 
     def _add_unread(self, unread: _Unread, added: Sequence[dict[str, Any]]) -> None:
         """Take over messages; long ones are tokenised when the next turn begins, which can wait for it."""
@@ -590,25 +592,47 @@ class Conversation(Generic[Writer]):
         return unread.token_ids
 
     async def _take_unread(self, unread: _Unread) -> None:
-        """Tokenise messages if they are not, in a thread; leave them out if they cannot be read.
+        """Tokenise messages if they are not, in a thread; leave out the first part that cannot be read.
+
+        Parts after it are left out as well.
 
         Raises:
             PromptTooLong: They do not fit.
         """
         status = self.status
-        try:
-            if unread.token_ids is None:
-                self.status = f"tokenising {unread.num_bytes / 1e6:.1f} MB of messages"
-                with self._in_turn():
-                    unread.token_ids = await tokenise(unread.encode, unread.num_bytes)
-                self._check_call("generate")  # the attempt may have ended meanwhile
+        if unread.token_ids is None:
+            self.status = f"tokenising {unread.num_bytes / 1e6:.1f} MB of messages"
+        with self._in_turn():
+            try:
+                self._check_fits(await unread.encode_in_thread())
+            except Exception:
+                self._unread = kept = await self._readable_parts(unread)
+                num_left_out = len(unread.messages) - (0 if kept is None else len(kept.messages))
+                del self.messages[len(self.messages) - num_left_out :]
                 self.status = status
-            self._check_fits(unread.token_ids)
-        except Exception:
-            self._unread, self.status = unread.former, status
-            num_kept = 0 if unread.former is None else len(unread.former.messages)
-            del self.messages[len(self.messages) - len(unread.messages) + num_kept :]
-            raise
+                raise
+        self._check_call("generate")  # the attempt may have ended meanwhile
+        self.status = status
+
+    async def _readable_parts(self, unread: _Unread) -> _Unread | None:
+        """Return as many of the first parts as a turn can read, found by bisection: tokenising is slow."""
+        readable, too_many = None, len(unread.parts)
+        while too_many - (low := 0 if readable is None else len(readable.parts)) > 1:
+            some = unread.first((low + too_many) // 2)
+            try:
+                fits = len(await some.encode_in_thread()) < self._tokens_left
+            except ConfigError:  # the chat template cannot render them
+                fits = False
+            if fits:
+                readable = some
+            else:
+                too_many = len(some.parts)
+        return readable
+
+    @property
+    def _tokens_left(self) -> int:
+        """Tokens left of the context before messages that no turn has read."""
+        return self._context.rollout.max_context_tokens - len(self._tokens)
 
     def _check_fits(self, token_ids: Int32Array) -> None:
         """Refuse messages that leave no tokens for a turn.
@@ -616,8 +640,7 @@ class Conversation(Generic[Writer]):
         Raises:
             PromptTooLong: They do.
         """
-        limit = self._context.rollout.max_context_tokens
-        left = limit - len(self._tokens)
+        limit, left = self._context.rollout.max_context_tokens, self._tokens_left
         if len(token_ids) < left:
             return
         if not self._tokens.segments:
@@ -642,8 +665,8 @@ class Conversation(Generic[Writer]):
         Raises:
             PromptTooLong: They are too long.
         """
-        limit, num_bytes = self._context.rollout.max_context_tokens, before + size_of(messages)
-        left = limit - len(self._tokens)
+        limit, left = self._context.rollout.max_context_tokens, self._tokens_left
+        num_bytes = before + size_of(messages)
         if not can_fit(num_bytes, left):
             raise self._exceed(
                 PromptTooLong(
@@ -656,9 +679,7 @@ class Conversation(Generic[Writer]):
     def _append_unread(self) -> None:
         """Append the messages that the next turn reads, or at the end those that it could."""
         token_ids = None if self._unread is None else self._unread.token_ids
-        if token_ids is not None and len(token_ids) <= self._context.rollout.max_context_tokens - len(
-            self._tokens
-        ):
+        if token_ids is not None and len(token_ids) <= self._tokens_left:
             self.writer.append_context(token_ids)
         self._unread = None
 
