@@ -118,11 +118,27 @@ Expectation = tuple[str, Any, tuple[Any, ...]]
 """A field of config.json, its value, and the supported values."""
 
 
+_APPLIED_BY_SGLANG: Final = {
+    "compression_config": None,
+    "final_logit_softcapping": None,
+    "llama_4_scaling": None,
+    "original_num_attention_heads": None,
+    "quantization_config": None,
+    "rope_is_neox_style": True,
+    "swiglu_limit": None,
+}
+"""Fields that SGLang applies, in some or all of its model classes for these types, and the trainer does not;
+with the value that changes nothing.
+
+Source: sglang/srt/models/{llama,qwen2,deepseek_v2}.py, srt/layers/logits_processor.py,
+srt/model_loader/checkpoint_quantization.py."""
+
+
 def _expected_of_any(fields: SimpleNamespace) -> list[Expectation]:
     return [
         ("use_sliding_window", getattr(fields, "use_sliding_window", False), (False,)),
         ("hidden_act", fields.hidden_act, ("silu",)),
-        ("quantization_config", getattr(fields, "quantization_config", None), (None,)),
+        *((name, getattr(fields, name, value), (value,)) for name, value in _APPLIED_BY_SGLANG.items()),
     ]
 
 
@@ -138,6 +154,7 @@ def _expected_of_qwen(fields: SimpleNamespace) -> list[Expectation]:
 def _expected_of_llama(fields: SimpleNamespace) -> list[Expectation]:
     rope = fields.rope_parameters
     kind = rope.get("rope_type", "default")
+    partial = getattr(fields, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     scaled = (
         ("low_freq_factor", 1),
         ("high_freq_factor", 4),
@@ -148,6 +165,8 @@ def _expected_of_llama(fields: SimpleNamespace) -> list[Expectation]:
         *((f"rope_parameters.{name}", rope.get(name), (v,)) for name, v in scaled if kind == "llama3"),
         ("attention_bias", fields.attention_bias, (False,)),
         ("mlp_bias", fields.mlp_bias, (False,)),
+        ("bias", getattr(fields, "bias", False), (False,)),
+        ("partial_rotary_factor", partial, (1.0,)),
         *_expected_of_any(fields),
     ]
 

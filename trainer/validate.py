@@ -45,11 +45,14 @@ def check(config: Config) -> None:
     check_model_type(str(model.get("model_type")), path)
     facts = load_facts(path)
     check_supported_values(model, path)
-    heads = model.get("num_attention_heads")
-    if not heads:
-        raise ConfigError(f"{path}/config.json does not say 'num_attention_heads'")
-    groups = model.get("num_key_value_heads") or heads
-    sizes = ModelSizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
+        if not model.get(name):
+            raise ConfigError(f"{path}/config.json does not say {name!r}: download the file again")
+    try:
+        its = dimensions_of(model)
+    except KeyError as e:
+        raise ConfigError(f"{path}/config.json does not say {e}: download the file again") from e
+    sizes = ModelSizes(facts.num_layers, its.heads, its.groups, facts.vocab_size, facts.num_experts)
     check_layout(config.trainer.layout, sizes)
     check_adapters(config, model)
     check_megatron_settings(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,12 @@ DEFAULT_ENGINE: Final = "sglang"
 
 DEFAULT_REWARD: Final = "function"
 """The `kind` of a reward in `rollout.rewards` that names none."""
+
+_PATHS: Final = (
+    *(("run", "dir"), ("metrics", "targets_dir"), ("weights", "local_dir")),
+    *(("model", "path"), ("data", "path")),
+)
+"""Settings in which `~` is the user's home; a shell leaves it in `run.dir=~/runs`."""
 
 _YES_AND_NO: Final = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """What YAML 1.1 reads as a boolean and YAML 1.2 as text."""
@@ -88,6 +95,9 @@ def parse_config(tree: dict[str, Any], source: str = "config", *, overrides: Seq
     Raises:
         ConfigError: With the place, the actual value, what was expected, and what to do.
     """
+    for section, name in _PATHS:
+        if isinstance(place := tree.get(section), dict) and isinstance(path := place.get(name), str):
+            place[name] = os.path.expanduser(path)
     engine = tree.setdefault("engine", {})
     if isinstance(engine, dict):
         engine.setdefault("kind", DEFAULT_ENGINE)

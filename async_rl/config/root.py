@@ -6,7 +6,7 @@ The message of each check names the settings, their values and the remedy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final
 
 from msgspec.structs import replace
@@ -34,8 +34,19 @@ from async_rl.config.trainer_settings import (
     RejectConfig,
     TrainerConfig,
 )
+from async_rl.config.urls_file import is_server
 from async_rl.config.worker_count import WorkerCount, choose_workers
 from async_rl.runtime.files import FILE_NAME
+
+_OWN_ARGUMENTS: Final = frozenset(
+    f"--{name}"
+    for name in (
+        *("model-path", "model", "dtype", "device", "config", "host", "port", "api-key", "admin-api-key"),
+        *("tp-size", "tensor-parallel-size", "tp", "nnodes", "node-rank", "dist-init-addr", "random-seed"),
+        *("context-length", "max-running-requests", "max-total-tokens", "weight-version"),
+    )
+)
+"""Arguments of a server that `engines.sglang.server` sets, and other names of the same."""
 
 
 class Config(Strict, frozen=True, kw_only=True):
@@ -281,7 +292,13 @@ def check_engines(config: Config) -> None:
                 "another distribution than that of the trainer's log-probs: remove it, and set what rollout "
                 "has (temperature, top_p, top_k, min_p)"
             )
+        if own := {argument.partition("=")[0] for argument in arguments} & _OWN_ARGUMENTS:
+            raise ValueError(
+                f"{name}.extra_args has {' and '.join(sorted(own))}, which the run sets itself from other "
+                f"settings, such as model.path and {name}.tp_size: remove it, and set those"
+            )
     check_nodes("engine", engine)
+    check_urls("engine", engine.urls)
     if engine.num_nodes > 1 and config.weights.transport == "tensor":
         raise ValueError(
             f"engine.num_nodes is {engine.num_nodes} and weights.transport is tensor, which hands over "
@@ -289,11 +306,25 @@ def check_engines(config: Config) -> None:
         )
     if engine.urls and engine.urls_file:
         raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
-    for url in engine.urls:
+
+
+def check_urls(section: str, urls: Sequence[str]) -> None:
+    """Check that each server is named once, by its URL.
+
+    Raises:
+        ValueError: It is not.
+    """
+    for url in urls:
         if not url.startswith(("http://", "https://")):
             raise ValueError(
-                f"engine.urls has {url!r}, which is no URL: write http://{url.rpartition('//')[2]}"
+                f"{section}.urls has {url!r}, which is no URL: write http://{url.rpartition('//')[2]}"
             )
+        if not is_server(url):
+            raise ValueError(
+                f"{section}.urls has {url!r}, which is not the URL of a server such as http://10.0.0.7:30000"
+            )
+        if urls.count(url) > 1:
+            raise ValueError(f"{section}.urls has {url} twice: name each server once")
 
 
 def check_nodes(section: str, engines: SGLangEngines | FrozenModelConfig) -> None:
@@ -323,11 +354,7 @@ def check_models(config: Config) -> None:
                 "use letters, digits, dots, dashes and underscores, and not `engine`"
             )
         check_nodes(f"models.{name}", model)
-        for url in model.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(
-                    f"models.{name}.urls has {url!r}, which is no URL: write http://{url.rpartition('//')[2]}"
-                )
+        check_urls(f"models.{name}", model.urls)
     teacher, rollout = config.trainer.loss.teacher, config.rollout
     for name, reward in rollout.rewards.items():
         if not isinstance(reward, JudgeReward):

@@ -8,6 +8,16 @@ from urllib.parse import urlsplit
 from async_rl.errors import ConfigError
 
 
+def is_server(url: str) -> bool:
+    """Returns whether a text is the URL of a server: a scheme, a host, and no more than a port and a path."""
+    try:
+        parts = urlsplit(url)
+        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is above 65535 or no number, or a bracket is missing
+        return False
+    return bool(complete) and not (parts.query or parts.fragment)
+
+
 def read_urls(path: Path) -> tuple[str, ...]:
     """Reads the URLs in a file.
 
@@ -32,8 +42,7 @@ def parse_urls(text: str, name: str) -> tuple[str, ...]:
         url = line.partition("#")[0].strip().rstrip("/")
         if not url:
             continue
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_server(url):
             raise ConfigError(
                 f"{name}:{number}: {url!r} is not the URL of a server such as http://10.0.0.7:30000"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -50,7 +50,7 @@ def load_facts(model_path: str | Path, context_length: int | None = None) -> Eng
             f"{model_path}/config.json has no {e}: is it the config of a causal language model?"
         ) from e
     except (ValueError, TypeError) as e:
-        raise ConfigError(f"{model_path}/config.json has a value that is no number: {e}") from e
+        raise ConfigError(f"{model_path}/config.json has a value that cannot be used: {e}") from e
 
 
 def check_served_by_sglang(model_path: str | Path) -> None:
@@ -58,7 +58,8 @@ def check_served_by_sglang(model_path: str | Path) -> None:
 
     Its Qwen2-MoE and Qwen3-MoE have experts in every layer and ignore `mlp_only_layers` and
     `decoder_sparse_step`: weights of a dense layer are dropped, and its experts stay uninitialised.
-    `_IGNORED_BY_SGLANG` has other fields that its model classes do not read.
+    `_IGNORED_BY_SGLANG` has other fields that its model classes do not read. It chooses the class by
+    `architectures`, and the trainer by `model_type`.
 
     Source: sglang/srt/models/qwen2_moe.py and qwen3_moe.py, `is_layer_sparse = True`.
 
@@ -67,17 +68,27 @@ def check_served_by_sglang(model_path: str | Path) -> None:
     """
     config = read_config(model_path)
     facts = facts_of(config)
+    kind, named = _kind(config), config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    expected = ARCHITECTURES.get(kind, first or "the model's class in SGLang")
+    if first != expected:
+        raise ConfigError(
+            f"{model_path}/config.json has model_type {kind!r} and architectures {named!r}, by which SGLang "
+            f"chooses the model's class: set architectures to [{expected}], or use the config.json that "
+            "belongs to the weights"
+        )
     text = config.get("text_config") or config
+    text = {**(text.get("rope_parameters") or {}), **text}
     for field, (kinds, is_ignored, remedy) in _IGNORED_BY_SGLANG.items():
-        if (not kinds or _kind(config) in kinds) and is_ignored(text):
+        if (not kinds or kind in kinds) and is_ignored(text):
             raise ConfigError(
                 f"{model_path}/config.json has {field} = {text[field]!r}, which SGLang's model class for "
-                f"{_kind(config)} ignores: its log-probs would not be those of this model. {remedy}"
+                f"{kind} ignores: its log-probs would not be those of this model. {remedy}"
             )
     dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layers))
-    if facts.is_moe and dense and _HAS_EXPERTS[_kind(config)] is _sparse_step:
+    if facts.is_moe and dense and _HAS_EXPERTS[kind] is _sparse_step:
         raise ConfigError(
-            f"{model_path} has dense layers {dense}, but SGLang serves every layer of a {_kind(config)} with "
+            f"{model_path} has dense layers {dense}, but SGLang serves every layer of a {kind} with "
             "experts: it would sample from wrong weights. Use a model without mlp_only_layers and with "
             "decoder_sparse_step 1"
         )
@@ -101,6 +112,11 @@ def check_model(config: Config, facts: EngineFacts) -> None:
         )
     if isinstance(config.engine, SGLangEngines):
         check_served_by_sglang(config.model.path)
+        if any(argument.partition("=")[0] == "--quantization" for argument in config.engine.extra_args):
+            raise ConfigError(
+                "engine.extra_args has --quantization: engines would sample from rounded weights, and could "
+                "not load those of the trainer; remove it"
+            )
 
 
 def read_config(model_path: str | Path) -> dict[str, Any]:
@@ -124,7 +140,7 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"cannot read {file}: {e.strerror}. Set model.path to a folder with a Hugging Face model"
         ) from e
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file} is not valid JSON: {e}") from e
 
 
@@ -140,9 +156,10 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
         ConfigError: When the model has experts and its architecture is unknown: which of its layers have
             experts would be a guess, and routing of the wrong layers would ruin the training.
         KeyError: When a key is missing that every language model has.
-        ValueError, TypeError: When a dimension is no number.
+        ValueError, TypeError: When a dimension is no number, or does not fit another one.
     """
     text = config.get("text_config") or config
+    _check_dimensions(text)
     num_layers = int(text["num_hidden_layers"])
     num_experts = next((int(text[key]) for key in _NUM_EXPERTS if text.get(key)), 0)
     moe_layers: tuple[int, ...] = ()
@@ -158,6 +175,10 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
                 f"{', '.join(sorted(_HAS_EXPERTS))}. Use one of those, or add a rule for it to {__name__}"
             )
         moe_layers = tuple(i for i in range(num_layers) if num_experts and _HAS_EXPERTS[kind](text, i))
+    if moe_layers and not 1 <= (top_k := text["num_experts_per_tok"]) <= num_experts:
+        raise ValueError(
+            f"num_experts_per_tok is {top_k}, expected 1 to {num_experts}, the number of experts"
+        )
     return EngineFacts(
         num_layers=num_layers,
         moe_layers=moe_layers,
@@ -167,6 +188,26 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
         context_length=context_length or int(text["max_position_embeddings"]),
         latent_attention=bool(text.get("kv_lora_rank")),
     )
+
+
+def _check_dimensions(text: dict[str, Any]) -> None:
+    """Check the types of the fields that others compute with, and that heads can share keys and values.
+
+    Raises:
+        TypeError: A dimension is no whole number, or rotary settings are no object.
+        ValueError: Heads cannot be divided into groups.
+    """
+    for name in _DIMENSIONS:
+        if type(value := text.get(name) or 0) is not int or value < 0:
+            raise TypeError(f"{name} is {value!r}, expected a whole number")
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(value := text.get(name) or {}, dict):
+            raise TypeError(f"{name} is {value!r}, expected an object with rope_type and its settings")
+    heads = text.get("num_attention_heads") or 0
+    if heads % (groups := text.get("num_key_value_heads") or 1):
+        raise ValueError(
+            f"num_attention_heads is {heads}, expected a multiple of num_key_value_heads, {groups}"
+        )
 
 
 def _sparse_step(config: dict[str, Any], layer: int) -> bool:
@@ -199,6 +240,29 @@ def _has_window(config: dict[str, Any]) -> bool:
     return bool(window and used and int(window) < int(config["max_position_embeddings"]))
 
 
+_DIMENSIONS: Final = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *(*_NUM_EXPERTS, "num_experts_per_tok", "n_shared_experts", "first_k_dense_replace"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+"""Fields that are numbers of things; a model lacks some, or has them as null."""
+
+ARCHITECTURES: Final = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""By `model_type`: SGLang's model class that computes what the trainer computes."""
+
 _IGNORED_BY_SGLANG: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], bool], str]] = {
     "tie_word_embeddings": (
         ("qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral"),
@@ -210,6 +274,19 @@ _IGNORED_BY_SGLANG: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], 
         ("mixtral",),
         lambda config: config.get("hidden_act", "silu") != "silu",
         "Use a model with silu",
+    ),
+    "head_dim": (
+        ("mixtral", "qwen2_moe"),
+        lambda config: (
+            (config.get("head_dim") or 0) * config.get("num_attention_heads", 0)
+            not in (0, config.get("hidden_size"))
+        ),
+        "Use a model whose head_dim is hidden_size / num_attention_heads",
+    ),
+    "rope_theta": (
+        ("mixtral",),
+        lambda config: not float(config.get("rope_theta") or 0).is_integer(),
+        "Use a model with a whole number, to which SGLang rounds it down",
     ),
     "mlp_bias": (("llama",), lambda config: bool(config.get("mlp_bias")), "Use a model without it"),
     "attention_bias": (

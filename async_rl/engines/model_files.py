@@ -10,13 +10,14 @@ dtype, shape and data offsets of each tensor; the data follow).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from async_rl.engine_protocol import EngineFacts
-from async_rl.engines.model_facts import read_config
+from async_rl.engines.model_facts import ARCHITECTURES, read_config
 from async_rl.errors import ConfigError
 from async_rl.runtime.files import file_name
 
@@ -36,8 +37,8 @@ def check_weights(model_path: str | Path, facts: EngineFacts) -> None:
         facts: The dimensions in its config.json.
 
     Raises:
-        ConfigError: A file is missing, truncated or damaged, the embedding has another size than
-            `vocab_size` and `hidden_size`, or layers are missing.
+        ConfigError: A file is missing, truncated or damaged, a weight is missing, or one has another shape
+            than config.json says.
     """
     folder = Path(model_path)
     config = read_config(folder)
@@ -60,6 +61,50 @@ def check_weights(model_path: str | Path, facts: EngineFacts) -> None:
                         "one of the files belongs to another model"
                     )
     _check_layers(folder, list(shapes), facts.num_layers)
+    quantised = config.get("quantization_config") or config.get("compression_config")
+    if quantised or str(config.get("model_type")) not in ARCHITECTURES:
+        return
+    try:
+        weights = dict(_weights_of(config, facts))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{folder}/config.json lacks a dimension of the model ({error}): download it"
+        ) from error
+    for name, expected in weights.items():
+        if (found := shapes.get(name)) != expected:
+            raise ConfigError(
+                f"{folder}/config.json asks for {name} with the shape {expected}, and the weights have "
+                f"{found or 'none'}: download the whole model, or the config.json that belongs to them"
+            )
+
+
+def _weights_of(config: dict[str, Any], facts: EngineFacts) -> Iterator[tuple[str, list[int]]]:
+    """Yield names and shapes of the weights that show whether a model of a type in `ARCHITECTURES` is whole.
+
+    Left out is what no tool leaves out alone: biases, and other projections of the same layer or expert.
+    """
+    kind, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
+    wide, narrow = heads * head, (config.get("num_key_value_heads") or heads) * head
+    same = {"q_proj": [wide, hidden], "k_proj": [narrow, hidden], "o_proj": [hidden, wide]}
+    if facts.latent_attention:
+        same = {"o_proj": [hidden, heads * config["v_head_dim"]]}
+    elif kind in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
+        same |= {"q_norm": [head], "k_norm": [head]}
+    same = {f"self_attn.{name}": shape for name, shape in same.items()}
+    same |= {"input_layernorm": [hidden], "post_attention_layernorm": [hidden]}
+    dense = {"mlp.down_proj": [hidden, config["intermediate_size"]]}
+    at, down = ("block_sparse_moe", "w2") if kind == "mixtral" else ("mlp", "down_proj")
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    sparse = {f"{at}.experts.{expert}.{down}": [hidden, width] for expert in range(facts.num_experts)}
+    sparse[f"{at}.gate"] = [facts.num_experts, hidden]
+    yield "model.embed_tokens.weight", [facts.vocab_size, hidden]
+    for layer in range(facts.num_layers):
+        for name, shape in (same | (sparse if layer in facts.moe_layers else dense)).items():
+            yield f"model.layers.{layer}.{name}.weight", shape
+    yield "model.norm.weight", [hidden]
+    if not config.get("tie_word_embeddings"):
+        yield "lm_head.weight", [facts.vocab_size, hidden]
 
 
 def _check_layers(folder: Path, names: list[str], num_layers: int) -> None:
@@ -108,13 +153,16 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _read_header(path: Path) -> dict[str, Any]:
     """Return the tensors of a safetensors file by name, once its length is right."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(_LENGTH_BYTES)
-        length = int.from_bytes(start, "little")
-        if _LFS_POINTER.startswith(start) and start:
-            raise ConfigError(f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull`")
-        header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(start, "little")
+            header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise ConfigError(f"cannot read the weights in {path}: {error.strerror}") from error
+    if _LFS_POINTER.startswith(start) and start:
+        raise ConfigError(f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull`")
     try:
         tensors: dict[str, Any] = msgspec.json.decode(header, type=dict[str, Any])
         end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)

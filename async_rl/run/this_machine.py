@@ -21,7 +21,7 @@ from typing import Final
 from async_rl.config import Config, SGLangEngines
 from async_rl.engines.sglang.connect import external_keys
 from async_rl.engines.sglang.server import check_sglang
-from async_rl.errors import EnvironmentNotReady
+from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.observability.endpoints import check_address
 from async_rl.run.placement_table import check_resources, check_shared_gpus, engine_groups
 from async_rl.run.preflight import check_trainer_here
@@ -76,6 +76,7 @@ def check_machine(config: Config) -> list[str]:
     check_trainer_here(config)
     if config.placement.joins:
         return []
+    _check_folders(config)
     folder, given = ray_folder(Path(config.run.dir) / config.run.name), tempfile.gettempdir()
     device = detect_device()
     if groups := engine_groups(config):
@@ -96,6 +97,26 @@ def check_machine(config: Config) -> list[str]:
     if folder.parent == Path(given):
         return []
     return [f"here: TMPDIR is {given}, which is too long for paths of sockets: those of Ray are in {folder}"]
+
+
+def _check_folders(config: Config) -> None:
+    """Check that processes here can write into the folders that each node has.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    named = {"queue.spool_dir": config.queue.spool_dir, "queue.journal_dir": config.queue.journal_dir}
+    if config.weights.transport == "delta":
+        named["weights.local_dir"] = config.weights.local_dir
+    for key, name in named.items():
+        if name is None:
+            continue
+        folder = Path(name).expanduser().absolute()
+        there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{key} is {name}, but {there} is no folder that this process can write into: name another"
+            )
 
 
 def describe_machine() -> list[str]:

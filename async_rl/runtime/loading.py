@@ -9,14 +9,32 @@ import inspect
 import os
 import sys
 from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from async_rl.errors import ConfigError, EnvironmentNotReady
 
 IMPORT_FOLDERS: Final[list[str]] = []
 """Folders that this process searches for the user's modules after the current one."""
+
+
+class _InstalledFirst:
+    """Finds installed modules before the user's files of their names.
+
+    The finder of `sys.path` prefers any file to an installed namespace package, such as `megatron`, and is
+    asked before the finders of editable installs.
+    """
+
+    behind: ClassVar[list[str]] = []
+    """The user's folders in `sys.path`."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return where a module is that is in no package; others are looked for in theirs."""
+        installed = [entry for entry in sys.path if entry not in cls.behind]
+        return PathFinder.find_spec(name, installed) if path is None else None
 
 
 def add_import_folder(folder: Path) -> None:
@@ -30,12 +48,14 @@ def extend_import_path() -> str:
 
     The folder of the config may hold any file, so it comes last and shadows no package.
     """
+    if _InstalledFirst not in sys.meta_path:
+        sys.meta_path[:] = sorted([_InstalledFirst, *sys.meta_path], key=(_InstalledFirst, PathFinder).count)
     # The sys.path of a console script starts with the script's folder, not the user's.
     folders = _user_folders()
     for folder in folders:
         if folder not in sys.path and not (folder == folders[0] and "" in sys.path):
-            _import_namespaces(folder)
             sys.path.append(folder)
+            _InstalledFirst.behind.append(folder)
     return f"an installed package or a file in {' or '.join(folders)}"
 
 
@@ -65,24 +85,6 @@ def describe_shadowed(path: str) -> str | None:
 
 def _user_folders() -> list[str]:
     return [os.getcwd(), *(folder for folder in IMPORT_FOLDERS if folder != os.getcwd())]
-
-
-def _import_namespaces(folder: str) -> None:
-    """Import the installed namespace packages, such as `megatron`, whose names modules of a folder have.
-
-    They would yield to these, although the folder comes later on the path.
-    """
-    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-        name = entry.name.removesuffix(".py")
-        if not name.isidentifier() or name in sys.modules or (name == entry.name and not entry.is_dir()):
-            continue
-        with suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(name)
-            if spec is None or spec.origin is not None:
-                continue
-            places = {os.path.dirname(place) for place in spec.submodule_search_locations or ()}
-            if places and places.isdisjoint(_user_folders()):  # any folder of the user's looks like one
-                importlib.import_module(name)
 
 
 def load_object(path: str, *, what: str) -> Any:

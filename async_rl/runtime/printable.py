@@ -14,8 +14,6 @@ import traceback
 from types import TracebackType
 from typing import Any, Final, TextIO
 
-import msgspec
-
 _CONTROL: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and line feed, DEL, C1
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # line separators, directions of text
@@ -43,6 +41,7 @@ def as_json(value: Any) -> str:
         TypeError: It is of no type that JSON has.
         ValueError: It is nested too deeply, or contains itself.
     """
+    import msgspec  # the command line starts without it
 
     # Bytes stay bytes, which JSON refuses: as base64 a policy could not read them.
     plain = msgspec.to_builtins(value, str_keys=True, builtin_types=(bytes, bytearray, memoryview))

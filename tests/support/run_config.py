@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import yaml
 from safetensors.numpy import save_file
 
 from async_rl.config import Config, parse_config
+from async_rl.engines.model_facts import ARCHITECTURES, facts_of
+from async_rl.engines.model_files import _weights_of
+from async_rl.errors import ConfigError
 from tests.support.templates_of_models import chat_of
 
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": 64,
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
@@ -28,17 +33,22 @@ MOE: dict[str, Any] = {
 }
 
 
-def write_weights(folder: Path, vocab_size: int = MOE["vocab_size"]) -> None:
-    """Write a safetensors file with an embedding alone."""
-    embedding = np.zeros((vocab_size, MOE["hidden_size"]), np.float32)
-    save_file({"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
+def write_weights(folder: Path, config: dict[str, Any] = MOE) -> None:
+    """Write a safetensors file with the weights that `check_weights` asks for."""
+    shapes = {"model.embed_tokens.weight": [config["vocab_size"], MOE["hidden_size"]]}
+    with suppress(ConfigError, KeyError, TypeError):  # a test of such a config
+        shapes |= dict(_weights_of(config, facts_of(config)))
+    weights = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
 
 
 def write_run(folder: Path, **model: Any) -> Path:
     """Write `run.yaml` with a model (its config.json changed by `model`) and two tasks; return its path."""
     (folder / "model").mkdir()
+    if "model_type" in model:
+        model = {"architectures": [ARCHITECTURES.get(model["model_type"], "OtherForCausalLM")], **model}
     (folder / "model" / "config.json").write_text(json.dumps(MOE | model))
-    write_weights(folder / "model", (MOE | model)["vocab_size"])
+    write_weights(folder / "model", MOE | model)
     chat_of("ours").tokenizer.save_pretrained(folder / "model")
     rows = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

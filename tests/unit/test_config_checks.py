@@ -40,12 +40,35 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
             "{models: {a: {path: m, extra_args: ['--preferred-sampling-params={}']}}}",
             "models.a.extra_args has --preferred-sampling-params",
         ),
+        *(
+            (f"engine.urls=['{url}']", f"'{url}', which is not the URL of a server such as")
+            for url in (
+                "http://a:99999",
+                "http://a:b",
+                "http://",
+                "http://a:1?x=1",
+                "http://a:0",
+                "http://[a",
+            )
+        ),
+        (
+            "engine.urls=['http://a:1', 'http://a:1']",
+            "engine.urls has http://a:1 twice: name each server once",
+        ),
+        *(
+            (f"engine={{kind: sglang, extra_args: [{given}]}}", f"has {given[:6]}")
+            for given in ("--model-path, /x", "--dtype=float16", "--tp-size=2", "--port=80", "--host=a")
+        ),
         ("engine.urls=[localhost:30500]", "'localhost:30500', which is no URL: write http://localhost:30500"),
     ],
     "check_models": [
         ("models={engine: {path: m}}", "models has the name 'engine'"),
         ("models={a/b: {path: m}}", "models has the name 'a/b'"),
         ("models={a: {path: m, urls: [a:1]}}", "which is no URL"),
+        (
+            "models={a: {path: m, urls: ['http://a:99999']}}",
+            "models.a.urls has 'http://a:99999', which is not",
+        ),
         ("trainer.loss.teacher.model=a", "which models does not have (there: none)"),
         ("trainer.loss.teacher.only=true", "names no teacher"),
         (
@@ -194,3 +217,9 @@ def test_a_teacher_alone_needs_no_siblings(advantages: str) -> None:
 
 def test_each_check_is_made() -> None:
     assert [check.__name__ for check in CHECKS] == list(REFUSED)
+
+
+def test_the_home_folder_is_meant_by_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = parse_config({"model": {"path": "~/m"}, "data": {"path": "x~"}, "run": {"dir": "~/runs"}})
+    assert (config.model.path, config.data.path, config.run.dir) == ("/home/me/m", "x~", "/home/me/runs")

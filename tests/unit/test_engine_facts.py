@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_rl.engines.model_facts import check_served_by_sglang, facts_of, load_facts
+from async_rl.engines.model_facts import ARCHITECTURES, check_served_by_sglang, facts_of, load_facts
 from async_rl.errors import ConfigError
 
 BASE = {"num_hidden_layers": 6, "vocab_size": 1000, "max_position_embeddings": 4096}
@@ -96,9 +97,17 @@ def test_a_clear_error_is_raised_when_the_model_cannot_be_read(tmp_path: Path) -
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         load_facts(tmp_path)
+    (tmp_path / "config.json").write_bytes(b'{"name": "\xe9"}')
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        load_facts(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match="has no 'vocab_size'"):
         load_facts(tmp_path)
+
+
+def write(folder: Path, config: dict) -> None:
+    named = [ARCHITECTURES.get(config.get("model_type"), "OtherForCausalLM")]
+    (folder / "config.json").write_text(json.dumps({"architectures": named, **config}))
 
 
 @pytest.mark.parametrize("change", [{"mlp_only_layers": [0, 4]}, {"decoder_sparse_step": 2}])
@@ -106,7 +115,7 @@ def test_a_clear_error_is_raised_when_the_model_cannot_be_read(tmp_path: Path) -
 def test_a_model_is_refused_when_sglang_would_serve_another_one(
     config: dict, change: dict, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    write(tmp_path, config | change)
     with pytest.raises(ConfigError, match=r"has dense layers \[0, .*every layer of a qwen"):
         check_served_by_sglang(tmp_path)
 
@@ -128,15 +137,21 @@ def config_of_kind(kind: str) -> dict:
         ("deepseek_v3", {"attention_bias": True}),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 128}),
         ("mixtral", {"sliding_window": 128}),
+        ("mixtral", {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}),
+        ("qwen2_moe", {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}),
+        ("mixtral", {"rope_theta": 1000.5}),
+        ("mixtral", {"rope_parameters": {"rope_theta": 1000.5}}),
     ],
 )
 def test_a_field_that_sglang_ignores_is_refused(kind: str, change: dict, tmp_path: Path) -> None:
     config = config_of_kind(kind)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write(tmp_path, config)
     check_served_by_sglang(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    write(tmp_path, config | change)
+    field = list(change)[-1].replace("parameters", "theta")
     with pytest.raises(
-        ConfigError, match=f"has {list(change)[-1]} = .* which SGLang's model class for {kind}"
+        ConfigError,
+        match=f"has {field} = .* which SGLang's model class for {kind}",
     ):
         check_served_by_sglang(tmp_path)
 
@@ -149,15 +164,48 @@ def test_a_field_that_sglang_ignores_is_refused(kind: str, change: dict, tmp_pat
         ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 128}),
         ("mixtral", {"sliding_window": None}),
         ("mixtral", {"sliding_window": 1 << 20}),
+        ("mixtral", {"rope_theta": 1e6, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}),
+        ("qwen3", {"rope_theta": 1000.5, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}),
     ],
 )
 def test_a_field_that_sglang_reads_is_taken(kind: str, change: dict, tmp_path: Path) -> None:
     config = config_of_kind(kind) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write(tmp_path, config)
     check_served_by_sglang(tmp_path)
 
 
 @pytest.mark.parametrize("config", [QWEN2, QWEN3, DEEPSEEK, BASE])
 def test_a_model_passes_when_sglang_serves_it_as_it_is(config: dict, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write(tmp_path, config)
     check_served_by_sglang(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "named", [None, [], ["Qwen2MoeForCausalLM"], ["Qwen3MoeForSequenceClassification"], "A"]
+)
+def test_a_model_is_refused_when_sglang_would_choose_another_class(named: Any, tmp_path: Path) -> None:
+    write(tmp_path, QWEN3 | {"architectures": named})
+    with pytest.raises(ConfigError, match=r"by which SGLang .*set architectures to \[Qwen3MoeForCausalLM\]"):
+        check_served_by_sglang(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": "4"}, "num_attention_heads is '4', expected a whole number"),
+        ({"hidden_size": 64.5}, "hidden_size is 64.5"),
+        ({"head_dim": -1}, "head_dim is -1"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
+        ({"rope_parameters": [1]}, "rope_parameters is"),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "expected a multiple of num_key_value_heads, 3",
+        ),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, expected 1 to 128"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129, expected 1 to 128"),
+    ],
+)
+def test_a_dimension_that_cannot_be_is_named(change: dict, words: str, tmp_path: Path) -> None:
+    write(tmp_path, QWEN3 | change)
+    with pytest.raises(ConfigError, match=f"config.json has a value that cannot be used: .*{words}"):
+        load_facts(tmp_path)

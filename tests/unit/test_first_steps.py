@@ -17,7 +17,7 @@ import jsonschema
 import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.cli.main import main
@@ -144,7 +144,8 @@ def test_weights_of_another_size_or_without_some_layers_are_refused(
         embedding = {"model.embed_tokens.weight": np.zeros((512, 64), np.float32)}
         save_file(embedding | {name: np.zeros(64, np.float32) for name in names}, file)
 
-    write_layers(0, 1, 2, 3)  # one more: multi-token prediction
+    weights = {**load_file(file), "model.layers.3.input_layernorm.weight": np.zeros(64)}
+    save_file(weights, file)  # one more: multi-token prediction
     assert main(["check", str(path)]) == 0
     capsys.readouterr()
     write_layers(1)
@@ -156,7 +157,52 @@ def test_weights_of_another_size_or_without_some_layers_are_refused(
     columns = "has hidden_size 128, but model.embed_tokens.weight in model.safetensors has 64 columns"
     assert columns in refused("check", path)
     write_config(tmp_path, vocab_size="many")
-    assert "config.json has a value that is no number: in" in refused("check", path)
+    assert "has a value that cannot be used: vocab_size is 'many'" in refused("check", path)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "lm_head",
+        "embed_tokens",
+        "model.norm",
+        "layers.1.self_attn.q_norm",
+        "layers.2.mlp.experts.3.",
+        "model.",
+    ],
+)
+def test_a_weight_that_is_missing_is_named(tmp_path: Path, refused: Refused, part: str) -> None:
+    path, file = write_run(tmp_path), tmp_path / "model" / "model.safetensors"
+    save_file({f"base.{n}" if part in n else n: weight for n, weight in load_file(file).items()}, file)
+    assert part in (said := refused("check", path))
+    assert "and the weights have none: download the whole model" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_key_value_heads": 4}, "k_proj.weight with the shape [64, 64], and the weights have [32, 64]"),
+        ({"head_dim": 32}, "self_attn.q_proj.weight with the shape [128, 64]"),
+        ({"num_experts": 16}, "model.layers.0.mlp.experts.8.down_proj.weight with the shape"),
+        ({"num_experts": 4}, "mlp.gate.weight with the shape [4, 64], and the weights have [8, 64]"),
+        ({"moe_intermediate_size": 128}, "experts.0.down_proj.weight with the shape [64, 128]"),
+        ({"hidden_size": None}, "does not say 'hidden_size'"),
+        ({"intermediate_size": None}, "does not say 'intermediate_size'"),
+    ],
+)
+def test_weights_of_other_shapes_are_refused(
+    tmp_path: Path, refused: Refused, change: dict[str, Any], words: str
+) -> None:
+    path = write_run(tmp_path)
+    write_config(tmp_path, **change)
+    assert words in refused("check", path)
+
+
+def test_weights_that_cannot_be_read_are_refused(tmp_path: Path, refused: Refused) -> None:
+    path, file = write_run(tmp_path), tmp_path / "model" / "model.safetensors"
+    file.unlink()
+    file.mkdir()
+    assert f"cannot read the weights in {file}: Is a directory" in refused("check", path)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(

@@ -1,10 +1,11 @@
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.runtime.loading import describe_shadowed, load_object
+from async_rl.runtime.loading import _InstalledFirst, describe_shadowed, load_object
 
 
 @pytest.fixture
@@ -44,6 +45,7 @@ def test_config_error_names_the_module_when_there_is_none(folder: Path):
         ("no_such_package.module:Loop", "", "there is no module 'no_such_package'"),
         ("mine:Loop", "import not_installed_anywhere", r"importing 'mine' failed.*not_installed_anywhere"),
         ("mine:Loop", "raise RuntimeError('no luck')", "RuntimeError: no luck"),
+        ("mine:Loop", "import sys; sys.exit(0)", "importing 'mine' failed: SystemExit: 0"),
     ],
 )
 def test_config_error_names_what_is_wrong(folder: Path, path: str, code: str, error: str):
@@ -70,6 +72,28 @@ def test_installed_modules_come_first_when_a_file_has_the_name_of_one(
     for path in ("statistics:reward", "statistics.reward:f", "sys:reward"):
         with pytest.raises(ConfigError, match=rf"and not {folder}/\w+\.py: rename the file"):
             load_object(path, what="reward")
+
+
+def test_an_editable_package_comes_first_when_a_file_has_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "sources").mkdir()
+    (folder / "sources" / "edited.py").write_text("place = 'installed'\n")
+    (folder / "edited.py").write_text("place = 'beside'\n")
+    (folder / "only_here.py").write_text("place = 'beside'\n")
+
+    class Editable:
+        """What setuptools appends."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return PathFinder.find_spec(name, [str(folder / "sources")]) if name == "edited" else None
+
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if f is not _InstalledFirst])
+    sys.meta_path.append(Editable)
+    assert load_object("edited:place", what="reward") == "installed"
+    assert load_object("only_here:place", what="reward") == "beside"
+    assert f"not {folder}/edited.py: rename the file" in str(describe_shadowed("edited:place"))
 
 
 def test_only_a_file_that_is_not_imported_is_shadowed(folder: Path) -> None:

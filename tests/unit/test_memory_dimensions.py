@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from async_rl.config import LayoutConfig
-from async_rl.engines.model_facts import read_config
+from async_rl.engines.model_facts import ARCHITECTURES, load_facts, read_config
+from async_rl.engines.model_files import check_weights
 from tests.support import tiny_model
 from trainer.memory import activations
 from trainer.memory.activations import in_flight
@@ -48,6 +49,8 @@ def test_a_rank_alone_has_the_parameters_of_the_checkpoint(kind: str, tmp_path: 
     numbers = [math.prod(shape) for shape in trained]
     parameters = parameters_of(dimensions_of(read_config(path)), LayoutConfig(), 0)
     assert sum(map(sum, parameters)) == sum(numbers)
+    check_weights(path, load_facts(path))
+    assert read_config(path)["architectures"] == [ARCHITECTURES[kind]]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])

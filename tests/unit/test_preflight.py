@@ -53,6 +53,11 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> tupl
         (["metrics.targets_dir=a_file/x"], 3, "by which Prometheus finds the run (Not a directory): set"),
         (["engine.device=cuda", "engine.tp_size=3"], 2, "engine.tp_size is 3, but"),
         (
+            ["engine.extra_args=[--quantization=fp8]"],
+            2,
+            "engine.extra_args has --quantization: engines would",
+        ),
+        (
             ["models={judge: {path: model, tp_size: 8}}", "engine.device=cuda"],
             2,
             "models.judge.tp_size is 8, but model has 4 attention heads in 2 groups",
@@ -94,6 +99,13 @@ def test_check_refuses_what_train_would_when_it_does_not_depend_on_the_machine(
         (["trainer.device=cuda"], 3, "trainer.device is cuda, but torch sees no GPU"),
         (["engine.device=cuda"], 3, "engine.device is cuda, but this machine has no GPU"),
         (["engine.urls=[http://far:1]"], 2, "the server at http://far:1 is open to other machines"),
+        (["queue.spool_dir=a_file/x"], 2, "queue.spool_dir is a_file/x, but "),
+        (
+            ["queue.journal_dir=a_file"],
+            2,
+            "a_file is no folder that this process can write into: name another",
+        ),
+        (["weights.transport=delta", "weights.local_dir=a_file"], 2, "weights.local_dir is a_file, but "),
         (
             ["placement.cpus_per_rank=100000"],
             3,

@@ -75,3 +75,15 @@ def test_a_server_keeps_its_weights_where_it_shares_its_device_and_loads_adapter
 
 def test_a_server_loads_the_model_of_the_config(tmp_path: Path) -> None:
     assert f"--model-path={tmp_path}" in command_of(tmp_path)
+
+
+@pytest.mark.parametrize("seed", [0, 20261128, 2**62 - 1])
+def test_engines_have_seeds_of_their_own_that_numpy_takes(tmp_path: Path, seed: int) -> None:
+    config = parse_config({"model": {"path": str(tmp_path)}, "run": {"seed": seed}})
+    assert isinstance(config.engine, SGLangEngines)
+    options = {"routing": False, "log_dir": tmp_path, "seed": config.run.seed}
+    servers = [SGLangServer(config.engine, config.model, index=index, **options) for index in range(3)]
+    words = [word for server in servers for word in server.command() if word.startswith("--random-seed=")]
+    found = {int(word.partition("=")[2]) for word in words}
+    assert len(found) == 3
+    assert all(0 <= each < 2**32 for each in found)

@@ -91,6 +91,25 @@ def test_check_refuses_what_ranks_would(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("llama", {"bias": True}),
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("llama", {"rope_is_neox_style": False}),
+        ("qwen2", {"original_num_attention_heads": 2}),
+        ("qwen3_moe", {"compression_config": {"quant_method": "fp8"}}),
+        ("qwen3_moe", {"final_logit_softcapping": 30.0}),
+        ("deepseek_v3", {"swiglu_limit": 7.0, "topk_group": 4}),
+    ],
+)
+def test_a_field_that_only_engines_would_apply_is_refused(kind: str, change: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{next(iter(change))} = .*; the trainer supports only .* for {kind}"
+    ):
+        check_supported_values({"model_type": kind, "max_position_embeddings": 4096, **change}, "m")
+
+
 def test_a_rank_refuses_in_the_same_words(tmp_path: Path) -> None:
     import torch
 
