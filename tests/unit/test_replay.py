@@ -124,7 +124,7 @@ async def test_all_is_thrown_away_when_the_prompt_is_another(tmp_path: Path) -> 
     bench = Bench(
         cast(Engine, ScriptedEngine(scripts=[turn(2)])), replay="off", entry=reopen_entry(journal, left)
     )
-    bench.chat.prompt_ids = lambda *_: np.arange(5, dtype=np.int32)  # type: ignore[method-assign]
+    bench.chat.prompt_ids = lambda *_, **__: np.arange(5, dtype=np.int32)  # type: ignore[method-assign]
     bench.start()
     await bench.session.generate()
     assert written(await bench.finish()) == [100, 101]
