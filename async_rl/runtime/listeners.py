@@ -31,7 +31,8 @@ _MAX_KINDS: Final = 256
 class RepeatFilter(logging.Filter):
     """Passes each kind of message at most `max_records` times in `period_s`, then says how many it left out.
 
-    Messages are of one kind if they have the same logger, level and first line before formatting.
+    Messages are of one kind if they have the same logger, level and first line before formatting, or, with a
+    `prefix`, if they begin with it.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class RepeatFilter(logging.Filter):
         first_line = str(record.msg).partition("\n")[0][:200]
         if not first_line.startswith(self._prefix):
             return True
-        kind, now = (record.name, record.levelno, first_line), self._clock()
+        kind, now = (record.name, record.levelno, self._prefix or first_line), self._clock()
         begin_s, count = self._kinds.get(kind, (now, 0))
         if now - begin_s >= self._period_s:
             if (left_out := count - self._max_records) > 0:
@@ -73,8 +74,13 @@ class RepeatFilter(logging.Filter):
 
 
 log.addFilter(RepeatFilter())
-# Without descriptors, asyncio of Python 3.11 logs a traceback for each place in the backlog.
-logging.getLogger("asyncio").addFilter(RepeatFilter(prefix="socket.accept() out of system resource"))
+# Without descriptors, asyncio of Python 3.11 logs a traceback for each place in the backlog, and a second later
+# one more for each if the server has been closed.
+for _prefix in (
+    "socket.accept() out of system resource",
+    "Exception in callback BaseSelectorEventLoop._start_serving(",
+):
+    logging.getLogger("asyncio").addFilter(RepeatFilter(prefix=_prefix))
 
 
 class ConnectionLimit:

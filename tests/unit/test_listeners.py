@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import resource
 import subprocess
@@ -46,8 +47,8 @@ sys.stdin.read()
 
 
 @asynccontextmanager
-async def strangers(port: int, number: int) -> AsyncIterator[None]:
-    """Connections of another process that send nothing."""
+async def strangers(port: int, number: int, *, descriptors: int = 130) -> AsyncIterator[None]:
+    """Connections of another process that send nothing, once so many descriptors are free again."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", STRANGERS, str(port), str(number),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -56,6 +57,10 @@ async def strangers(port: int, number: int) -> AsyncIterator[None]:
     assert process.stdout is not None
     try:
         assert int(await process.stdout.readline()) > 100
+        # A server accepts a backlog of 100 connections before it closes those beyond its limit.
+        async with asyncio.timeout(60):
+            while free_descriptors() < descriptors:
+                await asyncio.sleep(0.01)
         yield
     finally:
         process.stdin.close()
@@ -72,6 +77,14 @@ def few_descriptors(more: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def free_descriptors() -> int:
+    """How many more files this process can open."""
+    try:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even the folder
+        return 0
 
 
 def port_of(url: str) -> int:
@@ -111,16 +124,29 @@ COMPLETION = "POST /v1/chat/completions"
 async def test_all_listeners_answer_while_strangers_hold_all_connections(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with few_descriptors(80):
-        async with asked(lines("Hello.")) as a, strangers(port_of(a.access.base_url), 300):
+    with few_descriptors(200):
+        async with asked(lines("Hello.")) as a, strangers(port_of(a.access.base_url), 600):
             assert (await a.say("Hi")).choices[0].message.content == "Hello."
-        async with metrics_served() as url, strangers(port_of(url), 300):
+        async with metrics_served() as url, strangers(port_of(url), 600):
             async with httpx.AsyncClient(trust_env=False) as client:
                 assert (await client.get(f"{url}/health")).status_code == 200
-        async with listen("127.0.0.1") as listener, strangers(listener.port, 300):
+        async with listen("127.0.0.1") as listener, strangers(listener.port, 600):
             worker = await connect_link("127.0.0.1", listener.port, listener.key)
             (await listener.accept_link()).close()
             worker.close()
+    assert len(caplog.records) < 20
+
+
+@pytest.mark.real
+async def test_a_server_that_ends_without_descriptors_logs_a_few_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with few_descriptors(20):
+        async with metrics_served() as url, strangers(port_of(url), 300, descriptors=0):
+            while "out of system resource" not in caplog.text:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5)  # asyncio serves again after a second, also what is closed by then
+    assert "_start_serving" in caplog.text
     assert len(caplog.records) < 20
 
 
