@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Final
 
 from async_rl.errors import DataError, InvariantError, NodeUnreachable
@@ -136,7 +137,8 @@ class BatchDelivery:
         self._groups.record_trained(batch, step)
         self._groups.discard_trained(batch)
         # Before a checkpoint claims the step.
-        _, cancelled = await run_uncancellable(self._executor, self._groups.flush_ledger)
+        flush = partial(self._groups.flush_ledger, durable=True)
+        _, cancelled = await run_uncancellable(self._executor, flush)
         self._taken.remove(batch.batch_id)
         return cancelled
 

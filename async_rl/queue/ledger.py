@@ -33,6 +33,10 @@ Decisions are made on the outstanding groups in memory; their changes are writte
 Callers that report a change to other components (that a group is queued, that a step is trained) flush first.
 A crash before that undoes the newest changes, together: a dispatch that was not written is a task that was
 not dispatched.
+
+**Power cuts.** A flush survives the death of the process; that of the machine only if it is durable. The
+flush that settles a step is, so that the ledger knows every step that a checkpoint may contain. A start from
+a checkpoint that is newer than the ledger is refused.
 """
 
 from __future__ import annotations
@@ -118,6 +122,8 @@ class Ledger:
         self._pending: set[int] = set()
         self._cursor = 0
         self._folded_step = 0
+        self._path = path
+        self._step = 0  # the newest one that is recorded
         self.incarnation = 0
         """The number of rollbacks, and so of the processes and trainers that this run has had."""
         self.restarts: dict[int, int] = {}
@@ -327,6 +333,7 @@ class Ledger:
             self._counts["queued"] -= len(group.queued)
             self._counts["trained"] += len(group.queued)
             del self._groups[group.group_id]
+        self._step = step
         self._tables.add_statement("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
         self._tables.end_change()
 
@@ -379,8 +386,16 @@ class Ledger:
         A new database has nothing to roll back.
 
         Raises:
-            AsyncRLError: When what was trained after the step has been folded.
+            AsyncRLError: When what was trained after the step has been folded, or the step is not recorded:
+                what its checkpoint has trained would be trained again.
         """
+        if step > self._step:
+            known = f"knows no step after {self._step}" if self._step else "is new"
+            raise AsyncRLError(
+                f"the checkpoint is of step {step}, but {self._path} {known}: it was deleted, or is an older "
+                "copy; restore the ledger that belongs to the checkpoint, or remove the checkpoints after "
+                f"step {self._step}, or begin another run with the model that `async-rl export` makes of this"
+            )
         if step < self._folded_step:
             raise AsyncRLError(
                 f"the ledger has folded what was trained up to step {self._folded_step} and cannot go back "
@@ -404,6 +419,7 @@ class Ledger:
             )
         self._checkpoints = [kept for kept in self._checkpoints if kept <= step]
         self._tables.delete_after(step)
+        self._step = step
         self._record_restart(step)
         self._tables.end_change()
         self.flush()
@@ -475,13 +491,16 @@ class Ledger:
         """Return where the sequence of tasks continues; checkpoints contain it."""
         return DataPosition(cursor=self._cursor, pending=tuple(sorted(self._pending)))
 
-    def flush(self) -> None:
+    def flush(self, *, durable: bool = False) -> None:
         """Commit all changes made so far, in one transaction. From any thread.
+
+        Args:
+            durable: Whether they, and all before them, shall survive a power cut.
 
         Raises:
             AsyncRLError: When the database cannot be written; the changes stay pending.
         """
-        self._tables.flush()
+        self._tables.flush(durable=durable)
 
     def close(self) -> None:
         """Flush and close."""
@@ -496,6 +515,8 @@ class Ledger:
         ((last,),) = self._tables.query_rows("SELECT max(position) FROM groups")
         self._cursor = max(meta.get("cursor", 0), 0 if last is None else last + 1)
         self._folded_step = meta.get("folded_step", 0)
+        ((newest,),) = self._tables.query_rows("SELECT max(step) FROM steps")
+        self._step = newest or self._folded_step
         self.incarnation = meta.get("incarnation", 0)
         self.restarts = {
             int(key.removeprefix("restart ")): step

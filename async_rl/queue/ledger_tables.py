@@ -1,9 +1,12 @@
 """The SQLite tables of the ledger: written later, in order; read at start and by audits.
 
 Decisions are made on what the ledger holds in memory. A change is a list of statements that is committed in
-one transaction or not at all; `flush` commits all pending changes. The database is in WAL mode and is not
-synced on each commit: it survives the death of the process. After a power cut it may miss the last changes,
-but it is never inconsistent.
+one transaction or not at all; `flush` commits all pending changes. The database is in WAL mode. A commit
+survives the death of the process; after a power cut it may be missing with all later ones, unless it or a
+later one was durable (https://sqlite.org/pragma.html#pragma_synchronous).
+
+Only one driver may write. Each commit is numbered, so that a second one, on a file system whose locks do not
+reach other nodes, is noticed by whichever of the two commits after the other.
 """
 
 from __future__ import annotations
@@ -74,24 +77,28 @@ class LedgerTables:
         """Open or create the database.
 
         Raises:
-            AsyncRLError: When the file is of another version of this program.
+            AsyncRLError: When the file cannot be opened, is damaged or is of another version.
         """
         self._change: list[Statement] = []  # the current one
         self._changes: deque[list[Statement]] = deque()  # completed, not committed yet
         self._lock = threading.Lock()
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        if not self.query_rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
-            self._database.executescript(
-                f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('schema', {SCHEMA_VERSION}); COMMIT;"
-            )
+        self._path = path
+        try:
+            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._database.execute("PRAGMA journal_mode = WAL")
+            if not self.query_rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+                self._database.executescript(
+                    f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('schema', {SCHEMA_VERSION}); COMMIT;"
+                )
+        except sqlite3.Error as error:
+            raise _cannot("opened", path, error) from error
         ((found,),) = self.query_rows("SELECT value FROM meta WHERE key = 'schema'")
         if found != SCHEMA_VERSION:
             raise AsyncRLError(
                 f"{path} has schema {found}, this program writes {SCHEMA_VERSION}: end the run with the "
                 "version that began it, or begin another run (its checkpoints can be loaded)"
             )
+        self._num_commits = self._read_commits()
 
     def add_statement(self, statement: str, values: Sequence[Any] = ()) -> None:
         """Add a statement to the current change."""
@@ -103,34 +110,71 @@ class LedgerTables:
         self._change = []
 
     def query_rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Query what is committed."""
-        with self._lock:
-            return self._database.execute(statement, values).fetchall()
-
-    def flush(self) -> None:
-        """Commit all completed changes, in one transaction. From any thread.
+        """Query what is committed.
 
         Raises:
-            AsyncRLError: When the database cannot be written; the changes stay pending.
+            AsyncRLError: When the database cannot be read.
+        """
+        with self._lock:
+            try:
+                return self._database.execute(statement, values).fetchall()
+            except sqlite3.Error as error:
+                raise _cannot("read", self._path, error) from error
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Commit all completed changes, in one transaction. From any thread.
+
+        Args:
+            durable: Whether to sync the disk.
+
+        Raises:
+            AsyncRLError: When the database cannot be written, or another driver has written it; the changes
+                stay pending.
         """
         with self._lock:
             done: list[list[Statement]] = []
+            if not self._changes and not durable:
+                return
             try:
+                self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                self._database.execute("BEGIN IMMEDIATE")
+                self._check_alone()
                 while self._changes:
-                    if not done:
-                        self._database.execute("BEGIN IMMEDIATE")
                     done.append(self._changes.popleft())
                     for statement, values in done[-1]:
                         self._database.execute(statement, values)
-                if done:
-                    self._database.execute("COMMIT")
+                # Not nothing: SQLite syncs what it writes.
+                self._database.execute(
+                    "INSERT OR REPLACE INTO meta VALUES ('commits', ?)", (self._num_commits + 1,)
+                )
+                self._database.execute("COMMIT")
+                self._num_commits += 1
             except sqlite3.Error as error:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 self._changes.extendleft(reversed(done))
                 if isinstance(error, sqlite3.IntegrityError):
                     raise InvariantError(f"an id was dispatched twice: {error}") from error
-                raise AsyncRLError(f"the ledger cannot be written: {error}; is the disk full?") from error
+                raise _cannot("written", self._path, error) from error
+
+    def _check_alone(self) -> None:
+        """Check in a transaction that nobody else has committed since this database was opened.
+
+        Raises:
+            AsyncRLError: Somebody has.
+        """
+        if self._read_commits() == self._num_commits:
+            return
+        self._database.execute("ROLLBACK")
+        raise AsyncRLError(
+            f"another driver has written {self._path}, so this one ends: two of them run in this folder, "
+            "because its file system does not lock files for other nodes or .lock was deleted; end one of "
+            "them, then start the run again if none is left"
+        )
+
+    def _read_commits(self) -> int:
+        found = self._database.execute("SELECT value FROM meta WHERE key = 'commits'").fetchone()
+        return 0 if found is None else int(found[0])
 
     def close(self) -> None:
         """Flush and close."""
@@ -185,3 +229,15 @@ class LedgerTables:
             if reason is not None:
                 dropped[reason] += number
         return states, dropped
+
+
+def _cannot(what: str, path: Path, error: sqlite3.Error) -> AsyncRLError:
+    """Return the error of a ledger that cannot be opened, read or written."""
+    if isinstance(error, sqlite3.OperationalError):  # of the file system; others are of the content
+        return AsyncRLError(
+            f"the ledger {path} cannot be {what}: {error}; is the disk full, or not writable?"
+        )
+    return AsyncRLError(
+        f"the ledger {path} cannot be {what}: {error}; restore a copy that is no older than the newest "
+        "checkpoint, or begin another run with the model that `async-rl export` makes of that"
+    )

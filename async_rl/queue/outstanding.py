@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 
@@ -346,12 +347,15 @@ class OutstandingGroups:
         if self._metrics is not None:  # at once: a scrape sees the ledger's other counts meanwhile
             self._metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
 
-    def flush_ledger(self) -> None:
+    def flush_ledger(self, *, durable: bool = False) -> None:
         """Write all changes of the ledger, then delete the frames of settled trajectories. From any thread.
 
         In this order, because no restart may find a trajectory outstanding whose frame is gone.
+
+        Args:
+            durable: Whether the changes shall survive a power cut.
         """
-        self._spool.delete_discarded(before=self._ledger.flush)
+        self._spool.delete_discarded(before=partial(self._ledger.flush, durable=durable))
 
     def discard_trained(self, batch: TakenBatch) -> None:
         """Let the frames of a trained batch be deleted by the next flush."""

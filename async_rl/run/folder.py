@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,9 +26,9 @@ import msgspec
 
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml, versions
-from async_rl.errors import AsyncRLError, ConfigError, StallError
+from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady, StallError
 from async_rl.observability.text_console import TextConsole
-from async_rl.runtime.files import is_locked, replace_file
+from async_rl.runtime.files import is_locked, replace_file, try_lock
 from async_rl.runtime.package_warnings import hide_package_warnings
 from async_rl.runtime.printable import PrintableFormatter, print_text
 from async_rl.runtime.processes import private_files
@@ -267,15 +266,34 @@ def _locked(
     folder: Path, taken: str, config: Config, check: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Lock a folder and write `config.yaml` and `versions.json`; raise ConfigError(taken) if it is locked."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(taken) from error
-        check()
-        replace_file(folder / "config.yaml", resolved_yaml(config).encode())
-        (folder / "versions.json").write_bytes(msgspec.json.encode(versions()))
+    with ExitStack() as stack:
+        with _written(folder):
+            lock = stack.enter_context((folder / ".lock").open("w"))
+            locked = try_lock(lock)
+            if locked is False:
+                raise ConfigError(taken)
+            if locked is None:
+                log.warning("the file system of %s has no locks: do not start a second process there", folder)
+            check()
+            replace_file(folder / "config.yaml", resolved_yaml(config).encode())
+            (folder / "versions.json").write_bytes(msgspec.json.encode(versions()))
         yield
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Raise one sentence when the block cannot write into a folder.
+
+    Raises:
+        EnvironmentNotReady: It cannot.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"cannot write into {folder}: {os.strerror(error.errno or 0)}; free space on its disk or make it "
+            "writable, or choose a folder on another disk"
+        ) from error
 
 
 @contextmanager
@@ -284,7 +302,8 @@ def logging_to(path: Path, level: str) -> Iterator[None]:
 
     Python's warnings about the user's code are logged, too; those about installed packages are not.
     """
-    handler = logging.FileHandler(path)
+    with _written(path.parent):
+        handler = logging.FileHandler(path)
     handler.setFormatter(PrintableFormatter(_LINE))
     root, ours = logging.getLogger(), logging.getLogger("async_rl")
     levels = root.level, ours.level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from async_rl.errors import EnvironmentNotReady
 
@@ -116,16 +117,36 @@ def socket_folder(below: int) -> Path:
     )
 
 
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What `flock` answers on file systems without locks."""
+
+
+def try_lock(file: IO[str], *, shared: bool = False) -> bool | None:
+    """Lock a file until it is closed.
+
+    Returns:
+        Whether it is locked now: False if another process has locked it, None on a file system without locks.
+
+    Raises:
+        OSError: It cannot be locked for another reason.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
+
+
 def is_locked(lock_file: Path) -> bool:
     """Returns whether a driver runs in a folder: a driver holds the lock in it until it ends."""
     if not lock_file.exists():
         return False
     with lock_file.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return try_lock(lock, shared=True) is False
 
 
 def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:

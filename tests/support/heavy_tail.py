@@ -34,6 +34,7 @@ from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import services
 from async_rl.types import Completion, TakenBatch, Task
+from tests.support.trajectories import roll_back
 
 PROMPT, ENGINES = 8, 2
 MEDIAN = 100.0
@@ -162,7 +163,7 @@ class World:
         )
         self.engines = [CoarseEngine(f"engine-{i}", speed) for i in range(ENGINES)]
         self.ledger = Ledger(folder / "ledger.sqlite")
-        self.ledger.rollback(step)
+        roll_back(self.ledger, step)
         retries = TaskRetries(
             max_retries=self.config.rollout.max_task_retries,
             retry_after=groups_per_batch,

@@ -10,6 +10,7 @@ import numpy as np
 
 from async_rl.engine_protocol import EngineFacts
 from async_rl.queue.archive import Archive
+from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import SpoolFolder
 from async_rl.routing import check, fit, make_trace
 from async_rl.types import (
@@ -119,3 +120,10 @@ def archive_failure(archive: Archive, trajectory: Trajectory, error: Exception, 
     """Keep and report an attempt that failed."""
     archive.inspected.keep(trajectory, attempt)
     archive.failed(StoredTrajectory.of(trajectory), attempt, error)
+
+
+def roll_back(ledger: Ledger, step: int) -> None:
+    """Continue from the checkpoint of a step, which the ledger knows."""
+    if step:
+        ledger.train_groups((), step, "of-an-earlier-process")
+    ledger.rollback(step)

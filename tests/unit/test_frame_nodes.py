@@ -22,7 +22,7 @@ from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch
-from tests.support.trajectories import FACTS, make_trajectory
+from tests.support.trajectories import FACTS, make_trajectory, roll_back
 from verification.simulation.simulated_workers import SimulatedNodes
 
 NODE = "node-1-0"
@@ -170,7 +170,7 @@ class NodesQueue:
     def __init__(self, nodes: Nodes, step: int = 0) -> None:
         self.nodes, self.metrics = nodes, Metrics()
         self.ledger = Ledger(nodes.folder / "ledger.sqlite")
-        self.ledger.rollback(step)
+        roll_back(self.ledger, step)
         self.queue = TrajectoryQueue(
             self.ledger,
             nodes.spool,
@@ -427,7 +427,7 @@ def test_labels_of_undone_versions_stay_capped_in_a_reopened_group(tmp_path: Pat
     ledger.rollback(0)
     ledger.dispatch_group("g", "task", 0, ["g-0", "g-1"], 2)
     ledger.queue_group("g", nodes.store("g-0", "g-1", version=2), version=2)
-    ledger.rollback(1)
+    roll_back(ledger, 1)
     ledger.reopen_group("g", ["g-0"])
     (kept,) = ledger.group("g").stored.values()
     assert (kept.trajectory_id, kept.newest_weight_version) == ("g-1", 1)

@@ -22,6 +22,7 @@ from async_rl.queue.journal_folders import (
 from async_rl.queue.ledger import Ledger
 from async_rl.types import Context, Sampled
 from tests.support.journals import sampled
+from tests.support.trajectories import roll_back
 from verification.simulation.simulated_workers import SimulatedNodes
 
 NAME = "a" * 32
@@ -90,8 +91,8 @@ def test_undone_versions_stay_undone_when_a_second_restart_reads_the_same_journa
     ledger.rollback(0)
     base = tmp_path / "journal"
     left_behind(base / f"{ledger.incarnation:06d}-driver-1", NAME, sampled(5, 4), sampled(2, 7), epoch=1)
-    ledger.rollback(4)
-    ledger.rollback(6)
+    roll_back(ledger, 4)
+    roll_back(ledger, 6)
     ledger.close()
     ledger = Ledger(tmp_path / "ledger.sqlite")  # as the next process finds it
     folders = JournalFolders(base, ledger.incarnation, ledger.restarts)

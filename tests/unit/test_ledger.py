@@ -13,7 +13,7 @@ import pytest
 from async_rl.errors import AsyncRLError, InvariantError
 from async_rl.queue.ledger import Conservation, DataPosition, Ledger
 from async_rl.types import StoredTrajectory
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_trajectory, roll_back
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def path(tmp_path: Path) -> Path:
 def ledger(path: Path) -> Iterator[Ledger]:
     ledger = Ledger(path)
     yield ledger
-    ledger.close()
+    with contextlib.suppress(AsyncRLError):  # another process may have gone on
+        ledger.close()
 
 
 def dispatch(ledger: Ledger, *positions: int, size: int = 2) -> None:
@@ -139,6 +140,56 @@ def test_a_dispatch_never_happened_when_it_was_not_flushed_before_a_kill(ledger:
     assert again.rollback(0) == DataPosition(cursor=1)
     assert again.in_flight == {"g0-0", "g0-1"}
     again.close()
+
+
+def test_one_of_two_drivers_ends_when_both_write_one_ledger(ledger: Ledger, path: Path) -> None:
+    """Where locks do not reach other nodes, or `.lock` was deleted."""
+    ledger.rollback(0)
+    second = Ledger(path)
+    second.rollback(0)
+    dispatch(ledger, 0)
+    dispatch(second, 0)
+    for _ in range(2):
+        with pytest.raises(AsyncRLError, match=r"another driver has written .*ledger.sqlite, so"):
+            ledger.flush()
+    third = Ledger(path)
+    second.flush()
+    with pytest.raises(AsyncRLError, match="another driver"):  # what it has loaded is old
+        third.rollback(0)
+    queue(second, 0)
+    train(second, 1, "g0")
+    assert second.audit().trained == 2
+    second.close()
+
+
+def test_a_checkpoint_is_refused_when_the_ledger_does_not_know_its_step(ledger: Ledger, path: Path) -> None:
+    """What the checkpoint was trained on would be trained once more."""
+    with pytest.raises(AsyncRLError, match=r"of step 2, but .*ledger.sqlite is new: it was deleted, or is"):
+        ledger.rollback(2)
+    dispatch(ledger, 0, 1)
+    queue(ledger, 0, 1)
+    train(ledger, 1, "g0")
+    train(ledger, 2, "g1")
+    ledger.rollback(1)
+    with pytest.raises(AsyncRLError, match=r"knows no step after 1: .* remove the checkpoints after step 1"):
+        ledger.rollback(2)
+    again = reopened(ledger, path)
+    with pytest.raises(AsyncRLError, match="knows no step after 1"):
+        again.rollback(2)
+    assert again.rollback(1).pending == (1,)
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"no database at all " * 300, None])
+def test_one_sentence_when_the_ledger_is_damaged(ledger: Ledger, path: Path, content: bytes | None) -> None:
+    dispatch(ledger, *range(200))
+    ledger.close()
+    if content is None:  # a part of it is
+        content = path.read_bytes()
+        content = content[:4096] + b"\xff" * 8192 + content[12288:]
+    path.write_bytes(content)
+    with pytest.raises(AsyncRLError, match=r"ledger.sqlite cannot be (opened|read): .*; restore a copy"):
+        Ledger(path)
 
 
 def test_tasks_are_neither_skipped_nor_repeated_when_rolled_back_to_a_step(
@@ -256,9 +307,9 @@ def test_labels_of_undone_versions_have_a_ceiling_until_the_frame_is_gone(ledger
     dispatch(ledger, 0, 1)
     queue(ledger, 0)
     again = reopened(ledger, path)
-    again.rollback(3)
+    roll_back(again, 3)
     third = reopened(again, path)
-    third.rollback(5)  # what it queued itself may have labels up to 5, this frame has not
+    roll_back(third, 5)  # what it queued itself may have labels up to 5, this frame has not
     assert third.group("g0").ceiling == 3
     assert third.group("g1").ceiling is None
     queue(third, 1)
@@ -315,5 +366,5 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
     assert again.rollback(4) == DataPosition(cursor=8, pending=(5, 6))
     assert again.audit().dropped == {"error": 3, "too_stale": 3, "restart": 2}
     with pytest.raises(AsyncRLError, match="folded what was trained up to step 4"):
-        again.rollback(3)
+        roll_back(again, 3)
     again.close()

@@ -21,7 +21,7 @@ from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch, Trajectory
-from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory
+from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory, roll_back
 
 SPOOLS: WeakKeyDictionary[TrajectoryQueue, Spool] = WeakKeyDictionary()
 
@@ -34,7 +34,7 @@ def open_queue(
     folder: Path, step: int, *journalled: tuple[str, ProgressReport], **settings: Any
 ) -> TrajectoryQueue:
     ledger = Ledger(folder / "ledger.sqlite")
-    ledger.rollback(step)
+    roll_back(ledger, step)
     most = settings.pop("max_bytes", None)
     spool = Spool(folder / "spool", most)
     queue = TrajectoryQueue(

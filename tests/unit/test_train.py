@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
+import io
 import json
 import os
 import platform
@@ -13,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,6 +33,7 @@ from async_rl.observability.records import (
     step_record_log,
     summarise,
 )
+from async_rl.runtime.files import is_locked
 from async_rl.runtime.supervision import Nursery, cut_by, services
 from tests.support.run_config import write_run
 
@@ -119,6 +124,37 @@ def test_a_folder_is_refused_while_another_process_runs_in_it(tmp_path: Path) ->
         fcntl.flock(lock, fcntl.LOCK_SH)
         with pytest.raises(ConfigError, match="another process"):
             train(path, [], finishes)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_run_starts_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    path = write_run(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
+    assert train(path, [], finishes) == 0
+    assert "has no locks: do not start a second process there" in caplog.text
+    assert not is_locked(tmp_path / "runs" / "tiny" / ".lock")
+
+
+@pytest.mark.parametrize("file", ["/.lock", "/.config.yaml.part", "/versions.json", "/driver.log"])
+def test_one_sentence_when_the_disk_is_full_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    path = write_run(tmp_path)
+    opened = io.open
+
+    def full(name: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if str(name).endswith(file) and mode != "r":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(name, mode, *arguments, **named)
+
+    monkeypatch.setattr(io, "open", full)
+    monkeypatch.setattr("builtins.open", full)
+    with pytest.raises(EnvironmentNotReady, match=r"cannot write into .*/tiny.*: No space left on device"):
+        train(path, [], finishes)
+    monkeypatch.undo()
+    assert train(path, [], finishes) == 0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from async_rl.runtime.waits import Waits, acting
 from async_rl.staleness import Backlog
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.loop_blockers import loop_blockers
-from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory
+from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory, roll_back
 
 
 async def read_batch(batch: TakenBatch) -> dict[str, str]:
@@ -41,7 +41,7 @@ class Run:
     def __init__(self, folder: Path, step: int = 0, max_bytes: int = 64 << 20, **settings: Any) -> None:
         self.folder, self.settings = folder, settings
         self.ledger = Ledger(folder / "ledger.sqlite")
-        self.ledger.rollback(step)
+        roll_back(self.ledger, step)
         self.spool = Spool(folder / "spool", max_bytes)
         self.queue = TrajectoryQueue(
             self.ledger,
@@ -101,9 +101,9 @@ async def held(
     """Calls of a method wait in their thread; the block begins when asked to, and ends by letting them go."""
     original, go = getattr(owner, name), threading.Event()
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **named: Any) -> Any:
         assert go.wait(30)
-        return original(*arguments)
+        return original(*arguments, **named)
 
     monkeypatch.setattr(owner, name, slow)
     try:

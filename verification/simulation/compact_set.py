@@ -34,6 +34,12 @@ class CompactSet:
             self._bits[byte] |= 1 << bit
             self._count += 1
 
+    def discard(self, number: int) -> None:
+        """Remove a number if it is a member."""
+        if number in self:
+            self._bits[number // 8] &= ~(1 << number % 8)
+            self._count -= 1
+
     def update(self, members: Iterable[str | int]) -> None:
         """Add many."""
         for member in members:

@@ -190,6 +190,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "swallow_cancel": FaultRow("user", "the agent loop goes on when it is cancelled", share=0.2),
     "kill": FaultRow("driver", "the driver is killed between two callbacks"),
     "kill_on_disk": FaultRow("driver", "the driver is killed inside a disk operation"),
+    "power_cut": FaultRow("driver", "the driver's machine loses power, and writes that were not synced", 0.3),
     "cancel": FaultRow("driver", "the driver is cancelled (2nd Ctrl-C)"),
     "stop": FaultRow("driver", "the driver is stopped by a signal and resumed"),
 }

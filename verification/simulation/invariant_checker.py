@@ -24,11 +24,11 @@ import sqlite3
 import struct
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -127,6 +127,8 @@ class InvariantChecker:
         """Until when nodes do not answer."""
         self.unasked_nodes: set[str] = set()
         """The nodes that this driver has asked for nothing yet, or not since they failed to answer."""
+        self.lost_frames: set[str] = set()
+        """Frames in the run's folder of which a power cut has taken something."""
         self.cut_off_folders: set[str] = set()
         """The names of the folders of workers that were cut off from the driver."""
         self.deaf = False
@@ -167,6 +169,8 @@ class InvariantChecker:
         self._held = CompactSet()
         """The positions of which such a group was trained."""
         self._num_positions = 0
+        self._unseen_before = self._skipped_before = 0
+        """What the law of conservation lacks since the last power cut, which undoes what was counted."""
         self._newest = self._saved = 0
         self.tokens_said = 0
         self._served_s = 0.0
@@ -672,17 +676,7 @@ class InvariantChecker:
         """
         if self.deaf:
             return
-        database = _connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
-        try:
-            rows = database.execute(
-                "SELECT t.trajectory_id, t.group_id, g.position, t.state, t.step, t.reason, t.stored, "
-                "g.weight_version, t.attempt "
-                "FROM trajectories t LEFT JOIN groups g USING (group_id) ORDER BY t.trajectory_id"
-            ).fetchall()
-            pending = {position for (position,) in database.execute("SELECT position FROM pending")}
-            ((folded,),) = database.execute("SELECT coalesce(sum(number), 0) FROM folded")
-        finally:
-            database.close()
+        rows, pending, folded, _ = _read_ledger(run_dir)
         trained: dict[int, set[str]] = defaultdict(set)
         frames: dict[str, str] = {}
         fates: dict[str, tuple[int, set[str]]] = {}
@@ -705,7 +699,10 @@ class InvariantChecker:
                 if not self._is_stored(run_dir, stored, listed):
                     self.fail(f"trajectory {name} is queued in {frame}, which is not there")
         for step, names in trained.items():
-            if step > settled or names != set(self._steps.get(step, ())):
+            known = self._steps.get(step)
+            # A power cut undoes that it was folded.
+            agrees = names == known if known is not None else all(name in self._trained for name in names)
+            if step > settled or not agrees:
                 self.fail(f"the ledger and the trainer disagree on what was trained in step {step}")
         unsettled = [step for step in self._steps if self._saved < step <= settled and step not in trained]
         if unsettled:
@@ -720,18 +717,48 @@ class InvariantChecker:
         self._fates = fates
         names = {row[0] for row in rows}
         self._seen.update(names - self._names)
-        for name in self._names - names:
+        self._forget_trajectories(self._names - names)
+        self._names = names
+        for step in [step for step in self._steps if step <= self._saved and step not in trained]:
+            self._trained.update(self._steps.pop(step))
+        unseen = folded - (len(self._seen) - len(names)) - self._unseen_before
+        if unseen < 0:
+            self.fail(f"{-unseen} trajectories are gone from the ledger")
+        skipped = self._check_positions(pending) - self._skipped_before
+        if skipped > (most := unseen // self._config.rollout.group_size):
+            self.fail(f"{skipped} positions were skipped, expected at most {most}")
+
+    def _forget_trajectories(self, names: Collection[str]) -> None:
+        for name in names:
             self._heads.pop(f"trajectory {name}", None)
             self._attempts.pop(f"trajectory {name}", None)
             self._unaccounted.pop(f"trajectory {name}", None)
             self._recoveries.pop(name, None)
+
+    def lose_power(self, run_dir: Path, lost: Collection[str]) -> None:
+        """What the ledger does not know any more after a power cut never happened.
+
+        Steps that a checkpoint contains stay trained: the ledger must know them.
+
+        Args:
+            run_dir: The folder of the run, after it.
+            lost: The files that have lost something, as paths in it.
+        """
+        self.lost_frames.update(name.removeprefix("spool/") for name in lost if name.startswith("spool/"))
+        rows, pending, folded, cursor = _read_ledger(run_dir)
+        names = {row[0] for row in rows}
+        self._seen.update(names)
+        self._forget_trajectories(self._names - names)
         self._names = names
-        for step in [step for step in self._steps if step <= self._saved and step not in trained]:
-            self._trained.update(self._steps.pop(step))
-        unseen = folded - (len(self._seen) - len(names))
-        if unseen < 0:
-            self.fail(f"{-unseen} trajectories are gone from the ledger")
-        self._check_positions(pending, unseen // self._config.rollout.group_size)
+        self._unseen_before = folded - (len(self._seen) - len(names))
+        self._fates = {}
+        for _, group, position, state, _, reason, *_ in rows:
+            self._fates.setdefault(group, (position, set()))[1].add(reason if state == "dropped" else state)
+        for position in (*range(cursor, self._num_positions), *(at for at, _ in self._fates.values())):
+            self._used.discard(position)
+            self._held.discard(position)
+        self._num_positions = cursor
+        self._skipped_before = self._check_positions(pending)
 
     def _is_stored(self, run_dir: Path, entry: bytes, listed: dict[str, set[str]]) -> bool:
         """Whether the frame that a row of the ledger names is there, as far as its node is.
@@ -739,6 +766,8 @@ class InvariantChecker:
         Each folder is listed once, into `listed`: to ask for each frame takes 5% of a soak.
         """
         stored = msgspec.msgpack.decode(entry, type=StoredTrajectory)
+        if not stored.node and _frame_of(entry) in self.lost_frames:
+            return True
         if stored.node in self.lost_nodes or stored.path.rpartition("/")[0] in self.wiped:
             return True
         path = stored.path if stored.node else f"{run_dir}/spool/{_frame_of(entry)}"
@@ -755,10 +784,13 @@ class InvariantChecker:
         if steps != list(range(1, settled + 1)):
             self.fail(f"metrics.jsonl has lines of the steps {steps}, {settled} were trained")
 
-    def _check_positions(self, pending: set[int], unseen: int) -> None:
+    def _check_positions(self, pending: set[int]) -> int:
         """Each position is held by one group at most, used up, or pending.
 
-        A group that a restart undid has not used it up. So many groups came and went between two looks.
+        A group that a restart undid has not used it up.
+
+        Returns:
+            The number of positions of which nothing is known: their groups came and went between two looks.
         """
         holders: dict[int, list[str]] = defaultdict(list)
         used: set[int] = set()
@@ -778,9 +810,7 @@ class InvariantChecker:
         waiting = {
             at for at in pending if at < self._num_positions and at not in used and at not in self._used
         }
-        skipped = self._num_positions - len(self._used) - len(used) - len(waiting)
-        if skipped > unseen:
-            self.fail(f"{skipped} positions were skipped, expected at most {unseen}")
+        return self._num_positions - len(self._used) - len(used) - len(waiting)
 
     def check_folder(self, run_dir: Path) -> None:
         """What lies in the folder of a run that has ended is what its ledger knows of, and no more."""
@@ -847,6 +877,28 @@ def spooled_files(config: Config, run_dir: Path) -> Iterator[Path]:
         places += node_folder(spool_dir, run_dir).glob("*")
     for place in places:
         yield from (path for path in place.glob("*/*") if path.is_file())
+
+
+def _read_ledger(run_dir: Path) -> tuple[list[tuple[Any, ...]], set[int], int, int]:
+    """Return the rows of trajectories, pending positions, the number of folded rows, and the cursor."""
+    if not (run_dir / "ledger.sqlite").exists():  # a power cut came before its first commit
+        return [], set(), 0, 0
+    database = _connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
+    try:
+        rows = database.execute(
+            "SELECT t.trajectory_id, t.group_id, g.position, t.state, t.step, t.reason, t.stored, "
+            "g.weight_version, t.attempt "
+            "FROM trajectories t LEFT JOIN groups g USING (group_id) ORDER BY t.trajectory_id"
+        ).fetchall()
+        pending = {position for (position,) in database.execute("SELECT position FROM pending")}
+        ((folded,),) = database.execute("SELECT coalesce(sum(number), 0) FROM folded")
+        ((cursor,),) = database.execute(
+            "SELECT max(coalesce((SELECT max(position) + 1 FROM groups), 0), "
+            "coalesce((SELECT value FROM meta WHERE key = 'cursor'), 0))"
+        )
+    finally:
+        database.close()
+    return rows, pending, folded, cursor
 
 
 def _frame_of(stored: bytes) -> str:

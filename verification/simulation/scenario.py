@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -38,9 +38,12 @@ from verification.simulation.faults import (
 
 T = TypeVar("T")
 
-Ending = Literal["kill", "kill_on_disk", "cancel", "stop"]
+Ending = Literal["kill", "kill_on_disk", "cancel", "stop", "power_cut"]
 """What ends an incarnation of the driver: killed between two callbacks or between two operations on its disk,
-cancelled (the second Ctrl-C), told to stop (the first)."""
+cancelled (the second Ctrl-C), told to stop (the first), or cut off from its power."""
+
+_DRAWN_TOGETHER: Final[tuple[Ending, ...]] = ("kill", "kill_on_disk", "cancel", "stop")
+"""The first endings, which share a stream. No other joins them."""
 
 FACTS: Final = EngineFacts(
     num_layers=3, moe_layers=(1, 2), num_experts=61, top_k=2, vocab_size=400, context_length=4096
@@ -150,15 +153,18 @@ def draw(seed: int) -> Scenario:
 
 def _with_own_streams(scenario: Scenario, setting: Setting) -> Scenario:
     """Add the faults that have a stream of their own, see `own_streams`."""
-    injections, tasks = list(scenario.injections), list(scenario.tasks)
+    injections, tasks, deaths = list(scenario.injections), list(scenario.tasks), list(scenario.deaths)
     for kind, rng in own_streams(scenario.seed, setting):
         if FAULTS[kind].family == "user":
             for index in rng.sample(range(len(tasks)), max(1, len(tasks) // 8)):
                 tasks[index] = replace(tasks[index], metadata={**tasks[index].metadata, "trouble": kind})
+        elif kind == "power_cut":
+            death = Death(kind=kind, after=int(_LAST_STEP ** rng.uniform(0.2, 1.0)))
+            deaths.insert(rng.randint(0, len(deaths)), death)
         else:
             injections += [_injection(rng, (kind,)) for _ in range(rng.choice((1, 2, 4)))]
     injections.sort(key=lambda injection: injection.step)
-    return replace(scenario, injections=tuple(injections), tasks=tuple(tasks))
+    return replace(scenario, injections=tuple(injections), tasks=tuple(tasks), deaths=tuple(deaths))
 
 
 def peaceful(scenario: Scenario) -> Scenario:
@@ -418,7 +424,7 @@ def _worker_fault(rng: random.Random, *kinds: FaultKind) -> Injection:
 def _deaths(rng: random.Random) -> tuple[Death, ...]:
     deaths: list[Death] = []
     while len(deaths) < 3 and rng.random() < 0.45:
-        kind: Ending = rng.choice(get_args(Ending))
+        kind = rng.choice(_DRAWN_TOGETHER)
         last = 400 if kind == "kill_on_disk" else _LAST_STEP
         deaths.append(Death(kind=kind, after=int(last ** rng.uniform(0.2, 1.0))))
     return tuple(deaths)

@@ -63,7 +63,15 @@ _NODES_AT_KILL: Final = "nodes-at-kill"
 _DOWNTIME_S: Final = 1.0
 
 Ended = Literal[
-    "finished", "killed", "kill_on_disk", "cancelled", "stopped", "failed", "halted", "stopped_at_start"
+    "finished",
+    "killed",
+    "kill_on_disk",
+    "cancelled",
+    "stopped",
+    "failed",
+    "halted",
+    "stopped_at_start",
+    "power_cut",
 ]
 
 
@@ -493,8 +501,8 @@ class Simulation:
 
     def _die(self, death: Death) -> None:
         self._checker.count(death.kind)
-        if death.kind == "kill":
-            self._kill("killed")
+        if death.kind in ("kill", "power_cut"):
+            self._kill("killed" if death.kind == "kill" else "power_cut")
             raise _Halt
         elif death.kind == "cancel":
             self._checker.note("cancelled")
@@ -515,6 +523,9 @@ class Simulation:
             shutil.copytree(self._run_dir, copy)
             if (disks := self._folder / NODES).exists():
                 shutil.copytree(disks, self._folder / _NODES_AT_KILL)
+            if ended == "power_cut":
+                rng = random.Random(f"power {self._scenario.seed} {len(self._incarnations)}")
+                self._checker.lose_power(copy, self._disk.cut_power(self._run_dir, copy, rng))
         self._run_dir = copy
         self._ended, self._killed, self._checker.deaf = ended, True, True
 

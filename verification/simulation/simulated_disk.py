@@ -1,6 +1,11 @@
-"""The operating system's side of a run's folder: it fills up, and the driver can die in any operation on it.
+"""The operating system's side of a run's folder: it fills up, and driver and power can fail at any moment.
 
 While it is mounted, calls that use disk space (of SQLite, the spool and the journal) go through here.
+
+A power cut takes what was not synced: of each file any part of what was written since its last `fsync`, in
+any order, or the whole file. SQLite keeps a promise of its own
+(https://sqlite.org/pragma.html#pragma_synchronous): what a commit with `synchronous = FULL` has written stays
+with all before it; what came after may be gone from some commit on.
 """
 
 from __future__ import annotations
@@ -9,9 +14,11 @@ import builtins
 import errno
 import io
 import os
+import random
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -35,13 +42,17 @@ class Disk:
         """The operation in which the driver dies."""
         self.die: Callable[[], None] = lambda: None
         """Called then, with the operation half done."""
+        self._durable: dict[str, bytes] = {}
+        """The content of databases at their last durable commit, by name."""
+        self._synced: dict[str, int] = {}
+        """How much of other files was synced, bytes, by path."""
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
         """Stand between the program and the disk. One at a time in a process."""
         fallocate, write, connect = os.posix_fallocate, os.write, sqlite3.connect
         open_descriptor, open_file, pwrite = os.open, io.open, os.pwrite
-        listdir, scandir = os.listdir, os.scandir
+        listdir, scandir, fsync = os.listdir, os.scandir, os.fsync
 
         def faulty_fallocate(file: int, offset: int, length: int) -> None:
             self._use_space()
@@ -75,10 +86,18 @@ class Disk:
             self._refuse_file(path)
             return scandir(path)
 
+        def noted_fsync(file: int) -> None:
+            fsync(file)
+            self._synced[os.readlink(f"/proc/self/fd/{file}")] = os.fstat(file).st_size
+
         disk = self
 
         class Connection(sqlite3.Connection):
             """Says what SQLite says when a write finds no space."""
+
+            def __init__(self, path: Any, *arguments: Any, **options: Any) -> None:
+                super().__init__(path, *arguments, **options)
+                self._name, self._is_durable = Path(str(path)).name, True
 
             def execute(self, statement: str, values: Any = (), /) -> sqlite3.Cursor:
                 if statement.startswith(_WRITES):
@@ -86,7 +105,12 @@ class Disk:
                         disk.die()
                     if disk.full:
                         raise sqlite3.OperationalError("database or disk is full")
-                return super().execute(statement, values)
+                done = super().execute(statement, values)
+                if statement.startswith("PRAGMA synchronous"):
+                    self._is_durable = statement.endswith("FULL")
+                elif statement == "COMMIT" and self._is_durable:
+                    disk._durable[self._name] = self.serialize()
+                return done
 
         def faulty_connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
             connection: sqlite3.Connection = connect(*arguments, **{"factory": Connection, **options})
@@ -94,7 +118,7 @@ class Disk:
 
         os.posix_fallocate, os.write = faulty_fallocate, faulty_write
         os.open, os.pwrite = faulty_open, faulty_pwrite
-        os.listdir, os.scandir = faulty_listdir, faulty_scandir
+        os.listdir, os.scandir, os.fsync = faulty_listdir, faulty_scandir, noted_fsync
         io.open = builtins.open = faulty_open_file  # type: ignore[assignment]
         sqlite3.connect = faulty_connect  # type: ignore[assignment]
         try:
@@ -102,6 +126,7 @@ class Disk:
         finally:
             os.posix_fallocate, os.write, sqlite3.connect = fallocate, write, connect
             os.open, os.pwrite, os.listdir, os.scandir = open_descriptor, pwrite, listdir, scandir
+            os.fsync = fsync
             io.open = builtins.open = open_file
 
     @contextmanager
@@ -112,6 +137,46 @@ class Disk:
             yield
         finally:
             self.no_files = no_files
+
+    def cut_power(self, folder: Path, copy: Path, rng: random.Random) -> set[str]:
+        """Lose some of what was not synced.
+
+        Args:
+            folder: The run's folder, up to which the driver came.
+            copy: A copy of it, which loses it. Checkpoints are complete only once they are synced.
+            rng: Decides what.
+
+        Returns:
+            The files that have lost something, as paths in the folder.
+        """
+        kept = rng.choice((0.0, 0.5, 0.9))
+        lost = set[str]()
+        for path in sorted(path for path in copy.rglob("*") if path.is_file()):
+            name = str(path.relative_to(copy))
+            if path.name.endswith((".sqlite-wal", ".sqlite-shm")) or name.startswith("checkpoints/"):
+                continue
+            if rng.random() < kept:
+                continue
+            if path.suffix == ".sqlite":
+                for other in ("-wal", "-shm"):
+                    path.with_name(path.name + other).unlink(missing_ok=True)
+            if path.name == "ledger.sqlite":
+                path.unlink()
+                if (content := self._durable.get(path.name)) is not None:
+                    path.write_bytes(content)
+                continue
+            lost.add(name)
+            synced = min(self._synced.get(str(folder / name), 0), path.stat().st_size)
+            content = path.read_bytes()
+            length = rng.randint(synced, len(content))
+            match rng.choice(("short", "zeros", "none")):
+                case "none" if not synced:
+                    path.unlink()
+                case "zeros":  # its length was written, its content was not
+                    path.write_bytes(content[:length] + bytes(len(content) - length))
+                case _:
+                    path.write_bytes(content[:length])
+        return lost
 
     def _use_space(self) -> None:
         if self._dies():
