@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from async_rl.runtime.files import replace_file
+from async_rl.runtime.files import replace_file, sync
 
 R = TypeVar("R")
 
@@ -68,6 +68,16 @@ class RecordLog(Generic[R]):
         finally:
             os.close(descriptor)
 
+    def sync(self) -> None:
+        """Flush all records to disk, so that a power cut loses none of them.
+
+        Raises:
+            OSError: The disk does not take them.
+        """
+        if self.path.exists():
+            sync(self.path)
+            sync(self.path.parent)
+
     def read(self) -> list[R]:
         """Return one record per step, ascending; none when the file does not exist.
 
@@ -94,7 +104,7 @@ class RecordLog(Generic[R]):
                 kept[number] = line
         content = b"".join(kept[number] for number in sorted(kept))
         if content != whole:
-            replace_file(self.path, content)
+            replace_file(self.path, content, durable=True)
 
     def _whole_lines(self) -> bytes:
         if not self.path.exists():

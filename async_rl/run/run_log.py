@@ -185,8 +185,11 @@ class RunLogger:
         self._unrecorded[done.result.step] = self._record(done, SyncReport.none(done.result.step), queue)
 
     async def write_held_steps(self) -> None:
-        """Write the held records: `metrics.jsonl` must have each step that a checkpoint holds."""
+        """Flush the records to disk: `metrics.jsonl` must have each step that a checkpoint holds."""
         await self._write_held(lambda step: True, wait_out_shortage=True)
+        _, cancelled = await run_uncancellable(None, self._step_records.sync)
+        if cancelled is not None:
+            raise cancelled
 
     async def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
         """Show a step after the update of the engines' weights, and write its record."""

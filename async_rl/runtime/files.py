@@ -149,15 +149,29 @@ def is_locked(lock_file: Path) -> bool:
         return try_lock(lock, shared=True) is False
 
 
-def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk, so that a power cut loses nothing of it.
+
+    Raises:
+        OSError: The disk does not take it, or there is no such file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes, *, mode: int | None = None, durable: bool = False) -> None:
     """Write a file so that a reader sees either the old content or the new content, never a part of it.
 
-    The content survives a crash of the process, not a power failure: nothing is synced to disk.
+    The content survives a crash of the process; a power cut, which may leave nothing, only if it is durable.
 
     Args:
         path: The file to create or replace; its folder must exist.
         content: The whole new content.
         mode: Permission bits; None leaves them to the process's umask.
+        durable: Whether to flush it to disk.
 
     Raises:
         OSError: The folder cannot be written or the disk is full.
@@ -168,4 +182,8 @@ def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None
         file.write(content)
     if mode is not None:
         partial.chmod(mode)
+    if durable:
+        sync(partial)
     partial.replace(path)
+    if durable:
+        sync(path.parent)

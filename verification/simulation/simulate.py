@@ -521,11 +521,12 @@ class Simulation:
         copy = self._folder / f"incarnation-{len(self._incarnations) + 1}"
         with self._disk.open_to_checks():
             shutil.copytree(self._run_dir, copy)
+            self._disk.keep_synced(self._run_dir, copy)
             if (disks := self._folder / NODES).exists():
                 shutil.copytree(disks, self._folder / _NODES_AT_KILL)
             if ended == "power_cut":
                 rng = random.Random(f"power {self._scenario.seed} {len(self._incarnations)}")
-                self._checker.lose_power(copy, self._disk.cut_power(self._run_dir, copy, rng))
+                self._checker.lose_power(copy, self._disk.cut_power(copy, rng))
         self._run_dir = copy
         self._ended, self._killed, self._checker.deaf = ended, True, True
 

@@ -52,7 +52,7 @@ class Disk:
         """Stand between the program and the disk. One at a time in a process."""
         fallocate, write, connect = os.posix_fallocate, os.write, sqlite3.connect
         open_descriptor, open_file, pwrite = os.open, io.open, os.pwrite
-        listdir, scandir, fsync = os.listdir, os.scandir, os.fsync
+        listdir, scandir, fsync, replace = os.listdir, os.scandir, os.fsync, os.replace
 
         def faulty_fallocate(file: int, offset: int, length: int) -> None:
             self._use_space()
@@ -90,6 +90,10 @@ class Disk:
             fsync(file)
             self._synced[os.readlink(f"/proc/self/fd/{file}")] = os.fstat(file).st_size
 
+        def noted_replace(source: Any, target: Any) -> None:
+            replace(source, target)
+            self._synced[str(target)] = self._synced.pop(str(source), 0)
+
         disk = self
 
         class Connection(sqlite3.Connection):
@@ -118,7 +122,8 @@ class Disk:
 
         os.posix_fallocate, os.write = faulty_fallocate, faulty_write
         os.open, os.pwrite = faulty_open, faulty_pwrite
-        os.listdir, os.scandir, os.fsync = faulty_listdir, faulty_scandir, noted_fsync
+        os.listdir, os.scandir = faulty_listdir, faulty_scandir
+        os.fsync, os.replace = noted_fsync, noted_replace
         io.open = builtins.open = faulty_open_file  # type: ignore[assignment]
         sqlite3.connect = faulty_connect  # type: ignore[assignment]
         try:
@@ -126,7 +131,7 @@ class Disk:
         finally:
             os.posix_fallocate, os.write, sqlite3.connect = fallocate, write, connect
             os.open, os.pwrite, os.listdir, os.scandir = open_descriptor, pwrite, listdir, scandir
-            os.fsync = fsync
+            os.fsync, os.replace = fsync, replace
             io.open = builtins.open = open_file
 
     @contextmanager
@@ -138,12 +143,17 @@ class Disk:
         finally:
             self.no_files = no_files
 
-    def cut_power(self, folder: Path, copy: Path, rng: random.Random) -> set[str]:
+    def keep_synced(self, folder: Path, copy: Path) -> None:
+        """What was synced in a folder is synced in its copy, which takes its place."""
+        for path in list(self._synced):
+            if Path(path).is_relative_to(folder):
+                self._synced[str(copy / Path(path).relative_to(folder))] = self._synced.pop(path)
+
+    def cut_power(self, copy: Path, rng: random.Random) -> set[str]:
         """Lose some of what was not synced.
 
         Args:
-            folder: The run's folder, up to which the driver came.
-            copy: A copy of it, which loses it. Checkpoints are complete only once they are synced.
+            copy: The copy of the run's folder. Checkpoints are complete only once they are synced.
             rng: Decides what.
 
         Returns:
@@ -166,7 +176,7 @@ class Disk:
                     path.write_bytes(content)
                 continue
             lost.add(name)
-            synced = min(self._synced.get(str(folder / name), 0), path.stat().st_size)
+            synced = min(self._synced.get(str(path), 0), path.stat().st_size)
             content = path.read_bytes()
             length = rng.randint(synced, len(content))
             match rng.choice(("short", "zeros", "none")):
@@ -176,6 +186,8 @@ class Disk:
                     path.write_bytes(content[:length] + bytes(len(content) - length))
                 case _:
                     path.write_bytes(content[:length])
+        for path in copy.rglob("*"):  # what is left is on the disk
+            self._synced[str(path)] = path.stat().st_size
         return lost
 
     def _use_space(self) -> None:
