@@ -23,6 +23,7 @@ import numpy as np
 from async_rl import codec
 from async_rl.codec import Bytes, Frame
 from async_rl.errors import AgentLoopError, CorruptFrame
+from async_rl.runtime.shortages import is_shortage
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
 TOKEN_IDS: Final = "token_ids"  # [T] int32
@@ -158,6 +159,10 @@ def _named(stored: StoredTrajectory | StoredCompletion) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise CorruptFrame(f"{stored.path} does not exist") from error
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        raise CorruptFrame(f"{stored.path} cannot be read: {error.strerror}") from error
     except CorruptFrame as error:
         raise CorruptFrame(f"{stored.path}: {error}") from error
 

@@ -11,7 +11,8 @@ processes, only the records of its newest owner count (`read_tree`, `queue.journ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -21,7 +22,10 @@ import numpy as np
 from async_rl import codec
 from async_rl.errors import CorruptFrame
 from async_rl.queue.progress import ProgressReport
+from async_rl.runtime.shortages import is_shortage
 from async_rl.types import Context, Sampled, SamplingMask, Segment, cap_versions, root_of
+
+log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"ASYNCRL\0"
 
@@ -153,7 +157,7 @@ def read_journal(directory: Path) -> tuple[dict[str, JournalledTrajectory], int]
     states: dict[str, _State] = {}
     lost = 0
     for path in journal_files(directory):
-        for record in read_journal_records(path.read_bytes()):
+        for record in _read_file(path):
             if record is None:
                 lost += 1
             else:
@@ -164,6 +168,24 @@ def read_journal(directory: Path) -> tuple[dict[str, JournalledTrajectory], int]
         for name, state in known.items()
         if state.segments and known.get(root_of(name), state).owner == state.owner
     }, lost
+
+
+def _read_file(path: Path) -> Iterable[JournalRecord | None]:
+    """Return the records of a file; None, as for a damaged stretch, if the file system does not give it.
+
+    Raises:
+        FileNotFoundError: A compaction has removed the file.
+        OSError: There is no descriptor.
+    """
+    try:
+        return read_journal_records(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        log.warning("%s cannot be read: %s; what only it has is sampled again", path, error.strerror)
+        return [None]
 
 
 def read_journal_records(data: bytes) -> Iterator[JournalRecord | None]:
@@ -305,7 +327,8 @@ def _next_frame(data: bytes, position: int) -> int:
 
 def journal_files(directory: Path) -> list[Path]:
     """Return the journal's files in the order in which they were begun; there are several after a crash."""
-    return sorted(directory.glob("journal-*"), key=file_number)
+    ours = (path for path in directory.glob("journal-*") if path.name.removeprefix("journal-").isdecimal())
+    return sorted(ours, key=file_number)
 
 
 def file_number(path: Path) -> int:

@@ -100,6 +100,9 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "disk_full": FaultRow("disk", "the disk is full for a while"),
     "no_files": FaultRow("disk", "the driver has no descriptors for files for up to 10 s", share=0.1),
     "corrupt_frame": FaultRow("disk", "a bit of a queued frame flips"),
+    "unreadable_file": FaultRow(
+        "disk", "a frame or a journal on disk cannot be opened any more: EIO, ESTALE or EACCES", 0.15
+    ),
     "clock_jump": FaultRow("clock", "the clock jumps by 10 ms to 100 s"),
     "refuse_memory": FaultRow("memory", "an engine refuses to change its device memory", only="shared"),
     "hang_memory": FaultRow("memory", "a change of device memory is never answered", only="shared"),

@@ -15,6 +15,7 @@ moment, and the next incarnation goes on from the copy.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 import shutil
@@ -473,6 +474,8 @@ class Simulation:
             self._disk.no_files = True
             self._disk.on_no_file = lambda: self._checker.met(kind)
             self._loop.call_later(10 * amount, setattr, self._disk, "no_files", False)
+        elif kind == "unreadable_file":
+            self._make_unreadable(amount)
         elif kind == "corrupt_frame":
             with self._disk.open_to_checks():
                 self._corrupt_frame(amount)
@@ -498,6 +501,18 @@ class Simulation:
             byte = file.read(1)
             file.seek(place)
             file.write(bytes([byte[0] ^ 1]))
+
+    def _make_unreadable(self, amount: float) -> None:
+        """Let a frame or a journal answer an error whenever it is opened, in later incarnations, too."""
+        with self._disk.open_to_checks():
+            found = [*spooled_files(self._config, self._run_dir), *self._run_dir.glob("journal/*/journal-*")]
+        files = sorted(path for path in found if path.suffix != ".part")
+        if not files:
+            return
+        self._checker.met("unreadable_file")
+        path = files[int(amount * len(files))]
+        number = (errno.EIO, errno.ESTALE, errno.EACCES)[int(amount * 1e6) % 3]
+        self._disk.unreadable["/".join(path.parts[-2:])] = number
 
     def _die(self, death: Death) -> None:
         self._checker.count(death.kind)

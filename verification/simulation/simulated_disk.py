@@ -37,6 +37,8 @@ class Disk:
         """Whether the driver has no descriptors for files and folders."""
         self.on_no_file: Callable[[], None] = lambda: None
         """Called once when that keeps it from opening one."""
+        self.unreadable: dict[str, int] = {}
+        """What opening a file answers, as `errno`, by the last two parts of its path."""
         self.operations = 0
         self.die_at: int | None = None
         """The operation in which the driver dies."""
@@ -137,11 +139,11 @@ class Disk:
     @contextmanager
     def open_to_checks(self) -> Iterator[None]:
         """Refuse no file in the block: the simulation itself looks at the process and its files."""
-        no_files, self.no_files = self.no_files, False
+        refused, self.no_files, self.unreadable = (self.no_files, self.unreadable), False, {}
         try:
             yield
         finally:
-            self.no_files = no_files
+            self.no_files, self.unreadable = refused
 
     def keep_synced(self, folder: Path, copy: Path) -> None:
         """What was synced in a folder is synced in its copy, which takes its place."""
@@ -200,10 +202,12 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _refuse_file(self, path: Any) -> None:
-        if not self.no_files or isinstance(path, int):
+        if isinstance(path, int) or not (self.no_files or self.unreadable):
             return
         folders = os.fspath(path).split(os.sep)
-        if not _FILES_OF_DRIVER.isdisjoint(folders):
+        if (number := self.unreadable.get("/".join(folders[-2:]))) is not None:
+            raise OSError(number, os.strerror(number), os.fspath(path))
+        if self.no_files and not _FILES_OF_DRIVER.isdisjoint(folders):
             note, self.on_no_file = self.on_no_file, lambda: None
             note()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), os.fspath(path))
