@@ -41,7 +41,9 @@ RUNS = {
     "slow_payload": Small(("slow_payload",) * 6),
     "retract": Small(("retract",) * 6, interrupt="retract"),
     "retract_in_place": Small(("retract",) * 6, interrupt="in_place", merge="splice"),
+    "unreadable_files": Small(("unreadable_file",) * 12, "kill"),
     "killed": Small(death="kill"),
+    "power_cut": Small(death="power_cut"),
     "killed_after_rollbacks": Small(("die_in_call", "nan", "disconnect", "step_fails"), "kill"),
     "stopped": Small(("step_fails", "publish_fails"), "stop"),
 }

@@ -19,6 +19,8 @@ def small_run(
 ) -> Scenario:
     """Two engines, five steps; a fault every 80 callbacks; the first two incarnations end by `death`.
 
+    Power is cut after a checkpoint, which other deaths come before.
+
     Its tasks are those of the seed, without their failures.
     """
     drawn = draw(seed)
@@ -59,5 +61,5 @@ def small_run(
             Injection(step=100 + 80 * i, kind=faults[i % len(faults)], engine=i, amount=0.3)
             for i in range(20 if faults else 0)
         ),
-        deaths=tuple(Death(kind=death, after=700) for _ in range(2)) if death else (),
+        deaths=(Death(kind=death, after=1600 if death == "power_cut" else 700),) * 2 if death else (),
     )

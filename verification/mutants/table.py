@@ -167,6 +167,18 @@ def restored_turns_are_sampled_again(original, restored, *args):
     return [], None
 
 
+@breaks("async_rl.queue.ledger_tables:LedgerTables.flush", "simulation/recovery", "simulation/small_runs")
+def settled_steps_are_lost_with_the_power(original, tables, **_):
+    """A checkpoint may be complete before the ledger is on disk."""
+    return original(tables)
+
+
+@breaks("async_rl.queue.ledger_tables:LedgerTables._check_alone", "simulation/recovery", "unit/ledger")
+def two_drivers_write_one_ledger(original, tables):
+    """A second driver is not noticed."""
+    tables._num_commits = tables._read_commits()
+
+
 @breaks("async_rl.queue.outstanding:ChangeSignal.notify_all", "simulation/sweep", "unit/trajectory_queue")
 def what_waits_is_not_woken(original, *args, **named):
     """What waits for a change of the queue waits forever."""
