@@ -39,7 +39,7 @@ VALID = [
         output_token_sampling_mask=[[9], [1, 2, 299]],
         output_token_sampling_logprobs=[0.0, -1.5],
     ),
-    event([10], 1, finish_reason=finish("length"), routed_experts="A" * 90_000) + b"data: [DONE]\n\n",
+    event([10], 1, finish_reason=finish("stop"), routed_experts="A" * 90_000) + b"data: [DONE]\n\n",
 ]
 """Streams to mutate."""
 

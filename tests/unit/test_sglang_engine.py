@@ -241,6 +241,8 @@ async def test_the_common_prefix_is_kept_when_log_probs_are_missing(server: Fake
 NO_UTF8 = event([1], 1).replace(b'"x"', b'"\xff"').replace(b'"text"', b'"error":{"message":"\xff"},"t"')
 WRONG_SPANS = [{"version": "0", "start": 1, "end": 1}]
 FINISHED = event([10, 2], 2, finish_reason=STOP)
+OF_UNKNOWN_VERSIONS = [event([11], 2, finish_reason=STOP, weight_version=name) for name in ("default", "3")]
+OF_UNKNOWN_VERSIONS += [event([11], 2, finish_reason=STOP, weight_version="9" * 5000)]
 
 
 @pytest.mark.parametrize(
@@ -265,8 +267,11 @@ FINISHED = event([10, 2], 2, finish_reason=STOP)
         (event([11, 12], 3), "asked for at most 2"),
         (event([11], 2, log_probs=[0.01]), r"wrong .*Expected `float` <= 0\.001 - at .*logprobs"),
         (b'data: {"text":"' + b"x" * (2 << 20), "an event of more than"),
+        (event([11], 2, finish_reason=STOP, weight_version="3"), "2 weight versions during .*, at last 3"),
+        (event([], 1, finish_reason=finish("length")), "at its length, after 1 of 2 tokens"),
+        (event([11], 2, finish_reason=STOP) + event([12], 3, finish_reason=STOP), "an event after the end"),
     ],
-    ids=range(19),
+    ids=range(22),
 )
 async def test_an_engine_is_at_fault_and_earlier_tokens_stay_when_its_response_cannot_be_true(
     server: FakeSGLang, part: bytes, words: str
@@ -274,8 +279,9 @@ async def test_an_engine_is_at_fault_and_earlier_tokens_stay_when_its_response_c
     server.streams = [[event([10], 1), part, *([] if part == b"" else [HANG])]]
     async with server.client() as engine:
         running = Call(engine, request(PROMPT, 2))
-        with pytest.raises(VersionMismatch if words == "'default'" else EngineError, match=words):
+        with pytest.raises(EngineError, match=words) as raised:
             await running.run()
+    assert isinstance(raised.value, VersionMismatch) == (part in OF_UNKNOWN_VERSIONS)
     assert running.token_ids in ([10], [10, 11])
 
 
@@ -312,7 +318,7 @@ async def test_tokens_before_the_one_that_an_abort_repeats_are_kept(server: Fake
 
 
 async def test_a_null_log_prob_is_nan_when_the_server_computed_none(server: FakeSGLang) -> None:
-    ended = await answered(server, event([10], 1, log_probs=[None], finish_reason=finish("length")))
+    ended = await answered(server, event([10], 1, log_probs=[None], finish_reason=STOP))
     assert math.isnan(ended.log_probs[0])
 
 

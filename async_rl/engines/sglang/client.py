@@ -136,6 +136,7 @@ class _ModelInfo(msgspec.Struct):
 class _ServerInfo(msgspec.Struct):
     version: str = ""
     context_length: int | None = None
+    max_total_num_tokens: int | None = None
     enable_return_routed_experts: bool = False
     incremental_streaming_output: bool = False
     enable_hierarchical_cache: bool = False
@@ -232,7 +233,7 @@ class SGLangEngine:
         self._http = SGLangHttpClient(engine_id, url, api_key, admin_key, timeout_s=request_timeout_s)
         self.payload_gate = PayloadGate(engine_id, stall_s)
         """Bounds how many payloads are read at a time."""
-        self._context_length = facts.context_length
+        self._context_length = self._longest = facts.context_length
         self._num_pieces = 0
         self._bodies: set[EventStream] = set()
         self._running = 0
@@ -264,7 +265,7 @@ class SGLangEngine:
         """Implements `Engine.generate`. The caller, which sees all calls, bounds the engine's silence."""
         self._check_request(request)
         self.begin_call()
-        call = CallAccount(self._engine_id, request, self._facts.vocab_size)
+        call = CallAccount(self._engine_id, request, self._facts.vocab_size, self._longest)
         finish: Finish | None = None
         response: aiohttp.ClientResponse | None = None
         body: EventStream | None = None
@@ -728,6 +729,9 @@ class SGLangEngine:
             self._check_adapters(server, info, self._adapters)
         if info.context_length is not None:
             self._context_length = info.context_length
+        # A server with less memory than context ends sequences where its memory does.
+        pool = info.max_total_num_tokens or self._context_length
+        self._longest = self._context_length if pool >= self._context_length else 0
 
     def _check_preferred_sampling(self, preferred: dict[str, Any] | str | None) -> None:
         """Refuse a server with sampling settings of its own that a call does not override.

@@ -6,6 +6,7 @@ The types here declare only the fields that are read or written. A routing paylo
 from __future__ import annotations
 
 import math
+import sys
 from typing import Annotated, Final, Literal, cast
 
 import msgspec
@@ -127,6 +128,10 @@ _STREAMS_PER_TOKEN: Final = 64
 
 _LONGEST_INTERVAL: Final = 8
 
+_RESERVED_LENGTH: Final = 2
+"""SGLang ends a sequence so many tokens before the context is full (`managers/tp_worker.py`, `max_req_len`,
+and `managers/scheduler.py`)."""
+
 _MAX_VERSION_DIGITS: Final = 18
 """More digits do not fit 64 bits, and Python refuses to parse thousands of them."""
 
@@ -216,10 +221,21 @@ class CallAccount:
 
     SGLang reports with every event how many tokens the call has so far. Tokens that an event repeats are cut
     off, and missing ones end the call with an error. So do tokens that are not in the vocabulary, more tokens
-    than were requested, and log-probs above 0.
+    than were requested, log-probs above 0, an end at a length that was not requested, an event after the end,
+    and events of several weight versions without the versions of the tokens.
     """
 
-    def __init__(self, engine_id: str, request: GenerateRequest, vocab_size: int) -> None:
+    def __init__(
+        self, engine_id: str, request: GenerateRequest, vocab_size: int, longest: int = sys.maxsize
+    ) -> None:
+        """Begin with nothing delivered.
+
+        Args:
+            engine_id: The engine.
+            request: The call.
+            vocab_size: That of the model.
+            longest: The server's context length, at which a call may end before `max_new_tokens`.
+        """
         self.delivered = 0
         """Number of tokens so far."""
         self.cut_short = False
@@ -227,11 +243,14 @@ class CallAccount:
         self._engine_id = engine_id
         self._request = request
         self._vocab_size = vocab_size
+        self._longest = longest - _RESERVED_LENGTH
         self._token_ids: list[int] = []  # those of `take_chunk`
         self._scored: list[_Scored] = []  # the same tokens
         self._num_retractions = 0
         self._retractions: list[Retraction] = []
         self._masks: list[SamplingMask] = []
+        self._versions = set[str | None]()  # of the events
+        self._has_ended = False
 
     @property
     def max_event_bytes(self) -> int:
@@ -288,11 +307,15 @@ class CallAccount:
         finish = meta.finish_reason
         if finish is not None and finish.type == "abort" and finish.status_code is not None:
             raise self._refusal(_Refusal(message=finish.message or "", code=finish.status_code))
+        if self._has_ended:
+            raise EngineError(f"{self._engine_id} sent an event after the end of {self._request.request_id}")
+        self._versions.add(meta.weight_version)
         if meta.num_retractions > self._num_retractions:
             self._add_retractions(meta)
         self._add_tokens(event.output_ids, meta)
         if finish is None:
             return None
+        self._has_ended = True
         return self._finish(meta, finish, payload, omits_rows=self._omits_rows(event))
 
     def ends_without_rows(self, head: bytes | None) -> bool:
@@ -408,6 +431,12 @@ class CallAccount:
     ) -> Finish:
         if finish.type not in ("stop", "length", "abort"):
             raise EngineError(f"{self._engine_id} finished for an unknown reason {finish.type!r}")
+        length, limit = len(self._request.input_ids) + self.delivered, self._request.max_new_tokens
+        if finish.type == "length" and self.delivered < limit and length < self._longest:
+            raise EngineError(
+                f"{self._engine_id} ended the call {self._request.request_id} at its length, after "
+                f"{self.delivered} of {limit} tokens"
+            )
         raw = memoryview(meta.routed_experts)  # a JSON string with its quotes, null, or nothing
         routing = None
         # Rows of tokens that were not delivered would be too many rows.
@@ -465,6 +494,11 @@ class CallAccount:
         reported = meta.weight_versions
         if not reported:
             version = parse_version(self._engine_id, meta.weight_version)
+            if len(self._versions) > 1:
+                raise VersionMismatch(
+                    f"{self._engine_id} reports {len(self._versions)} weight versions during the call "
+                    f"{self._request.request_id}, at last {version}, and not which tokens are of which"
+                )
             return (VersionSpan(start=0, end=self.delivered, weight_version=version),)
         spans = tuple(
             VersionSpan(
