@@ -751,8 +751,11 @@ class InvariantChecker:
         self._forget_trajectories(self._names - names)
         self._names = names
         self._unseen_before = folded - (len(self._seen) - len(names))
-        self._fates = {}
-        for _, group, position, state, _, reason, *_ in rows:
+        self._fates, listed = {}, dict[str, set[str]]()
+        for _, group, position, state, _, reason, stored, *_ in rows:
+            # Frames are deleted once the ledger says that they were settled, which the cut may undo.
+            if state == "queued" and not self._is_stored(run_dir, stored, listed):
+                self.lost_frames.add(_frame_of(stored))
             self._fates.setdefault(group, (position, set()))[1].add(reason if state == "dropped" else state)
         for position in (*range(cursor, self._num_positions), *(at for at, _ in self._fates.values())):
             self._used.discard(position)
@@ -766,7 +769,7 @@ class InvariantChecker:
         Each folder is listed once, into `listed`: to ask for each frame takes 5% of a soak.
         """
         stored = msgspec.msgpack.decode(entry, type=StoredTrajectory)
-        if not stored.node and _frame_of(entry) in self.lost_frames:
+        if _frame_of(entry) in self.lost_frames:
             return True
         if stored.node in self.lost_nodes or stored.path.rpartition("/")[0] in self.wiped:
             return True
