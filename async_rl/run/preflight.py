@@ -489,8 +489,13 @@ def require_module(path: str, key: str) -> None:
         raise ConfigError(f"{key} {path!r} is not a dotted path; expected `module:Class`")
     places = extend_import_path()
     try:
-        found = importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # of a parent package
-        found = False
-    if not found:
+        spec = None
+    if spec is None:
         raise ConfigError(f"{key} {path!r}: there is no module {module!r}; expected {places}")
+    if spec.origin is not None and spec.origin.endswith(".py"):
+        source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
+        named = rf"\b{re.escape(attribute.partition('.')[0])}\b|import \*|__getattr__"
+        if not re.search(named, source):
+            raise ConfigError(f"{key} {path!r}: module {module!r} has no attribute {attribute!r}")

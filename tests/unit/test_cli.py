@@ -77,6 +77,7 @@ def test_check_says_where_the_chat_template_writes_turns_anew(
         ("rollout.reward=agent_loops.rewards:exact_mach", "did you mean 'exact_match'"),
         ("rollout.agent_loop_args={wrong: 1}", "rollout.agent_loop_args"),
         ("trainer.worker=no_such_package.worker:Worker", "no_such_package"),
+        ("trainer.worker=trainer.worker:Nope", "module 'trainer.worker' has no attribute 'Nope'"),
         ("rollout.max_context_tokens=100000", "context of 512"),
     ],
 )
