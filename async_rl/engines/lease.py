@@ -307,8 +307,8 @@ class EngineFailureListener(Protocol):
         """Record that an engine asked for fewer calls."""
         ...
 
-    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> None:
-        """Record that an engine refused a request as wrong."""
+    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> bool:
+        """Record that an engine refused a request as wrong; return whether any other would refuse it too."""
         ...
 
     def record_local_shortage(self, error: LocalShortage) -> None:
@@ -439,6 +439,8 @@ class Lease:
                 reported: the caller keeps the chunks it received and asks for another lease.
             VersionMismatch: An `EngineError` after which the caller discards the chunks: they are of unknown
                 weights.
+            EngineBusy: An `EngineError`: the engine takes no call now, or refuses the request as wrong and is
+                not believed.
             RequestRefused: When the engine refuses the request as wrong.
         """
         if self.interrupted:  # nothing is sent under a lease whose engine has stopped serving
@@ -482,8 +484,8 @@ class Lease:
                 self._failures.record_back_pressure(engine_id, error)
             raise
         except RequestRefused as error:
-            if not self.interrupted:
-                self._failures.record_refused_request(engine_id, self.key, error)
+            if self.interrupted or not self._failures.record_refused_request(engine_id, self.key, error):
+                raise EngineBusy(str(error)) from error
             raise
         except LocalShortage as error:
             self._failures.record_local_shortage(error)
@@ -554,6 +556,11 @@ class Lease:
             slot.streaming[self] = None
             slot.decode_s = now
             return
+        self._record_prefilled()
+
+    def _record_prefilled(self) -> None:
+        """Record that the engine has accepted the call and prefilled it."""
+        slot, now = self.slot, self._clock()
         del slot.prefilling[self]
         slot.streaming[self] = None
         oldest = slot.queued_call
@@ -571,6 +578,8 @@ class Lease:
     def record_finish(self, prompt: int, finish: Finish) -> None:
         """Record the end of a call of `prompt` tokens."""
         self.slot.progress_s = self._clock()
+        if self in self.slot.prefilling and finish.reason != "abort":
+            self._record_prefilled()  # it was a call for scores or routing rows
         if self.cached_prefix is None or (finish.reason == "abort" and not self.received):
             return  # an engine that ends a queued call does not report what it had cached of it
         again = min(prompt, self.cached_prefix.tokens) - finish.cached_tokens

@@ -57,8 +57,11 @@ _STRIKE_MEMORY_S: Final = 600.0
 
 
 _REFUSAL_PAUSE_S: Final = 1.0
-"""Time without calls for an engine that has refused the requests of several trajectories as wrong. It always
-has the least load, so no other would be given a call that shows whether the requests are wrong."""
+"""Time without calls for an engine whose refusal of a request is doubted; then it gets one call at a time. It
+always has the least load, so no other would be given a call that shows whether the requests are wrong."""
+
+_MAY_SERVE: Final = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERVING)
+"""States of engines that serve rollouts now or soon."""
 
 
 class EnginePool(EngineCalls, LeaseHolder):
@@ -274,27 +277,47 @@ class EnginePool(EngineCalls, LeaseHolder):
         if pressure.is_broken(now, running=len(slot.streaming)):
             self.quarantine_engine(engine_id, error)
 
-    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> None:
-        """Count a refused request as a strike if the engine refuses all, and others accept theirs.
+    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> bool:
+        """Implements `EngineFailureListener.record_refused_request`.
 
-        While that is suspected, the engine gets no calls for a while, so that others are given them.
+        An engine that is doubted gets few calls, so that others are given them. A refusal is a strike once
+        others have accepted requests.
         """
         slot = self._slots.get(engine_id)
         if slot is None or slot.state is not EngineState.SERVING:
-            return
+            return False
         refusals = slot.refusals
         refusals.record_refusal(trajectory_id, self._clock())
-        if not refusals.are_suspicious:
-            return
+        if not self.doubts_refusals(engine_id):
+            self._balancer.limit_calls(engine_id, slot.back_pressure.max_calls)
+            return True
+        if slot.pause is None:
+            self._balancer.limit_calls(engine_id, 1)
+            self._pause_engine(slot, _REFUSAL_PAUSE_S)
         others = [other for other in self._slots.values() if other is not slot]
-        if any(other.refusals.accepted_s > refusals.since_s for other in others):
+        if refusals.are_suspicious and any(other.refusals.accepted_s > refusals.since_s for other in others):
             problem = (
                 f"engine {engine_id} refuses the requests of {refusals.num_trajectories} trajectories in a "
                 f"row, and other engines accept theirs: {error}"
             )
             self.record_strike(engine_id, EngineError(problem))
-        elif slot.pause is None and any(other.state is EngineState.SERVING for other in others):
-            self._pause_engine(slot, _REFUSAL_PAUSE_S)
+        return False
+
+    def doubts_refusals(self, engine_id: str) -> bool:
+        """Return whether an engine that refuses a request as wrong may be wrong itself.
+
+        So it is if it refuses all, or serves alone while others are updated, unless those refuse all too.
+        """
+        slot = self._slots[engine_id]
+        if not slot.refusals.are_suspicious and not self._serving <= {engine_id}:
+            return False
+        return any(
+            other is not slot
+            and other.state in _MAY_SERVE
+            and not other.reserved
+            and not other.refusals.are_suspicious
+            for other in self._slots.values()
+        )
 
     @contextmanager
     def paused_calls(self, engine_id: str, limit_s: float) -> Iterator[None]:

@@ -11,11 +11,12 @@ from datetime import UTC, datetime
 
 import pytest
 
+from async_rl.engine_protocol import Finish
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
 from async_rl.engines.pool import EngineState
 from async_rl.engines.sglang.refusals import explain_refusal, parse_retry_after
-from async_rl.errors import CallLost, EngineBusy, LocalShortage, RequestRefused
+from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused
 from tests.support.engine_calls import call
 from tests.support.fake_sglang import FakeSGLang, event, finish
 from tests.support.manual_engines import END, ManualPool, manual_pool, settle, tokens
@@ -157,6 +158,62 @@ async def test_an_engine_is_quarantined_when_it_alone_refuses_every_request_as_w
         assert await refuse_requests(bench, 40) == 6
         assert bench.state("broken") is EngineState.QUARANTINED
         assert bench.state("a") is EngineState.SERVING
+
+
+def kinds_of(bench: ManualPool) -> set[type[Exception]]:
+    """How calls have failed that have ended."""
+    return {type(error) for error in bench.ended.values() if error is not None}
+
+
+@pytest.mark.parametrize("state", ["updating", "joining"])
+async def test_calls_wait_when_the_only_engine_that_serves_refuses_all(state: str) -> None:
+    async with manual_pool("broken", "a") as bench:
+        bench.pool.hold_engine("a")
+        if state == "joining":
+            bench.pool.quarantine_engine("a", EngineError("gone"))
+            bench.pool.rejoin_engine("a")
+        broken, refusal = bench.engines["broken"], explain_refusal("broken", 400, None, SGLANG_ERROR, NOW)
+        for number in range(50):
+            bench.start(f"t{number}")
+        await settle()
+        for number in range(50):
+            broken.say(number, refusal)
+        await settle()
+        assert kinds_of(bench) == {EngineBusy}
+        for number in range(50, 100):
+            bench.start(f"t{number}")
+        for _ in range(10):
+            await asyncio.sleep(1.0)
+            if len(broken.streams) > broken.left:
+                broken.say(len(broken.streams) - 1, refusal)
+        assert 50 < len(broken.streams) <= 60, "at most one call a second shows whether it still refuses"
+        bench.pool.serve_engine("a", 1)
+        await settle()
+        assert len(bench.engines["a"].streams) >= 39
+        assert kinds_of(bench) == {EngineBusy}
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_engines_are_believed_when_none_can_show_that_a_request_is_right(others: int) -> None:
+    refused = RequestRefused("bad temperature")
+    async with manual_pool("a", *["b"] * others) as bench:
+        for name in bench.engines:
+            for number in range(4):
+                bench.pool.record_refused_request(name, f"{name}{number}", refused)
+        assert bench.pool.record_refused_request("a", "a9", refused)
+        assert bench.state("a") is EngineState.SERVING
+
+
+async def test_an_engine_accepts_requests_when_it_answers_without_tokens() -> None:
+    async with manual_pool("scores", "a") as bench:
+        for number in range(9):
+            bench.pool.record_refused_request("scores", f"t{number}", RequestRefused("too long"))
+            await asyncio.sleep(1.1)
+            bench.start(f"s{number}")
+            await settle()
+            bench.engines["scores"].say(-1, Finish(reason="length", version_spans=()))
+            await settle()
+        assert len(bench.engines["scores"].streams) == 9, "it is never doubted, nor limited"
 
 
 @pytest.mark.parametrize("names", [("broken",), ("broken", "a")])

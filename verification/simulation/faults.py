@@ -81,6 +81,11 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "hang_update": FaultRow("update", "an update is never answered"),
     "die_in_update": FaultRow("update", "the engine dies during an update"),
     "hold_all": FaultRow("update", "the next update of every engine takes up to 15 s longer", 0.1),
+    "refuse_first": FaultRow(
+        "update",
+        "an engine serves up to 15 s before the others after an update, and answers 400 to calls until then",
+        0.15,
+    ),
     "die": FaultRow("engine", "an engine is killed; its watcher notices"),
     "die_unseen": FaultRow("engine", "an engine is killed; no watcher notices"),
     "freeze": FaultRow("engine", "an engine answers nothing for 0.1 s to 1000 s"),

@@ -179,6 +179,8 @@ class FaultyEngine(SimulatedEngine):
         self._reachable = True
         """Whether the driver has descriptors for connections."""
         self.failing_restarts = 0
+        self._refuses_for_s = 0.0
+        """How long it refuses requests after its next update."""
         self._hold_s = 0.0
         """How much longer its next update takes."""
 
@@ -216,8 +218,9 @@ class FaultyEngine(SimulatedEngine):
         elif kind == "refuse_calls":
             self._refused_status = (401, 404, 500)[int(3 * injection.amount)]
         elif kind == "refuse_requests":
-            self.refuses_requests = True
-            later(10 * injection.amount, setattr, self, "refuses_requests", False)
+            self._refuse_requests(10 * injection.amount)
+        elif kind == "refuse_first":
+            self._refuses_for_s = 15 * injection.amount
         elif kind == "too_busy":
             self._max_streams, self._retry_after = int(4 * injection.amount), ("1", None)[injection.step % 2]
             later(10 ** (3 * injection.amount), setattr, self, "_max_streams", None)
@@ -244,6 +247,10 @@ class FaultyEngine(SimulatedEngine):
             self._update_faults_to_come.append(kind)
         else:
             raise ValueError(f"{kind} is nothing that an engine does")
+
+    def _refuse_requests(self, duration_s: float) -> None:
+        self.refuses_requests = True
+        asyncio.get_running_loop().call_later(duration_s, setattr, self, "refuses_requests", False)
 
     def die(self) -> None:
         """Implements `SimulatedEngine.die`."""
@@ -474,6 +481,10 @@ class FaultyEngine(SimulatedEngine):
         if fault == "die_in_update":
             self.die()
         await super().update_weights(update, flush=flush)
+        if self._refuses_for_s:
+            self._checker.met("refuse_first")
+            self._refuse_requests(self._refuses_for_s)
+            self._refuses_for_s = 0.0
         if isinstance(update, DiskUpdate | AdapterUpdate) and (later := self._read_files(update)) != weights:
             self._checker.fail(f"{self._engine_id} reads {weights}, then {later}")
         version, _, rollbacks = weights.partition(".")
@@ -674,6 +685,10 @@ class SimulatedCluster:
             engine = self.engines[injection.engine % len(self.engines)]
             for each in self.engines if kind in ("no_descriptors", "hold_all") else [engine]:
                 each.inject(injection)
+            if kind == "refuse_first":
+                for each in self.engines:
+                    if each is not engine:
+                        each.inject(msgspec.structs.replace(injection, kind="hold_all"))
             if FAULTS[kind].family == "engine":
                 met()
             if kind == "die" and self._died is not None:

@@ -310,17 +310,14 @@ class Simulation:
             allowed = "queue.max_bytes" in str(cause)
         else:
             before = self._config.rollout
-            # Engines that refuse all requests as wrong are believed, unless another one has accepted some.
-            pool = self._orchestrator.pool
-            accepting = [
+            # Engines that refuse all requests as wrong are believed, unless another one could accept them.
+            pool, wrong = self._orchestrator.pool, "wrong request" in str(cause)
+            states = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERVING)
+            others = [
                 engine
-                for engine in pool.engines(EngineState.SERVING)
-                if isinstance(engine, FaultyEngine)
-                and not engine.refuses_requests
-                and pool.statistics.load_of(engine.engine_id).has_answered
+                for engine in pool.engines(*states)
+                if isinstance(engine, FaultyEngine) and not engine.refuses_requests and engine.holds_memory
             ]
-            alone = self._config.engine.num_engines == 1 or not accepting
-            believed = "wrong request" in str(cause) and alone
             # The tasks are as hard the next time: the user does what the error message says.
             if "max_filtered_groups" in str(cause):
                 after = replace(
@@ -338,7 +335,7 @@ class Simulation:
                 after = before
             if after == before and "rollout.trajectory_timeout_s" in str(cause):
                 after = replace(before, trajectory_timeout_s=4 * before.trajectory_timeout_s)
-            allowed = after != before or believed
+            allowed = not others if wrong else after != before
             self._config = replace(self._config, rollout=after)
         if not allowed:
             self._checker.fail(f"the run ended with {type(cause).__name__}: {cause}")

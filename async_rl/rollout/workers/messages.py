@@ -117,6 +117,8 @@ class LeaseGranted(Message, frozen=True, kw_only=True, eq=False):
     weight_version: int
     restart_count: int
     epoch: int
+    doubted: bool = False
+    """Whether the driver does not believe it if it refuses the request as wrong."""
 
 
 class DropCall(Message, frozen=True, kw_only=True, eq=False):

@@ -359,6 +359,7 @@ class RelayedLeases(LeaseHolder):
                 weight_version=lease.weight_version,
                 restart_count=lease.restart_count,
                 epoch=lease.epoch,
+                doubted=self._pools[relayed.wanted.model].doubts_refusals(engine.engine_id),
             )
         )
 

@@ -143,6 +143,8 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         self._numbers = count(1)
         self._slots: dict[str, EngineSlot] = {}
         self._clients: dict[str, tuple[EngineAddress | None, Engine]] = {}
+        self._doubted: set[str] = set()
+        """Engines that are not believed when they refuse a request as wrong."""
         self._forgotten: list[str] = []
         self._newest_versions: dict[str, int] = {}
         """By model; "" is the policy."""
@@ -214,6 +216,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             self._clients[engine_id] = message.address, client
         if slot is None or slot.engine is not client:
             slot = self._slots[engine_id] = EngineSlot(client, self._clock())
+        (self._doubted.add if message.doubted else self._doubted.discard)(engine_id)
         slot.weight_version = message.weight_version
         self._announce_version(message.weight_version, lease.model)
         slot.restart_count, slot.epoch = message.restart_count, message.epoch
@@ -310,11 +313,12 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             EngineReport(engine_id=engine_id, kind="busy", text=str(error), retry_after_s=error.retry_after_s)
         )
 
-    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> None:
-        """Implements `EngineFailureListener.record_refused_request`."""
+    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> bool:
+        """Implements `EngineFailureListener.record_refused_request`, by what the driver knew at the grant."""
         self._post(
             EngineReport(engine_id=engine_id, kind="refused", text=str(error), trajectory_id=trajectory_id)
         )
+        return engine_id not in self._doubted
 
     def record_local_shortage(self, error: LocalShortage) -> None:
         """Implements `EngineFailureListener.record_local_shortage`: this worker alone makes no calls."""
