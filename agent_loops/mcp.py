@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 _MAX_PAGES: Final = 100
 """The most pages of a server's list of tools, so that an endless list cannot block the start."""
 _MAX_BACKOFF_S: Final = 30.0
+_MAX_BLOCKS: Final = 1000
+"""The most blocks of a result: the client validates 100,000 a second, and nothing else runs meanwhile."""
 _MAX_TIMEOUTS: Final = 3
 """The connection is closed after this many timeouts in a row."""
 
@@ -303,6 +305,7 @@ class McpServer:
         """Open one connection, and read the list of tools."""
         import httpx2
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
         spec = self._spec
@@ -310,9 +313,8 @@ class McpServer:
             async with asyncio.timeout(spec.connect_timeout_s):
                 if spec.command:
                     env = marked(_secrets(spec.env, spec.label), "mcp_server")
-                    server: Any = StdioServerParameters(
-                        command=spec.command[0], args=spec.command[1:], env=env
-                    )
+                    server = StdioServerParameters(command=spec.command[0], args=spec.command[1:], env=env)
+                    transport = stdio_client(server)
                 else:
                     limits = httpx2.Timeout(spec.connect_timeout_s, read=None)  # each call has its own limit
                     headers = _secrets(spec.headers, spec.label)
@@ -321,8 +323,8 @@ class McpServer:
                             headers=headers, timeout=limits, verify=await asyncio.to_thread(_tls_context)
                         )
                     )
-                    server = streamable_http_client(spec.url, http_client=http)
-                client = await stack.enter_async_context(Client(server))
+                    transport = streamable_http_client(spec.url, http_client=http)
+                client = await stack.enter_async_context(Client(_bounded(transport)))
                 tools, cursor = [], None
                 for _ in range(_MAX_PAGES):
                     page = await client.list_tools(cursor=cursor)
@@ -332,6 +334,45 @@ class McpServer:
             if self._tools is None:
                 self._tools = tools
             yield client
+
+
+@asynccontextmanager
+async def _bounded(transport: Any) -> AsyncIterator[Any]:
+    """A transport whose results have at most `_MAX_BLOCKS` blocks; others are errors."""
+    async with transport as (incoming, outgoing):
+        yield _BoundedResults(incoming), outgoing
+
+
+class _BoundedResults:
+    """The messages of a server, before the client validates them."""
+
+    def __init__(self, messages: Any) -> None:
+        self._messages = messages
+
+    async def __aenter__(self) -> Self:
+        await self._messages.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> Any:
+        return await self._messages.__aexit__(*error)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._messages.__anext__()
+        result = getattr(getattr(message, "message", None), "result", None)
+        if not isinstance(result, dict):
+            return message
+        blocks = result.get("content")
+        if isinstance(blocks, list) and len(blocks) > _MAX_BLOCKS:
+            text = f"the result has {len(blocks)} blocks, and at most {_MAX_BLOCKS} are read"
+            result.update(content=[{"type": "text", "text": text}], isError=True)
+            result.pop("structuredContent", None)
+        return message
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._messages, name)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import json
 import marshal
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol
@@ -35,6 +35,7 @@ import numpy as np
 from async_rl.data.control_tokens import ControlTokens, has_control_shape
 from async_rl.errors import ConfigError
 from async_rl.runtime.printable import without_surrogates
+from async_rl.runtime.time_limit import TimeLimitExceeded, time_limit
 from async_rl.types import BoolArray, Int32Array
 
 _TAG = re.compile(r"tool|think|python_tag|arg_(key|value)")
@@ -63,6 +64,8 @@ _MENTIONING_ROLES = ("system", "developer", "user")
 """Roles of messages that explain tags to the policy."""
 _READ_ROLES = frozenset({*_MENTIONING_ROLES, "tool"})
 """Roles of messages that a policy reads, as all templates know them."""
+_TEMPLATE_S: Final = 10.0
+"""How long a template may take to render a conversation, which takes milliseconds."""
 _NUM_PROMPTS: Final = 32
 """Conversations whose tokens are remembered: siblings, which begin one after the other, have the same one."""
 _MAX_PROMPT_BYTES: Final = 1 << 18
@@ -199,6 +202,9 @@ class ChatFormat:
                 "chat_template.jinja beside it (base models have none: use the instruct model's)"
             )
         self.tokenizer = tokenizer
+        self._is_probed = False
+        self._never_ends: ConfigError | None = None
+        """The error of a probe that did not end: the others would not end either."""
         self._tags: dict[int, str] = {}
         self._shown_roles = {"user", "assistant"}
         self._shows_tools = dict[bool, bool]()
@@ -237,6 +243,9 @@ class ChatFormat:
         self._keeping = dict.fromkeys(_MENTIONING_ROLES, as_mentioned)
         self._keeping["assistant"] = self._control.keeping([*mentioned, *self._tags.values()])
         self._keeping |= dict.fromkeys(trusted_roles, self._control.keeping(ids))
+        self._is_probed = True
+        if self._never_ends is not None:
+            raise self._never_ends
 
     @property
     def template(self) -> str:
@@ -371,11 +380,12 @@ class ChatFormat:
 
     def _decode(self, token_ids: Sequence[int] | Int32Array, *, skip_special_tokens: bool = True) -> str:
         # As an array: of a list, transformers checks the type of each token.
-        text = self.tokenizer.decode(
-            np.asarray(token_ids, np.int32),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+        with _panics_as_errors():
+            text = self.tokenizer.decode(
+                np.asarray(token_ids, np.int32),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
         return str(text)
 
     def encode_conversation(
@@ -568,15 +578,25 @@ class ChatFormat:
     def _apply_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool
     ) -> str:
+        if self._never_ends is not None:
+            raise self._never_ends
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
+            with time_limit(_TEMPLATE_S):
+                rendered = self.tokenizer.apply_chat_template(
+                    messages, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+        except TimeLimitExceeded:
+            error = ConfigError(
+                f"the chat template has not ended after {_TEMPLATE_S:g} s: look for a loop that never ends"
             )
-        except Exception as error:  # a template is a program, which may raise anything
+            if not self._is_probed:
+                self._never_ends = error
+            raise error from None
+        except Exception as failure:  # a template is a program, which may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
-                f"the chat template cannot render a conversation of roles [{roles}]: {error}"
-            ) from error
+                f"the chat template cannot render a conversation of roles [{roles}]: {failure}"
+            ) from failure
         return str(rendered)
 
     def encode(self, text: str) -> Int32Array:
@@ -584,7 +604,8 @@ class ChatFormat:
         return np.asarray(self._control.encode(text, self._tokenize), np.int32)
 
     def _tokenize(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        with _panics_as_errors():
+            return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _is_control(self, token: Any) -> bool:
         """Return whether an added token is special, or a tag; others are frequent words."""
@@ -606,6 +627,17 @@ class ChatFormat:
                 continue
             written.update(self._control.find(rendered.rpartition(_MARKER)[2]))
         return written
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Raise a ConfigError for a panic of the Rust library, which is not even an `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"the tokenizer has failed ({error}): its files may be damaged") from error
 
 
 def _call(arguments: Any, content: str | None) -> dict[str, Any]:
@@ -671,16 +703,17 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     if not has_tokenizer(folder):
         raise ConfigError(f"no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}")
     try:
-        if (folder / "tokenizer.json").is_file():
-            # AutoTokenizer imports torch, which takes seconds; this class does not.
-            from transformers import PreTrainedTokenizerFast
+        with _panics_as_errors():
+            if (folder / "tokenizer.json").is_file():
+                # AutoTokenizer imports torch, which takes seconds; this class does not.
+                from transformers import PreTrainedTokenizerFast
 
-            fast: Tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-            return fast
-        from transformers import AutoTokenizer
+                fast: Tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+                return fast
+            from transformers import AutoTokenizer
 
-        slow: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return slow
+            slow: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            return slow
     except Exception as error:  # tokenizers raises bare Exception, transformers almost anything
         raise ConfigError(f"the tokenizer cannot be read: {' '.join(str(error).split())}") from error
 
@@ -692,6 +725,6 @@ def _generation_stop_ids(folder: Path) -> list[int]:
         return []
     try:
         stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"generation_config.json is not a JSON object: {error}") from error
     return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)

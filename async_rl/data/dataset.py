@@ -37,6 +37,7 @@ from async_rl.data.schemas import (
 from async_rl.errors import ConfigError
 from async_rl.observability.evaluation_record import EVERYTHING
 from async_rl.observability.long_work import show_progress
+from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.types import Task
 
 _MAX_NAMED: Final = 10
@@ -239,8 +240,8 @@ def _load_dataset(
                 )
             seen[task.task_id] = where
             num_tokens = 0 if gauge is None else gauge.count_tokens(task)
-        except ConfigError as error:
-            text = str(error)
+        except (ConfigError, RecursionError) as error:
+            text = str(error) if isinstance(error, ConfigError) else "the example is nested too deeply"
             bad.add_error(text if text.startswith(where) else f"{where}: {text}")
             continue
         if prompts is not None and num_tokens > prompts.limit:
@@ -367,10 +368,10 @@ def _jsonl_examples(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}:{number}"
             try:
                 example = msgspec.json.decode(line)
-            except msgspec.DecodeError as error:
-                example = ConfigError(f"{where}: not a JSON object: {error}")
             except UnicodeDecodeError as error:
                 example = ConfigError(f"{where}: not UTF-8: {error}")
+            except UNREADABLE as error:
+                example = ConfigError(f"{where}: not a JSON object: {error}")
             yield where, example
 
 

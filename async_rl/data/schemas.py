@@ -20,6 +20,7 @@ import msgspec
 
 from async_rl.config import RowsConfig
 from async_rl.errors import ConfigError
+from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.types import Task
 
 Schema = Literal["plain", "verl", "slime"]
@@ -309,5 +310,5 @@ def _decoded(value: Any) -> Any:
         return value
     try:
         return msgspec.json.decode(value) if value else None
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return value

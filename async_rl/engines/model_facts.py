@@ -12,6 +12,7 @@ import msgspec
 from async_rl.config import Config, SGLangEngines
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import ConfigError
+from async_rl.runtime.untrusted_json import UNREADABLE
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of published Qwen2/3-MoE, of the same written by newer transformers, and of DeepSeek, GLM, Kimi."""
@@ -131,6 +132,8 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
             f"there is no folder {str(model_path)!r} (looked from {Path.cwd()}). Set model.path to a folder "
             "with a Hugging Face model"
         )
+    if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
+        raise ConfigError(f"{file} is no regular file. Set model.path to a folder with a Hugging Face model")
     try:
         text = file.read_bytes()
         if text.startswith(codecs.BOM_UTF8):  # which other readers of the file refuse, too
@@ -140,7 +143,7 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"cannot read {file}: {e.strerror}. Set model.path to a folder with a Hugging Face model"
         ) from e
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except UNREADABLE as e:
         raise ConfigError(f"{file} is not valid JSON: {e}") from e
 
 
@@ -195,11 +198,13 @@ def _check_dimensions(text: dict[str, Any]) -> None:
 
     Raises:
         TypeError: A dimension is no whole number, or rotary settings are no object.
-        ValueError: Heads cannot be divided into groups.
+        ValueError: A dimension is larger than that of any model, or heads cannot be divided into groups.
     """
     for name in _DIMENSIONS:
         if type(value := text.get(name) or 0) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}, expected a whole number")
+        if value > (most := _MOST.get(name, _MOST_OF_ALL)):
+            raise ValueError(f"{name} is {value}, expected at most {most}")
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(value := text.get(name) or {}, dict):
             raise TypeError(f"{name} is {value!r}, expected an object with rope_type and its settings")
@@ -248,6 +253,10 @@ _DIMENSIONS: Final = (
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 """Fields that are numbers of things; a model lacks some, or has them as null."""
+
+_MOST: Final = {"num_hidden_layers": 10_000} | dict.fromkeys(_NUM_EXPERTS, 1 << 16)
+_MOST_OF_ALL: Final = 1 << 31
+"""Far above the dimensions of any model: what computes with them takes time and memory for each layer."""
 
 ARCHITECTURES: Final = {
     "deepseek_v2": "DeepseekV2ForCausalLM",

@@ -20,6 +20,7 @@ from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.model_facts import ARCHITECTURES, read_config
 from async_rl.errors import ConfigError
 from async_rl.runtime.files import file_name
+from async_rl.runtime.untrusted_json import UNREADABLE
 
 _INDEX: Final = "model.safetensors.index.json"
 _LENGTH_BYTES: Final = 8
@@ -65,17 +66,16 @@ def check_weights(model_path: str | Path, facts: EngineFacts) -> None:
     if quantised or str(config.get("model_type")) not in ARCHITECTURES:
         return
     try:
-        weights = dict(_weights_of(config, facts))
+        for name, expected in _weights_of(config, facts):
+            if (found := shapes.get(name)) != expected:
+                raise ConfigError(
+                    f"{folder}/config.json asks for {name} with the shape {expected}, and the weights have "
+                    f"{found or 'none'}: download the whole model, or the config.json that belongs to them"
+                )
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{folder}/config.json lacks a dimension of the model ({error}): download it"
         ) from error
-    for name, expected in weights.items():
-        if (found := shapes.get(name)) != expected:
-            raise ConfigError(
-                f"{folder}/config.json asks for {name} with the shape {expected}, and the weights have "
-                f"{found or 'none'}: download the whole model, or the config.json that belongs to them"
-            )
 
 
 def _weights_of(config: dict[str, Any], facts: EngineFacts) -> Iterator[tuple[str, list[int]]]:
@@ -140,7 +140,7 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         files = msgspec.json.decode(index.read_bytes())["weight_map"].values()
         names = sorted({file_name(name, index) for name in files})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*UNREADABLE, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is damaged ({error}): download it again") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -166,7 +166,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     try:
         tensors: dict[str, Any] = msgspec.json.decode(header, type=dict[str, Any])
         end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+    except (*UNREADABLE, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} ({size:,} bytes) is truncated or no safetensors file: download it again"
         ) from error

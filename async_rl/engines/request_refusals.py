@@ -1,8 +1,8 @@
 """Whether an engine that refuses requests as wrong (400) is wrong itself.
 
 An engine is believed when it says that a request is wrong: any other would refuse it too. An engine that
-refuses the requests of one trajectory after the other, while others accept theirs, is broken. Until another can
-show that, its refusals are doubted: `EnginePool.doubts_refusals`.
+refuses the requests of one trajectory after the other, while others accept theirs, is broken. Until another
+can show that, its refusals are doubted: `EnginePool.doubts_refusals`.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ import msgspec
 from async_rl.errors import ConfigError, EnvironmentNotReady, StallError
 from async_rl.observability.diagnosis import Diagnosis
 from async_rl.runtime.files import is_locked, replace_file
+from async_rl.runtime.untrusted_json import UNREADABLE
 
 URL_FILE: Final = "url"
 """The file in the run folder with the address at which the driver serves `/metrics` and `/health`."""
@@ -143,7 +144,7 @@ def ask_health(target: str) -> tuple[str, int]:
         body = str(error).encode()
     try:
         health = msgspec.json.decode(body, type=_Health)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{url}/health does not belong to an async-rl run: {error}") from error
     diagnosis = health.diagnosis
     text = f"{health.phase}, step {health.step}: {diagnosis.state}\n{diagnosis.text}"

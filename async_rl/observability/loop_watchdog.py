@@ -29,6 +29,10 @@ _LONGEST_TICK_S: Final = 1.0
 _NUM_CHECKS: Final = 4
 """Checks within `blocked_s`: a block is reported at most a quarter of `blocked_s` late."""
 
+_STOPPED_SHARE: Final = 0.1
+"""A late check says that the process was stopped if the process has worked for less than this share of the
+time; otherwise code has kept all threads from running."""
+
 
 class LoopWatchdog:
     """Watches the running event loop from its own thread while the block runs.
@@ -76,9 +80,17 @@ class LoopWatchdog:
     def _check_ticks(self) -> None:
         """Report each block once; runs in the thread."""
         reported_s: float | None = None
+        resumed_s = checked_s = time.monotonic()
+        worked_s = time.process_time()
         while not self._ended.wait(self._blocked_s / _NUM_CHECKS):
+            now = time.monotonic()
+            if now - checked_s > 2 * self._blocked_s / _NUM_CHECKS and (
+                time.process_time() - worked_s < _STOPPED_SHARE * (now - checked_s)
+            ):
+                resumed_s = now  # the whole process was stopped, or its machine: no code is to blame
+            checked_s, worked_s = now, time.process_time()
             ticked_s = self._ticked_s
-            late_s = time.monotonic() - ticked_s - self._tick_s
+            late_s = now - max(ticked_s, resumed_s) - self._tick_s
             if reported_s is not None and ticked_s != reported_s:
                 log.warning("the event loop runs again")
                 reported_s = None

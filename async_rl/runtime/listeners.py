@@ -74,8 +74,8 @@ class RepeatFilter(logging.Filter):
 
 
 log.addFilter(RepeatFilter())
-# Without descriptors, asyncio of Python 3.11 logs a traceback for each place in the backlog, and a second later
-# one more for each if the server has been closed.
+# Without descriptors, asyncio of Python 3.11 logs a traceback for each place in the backlog, and a second
+# later one more for each if the server has been closed.
 for _prefix in (
     "socket.accept() out of system resource",
     "Exception in callback BaseSelectorEventLoop._start_serving(",

@@ -19,6 +19,7 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import ExampleErrors, read_examples
 from async_rl.data.schemas import clean_message, name_keys, parse_tools
 from async_rl.errors import ConfigError
+from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.sft.schedule import SftExample
 
 
@@ -127,7 +128,7 @@ def _parse_call(call: Any) -> dict[str, Any]:
 def _parse_json(text: str, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{what} {text!r:.60} is not JSON: {error}") from error
 
 

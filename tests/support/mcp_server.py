@@ -41,6 +41,12 @@ async def hang() -> str:
 
 
 @server.tool()
+def crowd(blocks: int) -> list[str]:
+    """Answer in so many blocks."""
+    return ["x"] * blocks
+
+
+@server.tool()
 def die() -> str:
     """Take the whole server down."""
     os._exit(1)

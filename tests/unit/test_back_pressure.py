@@ -64,10 +64,13 @@ def test_the_request_is_blamed_only_if_the_reply_says_so(
         ("soon", None),
         ("-1", None),
         ("Thu, 01 Jan 2026 00:01:00 GMT", 60.0),
-        ("Wed, 31 Dec 2025 00:00:00 GMT", 0.0),
+        ("Wed, 31 Dec 2025 00:00:00 GMT", None),
+        ("0", None),
     ],
 )
-def test_a_retry_after_is_read_when_it_is_seconds_or_a_date(value: str | None, seconds: float | None) -> None:
+def test_a_retry_after_is_read_when_it_is_seconds_or_a_date_to_come(
+    value: str | None, seconds: float | None
+) -> None:
     assert parse_retry_after(value, NOW) == seconds
 
 

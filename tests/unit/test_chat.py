@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from agent_loops.parsing import ToolCall, load_parser, recognise
+from async_rl.data import chat_format
 from async_rl.data.chat_format import ChatFormat, load_chat_format
 from async_rl.errors import ConfigError
 from tests.support.templates_of_models import LIKE_OTHERS, TEMPLATES, chat_of
@@ -165,6 +167,24 @@ def test_turns_join_when_the_template_drops_earlier_thoughts(chat: ChatFormat):
 def test_config_error_when_a_template_cannot_be_used(chat: ChatFormat, template: str | None, error: str):
     with pytest.raises(ConfigError, match=error):
         with_template(chat, template)
+
+
+def test_config_error_when_a_template_never_ends(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_format, "_TEMPLATE_S", 0.1)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"the chat template has not ended after 0\.1 s"):
+            with_template(
+                chat, "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+            )
+    assert chat.prompt_ids(QUESTION).size
+
+
+def test_config_error_when_the_tokenizer_panics(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch):
+    panic = type("PanicException", (BaseException,), {})
+    for name, use in (("encode", lambda: chat.encode("a")), ("decode", lambda: chat.decode([1]))):
+        monkeypatch.setattr(chat.tokenizer, name, Mock(side_effect=panic("out of range")))
+        with pytest.raises(ConfigError, match=r"the tokenizer has failed \(out of range\)"):
+            use()
 
 
 def test_config_error_when_generation_prompt_and_message_do_not_fit(chat: ChatFormat):

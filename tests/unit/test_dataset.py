@@ -178,6 +178,7 @@ def test_tools_and_calls_have_no_nulls_that_cannot_be_meant(tmp_path: Path):
     ("row", "error"),
     [
         ("{", "not a JSON object"),
+        ("[" * 5000 + "]" * 5000, "not a JSON object: maximum recursion depth"),
         ("[1, 2]", "the example is a list; expected an object with 'messages'"),
         ({}, "'messages' is missing; the example has the keys none: set data.messages_key to the one"),
         (

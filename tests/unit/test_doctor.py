@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +115,33 @@ async def test_the_config_sets_from_when_on_an_event_loop_is_blocked(
             await asyncio.sleep(0)
     assert "compute_without_an_await" in caplog.text
     assert value("async_rl_event_loop_blocked_total") >= 1
+
+
+SLEEPS = """
+import asyncio
+from async_rl.observability.loop_watchdog import LoopWatchdog
+from async_rl.observability.metrics import Metrics
+async def main():
+    with LoopWatchdog(Metrics(), blocked_s=0.4):
+        print("sleeps", flush=True)
+        await asyncio.sleep(2)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.real_time
+def test_no_code_is_blamed_when_the_process_was_stopped() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "sleeps\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.stderr.read() == ""
+        assert process.wait() == 0
 
 
 def test_a_stall_is_treated_though_a_wait_was_overdue_before(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,9 @@ def test_a_model_is_refused_when_sglang_would_choose_another_class(named: Any, t
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 10+, expected at most 10000"),
+        ({"num_experts": 10**12}, "num_experts is 10+, expected at most 65536"),
+        ({"vocab_size": 10**12}, "vocab_size is 10+, expected at most 2147483648"),
         ({"num_attention_heads": "4"}, "num_attention_heads is '4', expected a whole number"),
         ({"hidden_size": 64.5}, "hidden_size is 64.5"),
         ({"head_dim": -1}, "head_dim is -1"),
@@ -208,4 +212,10 @@ def test_a_model_is_refused_when_sglang_would_choose_another_class(named: Any, t
 def test_a_dimension_that_cannot_be_is_named(change: dict, words: str, tmp_path: Path) -> None:
     write(tmp_path, QWEN3 | change)
     with pytest.raises(ConfigError, match=f"config.json has a value that cannot be used: .*{words}"):
+        load_facts(tmp_path)
+
+
+def test_a_pipe_is_refused_where_the_model_has_its_config(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json is no regular file"):
         load_facts(tmp_path)

@@ -59,7 +59,7 @@ async def strangers(port: int, number: int, *, descriptors: int = 130) -> AsyncI
         assert int(await process.stdout.readline()) > 100
         # A server accepts a backlog of 100 connections before it closes those beyond its limit.
         async with asyncio.timeout(60):
-            while free_descriptors() < descriptors:
+            while free_descriptors() < descriptors:  # noqa: ASYNC110 (nothing says when)
                 await asyncio.sleep(0.01)
         yield
     finally:
@@ -143,7 +143,7 @@ async def test_a_server_that_ends_without_descriptors_logs_a_few_lines(
 ) -> None:
     with few_descriptors(20):
         async with metrics_served() as url, strangers(port_of(url), 300, descriptors=0):
-            while "out of system resource" not in caplog.text:
+            while "out of system resource" not in caplog.text:  # noqa: ASYNC110 (only the log says it)
                 await asyncio.sleep(0.01)
         await asyncio.sleep(1.5)  # asyncio serves again after a second, also what is closed by then
     assert "_start_serving" in caplog.text

@@ -81,6 +81,9 @@ async def test_tools_of_a_command_are_called_cut_and_restarted(monkeypatch: pyte
         assert await tools["secret"].call({}, timeout_s=LONG_S) == "token-7 None"
         with pytest.raises(ToolError, match=r"fail: .*out of paper"):
             await tools["fail"].call({}, timeout_s=LONG_S)
+        assert await tools["crowd"].call({"blocks": 1000}, timeout_s=LONG_S) == "\n".join("x" * 1000)
+        with pytest.raises(ToolError, match=r"crowd: the result has 1001 blocks, and at most 1000 are read"):
+            await tools["crowd"].call({"blocks": 1001}, timeout_s=LONG_S)
         with pytest.raises(ToolError, match=r"add: .*a"):
             await tools["add"].call({"a": "two"}, timeout_s=LONG_S)
         with pytest.raises(ToolError, match=r"hang: no result within 0\.2 s$"):

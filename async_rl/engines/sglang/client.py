@@ -77,6 +77,7 @@ from async_rl.errors import (
     VersionMismatch,
     WeightSyncError,
 )
+from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.types import RoutingTrace, VersionSpan
 
 ABORT_RESEND_S: Final = (0.02, 1.0)
@@ -742,7 +743,7 @@ class SGLangEngine:
         if isinstance(settings, str):
             try:
                 settings = msgspec.json.decode(settings, type=dict[str, Any])
-            except msgspec.MsgspecError:
+            except (*UNREADABLE, msgspec.ValidationError):
                 settings = {str(preferred): "unreadable"}
         others = [f"{name} = {value}" for name, value in settings.items() if name not in SENT_SETTINGS]
         if others:

@@ -72,7 +72,7 @@ def is_back_pressure(status: int, retry_after: str | None) -> bool:
 
 
 def parse_retry_after(value: str | None, now: datetime) -> float | None:
-    """Returns the seconds of a Retry-After header; None without a usable one.
+    """Returns the seconds of a Retry-After header; None without a usable one, as one that says "at once".
 
     Example:
         >>> from datetime import UTC
@@ -83,11 +83,13 @@ def parse_retry_after(value: str | None, now: datetime) -> float | None:
     if value is None:
         return None
     if value.strip().isdecimal():
-        return float(value)
-    try:
-        return max(0.0, (parsedate_to_datetime(value) - now).total_seconds())
-    except (ValueError, TypeError):  # no date, or one without a time zone
-        return None
+        seconds = float(value)
+    else:
+        try:
+            seconds = (parsedate_to_datetime(value) - now).total_seconds()
+        except (ValueError, TypeError):  # no date, or one without a time zone
+            return None
+    return seconds if seconds > 0 else None
 
 
 def explain_lost_connection(engine_id: str, url: object, error: aiohttp.ClientError) -> EngineError:
