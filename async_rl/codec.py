@@ -55,6 +55,7 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The errors that msgspec raises for an unreadable header."""
 _MAX_SIDES = 1 << 62
 """The limit for the bytes of an array when sides of length 0 count as 1."""
+_READ_BYTES = 1 << 20
 _CHUNK = 256 << 10
 """The bytes that are summed at once, under the interpreter lock: the event loop can run in between."""
 
@@ -247,10 +248,17 @@ def read_frame(path: str | os.PathLike[str], expected: type[T], *, verify: bool 
 
 
 def map_file(path: str | os.PathLike[str]) -> Buffer:
-    """Map a whole file read-only."""
+    """Map a whole file read-only, once it has been read: a page that a disk fails to read ends the process.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     with Path(path).open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return b""  # an empty file cannot be mapped
+        position, piece = 0, bytearray(_READ_BYTES)
+        while read := os.preadv(file.fileno(), [piece], position):
+            position += read
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 

@@ -41,17 +41,24 @@ a checkpoint that is newer than the ledger is refused.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from async_rl.codec import UNREADABLE
 from async_rl.errors import AsyncRLError, InvariantError
 from async_rl.queue.ledger_tables import LedgerTables
 from async_rl.types import StoredTrajectory, root_of
 
+log = logging.getLogger(__name__)
+
 _stored = msgspec.msgpack.Decoder(StoredTrajectory)
+
+_MOST_BYTES = 1 << 40
+"""Larger than any frame."""
 
 REDISPATCHED = frozenset({"restart", "corrupt"})
 """Reasons of drops that are no fault of the task: its position becomes pending."""
@@ -548,7 +555,7 @@ class Ledger:
                 ),
             )
             if stored_entry is not None:
-                group.stored[trajectory_id] = _stored.decode(stored_entry)
+                group.stored[trajectory_id] = _read_stored(stored_entry, trajectory_id, group)
             if attempt > 1:
                 group.attempts[trajectory_id] = attempt
             (group.in_flight if state == "in_flight" else group.queued).add(trajectory_id)
@@ -594,3 +601,27 @@ class Ledger:
             trained=states["trained"],
             dropped=dict(dropped),
         )
+
+
+def _read_stored(entry: bytes, trajectory_id: str, group: GroupRecord) -> StoredTrajectory:
+    """Read the reference to a stored trajectory; in place of a damaged one, return one to a lost frame."""
+    problem = "it is of another trajectory, or has impossible sizes"
+    try:
+        stored = _stored.decode(entry)
+        sizes = [stored.nbytes, stored.offset, *(span.length for span in stored.spans)]
+        if stored.trajectory_id == trajectory_id and all(0 <= size < _MOST_BYTES for size in sizes):
+            return stored
+    except (*UNREADABLE, TypeError) as error:
+        problem = str(error)
+    log.error("the ledger's reference to trajectory %s is damaged, so it is lost: %s", trajectory_id, problem)
+    return StoredTrajectory(
+        trajectory_id=trajectory_id,
+        group_id=group.group_id,
+        task_id=group.task_id,
+        path=f"damaged/{trajectory_id}",
+        nbytes=0,
+        checksum=0,
+        spans=(),
+        reward=None,
+        stop_reason="completed",
+    )

@@ -173,8 +173,9 @@ def _check(
                 "behind what was consumed, in the first epoch of a run that does not shuffle"
             )
     if record:
-        replace_file(run_dir / _SEQUENCE, sequence.tobytes())
-        replace_file(file, msgspec.json.encode(now))
+        # Durable, as a checkpoint is, which a start continues only with the data of the run.
+        replace_file(run_dir / _SEQUENCE, sequence.tobytes(), durable=True)
+        replace_file(file, msgspec.json.encode(now), durable=True)
 
 
 def _compare(run_dir: Path, before: _Identity, now: _Identity) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from weakref import WeakKeyDictionary
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -143,6 +149,47 @@ async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tm
     assert [dict(left.finished) for left in queue.restored_groups] == [{}, {}]
     assert files(tmp_path) == []
     queue.close()
+
+
+@pytest.mark.parametrize("damage", ["garbage", "another", "nbytes", "span", "version"])
+async def test_a_group_alone_is_lost_when_the_ledger_has_damaged_references(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = open_queue(tmp_path, 0)
+    dispatch(first, "g", "ready", "well")
+    end(first, make_group("g").trajectories[0])
+    await put(first, make_group("ready"))
+    await put(first, make_group("well"))
+    first.close()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as database:
+        for name in ("g-0", "ready-1"):
+            ((entry,),) = database.execute("SELECT stored FROM trajectories WHERE trajectory_id = ?", [name])
+            value = msgspec.msgpack.decode(entry)
+            value |= {"another": {"trajectory_id": "x"}, "nbytes": {"nbytes": 10**15}}.get(damage, {})
+            value["spans"][0] |= {"span": {"length": -1}, "version": {"weight_version": "x"}}.get(damage, {})
+            broken = b"\xc1" if damage == "garbage" else msgspec.msgpack.encode(value)
+            database.execute("UPDATE trajectories SET stored = ? WHERE trajectory_id = ?", [broken, name])
+    queue = open_queue(tmp_path, 0, groups_per_batch=1)
+    assert [(left.group_id, dict(left.finished)) for left in queue.restored_groups] == [("g", {})]
+    queue.drop_group("g", "restart")  # batches wait for it
+    batch = await queue.next_batch(0)
+    assert batch is not None
+    assert batch.group_ids == ("well",)
+    assert "trajectory g-0 is damaged" in caplog.text
+    assert "trajectory ready-1 is damaged" in caplog.text
+    queue.close()
+
+
+@pytest.mark.parametrize("tokens", [4, 20_000])
+def test_a_frame_that_the_disk_cannot_read_is_a_flaw(
+    tmp_path: Path, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = make_group("g", tokens=tokens).stored_in(tmp_path / "spool").trajectories[0]
+    assert (stored.nbytes > 128 << 10) is (tokens > 4), "a large frame is mapped"
+    assert frames.find_flaws([stored]) == {}
+    for name in ("pread", "preadv"):
+        monkeypatch.setattr(os, name, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    assert frames.find_flaws([stored]) == {"g-0": f"{stored.path} cannot be read: Input/output error"}
 
 
 async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
