@@ -301,9 +301,21 @@ class ChatFormat:
         self._shown_roles.add(role)
 
     def _check_calls_shown(
-        self, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], *, is_last: bool
+        self,
+        message: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        is_last: bool = True,
+        is_trained: bool = False,
     ) -> None:
-        """Check that the template shows the calls of a message, and the text before them.
+        """Check that the template shows the calls of a message, if it has any.
+
+        Args:
+            message: The message.
+            tools: The tools of its conversation, which may choose the template.
+            is_last: Whether no message follows.
+            is_trained: Whether the text before the calls must be shown, too; Llama's and Mistral's templates
+                leave it out of what a policy reads.
 
         Raises:
             ConfigError: It does not.
@@ -314,7 +326,8 @@ class ChatFormat:
         kind = _CallKind(bool(thought), bool(text.strip()), len(calls) > 1, is_last, bool(tools))
         if kind not in self._lost:
             self._lost[kind] = self._find_lost(kind)
-        if (lost := self._lost[kind]) is None:
+        lost = self._lost[kind]
+        if lost is None or (lost == "text" and not is_trained):
             return
         left_out: Any = text.strip()
         if lost == "calls":
@@ -336,10 +349,10 @@ class ChatFormat:
             asked = [self._form.of_message(each) for each in (_QUESTION, message, *following)]
             with suppress(ConfigError):  # it knows no results, or no user's message there
                 rendered = self._apply_template(asked, _TOOLS if kind.with_tools else [], False)
-                if kind.has_text and _MARKER not in rendered:
-                    return "text"
                 if not all(call["function"]["name"] in rendered for call in calls):
                     return "calls"
+                if kind.has_text and _MARKER not in rendered:
+                    return "text"
         return None
 
     def _shows(self, message: dict[str, Any], form: _Form, *, quoted: str = "") -> bool:
@@ -521,6 +534,7 @@ class ChatFormat:
                 "the chat template renders an assistant message differently from its own generation prompt: "
                 f"{rendered!r} does not continue {prompt!r}"
             )
+        self._check_calls_shown(message, is_trained=True)
         return rendered[len(prompt) : end + len(end_of_turn)]
 
     def _probe_form(self) -> _Form:

@@ -362,8 +362,7 @@ CALLS_OF = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
         ("{{ m.content }}" + CALLS_OF, "I look.", "a b", None),
         ("{{ m.content }}", "", "look_up", "look_up"),
         ("{{ m.content }}", "look_up?", "look_up", "look_up"),
-        (CALLS_OF + "{% if not m.tool_calls %}{{ m.content }}{% endif %}", "I look.", "look_up", "I look."),
-        (CALLS_OF + "{% if not m.tool_calls %}{{ m.content }}{% endif %}", "<think>?</think>", "a", None),
+        (CALLS_OF + "{% if not m.tool_calls %}{{ m.content }}{% endif %}", "I look.", "look_up", None),
         (FIRST_CALL, "", "a", None),
         (
             "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}",
