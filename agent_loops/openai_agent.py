@@ -280,7 +280,7 @@ class OpenAIAgentLoop(AgentLoop):
                 if not handler.has_answered:
                     raise exceeded from None
                 return "length" if isinstance(exceeded, PromptTooLong) else "max_turns"
-        return None
+        return "length" if handler.is_cut else None
 
     async def _call(self, task: Task, access: EndpointAccess) -> None:
         function = self._function

@@ -184,16 +184,25 @@ def cases_of(answer: Any) -> list[Case]:
                 Case(stdin=_text(given), stdout=_text(wanted))
                 for given, wanted in zip(inputs, outputs, strict=True)
             ]
-        case [{"input": _, "output": _}, *_]:
-            cases = [Case(stdin=_text(test["input"]), stdout=_text(test["output"])) for test in tests]
-        case [str(), *_]:
-            cases = [Case(check=test) for test in tests]
+        case [dict() | str(), *_]:
+            cases = [_case(test, number) for number, test in enumerate(tests, start=1)]
     if not cases:
         raise ValueError(
             f"the answer {_literal(answer):.200} holds no tests; expected inputs and outputs, or assert "
             "statements"
         )
     return cases
+
+
+def _case(test: Any, number: int) -> Case:
+    match test:
+        case {"input": given, "output": wanted}:
+            return Case(stdin=_text(given), stdout=_text(wanted))
+        case str():
+            return Case(check=test)
+    raise ValueError(
+        f"test {number} of the answer is {_literal(test):.200}; expected input and output, or an assertion"
+    )
 
 
 def _opening_fence(line: str) -> re.Match[str] | None:

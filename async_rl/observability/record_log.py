@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
+from async_rl.codec import UNREADABLE
+from async_rl.errors import ConfigError
 from async_rl.runtime.files import replace_file, sync
 
 R = TypeVar("R")
@@ -82,10 +84,10 @@ class RecordLog(Generic[R]):
         """Return one record per step, ascending; none when the file does not exist.
 
         Raises:
-            msgspec.MsgspecError: When a line is not a record of this type.
+            ConfigError: A line is not a record of this type.
         """
         kept: list[R] = []
-        for record in self._decoder.decode_lines(self._whole_lines()):
+        for _, record in self._decoded_lines():
             while kept and self._step_of(kept[-1]) >= self._step_of(record):
                 kept.pop()
             kept.append(record)
@@ -95,16 +97,30 @@ class RecordLog(Generic[R]):
         """Remove the records after a step, and all but the last of each.
 
         Readers see the old file or the new one.
+
+        Raises:
+            ConfigError: A line is not a record of this type.
         """
         self._last = None
         kept: dict[int, bytes] = {}  # an earlier version of this program has left several lines of a step
-        whole = self._whole_lines()
-        for line in whole.splitlines(keepends=True):
-            if (number := self._step_of(self._decoder.decode(line))) <= step:
+        for line, record in self._decoded_lines():
+            if (number := self._step_of(record)) <= step:
                 kept[number] = line
         content = b"".join(kept[number] for number in sorted(kept))
-        if content != whole:
+        if content != self._whole_lines():
             replace_file(self.path, content, durable=True)
+
+    def _decoded_lines(self) -> Iterator[tuple[bytes, R]]:
+        for number, line in enumerate(self._whole_lines().splitlines(keepends=True), start=1):
+            if line.isspace():  # as an editor may add
+                continue
+            try:
+                record = self._decoder.decode(line)
+            except UNREADABLE as error:
+                raise ConfigError(
+                    f"{self.path} is damaged in line {number} ({error}): restore it, or remove that line"
+                ) from error
+            yield line, record
 
     def _whole_lines(self) -> bytes:
         if not self.path.exists():

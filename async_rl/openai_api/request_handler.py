@@ -70,6 +70,7 @@ class RequestHandler:
         self.exceeded: PromptTooLong | OutOfTurns | None = None
         """The error of the budget for which a request was refused, if no later one has been answered."""
         self._exceeded_number = 0
+        self._unread: PromptTooLong | None = None
         self.last_error: ApiError | None = None
         """The last error that was sent to the agent."""
 
@@ -77,6 +78,11 @@ class RequestHandler:
     def has_answered(self) -> bool:
         """Whether the policy has answered a request."""
         return any(conversation.num_known for conversation in self._conversations)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the agent has ended with a request that could not fit, of which no session knows."""
+        return self.exceeded is not None and self.exceeded is self._unread
 
     def submit_request(
         self, request: ChatRequest, digests: Sequence[bytes], *, retry_count: int | None
@@ -132,7 +138,8 @@ class RequestHandler:
         text = (
             f"a request of {num_bytes} bytes cannot fit: rollout.max_context_tokens is {self._context_tokens}"
         )
-        self.exceeded, self._exceeded_number = PromptTooLong(text), self._num_exchanges
+        self.exceeded = self._unread = PromptTooLong(text)
+        self._exceeded_number = self._num_exchanges
         return ApiError(400, text, param="messages", code="context_length_exceeded")
 
     def count_refused(self) -> None:

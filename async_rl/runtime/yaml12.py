@@ -47,13 +47,18 @@ class _Loader(yaml.SafeLoader):
             seen[name] = key.start_mark.line + 1
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # PyYAML's, and of an int of over 4,300 digits
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            problem = f"{node.value!r:.60} is not valid for its tag {tag}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
-    try:
-        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-    except ValueError as error:  # Python converts no more than 4,300 digits
-        raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
 class _Dumper(yaml.SafeDumper):

@@ -30,7 +30,7 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.errors import CheckpointError, ConfigError
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import mean
-from async_rl.observability.sft_record import SftRecord, sft_record_log
+from async_rl.observability.sft_record import SftRecord, holds_sft_records, sft_record_log
 from async_rl.run.folder import check_run_folder, run_console, run_folder, run_in_folder
 from async_rl.run.identity import check_sft_identity
 from async_rl.run.preflight import check_trainer, check_trainer_here
@@ -301,9 +301,6 @@ async def _validate(
 
 
 def _read_records(records: RecordLog[SftRecord]) -> list[SftRecord]:
-    try:
-        return records.read()
-    except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f"{records.path} does not belong to a supervised run ({error}): set another run.name"
-        ) from error
+    if holds_sft_records(records.path) is False:
+        raise ConfigError(f"{records.path} does not belong to a supervised run: set another run.name")
+    return records.read()

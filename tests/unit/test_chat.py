@@ -3,6 +3,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -311,7 +312,11 @@ def test_text_in_parts_is_rendered_like_text(name: str):
 def test_content_is_shown_as_text_or_refused(name: str, content: Any, shown: str | None):
     for role in ("system", "user", "tool"):
         messages = [{"role": role, "content": content}]
-        messages = [*messages, ASKED] if role == "system" else [ASKED, call_of({}), *messages]
+        messages = (
+            [*messages, ASKED]
+            if role == "system"
+            else [ASKED, {"role": "assistant", "content": "?"}, *messages]
+        )
         if shown is not None:
             expected = [
                 {**message, "content": shown} if message["role"] == role else message for message in messages
@@ -365,6 +370,60 @@ def test_a_template_that_leaves_out_system_messages_or_tool_results_is_refused(c
             [message, ASKED] if role == "system" else [ASKED, {"role": "assistant", "content": "?"}, message]
         )
     assert "Weather?" in chat.prompt_text([ASKED])
+
+
+FIRST_CALL = "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+CALLS_OF = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "content", "names", "lost"),
+    [
+        ("{{ m.content }}" + CALLS_OF, "I look.", "a b", None),
+        ("{{ m.content }}", "", "look_up", "look_up"),
+        ("{{ m.content }}", "look_up?", "look_up", "look_up"),
+        (CALLS_OF + "{% if not m.tool_calls %}{{ m.content }}{% endif %}", "I look.", "look_up", None),
+        (FIRST_CALL, "", "a", None),
+        (
+            "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}",
+            "",
+            "a b",
+            "b",
+        ),
+        ("{{ m.content }}{% if loop.last %}" + CALLS_OF + "{% endif %}", "", "look_up", "look_up"),
+        ("{{ m.content }}{% if tools %}" + CALLS_OF + "{% endif %}", "", "look_up", "look_up"),
+    ],
+)
+def test_a_history_is_refused_when_the_template_leaves_out_calls(
+    chat: ChatFormat, shown: str, content: str, names: str, lost: str | None
+):
+    turn = "{{ '<|im_start|>' + m.role + '\\n' }}" + shown + "{{ '<|im_end|>\\n' }}"
+    chat = with_template(chat, "{{ tools }}{% for m in messages %}" + turn + "{% endfor %}" + PROMPT)
+    calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in names.split()]
+    called = {"role": "assistant", "content": content, "tool_calls": calls}
+    result = {"role": "tool", "content": "4"}
+    with pytest.raises(ConfigError, match=f"leaves out '{lost}' of an") if lost else nullcontext():
+        chat.prompt_text([ASKED, called, *[result] * len(calls), ASKED])
+    if "tools" in shown:
+        chat.prompt_text([ASKED, called, result], [TOOL])
+    if "last" in shown:
+        chat.prompt_text([ASKED, called])
+
+
+def test_calls_of_one_kind_are_tried_once(monkeypatch: pytest.MonkeyPatch):
+    rendered: list[Any] = []
+    chat = with_template(chat_of("qwen3"), chat_of("qwen3").template)
+    apply = chat.tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        chat.tokenizer, "apply_chat_template", lambda *a, **k: (rendered.append(a), apply(*a, **k))[1]
+    )
+    history = [ASKED, call_of({"city": "Ulm"}), {"role": "tool", "content": "4"}]
+    chat.append_text([])  # which tries the roles
+    chat.prompt_text(history)
+    num_tried = len(rendered)
+    for turns in (2, 3, 4):
+        chat.prompt_text(history * turns)
+    assert len(rendered) == num_tried + 3
 
 
 @pytest.mark.parametrize("with_system", [False, True])

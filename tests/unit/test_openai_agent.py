@@ -64,6 +64,18 @@ async def too_much(task: Task, api: AgentAPI) -> None:
         messages += [answer.choices[0].message, {"role": "user", "content": "x" * 5000}]
 
 
+LONG = "x" * 600_000
+
+
+async def ignores_refusals(task: Task, api: AgentAPI) -> None:
+    """Says each message, behind those that were answered."""
+    said: list[Any] = []
+    for message in task.messages:
+        with suppress(openai.BadRequestError):
+            answer = await api.client.chat.completions.create(model=api.model, messages=[*said, message])
+            said += [message, answer.choices[0].message]
+
+
 async def fails_after_a_shorter_one(task: Task, api: AgentAPI) -> None:
     """Is refused for its context, goes on with fewer messages, and fails for another reason."""
     for text in ("x" * 9000, "In short?"):
@@ -140,6 +152,18 @@ async def test_the_trajectory_ends_as_it_is_when_the_agent_gives_up_at_a_full_co
     bench, (reason, _) = await play(loop, "4", "Yes.")
     assert reason == "length"
     assert bench.session.last_turn.text == "Yes."
+
+
+@pytest.mark.parametrize("max_body_bytes", [1 << 20, 100_000])
+@pytest.mark.parametrize(("texts", "reason"), [([LONG], "length"), ([LONG, "In short?"], "completed")])
+async def test_the_trajectory_ends_alike_when_the_agent_ignores_that_its_context_is_full(
+    max_body_bytes: int, texts: list[str], reason: str
+):
+    bench, _ = talking(lines("4", "Yes."))
+    loop = OpenAIAgentLoop(agent=f"{HERE}:ignores_refusals", max_body_bytes=max_body_bytes)
+    task = make_task(messages=[{"role": "user", "content": text} for text in ("?", *texts)])
+    bench.session.end_session(await loop.run(task, bench.session))
+    assert bench.session.stop_reason == reason
 
 
 async def test_an_agent_fails_although_an_earlier_request_of_it_was_too_long():

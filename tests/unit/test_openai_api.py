@@ -16,7 +16,7 @@ from async_rl.errors import PromptTooLong
 from async_rl.openai_api.endpoint import Endpoint
 from async_rl.runtime.supervision import Nursery
 from tests.support.api import asked, client_of, reply
-from tests.support.talk import Talker, lines
+from tests.support.talk import ByteTokenizer, Talker, lines
 
 pytestmark = pytest.mark.real_time
 
@@ -395,6 +395,18 @@ async def test_another_history_is_another_conversation_with_its_own_tokens(histo
     assert other.num_inherited == 0
     assert a.bench.session.completion.text == "Third."
     assert [session.completion.text for session in a.bench.session.tree] == ["Third.", "Third."]
+
+
+async def test_an_edited_history_is_refused_when_the_template_leaves_out_its_calls(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    left_out = ByteTokenizer.chat_template.replace("message.tool_calls", "message.others")
+    monkeypatch.setattr(ByteTokenizer, "chat_template", left_out)
+    async with asked(lines(call("Oslo"), "never said"), max_branches=4) as a:
+        first = await a.say("Hi", tools=[WEATHER])
+        with pytest.raises(openai.BadRequestError, match="leaves out 'weather' of an assistant message"):
+            await a.say("Hello", reply(first), "Go on", tools=[WEATHER])
+    assert len(a.talker.prompts) == 1
 
 
 async def test_sub_agents_run_side_by_side_and_each_goes_on_in_its_own_conversation():

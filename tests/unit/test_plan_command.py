@@ -118,6 +118,7 @@ def test_flag_counts_when_a_past_run_says_otherwise(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--from", "damaged"], "damaged/metrics.jsonl is damaged in line 2"),
         (["--engines", "0"], "--engines 0: expected at least 1"),
         (["--train-tokens-per-s", "nan"], "train_tokens_per_s is nan, expected a finite number"),
         (["--mean-tokens", "0"], "mean_tokens is 0.0, expected more than 0"),
@@ -125,9 +126,17 @@ def test_flag_counts_when_a_past_run_says_otherwise(
     ],
 )
 def test_one_sentence_and_exit_code_2_when_there_is_nothing_to_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
 ) -> None:
     path = str(write_run(tmp_path))
+    past_run(tmp_path / "damaged")
+    log = tmp_path / "damaged" / "metrics.jsonl"
+    log.write_text(log.read_text().replace('{"step":2', "{", 1))
+    monkeypatch.chdir(tmp_path)
     assert main(["plan", path, *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("async-rl: ")

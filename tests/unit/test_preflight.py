@@ -7,6 +7,7 @@ import json
 import socket
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -209,15 +210,27 @@ def test_a_model_is_refused_when_it_has_no_tokenizer(path: Path, capsys: pytest.
     assert "no tokenizer; expected one of tokenizer.json" in said
 
 
-def test_a_role_that_the_template_leaves_out_is_refused(
-    path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("template", "messages", "lost"),
+    [
+        ("qwen3", [{"role": "narrator", "content": "Once."}], "messages of the role 'narrator'"),
+        (
+            "in_parts",
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "look_up", "arguments": {}}}]}],
+            "'look_up' of an assistant message with tool calls",
+        ),
+    ],
+)
+def test_a_row_is_refused_when_the_template_leaves_out_a_part_of_it(
+    path: Path, capsys: pytest.CaptureFixture[str], template: str, messages: list[Any], lost: str
 ) -> None:
-    chat_of("qwen3").tokenizer.save_pretrained(path.parent / "model")
-    messages = [{"role": "narrator", "content": "Once."}, {"role": "user", "content": "?"}]
-    (path.parent / "tasks.jsonl").write_text(json.dumps({"messages": messages, "answer": "1"}))
+    chat_of(template).tokenizer.save_pretrained(path.parent / "model")
+    asked = {"role": "user", "content": "?"}
+    row = {"messages": [asked, *messages, asked], "answer": "1"}
+    (path.parent / "tasks.jsonl").write_text(json.dumps(row))
     code, said = refused(capsys, path)
     assert code == 2
-    assert "tasks.jsonl:1: the chat template leaves out messages of the role 'narrator'" in said
+    assert f"tasks.jsonl:1: the chat template leaves out {lost}" in said
 
 
 @pytest.mark.parametrize(

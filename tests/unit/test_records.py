@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from async_rl.errors import ConfigError
 from async_rl.observability.records import (
     StepRecord,
     Totals,
@@ -94,6 +95,20 @@ def test_records_end_at_the_last_whole_line_when_a_crash_cut_one_short(tmp_path:
     assert [r.step for r in step_record_log(path).read()] == [1]
     step_record_log(path).append(record(2))
     assert [r.step for r in step_record_log(path).read()] == [1, 2]
+
+
+@pytest.mark.parametrize("damaged", [b"{junk", b'{"step": 2}', b"\xff", b"[" * 100_000])
+def test_file_line_and_remedy_are_named_when_a_later_line_is_damaged(tmp_path: Path, damaged: bytes) -> None:
+    log = step_record_log(path := tmp_path / "metrics.jsonl")
+    log.append(record(1))
+    with path.open("ab") as file:
+        file.write(b"\n" + damaged + b"\n")
+    log.append(record(3))
+    for use in (log.read, lambda: log.truncate_to(3)):
+        with pytest.raises(
+            ConfigError, match=r"metrics\.jsonl is damaged in line 3 .*: restore it, or remove"
+        ):
+            use()
 
 
 def test_a_file_has_one_line_per_step_when_a_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:

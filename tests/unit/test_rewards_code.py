@@ -221,11 +221,17 @@ async def test_a_sandbox_that_does_not_start_is_no_failed_test(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        *((answer, "holds no tests") for answer in (None, "[]", {"inputs": []}, 4, [{"in": 1}])),
+        *((answer, "holds no tests") for answer in (None, "[]", {"inputs": []}, 4, [3])),
         pytest.param(10**5000, "holds no tests", id="long"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "has 2 inputs and 1 outputs; expected as many"),
         ({"fn_name": "f", "inputs": [], "outputs": [1]}, "has 0 inputs and 1 outputs"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "do not name the function"),
+        (
+            [{"input": "1", "output": "1"}, {"input": "2"}],
+            r"test 2 of the answer is \{'input': '2'\}; expected",
+        ),
+        ([{"input": "1"}, {"input": "2", "output": "2"}], "test 1 of the answer"),
+        (["assert True", 3], "test 2 of the answer is 3; expected input and output, or an assertion"),
     ],
 )
 def test_an_answer_without_usable_tests_is_an_error(answer: Any, words: str) -> None:

@@ -137,6 +137,7 @@ CALLED = "m.tool_calls[0].id + m.tool_calls[0].function.name + m.tool_calls[0].f
         ("I add.", 1, "m.content", "add"),
         ("", 2, f"m.content + ({CALLED} if m.tool_calls else '')", "add"),
         ("I add.", 1, f"({CALLED} if m.tool_calls else m.content)", "I add."),
+        ("<think>?</think>I add.", 1, f"({CALLED} if m.tool_calls else m.content)", "I add."),
     ],
 )
 def test_calls_keep_their_ids_and_nothing_is_left_out(tmp_path, content, num_calls, shown, lost):

@@ -117,6 +117,16 @@ def test_a_folder_without_checkpoints_is_refused_when_resume_is_must(tmp_path: P
         train(path, ["run.resume=never"], finishes)
 
 
+def test_nothing_is_started_when_a_line_of_the_records_is_damaged(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    assert train(path, [], finishes) == 0
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(lines[0] + lines[1][:20] + b"\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is damaged in line 2"):
+        train(path, [], finishes)
+
+
 def test_a_folder_is_refused_while_another_process_runs_in_it(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     assert train(path, [], finishes) == 0

@@ -45,6 +45,26 @@ def test_scalars_are_read_as_yaml_1_2_has_them(text: str, value: Any) -> None:
     assert type(read) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a, !!float x]", "'x' is not valid for its tag !!float (line 1, column 5)"),
+        ("!!float ''", "'' is not valid for its tag !!float (line 1, column 1)"),
+        ("a:\n  !!bool 1", "'1' is not valid for its tag !!bool (line 2, column 3)"),
+        ("!!timestamp x", "'x' is not valid for its tag !!timestamp (line 1, column 1)"),
+        ("!!timestamp 2026-99-99", "'2026-99-99' is not valid for its tag !!timestamp (line 1, column 1)"),
+        ("!!int x", "'x' is not valid for its tag !!int (line 1, column 1)"),
+        ("{!!float x: 1}", "'x' is not valid for its tag !!float (line 1, column 2)"),
+        ("9" * 5000, "is not valid for its tag !!int (line 1, column 1)"),
+        ('["a" "b"]', "expected ',' or ']', but got '<scalar>' (line 1, column 6)"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_place(text: str, words: str) -> None:
+    with pytest.raises(yaml12.YAMLError) as caught:
+        yaml12.load(text)
+    assert words in yaml12.describe_error(caught.value)
+
+
 @pytest.mark.parametrize("keys", ["a 'a'", "1 01", "1 1.0", "1 true", "true True", "~ null", "<< <<"])
 def test_a_key_is_refused_the_second_time_however_it_is_written(keys: str) -> None:
     text = "".join(f"{key}: {{}}\n" for key in keys.split())

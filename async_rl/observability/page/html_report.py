@@ -132,8 +132,8 @@ def read_run(run_dir: Path) -> RunFiles:
     tree = _undamaged(config_file, _read_config)
     metrics = run_dir / "metrics.jsonl"
     supervised = _is_supervised(tree, metrics)
-    records = [] if supervised else _undamaged(metrics, lambda file: step_record_log(file).read())
-    sft_records = _undamaged(metrics, lambda file: sft_record_log(file).read()) if supervised else []
+    records = [] if supervised else step_record_log(metrics).read()
+    sft_records = sft_record_log(metrics).read() if supervised else []
     versions = _undamaged(run_dir / "versions.json", lambda file: _decoded(file, dict[str, str]))
     events = list(read_events(run_dir / "logs" / "driver.log"))
     return RunFiles(
@@ -143,7 +143,7 @@ def read_run(run_dir: Path) -> RunFiles:
         changed=_changed(config_file),
         records=records,
         sft_records=sft_records,
-        evaluations=_undamaged(run_dir / EVALUATIONS, lambda file: evaluation_record_log(file).read()),
+        evaluations=evaluation_record_log(run_dir / EVALUATIONS).read(),
         summary=_undamaged(run_dir / "summary.json", lambda file: _decoded(file, _Ended)),
         events=events,
         versions=versions or {},

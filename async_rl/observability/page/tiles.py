@@ -14,6 +14,8 @@ from async_rl.observability.page.verdicts import (
     judge_mismatch,
     judge_ppo_kl,
     judge_reward,
+    judge_sft_gradient,
+    judge_sft_loss,
     judge_staleness,
     judge_trainer_idle,
 )
@@ -118,7 +120,7 @@ def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
     start, now = (mean(r.loss for r in part) for part in (records[:WINDOW], records[-WINDOW:]))
     validated = [record for record in records if record.validation_loss is not None]
     best = min((r.validation_loss for r in validated if is_finite(r.validation_loss)), default=None)
-    return [
+    shown = [
         Tile(
             name="loss",
             label="loss",
@@ -153,6 +155,8 @@ def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
             note=f"{compact(sum(record.trained_tokens for record in records))} tokens trained on",
         ),
     ]
+    verdicts = {"loss": judge_sft_loss(records), "grad-norm": judge_sft_gradient(records)}
+    return [_judged(tile, verdicts.get(tile.name)) for tile in shown]
 
 
 def trainer_idle(record: StepRecord) -> Figure:
