@@ -99,11 +99,6 @@ class RunFiles:
         return int(self.summary["max_staleness"]) if self._max_staleness is None else self._max_staleness
 
     @cached_property
-    def recorded(self) -> list[int]:
-        """The steps in `metrics.jsonl`."""
-        return [record["step"] for record in _read_lines(self.folder / "metrics.jsonl")]
-
-    @cached_property
     def rows(self) -> list[tuple[str, int | None, str, int | None, str | None]]:
         """The ledger's trajectories: id, position, state, step, reason."""
         return self.query(
@@ -134,9 +129,10 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def _steps(run: RunFiles) -> tuple[bool, str]:
     wanted = list(range(1, run.num_steps + 1))
     versions = [entry["version"] + 1 for entry in run.steps.values()]
+    recorded = [record["step"] for record in _read_lines(run.folder / "metrics.jsonl")]
     return (
-        list(run.steps) == versions == run.recorded == wanted,
-        f"{len(run.steps)} of {run.num_steps} in the diary, {len(run.recorded)} in metrics.jsonl",
+        list(run.steps) == versions == recorded == wanted,
+        f"{len(run.steps)} of {run.num_steps} in the diary, {len(recorded)} in metrics.jsonl",
     )
 
 
