@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.small_run import small_run
 from verification import audit_run
+from verification.diary import Trained, trained
 from verification.simulation.simulate import simulate
 
 STEPS, TWICE, STALE, AGREE, POSITIONS, ACCOUNTS, CHECKPOINT = audit_run.CHECKS
@@ -167,6 +169,17 @@ def test_a_check_fails_when_its_subject_is_missing(
     else:
         path.write_bytes(b"") if emptied else path.unlink()
     assert files.violated() == violated
+
+
+def test_a_seed_fails_when_the_audit_of_its_files_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget_groups(*arguments: Any) -> Trained:
+        return replace(trained(*arguments), group_ids=())
+
+    monkeypatch.setattr("verification.simulation.simulated_trainer.trained", forget_groups)
+    outcome = simulate(0, tmp_path, scenario=small_run(0))
+    assert [TWICE in violation for violation in outcome.violations] == [True, False]
 
 
 def test_the_audit_imports_nothing_of_the_program() -> None:
