@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from verification.chaos.diary import DIARY
+from verification.diary import DIARY
 
 Key = tuple[int, float]
 """Identifies a process by its pid and start time."""

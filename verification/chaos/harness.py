@@ -26,7 +26,6 @@ import psutil
 from async_rl.config import Config, parse_config
 from async_rl.engines.sglang.server import free_port
 from verification.chaos.audit import Finding, audit
-from verification.chaos.diary import DIARY, Trained, read
 from verification.chaos.engine_faults import FAULTS, EngineFaults, Evidence, TooBusy
 from verification.chaos.evidence import LedgerWatch, Processes
 from verification.chaos.exposure import Exposure
@@ -43,6 +42,7 @@ from verification.chaos.lost_journals import (
 from verification.chaos.plan import Blow, Kind, last
 from verification.chaos.shortages import DescriptorShortage, FullDisk, RewardServer
 from verification.chaos.strikes import USED_SHARE, Strikes
+from verification.diary import DIARY, Trained, read
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +12,8 @@ from async_rl.queue.batching import read_trajectories
 from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
 from trainer.worker import TrainerWorker
-from verification.chaos.diary import DIARY, Entry, SetUp, Trained, write
 from verification.chaos.engine_faults import FAULTS, append, row_digests
+from verification.diary import DIARY, Entry, SetUp, saving, trained, write
 
 
 class DiaryWorker(TrainerWorker):
@@ -20,28 +21,21 @@ class DiaryWorker(TrainerWorker):
 
     def setup(self, checkpoint_dir: str | None) -> TrainerState:
         state = super().setup(checkpoint_dir)
-        self._note(SetUp(step=state.step, pid=os.getpid()))
+        self._note(SetUp(step=state.step))
         return state
 
     def train_step(self, taken: TakenBatch, step: int) -> StepResult:
         result = super().train_step(taken, step)
         if self._rank == 0:
             batch = read_trajectories(taken)
-            oldest = []
-            for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-                sampled = batch.weight_versions[start:end][batch.loss_mask[start:end]]
-                oldest.append(int(sampled.min()))
-            self._note(
-                Trained(
-                    step=step,
-                    version=batch.trainer_version,
-                    trajectory_ids=batch.trajectory_ids,
-                    oldest=tuple(oldest),
-                    rewards=tuple(map(float, batch.rewards)),
-                )
-            )
+            self._note(trained(taken, batch, step))
             append(Path(os.environ[FAULTS]) / "trained.bin", _replayed_rows(batch).tobytes())
         return result
+
+    def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        if self._rank == 0:
+            self._note(saving(extra["weight_version"], directory))
+        super().save_checkpoint(directory, extra)
 
     def _note(self, entry: Entry) -> None:
         if self._rank == 0:

@@ -42,6 +42,7 @@ from async_rl.errors import (
     StoppedAtStart,
     TrainerError,
 )
+from async_rl.observability.console_report import write_summary
 from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import Summary
@@ -50,6 +51,7 @@ from async_rl.rollout.workers import worker_backend
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error, observer
 from async_rl.runtime.waits import acting
+from verification.audit_run import audit
 from verification.simulation.faults import ENGINE_FAULTS, TRAINER_FAULTS
 from verification.simulation.faulty_engines import FaultyEngine, SimulatedCluster
 from verification.simulation.invariant_checker import AttemptLimit, InvariantChecker, spooled_files
@@ -166,6 +168,7 @@ class Simulation:
         self._steps = self._incarnation_steps = self._num_ids = 0
         self._now_s = 0.0
         self._run_dir = folder / "incarnation-0"
+        self._diary = folder / "diary.jsonl"  # beside what a power cut takes
         self._incarnations: list[str] = []
         self._death: Death | None = None
         self._ended: Ended = "finished"
@@ -191,6 +194,12 @@ class Simulation:
                 self._checker.fail(
                     f"after {self.max_incarnations} incarnations there is no end: {self._incarnations}"
                 )
+            if self._ended == "finished" and not self._checker.violations:
+                with self._disk.open_to_checks():
+                    results = audit(self._run_dir, self._diary)
+                for check, holds, detail in results:
+                    if not holds:
+                        self._checker.fail(f"the audit denies that {check}: {detail}")
         return SeedOutcome(
             seed=self._scenario.seed,
             violations=tuple(self._checker.violations),
@@ -231,6 +240,7 @@ class Simulation:
             self._scenario, self._checker, incarnation, self.before_step, self._nodes, self._run_dir
         )
         self._cluster.trainer.own_files = self._disk.open_to_checks
+        self._cluster.trainer.diary = self._diary
         self._orchestrator = Orchestrator(
             self._config,
             self._run_dir,
@@ -352,6 +362,7 @@ class Simulation:
         config, checker = self._scenario.config, self._checker
         if self._task.cancelling():
             checker.fail("the run was cancelled and ended as if it had not been")
+        write_summary(self._run_dir, summary)
         if summary.trajectories.unaccounted:
             checker.fail(f"unaccounted: {summary.trajectories}")
         for record in evaluation_record_log(self._run_dir / FILE).read():

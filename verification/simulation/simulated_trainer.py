@@ -20,6 +20,7 @@ from async_rl.queue.frames import find_flaws
 from async_rl.runtime.files import replace_file
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
+from verification.diary import Entry, SetUp, saving, trained, write
 from verification.simulation.faults import FaultKind
 from verification.simulation.invariant_checker import InvariantChecker
 from verification.simulation.scenario import Speeds
@@ -134,6 +135,8 @@ class SimulatedTrainer:
         """Raises `NodeUnreachable` where a node does not answer."""
         self.may_end: Callable[[], bool] = lambda: True
         """Whether a step may end; asked until it may."""
+        self.diary: Path | None = None
+        """The file in which it notes what it did."""
 
     @property
     def step(self) -> int:
@@ -142,12 +145,12 @@ class SimulatedTrainer:
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """Implements `TrainerRank.setup`."""
-        path = Path(checkpoint_dir or "") / "latest.json"
-        self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
+        self._step = _newest_step(Path(checkpoint_dir or ""))
         self._snapshot, self._readers = None, 0
         self._read = None
         self._writing = self._kept = None
         self._checker.restored(self._step)
+        self._note(SetUp(step=self._step))
         self.offloaded = False
         return TrainerState(step=self._step)
 
@@ -181,6 +184,7 @@ class SimulatedTrainer:
             # A step that remote ranks have begun goes on even if its caller stops waiting.
             if fault != "step_fails":
                 self._checker.trains(tokens, self._step, step)
+                self._note(trained(batch, tokens, step))
                 self._step = step
         if fault == "step_fails":
             raise TrainerError("the simulated trainer broke")
@@ -270,6 +274,7 @@ class SimulatedTrainer:
         """Implements `TrainerRank.save_checkpoint`."""
         self._look()
         self._needs_memory("copy its state")
+        self._note(saving(self._step, directory))
         await asyncio.sleep(self._speeds.latency_s)
         if extra["weight_version"] != self._step:
             self._checker.fail(f"the checkpoint {extra} is of a trainer at step {self._step}")
@@ -296,7 +301,11 @@ class SimulatedTrainer:
         writing = self._writing
         if writing is not None and not writing.fails and not writing.stands:
             writing.stands = True
-            _write(writing.directory / "latest.json", msgspec.json.encode({"step": writing.step}))
+            older = set(writing.directory.glob("step_*"))
+            newest = writing.directory / f"step_{writing.step:08d}"
+            newest.mkdir(exist_ok=True)
+            for path in older - {newest}:
+                path.rmdir()
             self._checker.saved(writing.step)
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
@@ -338,12 +347,20 @@ class SimulatedTrainer:
     async def close(self) -> None:
         """Implements `TrainerRank.close`."""
 
+    def _note(self, entry: Entry) -> None:
+        if self.diary is not None and not self._checker.deaf:
+            write(self.diary, entry)
+
     def _fault(self, *kinds: FaultKind) -> FaultKind | None:
         for index, kind in enumerate(self.faults):
             if kind in kinds:
                 self._checker.met(kind)
                 return self.faults.pop(index)
         return None
+
+
+def _newest_step(checkpoints: Path) -> int:
+    return max((int(path.name[5:]) for path in checkpoints.glob("step_*")), default=0)
 
 
 def _write(path: Path, data: bytes) -> None:
