@@ -29,10 +29,10 @@ so that the bound holds.
 a year has as many rows as one of a few checkpoints. Ids are compared with those that have rows; older ones
 are unique because they contain a time.
 
-Decisions are made on the outstanding groups in memory; their changes are written later, in order, by `flush`.
-Callers that report a change to other components (that a group is queued, that a step is trained) flush first.
-A crash before that undoes the newest changes, together: a dispatch that was not written is a task that was
-not dispatched.
+Decisions are made on the outstanding groups in memory; their changes are written later, in order, by `flush`:
+with the journal (each second without one), before frames are deleted, and when a step is settled. A crash
+before that undoes the newest changes, together: a dispatch that was not written is a task that was not
+dispatched.
 
 **Power cuts.** A flush survives the death of the process; that of the machine only if it is durable. The
 flush that settles a step is, so that the ledger knows every step that a checkpoint may contain. A start from
