@@ -290,9 +290,10 @@ def _written(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
         raise EnvironmentNotReady(
-            f"cannot write into {folder}: {os.strerror(error.errno or 0)}; free space on its disk or make it "
-            "writable, or choose a folder on another disk"
+            f"cannot write into {folder}: {os.strerror(error.errno or 0)}{where}; free space on its disk or "
+            "make it writable, or choose a folder on another disk"
         ) from error
 
 
