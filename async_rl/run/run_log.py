@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
+from async_rl.errors import AsyncRLError
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
@@ -41,7 +42,7 @@ from async_rl.observability.records import (
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import count_groups_without_signal
-from async_rl.runtime.shortages import is_shortage
+from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, is_shortage
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
@@ -185,9 +186,17 @@ class RunLogger:
         self._unrecorded[done.result.step] = self._record(done, SyncReport.none(done.result.step), queue)
 
     async def write_held_steps(self) -> None:
-        """Flush the records to disk: `metrics.jsonl` must have each step that a checkpoint holds."""
-        await self._write_held(lambda step: True, wait_out_shortage=True)
-        _, cancelled = await run_uncancellable(None, self._step_records.sync)
+        """Flush the records to disk: `metrics.jsonl` must have each step that a checkpoint holds.
+
+        Raises:
+            AsyncRLError: The disk does not take them.
+        """
+        try:
+            await self._write_held(lambda step: True, wait_out_shortage=True)
+            _, cancelled = await run_uncancellable(None, self._step_records.sync)
+        except OSError as error:
+            path = self._step_records.path
+            raise AsyncRLError(f"{path} cannot be written: {describe_disk_error(error)}") from error
         if cancelled is not None:
             raise cancelled
 
@@ -228,7 +237,8 @@ class RunLogger:
                     try:
                         self._step_records.append(replace(record, time_s=max(record.time_s, last_s)))
                     except OSError as error:
-                        if wait_out_shortage or not is_shortage(error):
+                        passes = is_shortage(error) or error.errno in DISK_ERRORS
+                        if wait_out_shortage or not passes:
                             raise
                         return
                     written.append(record)

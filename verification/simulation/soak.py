@@ -55,7 +55,16 @@ _FORGET_EVERY: Final = 10
 """Versions within which an injected fault takes effect, if it can."""
 
 _ENDS_INCARNATION: Final = frozenset(
-    {"step_is_nan", "step_fails", "checkpoint_fails", "publish_fails", "disk_full", "corrupt_frame"}
+    {
+        "second_driver",
+        "unwritable_disk",
+        "step_is_nan",
+        "step_fails",
+        "checkpoint_fails",
+        "publish_fails",
+        "disk_full",
+        "corrupt_frame",
+    }
 )
 """Faults after which driver or trainer start anew, which would end the long incarnation."""
 
