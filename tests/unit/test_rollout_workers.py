@@ -49,12 +49,16 @@ from async_rl.rollout.workers import messages
 from async_rl.rollout.workers.link import StreamLink, connect_link, listen
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
+    AttemptFailed,
+    AttemptProgress,
     CancelRequest,
     DropCall,
     Failure,
+    GroupScored,
     Heartbeat,
     LeaseEnded,
     LeaseGranted,
+    LeaseWanted,
     Message,
     MetricIncrement,
     StartAttempt,
@@ -889,6 +893,47 @@ async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_pat
             assert "not in its folder" in str(await playing)
         workers.spool.delete_discarded()
         assert frame.exists()
+
+
+def _wrong_messages(request_id: int, own: str, folder: str) -> dict[str, Message]:
+    """Return messages that do not fit a request for the trajectory `own`."""
+
+    def end(name: str, file: str) -> AttemptEnd:
+        stored = StoredTrajectory.of(make_trajectory(name), path=f"{folder}/{file}")
+        return AttemptEnd(trajectories=(msgspec.structs.replace(stored, group_id="g"),))
+
+    lie = Failure(kind="AgentLoopError", text="a lie")
+    right = end(own, f"{own}-0")
+    progress = AttemptProgress(request_id=request_id, trajectory_id="other", report=ProgressReport())
+    count = MetricIncrement(name="tool_calls_total", labels=("too", "many", "labels"), value=1.0)
+    return {
+        "unknown request": AttemptEnded(request_id=99, end=right),
+        "other trajectory": AttemptEnded(request_id=request_id, end=end("other", "other-0")),
+        "file of another": AttemptEnded(request_id=request_id, end=end(own, "other-0")),
+        "twice": AttemptEnded(request_id=request_id, end=AttemptEnd(trajectories=right.trajectories * 2)),
+        "failure of another": AttemptFailed(
+            request_id=request_id, failure=lie, trajectory=end("other", "other-0").trajectories[0]
+        ),
+        "scores": GroupScored(request_id=request_id),
+        "progress": Heartbeat(progress=(progress,)),
+        "counts": Heartbeat(increments=(count,)),
+        "model": LeaseWanted(lease_id=99, key=own, tokens=1, prompt=1, model="none"),
+    }
+
+
+@pytest.mark.parametrize("wrong", _wrong_messages(1, "t", ""))
+async def test_a_worker_is_given_up_that_sends_what_fits_no_request(wrong: str) -> None:
+    async with WorkerBench() as workers:
+        await asyncio.sleep(0.1)
+        (link,) = workers.processes.ends.values()
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(_lost(workers.run()))
+            await asyncio.sleep(0.01)
+            (worker,) = workers.backend.workers.values()
+            ((request_id, running),) = worker.attempts.items()
+            assert running.group_id == "g"
+            link.post(_wrong_messages(request_id, running.trajectory_id, worker.frame_folder)[wrong])
+            assert "it sent" in str(await playing)
 
 
 async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> None:

@@ -676,6 +676,9 @@ class SimulatedCluster:
             if workers.delay(injection.engine, delay_s):
                 met()
                 self._checker.worker_is_unaware(delay_s)
+        elif kind == "wrong_message":
+            if workers.send_wrong_message(injection.engine, injection.amount):
+                met()
         elif kind == "isolate_worker":
             if workers.isolate(injection.engine, _MAX_ISOLATED_S * injection.amount):
                 met()

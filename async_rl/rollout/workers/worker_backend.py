@@ -120,7 +120,9 @@ _MAX_SCORE_TRIES: Final = 3
 class _Inbox(Scope):
     """The answer to one attempt, or to one group's reward."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_scores: int = 0) -> None:
+        self.num_scores = num_scores
+        """How many scores the answer must have."""
         self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     def put_message(self, message: Message | Exception) -> bool:
@@ -185,6 +187,8 @@ class WorkerHandle:
         self.completion_folder = str(completion_folder)
         self.post = link.post
         self.close = link.close
+        self.newest_request = 0
+        """The request that it was given last."""
         self.inboxes: dict[int, _Inbox] = {}
         self.attempts: dict[int, Attempt] = {}
         """Its running attempts, by request."""
@@ -201,6 +205,39 @@ class WorkerHandle:
         """The error of its own that ended it."""
         self.leases = leases(self)
         """What it may call engines for."""
+
+    def post_request(self, request: StartAttempt | ScoreGroup, inbox: _Inbox) -> None:
+        """Send a request, whose answer the inbox gets.
+
+        Raises:
+            RolloutError: Its task holds something that messages cannot, such as an integer of more than 64
+                bits.
+        """
+        try:
+            self.post(request)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RolloutError(
+                f"task {request.task.task_id} cannot be sent to a rollout worker ({error}): "
+                "write numbers of more than 64 bits as strings"
+            ) from error
+        self.newest_request = request.request_id
+        self.inboxes[request.request_id] = inbox
+
+    def is_answer(self, message: AttemptEnded | AttemptFailed | GroupScored) -> bool:
+        """Return whether a message is about what a request of its own asked for; it may be a late one."""
+        request_id = message.request_id
+        if (inbox := self.inboxes.get(request_id)) is None:
+            return request_id <= self.newest_request
+        attempt = self.attempts.get(request_id)
+        if attempt is None or isinstance(message, GroupScored):
+            return (
+                attempt is None
+                and isinstance(message, GroupScored)
+                and (message.failure is not None or len(message.scores) == inbox.num_scores)
+            )
+        if isinstance(message, AttemptFailed):
+            return message.trajectory.trajectory_id == attempt.trajectory_id
+        return message.end.is_of(attempt)
 
     def has_written(self, end: AttemptEnd) -> bool:
         """Return whether all references of an attempt's end are to files in its folders."""
@@ -236,21 +273,6 @@ class WorkerHandle:
             lost, attempt = WorkerLost(cause), self.attempts.get(request_id)
             lost.in_call = attempt is not None and attempt.trajectory_id in callers
             inbox.put_message(lost)
-
-
-def _post_task(worker: WorkerHandle, request: StartAttempt | ScoreGroup) -> None:
-    """Send a request to a worker.
-
-    Raises:
-        RolloutError: Its task holds something that messages cannot, such as an integer of more than 64 bits.
-    """
-    try:
-        worker.post(request)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RolloutError(
-            f"task {request.task.task_id} cannot be sent to a rollout worker ({error}): "
-            "write numbers of more than 64 bits as strings"
-        ) from error
 
 
 class _WorkerLoad:
@@ -393,8 +415,7 @@ class WorkerBackend(RolloutBackend):
         self._last_chosen = attempt.group_id, worker
         request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
         loop = attempt.task.agent_loop or self._config.agent_loop
-        _post_task(
-            worker,
+        worker.post_request(
             StartAttempt(
                 request_id=request_id,
                 task=attempt.task,
@@ -403,8 +424,8 @@ class WorkerBackend(RolloutBackend):
                 attempt=attempt.number,
                 claim=attempt.claim,
             ),
+            inbox,
         )
-        worker.inboxes[request_id] = inbox
         self._load.offer(worker)
         worker.attempts[request_id] = worker.by_trajectory[name] = attempt
         answer: Message | None = None
@@ -470,10 +491,9 @@ class WorkerBackend(RolloutBackend):
         """Implements `RolloutBackend.score_group`; if its worker ends, it asks another one."""
         for left in reversed(range(_MAX_SCORE_TRIES)):
             worker = await self._choose_worker()
-            request_id, inbox = next(self._request_ids), _Inbox()
+            request_id, inbox = next(self._request_ids), _Inbox(len(completions))
             request = ScoreGroup(request_id=request_id, task=task, completions=tuple(completions))
-            _post_task(worker, request)
-            worker.inboxes[request_id] = inbox
+            worker.post_request(request, inbox)
             self._load.offer(worker)
             answer: Message | None = None
             try:
@@ -692,18 +712,23 @@ class WorkerBackend(RolloutBackend):
             case Heartbeat():
                 hears = worker.record_heartbeat(message.received)
                 worker.waits = message.waits
-                add_increments(message.increments, self._metrics)
+                try:
+                    add_increments(message.increments, self._metrics)
+                except ValueError as error:
+                    raise WorkerLost(f"it sent counts that do not fit their metrics: {error}") from error
                 self._apply_progress(worker, message)
                 worker.leases.renew(message, hears=hears)
             case AttemptEnded(request_id=request_id, end=end):
                 if not worker.has_written(end):
                     raise WorkerLost("it sent references to files that are not in its folder")
+                self._check_answer(worker, message)
                 if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
                     self._spool.hold([*end.trajectories, *end.completions])
                 else:  # the attempt is not wanted any more
                     self._metrics.late_results_total.inc()
                     self._spool.refuse([*end.trajectories, *end.completions])
             case AttemptFailed() | GroupScored():
+                self._check_answer(worker, message)
                 inbox = worker.inboxes.get(message.request_id)
                 if inbox is None or not inbox.put_message(message):
                     self._metrics.late_results_total.inc()
@@ -717,10 +742,34 @@ class WorkerBackend(RolloutBackend):
             case _:
                 raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
 
+    def _check_answer(
+        self, worker: WorkerHandle, message: AttemptEnded | AttemptFailed | GroupScored
+    ) -> None:
+        """Check that a worker answers what it was asked.
+
+        Raises:
+            WorkerLost: It does not.
+        """
+        request_id, is_late = message.request_id, message.request_id not in worker.inboxes
+        others = is_late and any(request_id in other.inboxes for other in self.workers.values())
+        if others or not worker.is_answer(message):
+            raise WorkerLost(
+                f"it sent {type(message).__name__} for request {request_id}, which is not what that asked for"
+            )
+
     def _apply_progress(self, worker: WorkerHandle, heartbeat: Heartbeat) -> None:
-        """Take over how far the worker's trajectories are, and what its journal has."""
+        """Take over how far the worker's trajectories are, and what its journal has.
+
+        Raises:
+            WorkerLost: A trajectory is not that of its request.
+        """
         for each in heartbeat.progress:
             if (attempt := worker.attempts.get(each.request_id)) is not None:
+                if root_of(each.trajectory_id) != attempt.trajectory_id:
+                    raise WorkerLost(
+                        f"it sent progress of {each.trajectory_id} for request {each.request_id}, expected "
+                        f"{attempt.trajectory_id}"
+                    )
                 apply_report(attempt, each.trajectory_id, each.report)
         if worker.folder is None or self._folders is None:
             return
