@@ -676,6 +676,8 @@ class SimulatedCluster:
             if workers.delay(injection.engine, delay_s):
                 met()
                 self._checker.worker_is_unaware(delay_s)
+        elif kind == "bad_environment_worker":
+            workers.spoil_environment(injection.engine, 100 * injection.amount, met)
         elif kind == "wrong_message":
             if workers.send_wrong_message(injection.engine, injection.amount):
                 met()

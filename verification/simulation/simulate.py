@@ -58,7 +58,13 @@ from verification.simulation.invariant_checker import AttemptLimit, InvariantChe
 from verification.simulation.scenario import FACTS, NODES, Death, Injection, Scenario, draw
 from verification.simulation.simulated_disk import Disk
 from verification.simulation.simulated_workers import SimulatedNodes
-from verification.simulation.users import SimulatedChat, attempt_begins, attempt_cancelled, count_fault
+from verification.simulation.users import (
+    MISSING_PACKAGE,
+    SimulatedChat,
+    attempt_begins,
+    attempt_cancelled,
+    count_fault,
+)
 
 _NODES_AT_KILL: Final = "nodes-at-kill"
 """The disks of nodes as they were when the driver was killed, until its remains are gone."""
@@ -345,6 +351,8 @@ class Simulation:
                 after = replace(before, trajectory_timeout_s=4 * before.trajectory_timeout_s)
             allowed = after != before or believed
             self._config = replace(self._config, rollout=after)
+        if MISSING_PACKAGE in str(cause) and self._config.num_workers > 1:  # only one worker lacks it
+            allowed = False
         if not allowed:
             self._checker.fail(f"the run ended with {type(cause).__name__}: {cause}")
 

@@ -66,6 +66,7 @@ from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task, Trajectory
 from verification.simulation.invariant_checker import caller_is_given_up
+from verification.simulation.users import bad_environment
 
 T = TypeVar("T")
 
@@ -497,6 +498,9 @@ class SimulatedWorkers:
         """The names of the folders of workers that were cut off."""
         self._torn = random.Random(f"torn journals {seed}")
         self._isolated_until_s: dict[str, float] = {}  # by worker
+        self._bad_until_s: dict[str, float] = {}  # by worker
+        self.on_bad_environment: Callable[[], None] = _do_nothing
+        """Called once an agent loop has raised for the bad environment of its worker."""
         self.on_call: Callable[[GenerateRequest], Callable[[], None]] = lambda request: _nothing_reached
         """Called with each request of a worker; what it returns is called when the engine gets it."""
         self.late_requests: deque[LateRequest] = deque()
@@ -548,6 +552,7 @@ class SimulatedWorkers:
         self.ends[name], self._running[name] = theirs, worker
         self._places[name] = node, spec.frames
         async with Nursery() as process:
+            bad_environment.set(partial(self._lacks_package, name))
             process.start_task(name, _run_process(worker, theirs))
             try:
                 yield ours
@@ -642,6 +647,20 @@ class SimulatedWorkers:
         for name in (picked := self._pick(index // 2)):
             self.ends[name].inject(fault, met, by_peer=index % 2 == 1, times=times)
         return bool(picked)
+
+    def spoil_environment(self, index: int, for_s: float, met: Callable[[], None]) -> None:
+        """Let all agent loops of one worker raise at once for a while, also when it was restarted."""
+        now = asyncio.get_running_loop().time()
+        if all(until_s < now for until_s in self._bad_until_s.values()):
+            self._bad_until_s = dict.fromkeys(self._pick(index), now + for_s)
+            self.on_bad_environment = met
+
+    def _lacks_package(self, name: str) -> bool:
+        if asyncio.get_running_loop().time() >= self._bad_until_s.get(name, 0.0):
+            return False
+        note, self.on_bad_environment = self.on_bad_environment, _do_nothing
+        note()
+        return True
 
     def send_wrong_message(self, index: int, amount: float) -> bool:
         """Let a worker send what fits none of its requests; whether there was one."""

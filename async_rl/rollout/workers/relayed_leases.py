@@ -210,6 +210,11 @@ class RelayedLeases(LeaseHolder):
     # -- the pool ------------------------------------------------------------------------------------------
 
     @property
+    def has_asked(self) -> bool:
+        """Whether the worker has ever asked for an engine."""
+        return self._newest_id > 0
+
+    @property
     def is_silent(self) -> bool:
         """Implements `LeaseHolder.is_silent`."""
         now = self._clock()
