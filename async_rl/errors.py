@@ -25,7 +25,6 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── AlignmentError  routing rows do not fit the tokens they belong to
 │   ├── CorruptFrame    a frame is cut short or fails its checksum
 │   └── SpoolFull       no space for another frame, by `queue.max_bytes` or on the disk
-├── AnotherDriver       two drivers write in one folder; this one writes nothing more there
 ├── StoppedAtStart      130, 143 a signal came before there was work to save
 ├── StallError          exit 4   the run makes no progress; the message is the chain of waits and its cause
 ├── InvariantError      a rule that always holds would be violated: staleness, conservation, settled once
@@ -208,10 +207,6 @@ class CorruptFrame(DataError):
 
 class SpoolFull(DataError):
     """There is no space for another frame: `queue.max_bytes` is reached or the disk is full."""
-
-
-class AnotherDriver(AsyncRLError):
-    """Another driver writes in the run's folder, so this one must write nothing more there."""
 
 
 class StallError(AsyncRLError):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.errors import AnotherDriver, AsyncRLError, InvariantError
+from async_rl.errors import AsyncRLError, InvariantError
 
 SCHEMA_VERSION = 4
 
@@ -161,12 +161,12 @@ class LedgerTables:
         """Check in a transaction that nobody else has committed since this database was opened.
 
         Raises:
-            AnotherDriver: Somebody has.
+            AsyncRLError: Somebody has.
         """
         if self._read_commits() == self._num_commits:
             return
         self._database.execute("ROLLBACK")
-        raise AnotherDriver(
+        raise AsyncRLError(
             f"another driver has written {self._path}, so this one ends: two of them run in this folder, "
             "because its file system does not lock files for other nodes or .lock was deleted; end one of "
             "them, then start the run again if none is left"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from async_rl.config import TrainerConfig
-from async_rl.errors import AnotherDriver, CheckpointError, StallError, TrainerError
+from async_rl.errors import CheckpointError, StallError, TrainerError
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.threads import run_uncancellable
@@ -87,7 +87,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The previous one failed, and too many have failed in a row.
-            AnotherDriver: Another driver has written the ledger since.
+            AsyncRLError: Another driver has written the ledger since.
         """
         await self._settle_saved(wait=True)
         await self._before_write()
@@ -144,7 +144,7 @@ class Checkpoints:
 
 
 def can_write_after(error: BaseException) -> bool:
-    """Whether the trainer can still write a checkpoint after an error that ends the run, and may."""
+    """Whether the trainer can still write a checkpoint after an error that ends the run."""
     if isinstance(error, StallError):
         return error.on not in _TRAINER_WAITS
-    return not isinstance(error, TrainerError | AnotherDriver)
+    return not isinstance(error, TrainerError)

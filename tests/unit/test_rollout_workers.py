@@ -7,7 +7,7 @@ import errno
 import os
 import struct
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,7 @@ from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 from tests.support.trajectories import make_trajectory
 from verification.simulation import simulated_workers
 from verification.simulation.simulated_workers import LinkFault, MemoryLink, SimulatedWorkers
+from verification.simulation.users import bad_environment
 
 HERE = __name__
 TASK = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])
@@ -934,6 +935,54 @@ async def test_a_worker_is_given_up_that_sends_what_fits_no_request(wrong: str) 
             assert running.group_id == "g"
             link.post(_wrong_messages(request_id, running.trajectory_id, worker.frame_folder)[wrong])
             assert "it sent" in str(await playing)
+
+
+class LacksPackage(OneTurn):
+    """Raises at once in one worker, or in all of them for one task."""
+
+    bad: ClassVar[Callable[[Task], bool]]
+
+    async def run(self, task: Task, session: Session) -> None:
+        if LacksPackage.bad(task):
+            raise ImportError("No module named 'solver'")
+        await super().run(task, session)
+
+
+async def run_in_any(workers: WorkerBench, task_id: str, name: str) -> AttemptEnd:
+    """Run an attempt as the rollout manager does, which makes it again when its worker is lost."""
+    task, losses = msgspec.structs.replace(TASK, task_id=task_id), LostWorkers()
+    while True:
+        try:
+            return await workers.run(of := Attempt(task, name, "g", 1, started_s=0.0))
+        except WorkerLost as error:
+            assert losses.may_go_on(error, of)
+
+
+async def test_a_worker_is_ended_when_loops_raise_at_once_in_it_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    LacksPackage.bad = lambda task: bad_environment.get()()
+    async with WorkerBench("LacksPackage", num_workers=2, max_concurrent_trajectories=8) as workers:
+        await asyncio.sleep(0.1)
+        workers.processes.spoil_environment(0, 1e6, lambda: None)
+        for first in range(0, 40, 8):
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(first, first + 8):
+                    tasks.create_task(run_in_any(workers, f"t{number}", f"{number:032x}"))
+    assert "rollout-worker-0: its agent loops raise before they call an engine" in caplog.text
+    assert "rollout-worker-1" not in caplog.text
+    assert value_of(workers.metrics.rollout_worker_restarts_total) >= 1
+
+
+async def test_a_task_fails_and_ends_no_worker_when_its_loop_raises_at_once_in_all_of_them() -> None:
+    LacksPackage.bad = lambda task: task.task_id == "broken"
+    async with WorkerBench("LacksPackage", num_workers=3, max_concurrent_trajectories=8) as workers:
+        await asyncio.sleep(0.1)
+        for number in range(8):
+            with pytest.raises(AgentLoopError, match="solver"):
+                await run_in_any(workers, "broken", f"{number:032x}")
+            await run_in_any(workers, "fine", f"{number + 100:032x}")
+    assert value_of(workers.metrics.rollout_worker_restarts_total) == 0
 
 
 async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> None:
