@@ -182,7 +182,7 @@ def two_drivers_write_one_ledger(original, tables):
 @breaks(
     "async_rl.queue.trajectory_queue:TrajectoryQueue.flush_ledger",
     "simulation/recovery",
-    "simulation/small_runs",
+    "simulation/checkpoints",
 )
 def the_older_of_two_drivers_writes_its_checkpoint(original, queue, *, durable=False):
     """A driver does not look whether another one has replaced it before it writes a checkpoint."""
