@@ -149,7 +149,8 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def is_of(self, attempt: Attempt) -> bool:
         """Return whether it names the attempt's trajectory and branches, once each, and files of these."""
         root_id, names = attempt.trajectory_id, [each.trajectory_id for each in self.trajectories]
-        files = [each.path.rpartition("/")[2] for each in (*self.trajectories, *self.completions)]
+        paths = [each.path for each in self.trajectories] + [each.path for each in self.completions]
+        files = [path.rpartition("/")[2] for path in paths]
         return (
             len(set(names)) == len(names)
             and all(root_of(name) == root_id for name in names)

@@ -160,7 +160,7 @@ def _with_own_streams(scenario: Scenario, setting: Setting) -> Scenario:
             for index in rng.sample(range(len(tasks)), max(1, len(tasks) // 8)):
                 tasks[index] = replace(tasks[index], metadata={**tasks[index].metadata, "trouble": kind})
         elif kind == "power_cut":
-            death = Death(kind=kind, after=int(_LAST_STEP ** rng.uniform(0.2, 1.0)))
+            death = Death(kind="power_cut", after=int(_LAST_STEP ** rng.uniform(0.2, 1.0)))
             deaths.insert(rng.randint(0, len(deaths)), death)
         else:
             injections += [_injection(rng, (kind,)) for _ in range(rng.choice((1, 2, 4)))]

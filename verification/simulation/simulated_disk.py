@@ -131,7 +131,7 @@ class Disk:
         os.posix_fallocate, os.write = faulty_fallocate, faulty_write
         os.open, os.pwrite = faulty_open, faulty_pwrite
         os.listdir, os.scandir = faulty_listdir, faulty_scandir
-        os.fsync, os.replace = noted_fsync, noted_replace
+        os.fsync, os.replace = noted_fsync, noted_replace  # type: ignore[assignment]
         io.open = builtins.open = faulty_open_file  # type: ignore[assignment]
         sqlite3.connect = faulty_connect  # type: ignore[assignment]
         try:

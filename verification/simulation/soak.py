@@ -229,6 +229,7 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "overlap": setting != "shared" and number % 2 == 1,
             "bucket_bytes": 1 << 20,
             "full_every": 10,
+            "verify": "checksum",
         },
         "placement": {"shared": setting == "shared"},
         "trainer": {
