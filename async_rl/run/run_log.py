@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import AsyncRLError
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
@@ -42,7 +41,7 @@ from async_rl.observability.records import (
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import count_groups_without_signal
-from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, is_shortage
+from async_rl.runtime.shortages import DISK_ERRORS, is_shortage, writing
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
@@ -191,12 +190,9 @@ class RunLogger:
         Raises:
             AsyncRLError: The disk does not take them.
         """
-        try:
+        with writing(self._step_records.path):
             await self._write_held(lambda step: True, wait_out_shortage=True)
             _, cancelled = await run_uncancellable(None, self._step_records.sync)
-        except OSError as error:
-            path = self._step_records.path
-            raise AsyncRLError(f"{path} cannot be written: {describe_disk_error(error)}") from error
         if cancelled is not None:
             raise cancelled
 

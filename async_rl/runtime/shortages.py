@@ -7,7 +7,8 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -42,6 +43,19 @@ def describe_disk_error(error: OSError) -> str:
         return "the disk is full; free some and start the run again"
     remedy = "; make the disk writable and start the run again" if error.errno in DISK_ERRORS else ""
     return f"{error.strerror}{remedy}"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name a file in the error of a block that cannot write it.
+
+    Raises:
+        AsyncRLError: The operating system refused that; the cause is a shortage if that was one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise AsyncRLError(f"{path} cannot be written: {describe_disk_error(error)}") from error
 
 
 def is_shortage(error: BaseException) -> bool:
