@@ -48,6 +48,7 @@ from async_rl.errors import (
     EnvironmentNotReady,
     PromptTooLong,
     RequestRefused,
+    VersionMismatch,
     WeightSyncError,
 )
 from async_rl.types import ExpertIdArray, Float32Array, Int32Array, RoutingTrace, SamplingMask, VersionSpan
@@ -70,7 +71,9 @@ _TINY: Final = EngineFacts(
 )
 """The dimensions of an engine that is given no model."""
 
-CallFault = Literal["die", "hang", "wrong_rows", "wrong_mask", "nan", "lose", "repeat", "busy", "retract"]
+CallFault = Literal[
+    "die", "hang", "wrong_rows", "wrong_mask", "nan", "lose", "repeat", "busy", "retract", "skewed_versions"
+]
 UpdateFault = Literal["refuse_flush", "partial_update"]
 MemoryFault = Literal["refuse_memory", "hang_memory"]
 _CALL_FAULTS = frozenset(get_args(CallFault))
@@ -89,6 +92,7 @@ class Fault(msgspec.Struct, frozen=True):
     lose: a chunk is never delivered, and what comes after it does not fit the engine's count.
     repeat: a chunk comes twice, and once too often for the engine's count.
     busy: the call is refused because the engine has too many.
+    skewed_versions: its events report two weight versions, and nothing says which tokens are of which.
     retract: the engine takes the memory of the call for others, and prefills it again.
     refuse_flush: an update loads the weights and is refused the flush at first.
     partial_update: an update fails halfway; the engine still reports the old version.
@@ -424,6 +428,11 @@ class SimulatedEngine:
             finish = self._finish_call(call)
         finally:
             self._free_slot(call)
+        if fault is not None and fault.kind == "skewed_versions" and finish.version_spans:
+            raise VersionMismatch(  # as the client of a real server
+                f"{self._engine_id} reports 2 weight versions during the call {request.request_id}, at last "
+                f"{self._version}, and not which tokens are of which"
+            )
         yield finish
 
     async def _decode(self, call: SimulatedCall) -> AsyncGenerator[Chunk, None]:

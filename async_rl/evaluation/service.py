@@ -45,7 +45,7 @@ from async_rl.observability.evaluation_record import (
 )
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
-from async_rl.runtime.shortages import wait_out_shortage
+from async_rl.runtime.shortages import wait_out_shortage, writing
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import acting, waiting
@@ -190,7 +190,8 @@ class EvaluationService:
             self._current = None
         self._evaluated = max(version, record.weight_version)
         record, records = self._log_evaluation(record), evaluation_record_log(self._run_dir / FILE)
-        _, cancelled = await run_uncancellable(None, lambda: records.append(record))
+        with writing(records.path):
+            _, cancelled = await run_uncancellable(None, lambda: records.append(record))
         if cancelled is not None:
             raise cancelled
 

@@ -23,7 +23,6 @@ prefill without new tokens, reports all of them again.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import threading
 from collections import defaultdict, deque
@@ -45,7 +44,7 @@ from async_rl.queue.journal_file import (
     journal_files,
 )
 from async_rl.queue.progress import ProgressReport
-from async_rl.runtime.shortages import wait_out_shortage
+from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, wait_out_shortage
 from async_rl.types import (
     Float32Array,
     Int32Array,
@@ -56,8 +55,6 @@ from async_rl.types import (
     VersionSpan,
     root_of,
 )
-
-_DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 _COMPACT_BYTES: Final = 1 << 20
 """A smaller file is never compacted: rewriting it would not pay for a second file."""
@@ -532,12 +529,11 @@ class Journal:
         try:
             self._write_to_file(part, data)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if error.errno not in DISK_ERRORS:
                 raise
             raise SpoolFull(
                 f"the journal {self.directory} has {self.nbytes} bytes and no space for another "
-                f"{sum(map(len, data))}: the disk is full; free some and start the run again, it goes on "
-                "from what was written"
+                f"{sum(map(len, data))}: {describe_disk_error(error)}, it goes on from what was written"
             ) from error
         if self._metrics is not None and data:
             self._metrics.journal_bytes.set(self.nbytes)

@@ -24,7 +24,6 @@ A new file costs two to three times as much as one that is overwritten, because 
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import threading
@@ -49,7 +48,7 @@ from async_rl.queue.frame_reader import (
     folder_number,
 )
 from async_rl.queue.frames import encode_completion, encode_trajectory
-from async_rl.runtime.shortages import is_shortage
+from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, is_shortage
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
 SMALLEST_GROUP = 64 << 10
@@ -136,13 +135,12 @@ class _WrittenFiles:
             os.rename(part, path)
         except OSError as error:
             delete_files([path, part])
-            if not is_shortage(error):
+            if not is_shortage(error) and error.errno not in DISK_ERRORS:
                 raise
             with self._lock:
                 self._found.clear()
                 delete_files(file.path for file in files_in(self._reusable))
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            cause = "the disk is full; free some and start the run again" if full else error.strerror
+            cause = describe_disk_error(error)
             raise SpoolFull(f"{self.directory} cannot take {frame.nbytes} bytes: {cause}") from error
         return path
 
@@ -347,9 +345,9 @@ class Spool(FrameStore):
                     self._in_use.discard(path.name)
                 if isinstance(error, FileExistsError):
                     continue
-                if not is_shortage(error):
+                if not is_shortage(error) and error.errno not in DISK_ERRORS:
                     raise
-                raise SpoolFull(f"{path} cannot be made: {error.strerror}") from error
+                raise SpoolFull(f"{path} cannot be made: {describe_disk_error(error)}") from error
             return path
 
     def frame_folder(self, folder: Path, node: str = "") -> Path:

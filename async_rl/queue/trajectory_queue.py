@@ -446,13 +446,16 @@ class TrajectoryQueue:
         """Record how long groups have waited for their stragglers; the next flush writes it."""
         self._groups.record_straggling()
 
-    def flush_ledger(self) -> None:
+    def flush_ledger(self, *, durable: bool = False) -> None:
         """Write all changes of the ledger that are not written yet, and free dropped groups. From any thread.
 
+        Args:
+            durable: Whether the changes shall survive a power cut; then the ledger is written in any case.
+
         Raises:
-            AsyncRLError: When the ledger cannot be written.
+            AsyncRLError: When the ledger cannot be written, or another driver has written it.
         """
-        self._groups.flush_ledger()
+        self._groups.flush_ledger(durable=durable)
 
     def close(self) -> None:
         """Stop, write what is not written yet, and close the ledger."""

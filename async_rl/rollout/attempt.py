@@ -48,6 +48,7 @@ from async_rl.types import (
     StoredTrajectory,
     Task,
     Trajectory,
+    root_of,
 )
 
 log = logging.getLogger(__name__)
@@ -144,6 +145,19 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The sibling and its branches that sampled something."""
     unscored: tuple[UnscoredCompletion, ...] = ()
     """Those whose reward comes later, from one call for the whole group."""
+
+    def is_of(self, attempt: Attempt) -> bool:
+        """Return whether it names the attempt's trajectory and branches, once each, and files of these."""
+        root_id, names = attempt.trajectory_id, [each.trajectory_id for each in self.trajectories]
+        paths = [each.path for each in self.trajectories] + [each.path for each in self.completions]
+        files = [path.rpartition("/")[2] for path in paths]
+        return (
+            len(set(names)) == len(names)
+            and all(root_of(name) == root_id for name in names)
+            and all(each.group_id == attempt.group_id for each in self.trajectories)
+            and all(each.trajectory_id in names for each in self.unscored)
+            and all(not file or file.startswith((f"{root_id}-", f"{root_id}.")) for file in files)
+        )
 
     @property
     def completions(self) -> tuple[StoredCompletion, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ from async_rl.config import TrainerConfig
 from async_rl.errors import CheckpointError, StallError, TrainerError
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 
@@ -85,9 +87,14 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The previous one failed, and too many have failed in a row.
+            AsyncRLError: Another driver has written the ledger since.
         """
         await self._settle_saved(wait=True)
         await self._before_write()
+        # The checkpoints of another driver are not overwritten.
+        _, cancelled = await run_uncancellable(None, partial(self._queue.flush_ledger, durable=True))
+        if cancelled is not None:
+            raise cancelled
         with waiting("checkpoint"):
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
         self._writing = step

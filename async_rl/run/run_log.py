@@ -41,7 +41,7 @@ from async_rl.observability.records import (
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import count_groups_without_signal
-from async_rl.runtime.shortages import is_shortage
+from async_rl.runtime.shortages import DISK_ERRORS, is_shortage, writing
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
@@ -185,9 +185,14 @@ class RunLogger:
         self._unrecorded[done.result.step] = self._record(done, SyncReport.none(done.result.step), queue)
 
     async def write_held_steps(self) -> None:
-        """Flush the records to disk: `metrics.jsonl` must have each step that a checkpoint holds."""
-        await self._write_held(lambda step: True, wait_out_shortage=True)
-        _, cancelled = await run_uncancellable(None, self._step_records.sync)
+        """Flush the records to disk: `metrics.jsonl` must have each step that a checkpoint holds.
+
+        Raises:
+            AsyncRLError: The disk does not take them.
+        """
+        with writing(self._step_records.path):
+            await self._write_held(lambda step: True, wait_out_shortage=True)
+            _, cancelled = await run_uncancellable(None, self._step_records.sync)
         if cancelled is not None:
             raise cancelled
 
@@ -228,7 +233,8 @@ class RunLogger:
                     try:
                         self._step_records.append(replace(record, time_s=max(record.time_s, last_s)))
                     except OSError as error:
-                        if wait_out_shortage or not is_shortage(error):
+                        passes = is_shortage(error) or error.errno in DISK_ERRORS
+                        if wait_out_shortage or not passes:
                             raise
                         return
                     written.append(record)

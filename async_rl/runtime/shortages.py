@@ -7,10 +7,12 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
+from async_rl.errors import AsyncRLError
 from async_rl.runtime.waits import waiting
 
 log = logging.getLogger(__name__)
@@ -29,11 +31,35 @@ _SHORTAGE_DELAY_S: Final = 0.2
 _MAX_SHORTAGE_DELAY_S: Final = 1.0
 """The wait doubles up to this: thousands of trajectories may wait to be stored on one full disk."""
 
+DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""What a disk answers that does not take what is written."""
+
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})
 
 
+def describe_disk_error(error: OSError) -> str:
+    """Return why something could not be written, and the remedy."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "the disk is full; free some and start the run again"
+    remedy = "; make the disk writable and start the run again" if error.errno in DISK_ERRORS else ""
+    return f"{error.strerror}{remedy}"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name a file in the error of a block that cannot write it.
+
+    Raises:
+        AsyncRLError: The operating system refused that; the cause is a shortage if that was one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise AsyncRLError(f"{path} cannot be written: {describe_disk_error(error)}") from error
+
+
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error, or a cause of it, is that there was no descriptor or no space on the disk."""
+    """Whether an error, or a cause of it, is that there was no descriptor, or no space on the disk."""
     return shortage_number(error) is not None
 
 
@@ -87,6 +113,9 @@ async def wait_for_files(folder: Path) -> None:
     """Make a folder, and wait until a file can be written in it, for up to `MAX_SHORTAGE_S`.
 
     What needs the file then says why there is none.
+
+    Raises:
+        AsyncRLError: The disk takes no file.
     """
 
     async def write_file() -> None:
@@ -108,4 +137,4 @@ async def wait_for_files(folder: Path) -> None:
         await wait_out_shortage(write_file)
     except OSError as error:
         if not is_shortage(error):
-            raise
+            raise AsyncRLError(f"{folder} cannot be written: {describe_disk_error(error)}") from error

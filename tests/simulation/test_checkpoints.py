@@ -7,6 +7,7 @@ import pytest
 
 from async_rl.errors import CheckpointError
 from async_rl.queue.ledger import Ledger
+from async_rl.run.checkpoints import Checkpoints
 from async_rl.runtime.supervision import first_error
 from async_rl.trainer_protocol import Saved, TrainerState
 from tests.simulation.test_loop import assert_conserved, make_config, metrics_of_the_run, run
@@ -94,6 +95,23 @@ async def test_the_next_checkpoint_is_tried_when_one_cannot_be_written(calculato
     assert summary.weight_versions == 6
     assert metrics.registry.get_sample_value("async_rl_checkpoint_failures_total") == 1
     assert metrics.registry.get_sample_value("async_rl_checkpoint_step") == 6
+
+
+async def test_no_checkpoint_is_written_when_another_driver_has_the_ledger(calculator, tmp_path, monkeypatch):
+    start = Checkpoints.start_checkpoint
+
+    async def start_late(checkpoints: Checkpoints, step: int) -> None:
+        if step == 6:
+            checkpoints._queue.flush_ledger()
+            Ledger(tmp_path / "sim" / "ledger.sqlite").rollback(4)
+        await start(checkpoints, step)
+
+    monkeypatch.setattr(Checkpoints, "start_checkpoint", start_late)
+    config = make_config(calculator, tmp_path)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await run(config, RestartedCluster(config))
+    assert "another driver has written" in str(first_error(caught.value))
+    assert json.loads((tmp_path / "sim" / "checkpoints" / "latest.json").read_text())["step"] == 4
 
 
 @pytest.mark.parametrize(("fails", "limit"), [({2, 4}, 1), ({6}, 9)])

@@ -34,7 +34,7 @@ def test_no_checkpoint_claims_a_step_when_the_disk_was_full_as_it_was_settled(
                 patch.setattr(Ledger, "flush", refuse)
             return await original(self, batch, step)
 
-    def refuse(self: Ledger, *, durable: bool) -> None:
+    def refuse(self: Ledger, *, durable: bool = False) -> None:
         raise AsyncRLError("the ledger cannot be written; is the disk full?")
 
     original = TrajectoryQueue.settle_batch

@@ -35,6 +35,28 @@ def test_nothing_is_lost_stale_or_stuck_when_loops_run_in_workers(seeds: range) 
     assert faults["kill_worker"] + faults["mute_worker"] > 0
 
 
+@pytest.mark.parametrize("max_failed_share", [0.5, 1.0])
+def test_one_worker_that_lacks_a_package_costs_no_attempt(max_failed_share: float, tmp_path: Path) -> None:
+    scenario = with_two_workers(small_run(0))
+    rollout = replace(scenario.config.rollout, max_attempts=1, max_failed_share=max_failed_share)
+    bad = Injection(step=200, kind="bad_environment_worker", engine=1, amount=0.99)
+    config = replace(scenario.config, rollout=rollout)
+    outcome = simulate(0, tmp_path, scenario=replace(scenario, config=config, injections=(bad,)))
+    assert (outcome.incarnations, outcome.violations) == (("finished",), ())
+    assert outcome.faults["bad_environment_worker"] == 1
+
+
+def test_wrong_messages_cost_their_workers_link_at_most(tmp_path: Path) -> None:
+    scenario = with_two_workers(small_run(0))
+    wrong = tuple(
+        Injection(step=200 + 150 * number, kind="wrong_message", engine=number, amount=number / 12)
+        for number in range(12)
+    )
+    outcome = simulate(0, tmp_path, scenario=replace(scenario, injections=wrong))
+    assert (outcome.incarnations, outcome.violations) == (("finished",), ())
+    assert outcome.faults["wrong_message"] > 5
+
+
 def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,8 +45,12 @@ def test_the_file_stays_within_a_multiple_of_what_is_alive(tmp_path: Path) -> No
     journal.close()
 
 
-def test_the_file_ends_with_its_last_whole_record_when_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(errno.ENOSPC, "the disk is full"), (errno.EROFS, "Read-only file system"), (errno.EIO, "Input/output")],
+)
+def test_the_file_ends_with_its_last_whole_record_when_the_disk_takes_no_more(
+    number: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path)
     entry = journal.open_entry("t")
@@ -56,12 +60,12 @@ def test_the_file_ends_with_its_last_whole_record_when_the_disk_is_full(
 
     def write_some(file: int, data: Any) -> int:
         if len(data) < 100:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         return write(file, data[: len(data) // 2])
 
     monkeypatch.setattr(os, "write", write_some)
     grow(entry, 70)
-    with pytest.raises(SpoolFull, match=f"has {size} bytes and no space for another .* the disk is full"):
+    with pytest.raises(SpoolFull, match=f"has {size} bytes and no space for another .*{cause}"):
         journal.write_entries()
     (path,) = tmp_path.iterdir()
     assert path.stat().st_size == size

@@ -7,7 +7,7 @@ import errno
 import os
 import struct
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -49,12 +49,16 @@ from async_rl.rollout.workers import messages
 from async_rl.rollout.workers.link import StreamLink, connect_link, listen
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
+    AttemptFailed,
+    AttemptProgress,
     CancelRequest,
     DropCall,
     Failure,
+    GroupScored,
     Heartbeat,
     LeaseEnded,
     LeaseGranted,
+    LeaseWanted,
     Message,
     MetricIncrement,
     StartAttempt,
@@ -69,6 +73,7 @@ from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 from tests.support.trajectories import make_trajectory
 from verification.simulation import simulated_workers
 from verification.simulation.simulated_workers import LinkFault, MemoryLink, SimulatedWorkers
+from verification.simulation.users import bad_environment
 
 HERE = __name__
 TASK = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])
@@ -889,6 +894,97 @@ async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_pat
             assert "not in its folder" in str(await playing)
         workers.spool.delete_discarded()
         assert frame.exists()
+
+
+def _wrong_messages(request_id: int, own: str, folder: str) -> dict[str, Message]:
+    """Return messages that do not fit a request for the trajectory `own`."""
+
+    def end(name: str, file: str) -> AttemptEnd:
+        stored = StoredTrajectory.of(make_trajectory(name), path=f"{folder}/{file}")
+        return AttemptEnd(trajectories=(msgspec.structs.replace(stored, group_id="g"),))
+
+    lie = Failure(kind="AgentLoopError", text="a lie")
+    right = end(own, f"{own}-0")
+    progress = AttemptProgress(request_id=request_id, trajectory_id="other", report=ProgressReport())
+    count = MetricIncrement(name="tool_calls_total", labels=("too", "many", "labels"), value=1.0)
+    return {
+        "unknown request": AttemptEnded(request_id=99, end=right),
+        "other trajectory": AttemptEnded(request_id=request_id, end=end("other", "other-0")),
+        "file of another": AttemptEnded(request_id=request_id, end=end(own, "other-0")),
+        "twice": AttemptEnded(request_id=request_id, end=AttemptEnd(trajectories=right.trajectories * 2)),
+        "failure of another": AttemptFailed(
+            request_id=request_id, failure=lie, trajectory=end("other", "other-0").trajectories[0]
+        ),
+        "scores": GroupScored(request_id=request_id),
+        "progress": Heartbeat(progress=(progress,)),
+        "counts": Heartbeat(increments=(count,)),
+        "model": LeaseWanted(lease_id=99, key=own, tokens=1, prompt=1, model="none"),
+    }
+
+
+@pytest.mark.parametrize("wrong", _wrong_messages(1, "t", ""))
+async def test_a_worker_is_given_up_that_sends_what_fits_no_request(wrong: str) -> None:
+    async with WorkerBench() as workers:
+        await asyncio.sleep(0.1)
+        (link,) = workers.processes.ends.values()
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(_lost(workers.run()))
+            await asyncio.sleep(0.01)
+            (worker,) = workers.backend.workers.values()
+            ((request_id, running),) = worker.attempts.items()
+            assert running.group_id == "g"
+            link.post(_wrong_messages(request_id, running.trajectory_id, worker.frame_folder)[wrong])
+            assert "it sent" in str(await playing)
+
+
+class LacksPackage(OneTurn):
+    """Raises at once in one worker, or in all of them for one task."""
+
+    bad: ClassVar[Callable[[Task], bool]]
+
+    async def run(self, task: Task, session: Session) -> None:
+        if LacksPackage.bad(task):
+            raise ImportError("No module named 'solver'")
+        await super().run(task, session)
+
+
+async def run_in_any(workers: WorkerBench, task_id: str, name: str) -> AttemptEnd:
+    """Run an attempt as the rollout manager does, which makes it again when its worker is lost."""
+    task, losses = msgspec.structs.replace(TASK, task_id=task_id), LostWorkers()
+    while True:
+        of = Attempt(task, name, "g", 1, started_s=0.0)
+        try:
+            return await workers.run(of)
+        except WorkerLost as error:
+            if not losses.may_go_on(error, of):
+                raise
+
+
+async def test_a_worker_is_ended_when_loops_raise_at_once_in_it_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    LacksPackage.bad = lambda task: bad_environment.get()()
+    async with WorkerBench("LacksPackage", num_workers=2, max_concurrent_trajectories=8) as workers:
+        await asyncio.sleep(0.1)
+        workers.processes.spoil_environment(0, 1e6, lambda: None)
+        for first in range(0, 40, 8):
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(first, first + 8):
+                    tasks.create_task(run_in_any(workers, f"t{number}", f"{number:032x}"))
+    assert "rollout-worker-0: its agent loops raise before they call an engine" in caplog.text
+    assert "rollout-worker-1" not in caplog.text
+    assert value_of(workers.metrics.rollout_worker_restarts_total) >= 1
+
+
+async def test_a_task_fails_and_ends_no_worker_when_its_loop_raises_at_once_in_all_of_them() -> None:
+    LacksPackage.bad = lambda task: task.task_id == "broken"
+    async with WorkerBench("LacksPackage", num_workers=3, max_concurrent_trajectories=8) as workers:
+        await asyncio.sleep(0.1)
+        for number in range(8):
+            with pytest.raises(AgentLoopError, match="solver"):
+                await run_in_any(workers, "broken", f"{number:032x}")
+            await run_in_any(workers, "fine", f"{number + 100:032x}")
+    assert value_of(workers.metrics.rollout_worker_restarts_total) == 0
 
 
 async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import math
 import os
@@ -16,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.engines.pool import EnginePool
+from async_rl.errors import AsyncRLError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
@@ -234,6 +236,25 @@ async def test_a_step_is_held_when_the_disk_takes_a_part_of_its_line(
     assert [record.step for record in step_record_log(tmp_path / "metrics.jsonl").read()] == [1, 2]
     await run_log.write_held_steps()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+async def test_a_step_is_held_when_the_disk_is_read_only_and_a_checkpoint_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_log = begun_run_log(tmp_path)
+
+    def refuse(file: int, data: bytes, at: int) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        await run_log.log_step(done(1, 0.0), SyncReport.none(1), QUEUE)
+        with pytest.raises(
+            AsyncRLError, match=r"metrics.jsonl cannot be written: Read-only file system; make"
+        ):
+            await run_log.write_held_steps()
+    await run_log.write_held_steps()
+    assert [record.step for record in step_record_log(tmp_path / "metrics.jsonl").read()] == [1]
 
 
 class Checkpointed:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import sqlite3
+from pathlib import Path
 
 import pytest
 
-from async_rl.errors import AgentLoopError
-from async_rl.runtime.shortages import MAX_SHORTAGE_S, is_shortage, wait_out_shortage
+from async_rl.errors import AgentLoopError, AsyncRLError
+from async_rl.runtime.shortages import MAX_SHORTAGE_S, is_shortage, wait_for_files, wait_out_shortage
 
 
 def caused_by(cause: BaseException) -> AgentLoopError:
@@ -40,6 +42,17 @@ def test_an_error_that_is_raised_from_its_own_group_is_no_endless_chain() -> Non
     error = ValueError("no")
     error.__cause__ = ExceptionGroup("one", [error])
     assert not is_shortage(error)
+
+
+async def test_a_start_ends_with_a_sentence_when_the_disk_takes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, data: bytes) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(AsyncRLError, match=r"spool cannot be written: Input/output error; make the disk"):
+        await wait_for_files(tmp_path / "spool")
 
 
 async def test_what_waits_for_space_looks_for_it_about_once_per_second() -> None:

@@ -41,18 +41,28 @@ def test_only_groups_that_have_ended_count_against_the_bound(tmp_path: Path) -> 
     spool.put_group(others)
 
 
-def test_a_tree_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (errno.ENOSPC, "the disk is full; free some"),
+        (errno.EROFS, "Read-only file system; make the disk writable"),
+        (errno.EIO, "Input/output error; make the disk writable"),
+    ],
+)
+def test_a_tree_is_written_whole_or_not_at_all(
+    number: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spool = Spool(tmp_path, max_bytes=1 << 20)
     written = os.write
 
     def fill_up(file: int, data: Any) -> int:
         if "g-1-" in os.readlink(f"/proc/self/fd/{file}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         return written(file, data)
 
     spool.store_tree([make_trajectory("g-2")])
     monkeypatch.setattr(os, "write", fill_up)
-    with pytest.raises(SpoolFull, match="the disk is full; free some"):
+    with pytest.raises(SpoolFull, match=cause):
         spool.store_tree(make_group("g").trajectories)
     assert names(spool) == ["g-2"]
     monkeypatch.undo()

@@ -179,6 +179,35 @@ def two_drivers_write_one_ledger(original, tables):
     tables._num_commits = tables._read_commits()
 
 
+@breaks(
+    "async_rl.queue.trajectory_queue:TrajectoryQueue.flush_ledger",
+    "simulation/recovery",
+    "simulation/checkpoints",
+)
+def the_older_of_two_drivers_writes_its_checkpoint(original, queue, *, durable=False):
+    """A driver does not look whether another one has replaced it before it writes a checkpoint."""
+    original(queue)
+
+
+@breaks(
+    "async_rl.rollout.workers.worker_backend:WorkerHandle.is_answer",
+    "simulation/rollout_workers",
+    "unit/rollout_workers",
+)
+def workers_answer_what_they_were_not_asked(original, *args):
+    """An answer counts whatever trajectory, file or request it is of."""
+    return True
+
+
+@breaks(
+    "async_rl.rollout.workers.worker_backend:WorkerBackend._blame_worker",
+    "simulation/rollout_workers",
+    "unit/rollout_workers",
+)
+def one_bad_worker_fails_most_attempts(original, *args):
+    """A worker in which all loops raise at once keeps its attempts, and gets more."""
+
+
 @breaks("async_rl.queue.outstanding:ChangeSignal.notify_all", "simulation/sweep", "unit/trajectory_queue")
 def what_waits_is_not_woken(original, *args, **named):
     """What waits for a change of the queue waits forever."""

@@ -53,6 +53,7 @@ from async_rl.errors import (
     EngineTimeout,
     EnvironmentNotReady,
     LocalShortage,
+    VersionMismatch,
     WeightSyncError,
 )
 from async_rl.queue.frame_reader import FrameReader
@@ -164,6 +165,11 @@ class FaultyEngine(SimulatedEngine):
         """Whether it has confirmed that no call runs, and its weights may change."""
         self._remote_calls = 0
         self._verified: int | None = None
+        self._verifies_sums = scenario.config.weights.verify == "checksum"
+        self._is_distrusted = False
+        """Whether a call has reported two versions, so that the driver drops all calls of the engine."""
+        self._kept_version: int | None = None
+        """What it really serves after an update that it has only pretended."""
         self._rollbacks = 0
         """How often trainers had gone back when its weights were published, `InvariantChecker.weights_of`."""
         self._refusals: set[FaultKind] = set()
@@ -187,7 +193,7 @@ class FaultyEngine(SimulatedEngine):
     @property
     def weight_version(self) -> int:
         """What it really serves."""
-        return self._version
+        return self._version if self._kept_version is None else self._kept_version
 
     @property
     def holds_memory(self) -> bool:
@@ -231,7 +237,16 @@ class FaultyEngine(SimulatedEngine):
             self.failing_restarts += 1 + int(3 * injection.amount)
         elif kind == "die_in_call":
             self.faults.append(Fault("die", after_tokens=int(8 * injection.amount)))
-        elif kind in ("hang", "wrong_rows", "wrong_mask", "nan", "lose", "repeat", "retract"):
+        elif kind in (
+            "hang",
+            "wrong_rows",
+            "wrong_mask",
+            "nan",
+            "lose",
+            "repeat",
+            "retract",
+            "skewed_versions",
+        ):
             self.faults.append(Fault(cast(CallFault, kind), after_tokens=int(8 * injection.amount)))
         elif kind == "disconnect":
             self._call_faults.append(kind)
@@ -245,6 +260,9 @@ class FaultyEngine(SimulatedEngine):
             self._hold_s = 15 * injection.amount
         elif kind in ("late_error", "no_op_update", "hang_update", "die_in_update"):
             self._update_faults_to_come.append(kind)
+        elif kind == "lying_version":
+            if self._verifies_sums:
+                self._update_faults_to_come.append(kind)
         else:
             raise ValueError(f"{kind} is nothing that an engine does")
 
@@ -263,9 +281,9 @@ class FaultyEngine(SimulatedEngine):
         super().restart()
         self._rollbacks = 0
         self._stopped = False
-        self._verified = self._refused_status = self._max_streams = None
+        self._verified = self._refused_status = self._max_streams = self._kept_version = None
         self._refused = 0
-        self.refuses_requests = False
+        self.refuses_requests = self._is_distrusted = False
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -275,7 +293,7 @@ class FaultyEngine(SimulatedEngine):
         """Implements `Engine.generate`."""
         # A call that was held during an update reaches the engine when that has died: nothing is served then.
         verified = self._version if self._dead else self._verified
-        self._checker.call_begins(self._engine_id, request, self._version, verified)
+        self._checker.call_begins(self._engine_id, request, self.weight_version, verified)
         if self._stopped:
             self._checker.fail(f"{self._engine_id} gets a call after it was interrupted")
         self._streams += 1
@@ -305,8 +323,11 @@ class FaultyEngine(SimulatedEngine):
                         raise EngineError(f"{self._engine_id}: connection lost")
         except EngineError as error:
             failure = error
+            self._is_distrusted |= isinstance(error, VersionMismatch)
             raise
         finally:
+            if finish is None and self._is_distrusted:  # then nothing is kept
+                chunks = []
             self._checker.call_ends(request, chunks, finish, failure)
             self._streams -= 1
             if not self._streams:
@@ -480,7 +501,9 @@ class FaultyEngine(SimulatedEngine):
             await asyncio.Future()
         if fault == "die_in_update":
             self.die()
+        kept = self.weight_version
         await super().update_weights(update, flush=flush)
+        self._kept_version = kept if fault == "lying_version" else None
         if self._refuses_for_s:
             self._checker.met("refuse_first")
             self._refuse_requests(self._refuses_for_s)
@@ -528,6 +551,12 @@ class FaultyEngine(SimulatedEngine):
     def _die_with(self, what: str) -> NoReturn:
         self._checker.fail(f"{self._engine_id} dies of what it was asked: {what}")
         super()._die_with(what)
+
+    async def checksums(self) -> tuple[dict[str, str], ...]:
+        """Implements `Engine.checksums`: of the weights that it really has."""
+        if self._kept_version is not None:
+            return ({"weights": str(self._kept_version)},)
+        return await super().checksums()
 
     async def health(self) -> EngineHealth:
         """Implements `Engine.health`."""
@@ -658,6 +687,11 @@ class SimulatedCluster:
             if workers.delay(injection.engine, delay_s):
                 met()
                 self._checker.worker_is_unaware(delay_s)
+        elif kind == "bad_environment_worker":
+            workers.spoil_environment(injection.engine, 100 * injection.amount, met)
+        elif kind == "wrong_message":
+            if workers.send_wrong_message(injection.engine, injection.amount):
+                met()
         elif kind == "isolate_worker":
             if workers.isolate(injection.engine, _MAX_ISOLATED_S * injection.amount):
                 met()

@@ -373,6 +373,11 @@ class InvariantChecker:
             self._heads[root][name] = [*request.input_ids.tolist(), *kept]
 
     @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint."""
+        return self._saved
+
+    @property
     def served_s(self) -> float:
         """Seconds during which some engine served, until now: the clock may have jumped since a turn."""
         since_s = self._serving_since_s

@@ -154,17 +154,22 @@ def draw(seed: int) -> Scenario:
 def _with_own_streams(scenario: Scenario, setting: Setting) -> Scenario:
     """Add the faults that have a stream of their own, see `own_streams`."""
     injections, tasks, deaths = list(scenario.injections), list(scenario.tasks), list(scenario.deaths)
+    config = scenario.config
     for kind, rng in own_streams(scenario.seed, setting):
         if FAULTS[kind].family == "user":
             for index in rng.sample(range(len(tasks)), max(1, len(tasks) // 8)):
                 tasks[index] = replace(tasks[index], metadata={**tasks[index].metadata, "trouble": kind})
         elif kind == "power_cut":
-            death = Death(kind=kind, after=int(_LAST_STEP ** rng.uniform(0.2, 1.0)))
+            death = Death(kind="power_cut", after=int(_LAST_STEP ** rng.uniform(0.2, 1.0)))
             deaths.insert(rng.randint(0, len(deaths)), death)
         else:
             injections += [_injection(rng, (kind,)) for _ in range(rng.choice((1, 2, 4)))]
+        if kind == "lying_version":  # nothing else would notice
+            config = replace(config, weights=replace(config.weights, verify="checksum"))
     injections.sort(key=lambda injection: injection.step)
-    return replace(scenario, injections=tuple(injections), tasks=tuple(tasks), deaths=tuple(deaths))
+    return replace(
+        scenario, config=config, injections=tuple(injections), tasks=tuple(tasks), deaths=tuple(deaths)
+    )
 
 
 def peaceful(scenario: Scenario) -> Scenario:

@@ -47,6 +47,7 @@ from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import Summary
 from async_rl.planning.virtual_time import NumberedTask, VirtualTimeLoop
+from async_rl.queue.ledger import Ledger
 from async_rl.rollout.workers import worker_backend
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error, observer
@@ -58,7 +59,13 @@ from verification.simulation.invariant_checker import AttemptLimit, InvariantChe
 from verification.simulation.scenario import FACTS, NODES, Death, Injection, Scenario, draw
 from verification.simulation.simulated_disk import Disk
 from verification.simulation.simulated_workers import SimulatedNodes
-from verification.simulation.users import SimulatedChat, attempt_begins, attempt_cancelled, count_fault
+from verification.simulation.users import (
+    MISSING_PACKAGE,
+    SimulatedChat,
+    attempt_begins,
+    attempt_cancelled,
+    count_fault,
+)
 
 _NODES_AT_KILL: Final = "nodes-at-kill"
 """The disks of nodes as they were when the driver was killed, until its remains are gone."""
@@ -189,7 +196,7 @@ class Simulation:
                 self.run_incarnation(incarnation, deaths[incarnation] if incarnation < len(deaths) else None)
                 if self._checker.violations or self._ended == "finished":
                     break
-                self._disk.full = self._disk.no_files = False
+                self._disk.write_error, self._disk.no_files = 0, False
             else:
                 self._checker.fail(
                     f"after {self.max_incarnations} incarnations there is no end: {self._incarnations}"
@@ -219,6 +226,7 @@ class Simulation:
         """Run one incarnation until it ends or `death` ends it."""
         self._checker.note(f"incarnation {incarnation}")
         self._death, self._incarnation_steps, self._ended = death, 0, "failed"
+        self._has_rival = False
         self._disk.die_at = None
         if death is not None and death.kind == "kill_on_disk":
             self._disk.die_at = self._disk.operations + death.after
@@ -304,6 +312,8 @@ class Simulation:
         met = self._checker.met_faults.keys()
         if isinstance(cause, InvariantError) or not isinstance(cause, AsyncRLError):
             allowed = False
+        elif "another driver has written" in str(cause):
+            allowed = self._has_rival
         elif isinstance(cause, TrainerError):
             allowed = bool(met & TRAINER_FAULTS)
         elif isinstance(cause, EngineError | EnvironmentNotReady):
@@ -315,7 +325,7 @@ class Simulation:
             hangs = any(task.metadata["trouble"] == "hang_loop" for task in self._scenario.tasks)
             allowed = self._config.doctor.action != "report" and (hangs or bool(met & ENGINE_FAULTS))
         elif "disk" in str(cause):
-            allowed = bool(met & {"disk_full", "worker_disk_full", "node_disk_full"})
+            allowed = bool(met & {"disk_full", "unwritable_disk", "worker_disk_full", "node_disk_full"})
         elif isinstance(cause, SpoolFull):
             allowed = "queue.max_bytes" in str(cause)
         else:
@@ -347,6 +357,8 @@ class Simulation:
                 after = replace(before, trajectory_timeout_s=4 * before.trajectory_timeout_s)
             allowed = not others if wrong else after != before
             self._config = replace(self._config, rollout=after)
+        if MISSING_PACKAGE in str(cause) and self._config.num_workers > 1:  # only one worker lacks it
+            allowed = False
         if not allowed:
             self._checker.fail(f"the run ended with {type(cause).__name__}: {cause}")
 
@@ -474,16 +486,19 @@ class Simulation:
 
     def _inject(self, injection: Injection) -> None:
         kind, amount = injection.kind, injection.amount
-        if kind == "disk_full":
+        if kind in ("disk_full", "unwritable_disk"):
             self._checker.met(kind)
-            self._disk.full = True
-            self._loop.call_later(10 * amount, setattr, self._disk, "full", False)
+            number = (errno.EROFS, errno.EIO)[int(amount * 1e6) % 2]
+            self._disk.write_error = errno.ENOSPC if kind == "disk_full" else number
+            self._loop.call_later(10 * amount, setattr, self._disk, "write_error", 0)
         elif kind == "no_files":
             self._disk.no_files = True
             self._disk.on_no_file = lambda: self._checker.met(kind)
             self._loop.call_later(10 * amount, setattr, self._disk, "no_files", False)
         elif kind == "unreadable_file":
             self._make_unreadable(amount)
+        elif kind == "second_driver":
+            self._start_second_driver(injection)
         elif kind == "corrupt_frame":
             with self._disk.open_to_checks():
                 self._corrupt_frame(amount)
@@ -522,6 +537,22 @@ class Simulation:
         number = (errno.EIO, errno.ESTALE, errno.EACCES)[int(amount * 1e6) % 3]
         self._disk.unreadable["/".join(path.parts[-2:])] = number
 
+    def _start_second_driver(self, injection: Injection) -> None:
+        """Let another driver roll the ledger back, as at each start, and be killed; this one must end then.
+
+        Not while this one writes a checkpoint: the next start would refuse it, see `Ledger.rollback`.
+        """
+        path = self._run_dir / "ledger.sqlite"
+        if self._orchestrator.queue is None or self._has_rival:
+            return
+        if self._cluster.trainer.is_saving:
+            self._injections.appendleft(replace(injection, step=self._steps + 1))
+            return
+        self._checker.met("second_driver")
+        self._has_rival = True
+        with self._disk.open_to_checks():
+            Ledger(path).rollback(self._checker.saved_step)
+
     def _die(self, death: Death) -> None:
         self._checker.count(death.kind)
         if death.kind in ("kill", "power_cut"):
@@ -556,7 +587,7 @@ class Simulation:
     def _clear_away(self) -> None:
         """End the tasks of an incarnation that was cut off; they are cancelled, which must end them."""
         self._checker.deaf = self._clearing = True
-        self._disk.full = self._disk.no_files = False
+        self._disk.write_error, self._disk.no_files = 0, False
         self._disk.die_at = None
         self._incarnation_steps = 0
         self._note_progress()
@@ -588,8 +619,9 @@ class Simulation:
         if version > self._newest_version:
             self._newest_version = version
             self._note_progress()
-        with self._disk.open_to_checks():
-            self._checker.check_ledger(self._run_dir, settled=version)
+        if not self._has_rival:  # else the ledger is not that of this driver any more
+            with self._disk.open_to_checks():
+                self._checker.check_ledger(self._run_dir, settled=version)
 
     def _thread_s(self) -> tuple[float, float]:
         mean = self._scenario.speeds.thread_s
@@ -610,7 +642,7 @@ class _ErrorsThatNothingElseShows(logging.Handler):
     """Reports observers that failed, unless the operating system refused them something.
 
     Also workers that the driver ended for a message that it refuses: the simulated ones run the program's own
-    code, and their attempts go on in others.
+    code, and their attempts go on in others. One may have been made to send what is wrong.
     """
 
     def __init__(self, checker: InvariantChecker) -> None:
@@ -621,7 +653,7 @@ class _ErrorsThatNothingElseShows(logging.Handler):
         """Implements `logging.Handler.emit`."""
         error, text = record.exc_info[1] if record.exc_info else None, record.getMessage()
         if record.name == worker_backend.__name__:
-            if ": it sent " in text:
+            if ": it sent " in text and not self._checker.met_faults["wrong_message"]:
                 self._checker.fail(f"log: {text}")
         elif not isinstance(error, OSError):
             self._checker.fail(f"log: {text}")

@@ -1,4 +1,4 @@
-"""The operating system's side of a run's folder: it fills up, and driver and power can fail at any moment.
+"""The operating system's side of a run's folder: it refuses writes; driver and power can fail at any moment.
 
 While it is mounted, calls that use disk space (of SQLite, the spool and the journal) go through here.
 
@@ -23,16 +23,17 @@ from typing import Any
 
 
 class Disk:
-    """Disk space that can run out, and a count of operations.
+    """A disk that can refuse writes, and a count of operations.
 
     Example:
         >>> disk = Disk()
         >>> with disk.mounted():
-        ...     disk.full = True
+        ...     disk.write_error = errno.ENOSPC
     """
 
     def __init__(self) -> None:
-        self.full = False
+        self.write_error = 0
+        """What writes answer, as `errno`: ENOSPC, EROFS or EIO; 0: they succeed."""
         self.no_files = False
         """Whether the driver has no descriptors for files and folders."""
         self.on_no_file: Callable[[], None] = lambda: None
@@ -65,15 +66,17 @@ class Disk:
                 half = write(file, memoryview(data)[: len(data) // 2])
                 self.die()
                 return half
-            self._refuse_if_full()
+            self._refuse_write()
             return write(file, data)
 
         def faulty_pwrite(file: int, data: Any, offset: int) -> int:
-            self._refuse_if_full()
+            self._refuse_write()
             return pwrite(file, data, offset)
 
         def faulty_open(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
             self._refuse_file(path)
+            if self.write_error == errno.EROFS and flags & (os.O_WRONLY | os.O_RDWR) and _is_of_driver(path):
+                self._refuse_write()
             return open_descriptor(path, flags, *arguments, **options)
 
         def faulty_open_file(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
@@ -109,8 +112,11 @@ class Disk:
                 if statement.startswith(_WRITES):
                     if disk._dies():
                         disk.die()
-                    if disk.full:
-                        raise sqlite3.OperationalError("database or disk is full")
+                    if disk.write_error:
+                        full = disk.write_error == errno.ENOSPC
+                        raise sqlite3.OperationalError(
+                            "database or disk is full" if full else "disk I/O error"
+                        )
                 done = super().execute(statement, values)
                 if statement.startswith("PRAGMA synchronous"):
                     self._is_durable = statement.endswith("FULL")
@@ -125,7 +131,7 @@ class Disk:
         os.posix_fallocate, os.write = faulty_fallocate, faulty_write
         os.open, os.pwrite = faulty_open, faulty_pwrite
         os.listdir, os.scandir = faulty_listdir, faulty_scandir
-        os.fsync, os.replace = noted_fsync, noted_replace
+        os.fsync, os.replace = noted_fsync, noted_replace  # type: ignore[assignment]
         io.open = builtins.open = faulty_open_file  # type: ignore[assignment]
         sqlite3.connect = faulty_connect  # type: ignore[assignment]
         try:
@@ -138,12 +144,15 @@ class Disk:
 
     @contextmanager
     def open_to_checks(self) -> Iterator[None]:
-        """Refuse no file in the block: the simulation itself looks at the process and its files."""
+        """Refuse nothing in the block: the simulation itself looks at the process and its files."""
         refused, self.no_files, self.unreadable = (self.no_files, self.unreadable), False, {}
+        write_error, self.write_error, operations = self.write_error, 0, self.operations
+        die_at, self.die_at = self.die_at, None
         try:
             yield
         finally:
             self.no_files, self.unreadable = refused
+            self.write_error, self.operations, self.die_at = write_error, operations, die_at
 
     def keep_synced(self, folder: Path, copy: Path) -> None:
         """What was synced in a folder is synced in its copy, which takes its place."""
@@ -195,11 +204,11 @@ class Disk:
     def _use_space(self) -> None:
         if self._dies():
             self.die()
-        self._refuse_if_full()
+        self._refuse_write()
 
-    def _refuse_if_full(self) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def _refuse_write(self) -> None:
+        if self.write_error:
+            raise OSError(self.write_error, os.strerror(self.write_error))
 
     def _refuse_file(self, path: Any) -> None:
         if isinstance(path, int) or not (self.no_files or self.unreadable):
@@ -207,7 +216,7 @@ class Disk:
         folders = os.fspath(path).split(os.sep)
         if (number := self.unreadable.get("/".join(folders[-2:]))) is not None:
             raise OSError(number, os.strerror(number), os.fspath(path))
-        if self.no_files and not _FILES_OF_DRIVER.isdisjoint(folders):
+        if self.no_files and _is_of_driver(path):
             note, self.on_no_file = self.on_no_file, lambda: None
             note()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), os.fspath(path))
@@ -219,5 +228,10 @@ class Disk:
 
 _FILES_OF_DRIVER = frozenset({"proc", "sys", "spool", "journal", "metrics.jsonl"})
 """Parts of a path to what the driver opens. Trainer and engines are simulated in the same process."""
+
+
+def _is_of_driver(path: Any) -> bool:
+    return not isinstance(path, int) and not _FILES_OF_DRIVER.isdisjoint(os.fspath(path).split(os.sep))
+
 
 _WRITES = ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT")

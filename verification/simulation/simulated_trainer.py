@@ -297,6 +297,11 @@ class SimulatedTrainer:
             return Saved(failure="the simulated trainer could not write a checkpoint" if failed else None)
         return Saved()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint has been begun and is not complete."""
+        return self._writing is not None and not self._writing.stands
+
     def _finish_writing(self) -> None:
         writing = self._writing
         if writing is not None and not writing.fails and not writing.stands:

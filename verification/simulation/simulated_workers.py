@@ -8,7 +8,16 @@ import os
 import random
 import shutil
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
@@ -33,8 +42,17 @@ from async_rl.queue.archive import InspectedTrajectories
 from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
 from async_rl.queue.journal_file import journal_files
 from async_rl.queue.journal_folders import JournalSummary
+from async_rl.queue.progress import ProgressReport
 from async_rl.queue.spool import AnswerFolder, SpoolFolder, folder_on_node
+from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.workers.messages import (
+    AttemptEnded,
+    AttemptFailed,
+    AttemptProgress,
+    Failure,
+    GroupScored,
+    Heartbeat,
+    LeaseWanted,
     Link,
     Message,
     MessageNumbers,
@@ -46,8 +64,9 @@ from async_rl.rollout.workers.messages import (
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery, first_error
-from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
+from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task, Trajectory
 from verification.simulation.invariant_checker import caller_is_given_up
+from verification.simulation.users import bad_environment
 
 T = TypeVar("T")
 
@@ -479,6 +498,9 @@ class SimulatedWorkers:
         """The names of the folders of workers that were cut off."""
         self._torn = random.Random(f"torn journals {seed}")
         self._isolated_until_s: dict[str, float] = {}  # by worker
+        self._bad_until_s: dict[str, float] = {}  # by worker
+        self.on_bad_environment: Callable[[], None] = _do_nothing
+        """Called once an agent loop has raised for the bad environment of its worker."""
         self.on_call: Callable[[GenerateRequest], Callable[[], None]] = lambda request: _nothing_reached
         """Called with each request of a worker; what it returns is called when the engine gets it."""
         self.late_requests: deque[LateRequest] = deque()
@@ -530,6 +552,7 @@ class SimulatedWorkers:
         self.ends[name], self._running[name] = theirs, worker
         self._places[name] = node, spec.frames
         async with Nursery() as process:
+            bad_environment.set(partial(self._lacks_package, name))
             process.start_task(name, _run_process(worker, theirs))
             try:
                 yield ours
@@ -625,6 +648,55 @@ class SimulatedWorkers:
             self.ends[name].inject(fault, met, by_peer=index % 2 == 1, times=times)
         return bool(picked)
 
+    def spoil_environment(self, index: int, for_s: float, met: Callable[[], None]) -> None:
+        """Let all agent loops of one worker raise at once for a while, also when it was restarted."""
+        now = asyncio.get_running_loop().time()
+        if all(until_s < now for until_s in self._bad_until_s.values()):
+            self._bad_until_s = dict.fromkeys(self._pick(index), now + for_s)
+            self.on_bad_environment = met
+
+    def _lacks_package(self, name: str) -> bool:
+        if asyncio.get_running_loop().time() >= self._bad_until_s.get(name, 0.0):
+            return False
+        note, self.on_bad_environment = self.on_bad_environment, _do_nothing
+        note()
+        return True
+
+    def send_wrong_message(self, index: int, amount: float) -> bool:
+        """Let a worker send what fits none of its requests; whether there was one."""
+        for name in (picked := self._pick(index)):
+            messages = list(self._wrong_messages(name))
+            self.ends[name].post(messages[int(amount * len(messages))])
+        return bool(picked)
+
+    def _wrong_messages(self, name: str) -> Iterator[Message]:
+        """Yield messages of a worker about what it was not given."""
+        own, (node, frames) = self._running[name]._attempts, self._places[name]
+        others = [worker._attempts for other, worker in self._running.items() if other != name]
+        folder = frames and folder_on_node(frames, node)
+
+        def end_of(attempt: Attempt, file: Path | None = None) -> AttemptEnd:
+            path = file or (folder and folder / f"{attempt.trajectory_id}-0")
+            stored = replace(attempt.failed(_LIE.error), path=str(path or ""), node=node)
+            return AttemptEnd(trajectories=(stored,))
+
+        nothing = end_of(Attempt(Task(task_id="none", messages=[]), "none", "none", 1, started_s=0.0))
+        yield AttemptEnded(request_id=1 << 40, end=nothing)
+        yield GroupScored(request_id=1 << 40)
+        yield LeaseWanted(lease_id=1 << 40, key="none", tokens=1, prompt=1, model="none")
+        for request_id, attempt in (pair for attempts in others for pair in attempts.items()):
+            yield AttemptEnded(request_id=request_id, end=end_of(attempt))
+            yield AttemptFailed(request_id=request_id, failure=_LIE, trajectory=attempt.failed(_LIE.error))
+        for request_id, attempt in own.items():
+            yield AttemptEnded(request_id=request_id, end=nothing)
+            yield AttemptFailed(request_id=request_id, failure=_LIE, trajectory=nothing.trajectories[0])
+            yield GroupScored(request_id=request_id)
+            report = AttemptProgress(request_id=request_id, trajectory_id="none", report=ProgressReport())
+            yield Heartbeat(progress=(report,))
+            for path in [] if folder is None else sorted(folder.glob("*-0")):  # finished by another attempt
+                if not path.name.startswith(attempt.trajectory_id):
+                    yield AttemptEnded(request_id=request_id, end=end_of(attempt, path))
+
     def delay(self, index: int, for_s: float) -> bool:
         """Let messages of a worker and for it take longer for once; whether there was one."""
         for name in (picked := self._pick(index)):
@@ -684,6 +756,9 @@ async def _run_process(worker: RolloutWorker, link: MemoryLink) -> None:
 def exponential(rng: random.Random, mean_s: float) -> Callable[[], float]:
     """Delays with this mean; none when it is 0."""
     return lambda: rng.expovariate(1 / mean_s) if mean_s else 0.0
+
+
+_LIE: Final = Failure(kind="AgentLoopError", text="a lie")
 
 
 def _do_nothing() -> None:

@@ -55,7 +55,16 @@ _FORGET_EVERY: Final = 10
 """Versions within which an injected fault takes effect, if it can."""
 
 _ENDS_INCARNATION: Final = frozenset(
-    {"step_is_nan", "step_fails", "checkpoint_fails", "publish_fails", "disk_full", "corrupt_frame"}
+    {
+        "second_driver",
+        "unwritable_disk",
+        "step_is_nan",
+        "step_fails",
+        "checkpoint_fails",
+        "publish_fails",
+        "disk_full",
+        "corrupt_frame",
+    }
 )
 """Faults after which driver or trainer start anew, which would end the long incarnation."""
 
@@ -220,6 +229,7 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "overlap": setting != "shared" and number % 2 == 1,
             "bucket_bytes": 1 << 20,
             "full_every": 10,
+            "verify": "checksum",
         },
         "placement": {"shared": setting == "shared"},
         "trainer": {

@@ -80,6 +80,11 @@ def _stop_strings(task: Task) -> Sequence[str]:
     return _STOP_PAIRS if task.metadata["trouble"] == "split_stop" else ()
 
 
+def _import_package() -> None:
+    if bad_environment.get()():
+        raise ImportError(MISSING_PACKAGE)
+
+
 def _check_stop(turn: Turn, stop: Sequence[str]) -> None:
     """Check that a turn ends with the token that completes a stop string, however it was interrupted."""
     words = turn.text.split(" ")
@@ -92,11 +97,18 @@ def _check_stop(turn: Turn, stop: Sequence[str]) -> None:
             count_fault.get()("split_stop")
 
 
+bad_environment: ContextVar[Callable[[], bool]] = ContextVar("bad environment", default=lambda: False)
+"""Whether the process of a loop lacks a package that it imports when it runs."""
+
+MISSING_PACKAGE: Final = "No module named 'solver'"
+
+
 class TurnsLoop:
     """As many turns as the script has, with a tool's result after each but the last."""
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Run the loop on a task."""
+        _import_package()
         limit = attempt_begins.get()(session.remaining_s)
         try:
             return await self._play(task, session)
@@ -182,6 +194,7 @@ class AnswerLoop(TurnsLoop):
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Run the loop on a task of a validation set."""
+        _import_package()
         before = reward_source.set(f"answer {session.trajectory_id}")
         try:
             return await self._play(task, session)

@@ -44,7 +44,11 @@ class IncrementCollector:
 
 
 def add_increments(increments: Iterable[MetricIncrement], metrics: Metrics) -> None:
-    """Add increments to the metrics of this process."""
+    """Add increments to the metrics of this process.
+
+    Raises:
+        ValueError: One does not fit its metric.
+    """
     names = _names_summed()
     for increment in increments:
         if increment.name not in names:

@@ -27,7 +27,7 @@ from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.lease import Lease
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.revocation import Revocation
-from async_rl.errors import EngineBusy, EngineError, RequestRefused, VersionMismatch
+from async_rl.errors import EngineBusy, EngineError, RequestRefused, VersionMismatch, WorkerLost
 from async_rl.rollout.workers.engine_checks import EngineChecks
 from async_rl.rollout.workers.messages import (
     CallStarted,
@@ -169,7 +169,11 @@ class RelayedLeases(LeaseHolder):
     # -- messages of the worker ----------------------------------------------------------------------------
 
     def handle_message(self, message: Message) -> bool:
-        """Carry out a message if it concerns engines; return whether it does."""
+        """Carry out a message if it concerns engines; return whether it does.
+
+        Raises:
+            WorkerLost: The message asks for what this run does not have.
+        """
         handler = self._handlers.get(type(message))
         if handler is None:
             return False
@@ -204,6 +208,11 @@ class RelayedLeases(LeaseHolder):
         self._ask_again()  # after that message: until then the worker may use no lease
 
     # -- the pool ------------------------------------------------------------------------------------------
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the worker has ever asked for an engine."""
+        return self._newest_id > 0
 
     @property
     def is_silent(self) -> bool:
@@ -322,6 +331,10 @@ class RelayedLeases(LeaseHolder):
         """Ask the pool for a lease, which the worker is granted at once if an engine has capacity."""
         if message.lease_id <= self._newest_id:  # repeated
             return
+        if message.model not in self._pools:
+            raise WorkerLost(
+                f"it sent LeaseWanted for the model {message.model}, which this run does not have"
+            )
         self._newest_id = message.lease_id
         self._leases[message.lease_id] = relayed = _RelayedLease(message)
         if self.checks.is_paused:

@@ -32,6 +32,7 @@ from async_rl.errors import (
     AgentLoopError,
     ConfigError,
     EnvironmentNotReady,
+    PromptTooLong,
     RewardError,
     RewardUnavailable,
     RolloutError,
@@ -51,6 +52,7 @@ from async_rl.rollout.workers.messages import (
     EntriesReleased,
     GroupScored,
     Heartbeat,
+    LeaseWanted,
     Link,
     Message,
     OpenJournal,
@@ -110,6 +112,10 @@ _FULL_S: Final = 600.0
 """How long attempts avoid a node that had no space for a frame, if others have some. A shortage is waited out
 there for a tenth of that: otherwise attempts would go to and fro between nodes that are all full."""
 
+_MAX_FAILED_AT_ONCE: Final = 3
+"""A worker is ended when the loops of so many tasks have raised in it before they asked for an engine, while
+loops in other workers ask for engines: one broken task says nothing, and three in a row are hardly all so."""
+
 _SHARE_OF_SLACK: Final = 8
 """A worker is given siblings until it has an eighth of its share more requests than the least loaded one."""
 
@@ -120,7 +126,11 @@ _MAX_SCORE_TRIES: Final = 3
 class _Inbox(Scope):
     """The answer to one attempt, or to one group's reward."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_scores: int = 0, may_move: bool = False) -> None:
+        self.num_scores = num_scores
+        """How many scores the answer must have."""
+        self.may_move = may_move
+        """Whether another worker tries the attempt if its loop raises at once."""
         self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     def put_message(self, message: Message | Exception) -> bool:
@@ -185,6 +195,8 @@ class WorkerHandle:
         self.completion_folder = str(completion_folder)
         self.post = link.post
         self.close = link.close
+        self.newest_request = 0
+        """The request that it was given last."""
         self.inboxes: dict[int, _Inbox] = {}
         self.attempts: dict[int, Attempt] = {}
         """Its running attempts, by request."""
@@ -201,6 +213,39 @@ class WorkerHandle:
         """The error of its own that ended it."""
         self.leases = leases(self)
         """What it may call engines for."""
+
+    def post_request(self, request: StartAttempt | ScoreGroup, inbox: _Inbox) -> None:
+        """Send a request, whose answer the inbox gets.
+
+        Raises:
+            RolloutError: Its task holds something that messages cannot, such as an integer of more than 64
+                bits.
+        """
+        try:
+            self.post(request)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RolloutError(
+                f"task {request.task.task_id} cannot be sent to a rollout worker ({error}): "
+                "write numbers of more than 64 bits as strings"
+            ) from error
+        self.newest_request = request.request_id
+        self.inboxes[request.request_id] = inbox
+
+    def is_answer(self, message: AttemptEnded | AttemptFailed | GroupScored) -> bool:
+        """Return whether a message is about what a request of its own asked for; it may be a late one."""
+        request_id = message.request_id
+        if (inbox := self.inboxes.get(request_id)) is None:
+            return request_id <= self.newest_request
+        attempt = self.attempts.get(request_id)
+        if attempt is None or isinstance(message, GroupScored):
+            return (
+                attempt is None
+                and isinstance(message, GroupScored)
+                and (message.failure is not None or len(message.scores) == inbox.num_scores)
+            )
+        if isinstance(message, AttemptFailed):
+            return message.trajectory.trajectory_id == attempt.trajectory_id
+        return message.end.is_of(attempt)
 
     def has_written(self, end: AttemptEnd) -> bool:
         """Return whether all references of an attempt's end are to files in its folders."""
@@ -236,21 +281,6 @@ class WorkerHandle:
             lost, attempt = WorkerLost(cause), self.attempts.get(request_id)
             lost.in_call = attempt is not None and attempt.trajectory_id in callers
             inbox.put_message(lost)
-
-
-def _post_task(worker: WorkerHandle, request: StartAttempt | ScoreGroup) -> None:
-    """Send a request to a worker.
-
-    Raises:
-        RolloutError: Its task holds something that messages cannot, such as an integer of more than 64 bits.
-    """
-    try:
-        worker.post(request)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RolloutError(
-            f"task {request.task.task_id} cannot be sent to a rollout worker ({error}): "
-            "write numbers of more than 64 bits as strings"
-        ) from error
 
 
 class _WorkerLoad:
@@ -343,6 +373,10 @@ class WorkerBackend(RolloutBackend):
         """Workers that have failed `_MAX_FAILED_STARTS` times in a row."""
         self._full_until_s: dict[str, float] = {}
         """When a node that had no space is tried again, by node."""
+        self._failed_at_once: dict[str, set[str]] = {}
+        """The tasks whose loops have raised in a worker, by its name, since one last asked for an engine."""
+        self._moved: set[str] = set()
+        """Trajectories that another worker is to try, because their loops have raised at once."""
         self._leases: list[RelayedLeases] = []
         """Those of all workers that may still run."""
         self._load = _WorkerLoad(self.workers)
@@ -387,14 +421,15 @@ class WorkerBackend(RolloutBackend):
         """Implements `RolloutBackend.run_attempt`."""
         node = None if self._folders is None else self._folders.node_of(attempt.claim)
         journal = attempt.claim.sources[-1].folder if attempt.claim.sources else None
-        worker = await self._choose_worker(self._max_attempts, node, attempt.group_id, journal)
+        moved, name = attempt.trajectory_id in self._moved, attempt.trajectory_id
+        worker = await self._choose_worker(self._max_attempts, node, attempt.group_id, journal, moved=moved)
+        self._moved.discard(name)
         if journal is not None and self.workers.get(worker.name) is worker:
             self._readers[journal] = worker
         self._last_chosen = attempt.group_id, worker
-        request_id, inbox, name = next(self._request_ids), _Inbox(), attempt.trajectory_id
+        request_id, inbox = next(self._request_ids), _Inbox(may_move=not moved)
         loop = attempt.task.agent_loop or self._config.agent_loop
-        _post_task(
-            worker,
+        worker.post_request(
             StartAttempt(
                 request_id=request_id,
                 task=attempt.task,
@@ -403,8 +438,8 @@ class WorkerBackend(RolloutBackend):
                 attempt=attempt.number,
                 claim=attempt.claim,
             ),
+            inbox,
         )
-        worker.inboxes[request_id] = inbox
         self._load.offer(worker)
         worker.attempts[request_id] = worker.by_trajectory[name] = attempt
         answer: Message | None = None
@@ -470,10 +505,9 @@ class WorkerBackend(RolloutBackend):
         """Implements `RolloutBackend.score_group`; if its worker ends, it asks another one."""
         for left in reversed(range(_MAX_SCORE_TRIES)):
             worker = await self._choose_worker()
-            request_id, inbox = next(self._request_ids), _Inbox()
+            request_id, inbox = next(self._request_ids), _Inbox(num_scores=len(completions))
             request = ScoreGroup(request_id=request_id, task=task, completions=tuple(completions))
-            _post_task(worker, request)
-            worker.inboxes[request_id] = inbox
+            worker.post_request(request, inbox)
             self._load.offer(worker)
             answer: Message | None = None
             try:
@@ -502,6 +536,8 @@ class WorkerBackend(RolloutBackend):
         node: str | None = None,
         group_id: str | None = None,
         journal: str | None = None,
+        *,
+        moved: bool = False,
     ) -> WorkerHandle:
         """Wait until a worker is alive and has fewer attempts; return the one with the fewest requests.
 
@@ -512,7 +548,8 @@ class WorkerBackend(RolloutBackend):
 
         While a worker is missing, the others take over its attempts up to this limit, which bounds their
         memory. Where only one node has the journal of an attempt, it waits for a worker there while one is
-        starting; without one, it begins anew elsewhere.
+        starting; without one, it begins anew elsewhere. An attempt that was moved goes to a worker in which
+        no loop has raised at once.
         """
 
         def has_capacity(worker: WorkerHandle) -> bool:
@@ -522,7 +559,7 @@ class WorkerBackend(RolloutBackend):
             avoided = self._avoided_nodes
             if node in self._full_until_s:
                 node = None
-            worker = None if node is not None or avoided else self._load.least_loaded()
+            worker = None if node is not None or avoided or moved else self._load.least_loaded()
             if worker is not None and has_capacity(worker):
                 reader = None if journal is None else self._readers.get(journal)
                 if reader is not None and len(reader.attempts) < self._share:
@@ -541,6 +578,9 @@ class WorkerBackend(RolloutBackend):
                 free = near
             elif node is not None and self._starting:
                 free = []
+            if moved:
+                others = [w for w in free if w.name not in self._failed_at_once]
+                free = others or ([] if self._starting - self._failed_at_once.keys() else free)
             present = [w for w in free if w.link.peer_node not in avoided]
             if free:  # what a worker stores on a node that does not answer may be lost
                 return min(present or free, key=lambda worker: len(worker.inboxes))
@@ -687,26 +727,36 @@ class WorkerBackend(RolloutBackend):
 
     def _deliver_message(self, worker: WorkerHandle, message: Message) -> None:
         if worker.leases.handle_message(message):  # most do
+            if type(message) is LeaseWanted:
+                self._failed_at_once.pop(worker.name, None)
             return
         match message:
             case Heartbeat():
                 hears = worker.record_heartbeat(message.received)
                 worker.waits = message.waits
-                add_increments(message.increments, self._metrics)
+                try:
+                    add_increments(message.increments, self._metrics)
+                except ValueError as error:
+                    raise WorkerLost(f"it sent counts that do not fit their metrics: {error}") from error
                 self._apply_progress(worker, message)
                 worker.leases.renew(message, hears=hears)
             case AttemptEnded(request_id=request_id, end=end):
                 if not worker.has_written(end):
                     raise WorkerLost("it sent references to files that are not in its folder")
+                self._check_answer(worker, message)
                 if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
                     self._spool.hold([*end.trajectories, *end.completions])
                 else:  # the attempt is not wanted any more
                     self._metrics.late_results_total.inc()
                     self._spool.refuse([*end.trajectories, *end.completions])
             case AttemptFailed() | GroupScored():
+                self._check_answer(worker, message)
                 inbox = worker.inboxes.get(message.request_id)
-                if inbox is None or not inbox.put_message(message):
+                lost = self._blame_worker(worker, message) if isinstance(message, AttemptFailed) else None
+                if inbox is None or not inbox.put_message(lost or message):
                     self._metrics.late_results_total.inc()
+                if lost is not None and self._must_end(worker):
+                    raise lost
             case WorkerFailed():
                 worker.failure = message.failure.error
                 if isinstance(worker.failure, SpoolFull):
@@ -717,10 +767,65 @@ class WorkerBackend(RolloutBackend):
             case _:
                 raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
 
+    def _check_answer(
+        self, worker: WorkerHandle, message: AttemptEnded | AttemptFailed | GroupScored
+    ) -> None:
+        """Check that a worker answers what it was asked.
+
+        Raises:
+            WorkerLost: It does not.
+        """
+        request_id, is_late = message.request_id, message.request_id not in worker.inboxes
+        others = is_late and any(request_id in other.inboxes for other in self.workers.values())
+        if others or not worker.is_answer(message):
+            raise WorkerLost(
+                f"it sent {type(message).__name__} for request {request_id}, which is not what that asked for"
+            )
+
+    def _blame_worker(self, worker: WorkerHandle, message: AttemptFailed) -> WorkerLost | None:
+        """Return the error of an attempt that another worker is to try; None for one that has failed.
+
+        A loop that raises before it asks for an engine does so in any worker if its task is to blame, and in
+        one of them if that lacks a package or a file. Such a worker is always free, so that it would fail
+        most attempts of the run.
+        """
+        attempt, error = worker.attempts.get(message.request_id), message.failure.error
+        if (
+            attempt is None
+            or not isinstance(error, RolloutError)
+            or isinstance(error, PromptTooLong)
+            or any(each.oldest_version is not None for each in attempt.progress.values())
+        ):
+            return None
+        self._failed_at_once.setdefault(worker.name, set()).add(attempt.task.task_id)
+        others = (self.workers.keys() | self._starting) - {worker.name}
+        if others <= self._failed_at_once.keys() or not worker.inboxes[message.request_id].may_move:
+            return None
+        self._moved.add(attempt.trajectory_id)
+        return WorkerLost(
+            "its agent loops raise before they call an engine, unlike those of other workers: compare the "
+            f"packages and files of its node with those of others; the last one: {error}"
+        )
+
+    def _must_end(self, worker: WorkerHandle) -> bool:
+        """Return whether loops raise at once for many tasks in a worker, and ask for engines in another."""
+        return len(self._failed_at_once[worker.name]) >= _MAX_FAILED_AT_ONCE and any(
+            each.leases.has_asked and each.name not in self._failed_at_once for each in self.workers.values()
+        )
+
     def _apply_progress(self, worker: WorkerHandle, heartbeat: Heartbeat) -> None:
-        """Take over how far the worker's trajectories are, and what its journal has."""
+        """Take over how far the worker's trajectories are, and what its journal has.
+
+        Raises:
+            WorkerLost: A trajectory is not that of its request.
+        """
         for each in heartbeat.progress:
             if (attempt := worker.attempts.get(each.request_id)) is not None:
+                if root_of(each.trajectory_id) != attempt.trajectory_id:
+                    raise WorkerLost(
+                        f"it sent progress of {each.trajectory_id} for request {each.request_id}, expected "
+                        f"{attempt.trajectory_id}"
+                    )
                 apply_report(attempt, each.trajectory_id, each.report)
         if worker.folder is None or self._folders is None:
             return
