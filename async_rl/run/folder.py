@@ -42,6 +42,17 @@ T = TypeVar("T")
 
 _LINE = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
+_FOLDERS = frozenset(
+    ("batches", "checkpoints", "evaluations", "hf", "journal", "logs", "spool", "trajectories", "weights")
+)
+_FILES = frozenset(
+    (
+        *("config.yaml", "evaluations.jsonl", "identity.json", "ledger.sqlite", "metrics.jsonl"),
+        *("report.html", "sequence.u64", "summary.json", "trajectories.sqlite", "url", "versions.json"),
+    )
+)
+"""What a run keeps in its folder."""
+
 
 def run_in_folder(
     folder: AbstractContextManager[Path],
@@ -199,6 +210,13 @@ def check_run_folder(config: Config) -> Path:
         raise _not_created(folder, errno.EEXIST if there == folder else errno.ENOTDIR)
     if not os.access(there, os.W_OK | os.X_OK):
         raise _not_created(folder, errno.EACCES)
+    for path in folder.iterdir() if folder == there else ():
+        is_known = path.name in _FOLDERS or path.name in _FILES
+        if is_known and not (path.is_dir() if path.name in _FOLDERS else path.is_file()):
+            expected = "folder" if path.name in _FOLDERS else "file"
+            raise ConfigError(
+                f"{path} is no {expected}, as which a run keeps it: restore it, or move it away"
+            )
     checkpoints = folder / "checkpoints"
     if config.run.resume == "never" and any(checkpoints.glob("*")):
         raise ConfigError(

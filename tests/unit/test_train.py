@@ -136,6 +136,20 @@ def test_a_folder_is_refused_while_another_process_runs_in_it(tmp_path: Path) ->
             train(path, [], finishes)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("spool", "folder"), ("logs", "folder"), ("url", "file")])
+def test_a_folder_is_refused_in_which_something_else_has_the_name_of_what_a_run_keeps(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    path, folder = write_run(tmp_path), tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    if kind == "folder":
+        (folder / name).write_bytes(b"")
+    else:
+        (folder / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} is no {kind}, as which a run keeps it"):
+        train(path, [], finishes)
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_run_starts_on_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
