@@ -378,6 +378,11 @@ class InvariantChecker:
         return self._saved
 
     @property
+    def last_step(self) -> int:
+        """The newest step of the trainer; 0 before the first."""
+        return max([self._saved, *self._steps])
+
+    @property
     def served_s(self) -> float:
         """Seconds during which some engine served, until now: the clock may have jumped since a turn."""
         since_s = self._serving_since_s

@@ -201,7 +201,8 @@ class Simulation:
                 self._checker.fail(
                     f"after {self.max_incarnations} incarnations there is no end: {self._incarnations}"
                 )
-            if self._ended == "finished" and not self._checker.violations:
+            # Without a step, because all tasks failed, there is nothing to audit.
+            if self._ended == "finished" and self._checker.last_step and not self._checker.violations:
                 with self._disk.open_to_checks():
                     results = audit(self._run_dir, self._diary)
                 for check, holds, detail in results:
