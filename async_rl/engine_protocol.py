@@ -242,7 +242,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | PayloadProgress | Finish]:
-        """Streams one call as the module describes. Closing the iterator aborts the call on the engine."""
+        """Stream one call as the module describes. Closing the iterator aborts the call on the engine."""
         ...
 
     @property
@@ -259,7 +259,7 @@ class Engine(Protocol):
         ...
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
-        """Decodes and narrows a payload. CPU work that releases the GIL: call it in a thread.
+        """Decode and narrow a payload. CPU work that releases the GIL: call it in a thread.
 
         Raises:
             AlignmentError: When its size, ids or layers do not fit the model and the tokens.
@@ -267,23 +267,23 @@ class Engine(Protocol):
         ...
 
     async def interrupt(self, mode: InterruptMode) -> None:
-        """Stops running calls; sampled tokens are kept."""
+        """Stop running calls; sampled tokens are kept."""
         ...
 
     async def resume_generation(self, mode: InterruptMode) -> None:
-        """Continues after `interrupt`."""
+        """Continue after `interrupt`."""
         ...
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
-        """Joins a process group for distributed updates; returns when the group is complete."""
+        """Join a process group for distributed updates; return when the group is complete."""
         ...
 
     async def leave_weight_group(self, group_name: str) -> None:
-        """Leaves a weight-update group."""
+        """Leave a weight-update group."""
         ...
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
-        """Loads new weights and, with `flush`, flushes the prefix cache.
+        """Load new weights and, with `flush`, flush the prefix cache.
 
         Raises:
             WeightSyncError: When the engine did not take them; its weights are then unknown.
@@ -291,7 +291,7 @@ class Engine(Protocol):
         ...
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Releases device memory. Its content is lost, except weights of an engine that keeps them in host
+        """Release device memory. Its content is lost, except weights of an engine that keeps them in host
         memory. Only `engines.device_memory` calls this.
 
         Calls are ended first, and refused until all memory has been resumed. An engine dies when it does not
@@ -303,7 +303,7 @@ class Engine(Protocol):
         ...
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Takes device memory, with undefined content but for weights that the engine keeps. Only
+        """Take device memory, with undefined content but for weights that the engine keeps. Only
         `engines.device_memory` calls this.
 
         An engine dies when it holds the memory already.
@@ -311,15 +311,15 @@ class Engine(Protocol):
         ...
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
-        """Returns for each of its ranks a sum over every parameter, by name. Reads all weights."""
+        """Return for each of its ranks a sum over every parameter, by name. Reads all weights."""
         ...
 
     async def health(self) -> EngineHealth:
-        """Asks for its health, without generating. Raises `EngineError` when there is no answer."""
+        """Ask for its health, without generating. Raises `EngineError` when there is no answer."""
         ...
 
     async def wait_ready(self) -> None:
-        """Waits until it answers, and resumes it if it was left paused.
+        """Wait until it answers, and resume it if it was left paused.
 
         Raises:
             EnvironmentNotReady: When it does not answer, with its exit reason.
@@ -327,7 +327,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Closes connections. It does not stop a server: `engines.sglang.server` stops those we started."""
+        """Close connections. It does not stop a server: `engines.sglang.server` stops those we started."""
         ...
 
 

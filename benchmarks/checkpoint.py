@@ -31,7 +31,7 @@ from trainer.worker import TrainerWorker
 
 
 def torch_save(worker: TrainerWorker, path: Path) -> None:
-    """Writes the same tensors into one file and syncs it."""
+    """Write the same tensors into one file and sync it."""
     with path.open("wb") as file:
         torch.save({part.key: part.data for part in shards.parts_to_save(worker.model)}, file)
         file.flush()
@@ -39,7 +39,7 @@ def torch_save(worker: TrainerWorker, path: Path) -> None:
 
 
 def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
-    """Measures all rows alternately, after one discarded round."""
+    """Measure all rows alternately, after one discarded round."""
     data = random_batch(lengths=(64,) * 4, vocab_size=4096, routing=False)
     train = timed(lambda: worker.train_on(data, 1))
 
@@ -82,7 +82,7 @@ def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measures, prints, and writes JSON if requested."""
+    """Measure, prints, and write JSON if requested."""
     options = argument_parser(__doc__, quick="smaller and fewer, about a minute").parse_args()
     warnings.simplefilter("ignore")
     settings = {"keep_checkpoints": 1, "micro_batch_tokens": 4096, "loss": {"check_old_log_probs_every": 0}}

@@ -80,13 +80,13 @@ class PeakBytes(TorchDispatchMode):
 def plain_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes the softmax of all logits in float32, by autograd."""
+    """Take the softmax of all logits in float32, by autograd."""
     log_p = torch.log_softmax((hidden @ weight.t()).float(), -1)
     return log_p.gather(-1, labels[:, None])[:, 0], -torch.linalg.vecdot(log_p.exp(), log_p)
 
 
 def passes(log_probs: LogProbs, hidden: torch.Tensor, weight: torch.Tensor, *, entropy: bool) -> float:
-    """Runs a forward and backward pass; returns its seconds, of the processor on a CPU."""
+    """Run a forward and backward pass; return its seconds, of the processor on a CPU."""
     hidden.grad = weight.grad = None
     labels = torch.arange(len(hidden), device=hidden.device) * 7919 % len(weight)
     clock = time.perf_counter if hidden.is_cuda else time.process_time
@@ -106,7 +106,7 @@ def synchronize(tensor: torch.Tensor) -> None:
 def counted(
     log_probs: LogProbs, hidden: torch.Tensor, weight: torch.Tensor, *, entropy: bool
 ) -> tuple[int, float]:
-    """Returns the largest number of bytes that a pass allocates at once, and its seconds."""
+    """Return the largest number of bytes that a pass allocates at once, and its seconds."""
     hidden.grad = weight.grad = None
     if not hidden.is_cuda:
         with PeakBytes() as counter:
@@ -119,7 +119,7 @@ def counted(
 
 
 def free_bytes(device: str) -> int:
-    """Returns the memory that is free on a device, or available on the host."""
+    """Return the memory that is free on a device, or available on the host."""
     if device != "cpu":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
@@ -127,7 +127,7 @@ def free_bytes(device: str) -> int:
 
 
 def measure(vocabulary: int, tokens: int, size: int, device: str, rounds: int, *, entropy: bool) -> Measured:
-    """Measures one number of tokens: the bytes, then both ways in turn if the plain one fits into memory."""
+    """Measure one number of tokens: the bytes, then both ways in turn if the plain one fits into memory."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, size, device=device).bfloat16().requires_grad_()
     weight = (torch.randn(vocabulary, size, device=device) * size**-0.5).bfloat16().requires_grad_()

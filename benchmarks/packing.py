@@ -44,13 +44,13 @@ def packed(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
 
 
 def padded(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """Pads the trainer's micro-batches to rectangles."""
+    """Pad the trainer's micro-batches to rectangles."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
     return [rectangle(micro_batch.trajectories, lengths, offsets) for micro_batch in plan]
 
 
 def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """Pads trajectories of similar lengths, as many as fit with their padding."""
+    """Pad trajectories of similar lengths, as many as fit with their padding."""
     left = sorted(range(len(lengths)), key=lambda j: -lengths[j])
     rectangles = []
     while left:
@@ -73,7 +73,7 @@ WAYS = {"packed": packed, "padded": padded, "sorted": padded_by_length}
 
 
 def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> None:
-    """Runs a pass per request in the other process; replies with seconds, peak bytes and computed tokens."""
+    """Run a pass per request in the other process; reply with seconds, peak bytes and computed tokens."""
     torch.set_num_threads(1)
     lengths = np.diff(batch.offsets).tolist()
     with started(trainer_config(Path(model), replay=False)) as worker:
@@ -95,7 +95,7 @@ def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> No
 
 
 def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
-    """Measures all ways alternately, after a warm-up round."""
+    """Measure all ways alternately, after a warm-up round."""
     grown: dict[str, int] = {}
 
     def pass_s(way: str, connection: Connection) -> float:

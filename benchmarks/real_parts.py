@@ -63,7 +63,7 @@ BUILDERS: dict[str, Callable[..., Path]] = {
 
 
 def build_model(kind: str, path: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes a tiny MoE with random weights that `dtype` holds exactly; it never samples an end token."""
+    """Write a tiny MoE with random weights that `dtype` holds exactly; it never samples an end token."""
     transformers.utils.logging.disable_progress_bar()
     std = {"std": 0.15} if kind == "qwen3_moe" else {}
     BUILDERS[kind](path, vocab_size=VOCAB_SIZE, hidden_size=64, seed=seed, **std)
@@ -77,7 +77,7 @@ def build_model(kind: str, path: Path, *, seed: int, dtype: torch.dtype = torch.
 
 
 def rewrite(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
-    """Writes a copy of a model folder with every tensor changed, in the order of their names."""
+    """Write a copy of a model folder with every tensor changed, in the order of their names."""
     if source != target:
         shutil.copytree(source, target)
     for file in sorted(source.glob("*.safetensors")):
@@ -88,7 +88,7 @@ def rewrite(source: Path, target: Path, change: Callable[[torch.Tensor], torch.T
 
 
 def random_prompts(count: int, *, seed: int, lengths: tuple[int, int] = (16, 32)) -> list[Int32Array]:
-    """Returns prompts of random tokens with the given lengths."""
+    """Return prompts of random tokens with the given lengths."""
     rng = np.random.default_rng(seed)
     return [
         rng.integers(_FIRST_TOKEN, VOCAB_SIZE, rng.integers(*lengths, endpoint=True)).astype(np.int32)
@@ -98,7 +98,7 @@ def random_prompts(count: int, *, seed: int, lengths: tuple[int, int] = (16, 32)
 
 @contextlib.asynccontextmanager
 async def serving(model: Path, logs: Path, *, dtype: str, seed: int = 0) -> AsyncIterator[SGLangEngine]:
-    """Runs a real SGLang server with the model of a folder during the block."""
+    """Run a real SGLang server with the model of a folder during the block."""
     server = SGLangServer(
         SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
         ModelConfig(path=str(model), dtype=dtype),
@@ -127,7 +127,7 @@ async def serving(model: Path, logs: Path, *, dtype: str, seed: int = 0) -> Asyn
 
 
 def trace_of(trace: RoutingTrace, token_ids: npt.ArrayLike) -> RoutingTrace:
-    """Returns the rows of a sequence's fed tokens, from a trace that begins with them."""
+    """Return the rows of a sequence's fed tokens, from a trace that begins with them."""
     fed = np.asarray(token_ids, np.int32)[:-1]
     version = trace.spans[0].weight_version
     return routing.make_trace(
@@ -140,7 +140,7 @@ def trace_of(trace: RoutingTrace, token_ids: npt.ArrayLike) -> RoutingTrace:
 
 
 def make_trajectory(name: str, segments: Iterable[Segment], trace: RoutingTrace | None) -> Trajectory:
-    """Returns a trajectory as the queue accepts it."""
+    """Return a trajectory as the queue accepts it."""
     return Trajectory(
         trajectory_id=name,
         group_id=name,
@@ -152,7 +152,7 @@ def make_trajectory(name: str, segments: Iterable[Segment], trace: RoutingTrace 
 
 
 async def sample_calls(engine: SGLangEngine, requests: Iterable[GenerateRequest]) -> list[Trajectory]:
-    """Makes all calls at once, and returns a trajectory for each."""
+    """Make all calls at once, and return a trajectory for each."""
     calls = [Call(engine, each) for each in requests]
     await asyncio.gather(*(call.run() for call in calls))
     return [
@@ -188,7 +188,7 @@ async def with_each(
 
 
 def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFacts) -> TrainBatch:
-    """Returns all trajectories as one batch, as the queue packs it."""
+    """Return all trajectories as one batch, as the queue packs it."""
     groups = [Group(group_id=t.group_id, task_id=t.task_id, trajectories=(t,)) for t in trajectories]
     return assemble_batch(groups, version, "batch", facts)
 
@@ -197,14 +197,14 @@ def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFa
 def training(
     model: Path, *, dtype: str, replay: str = "r3", temperature: float = 1.0
 ) -> Iterator[TrainerWorker]:
-    """Runs a trainer of one rank in this process, one at a time, because Megatron's groups are global."""
+    """Run a trainer of one rank in this process, one at a time, because Megatron's groups are global."""
     settings = {"dtype": dtype, "temperature": temperature, "micro_batch_tokens": 1024}
     with started(trainer_config(model, replay=replay, **settings)) as worker:
         yield worker
 
 
 def trainer_log_probs(worker: TrainerWorker, batch: TrainBatch) -> Float32Array:
-    """Returns the trainer's log-probs of the sampled tokens, `[S]` at the tokens themselves, else 0.
+    """Return the trainer's log-probs of the sampled tokens, `[S]` at the tokens themselves, else 0.
 
     They are those of the update: under R2, of a second pass that replays what the first one recorded.
     """
@@ -237,7 +237,7 @@ class Mismatch:
 
     @classmethod
     def of(cls, difference: np.ndarray) -> Mismatch:
-        """Computes the mismatch from trainer minus engine log-probs, `[n]` in nats."""
+        """Compute the mismatch from trainer minus engine log-probs, `[n]` in nats."""
         d = difference.astype(np.float64)
         return cls(
             mean_abs=float(np.abs(d).mean()),

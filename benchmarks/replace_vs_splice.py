@@ -191,14 +191,14 @@ async def _load(engine: SGLangEngine, chain: Sequence[Path], version: int, *, fl
 
 
 def _boundaries(tokens: int, interruptions: int) -> list[int]:
-    """Returns the number of tokens at each interruption and at the end."""
+    """Return the number of tokens at each interruption and at the end."""
     return [tokens * (i + 1) // (interruptions + 1) for i in range(interruptions + 1)]
 
 
 async def _pause_in_place(
     engine: SGLangEngine, chain: Sequence[Path], prompts: Sequence[Int32Array], tokens: int, setting: Setting
 ) -> list[Mixed]:
-    """Runs one call per prompt and changes the weights while the calls are paused."""
+    """Run one call per prompt and change the weights while the calls are paused."""
     calls = [Call(engine, request(prompt.tolist(), tokens, temperature=1.0)) for prompt in prompts]
 
     async with asyncio.TaskGroup() as running:
@@ -297,7 +297,7 @@ def evaluate(
 def _jobs(
     setting: Setting, rolled: Sequence[Mixed], version: int
 ) -> Iterator[tuple[Setting, Merge, int, Trajectory]]:
-    """Returns what to score with one version of the weights, the parts of a trajectory in order."""
+    """Return what to score with one version of the weights, the parts of a trajectory in order."""
     for number, mixed in enumerate(rolled):
         for index, part in enumerate(mixed.parts):
             if part.version == version:
@@ -374,7 +374,7 @@ def measure(seeds: int, interruptions: Sequence[int], trajectories: int, tokens:
 
 
 def violations(found: Found) -> list[str]:
-    """Returns the violations of what must hold in float32."""
+    """Return the violations of what must hold in float32."""
     wrong = []
     for setting in dict.fromkeys(setting for setting, _ in found):
         values = {
@@ -398,7 +398,7 @@ def violations(found: Found) -> list[str]:
 
 
 def table(found: Found) -> list[Row]:
-    """Returns means over the seeds, with half of their 95% interval; splice - replace is paired."""
+    """Return means over the seeds, with half of their 95% interval; splice - replace is paired."""
     rows = []
     for setting in dict.fromkeys(setting for setting, _ in found):
         for field in ("y1", "y2", "ppo_kl_bypass"):

@@ -64,7 +64,7 @@ async def sample(engine: SGLangEngine, prompts: Sequence[Int32Array], tokens: in
 
 
 def corrupted(rows: Rows, share: float, num_experts: int, seed: int = 0) -> Rows:
-    """Replaces a share of the rows of each trajectory by random experts, distinct and in range, in all
+    """Replace a share of the rows of each trajectory by random experts, distinct and in range, in all
     layers.
 
     A larger share corrupts the rows of a smaller one and more, in the same way.
@@ -84,7 +84,7 @@ def others(rows: Rows) -> Rows:
 
 
 def controls(num_experts: int) -> dict[str, Callable[[Rows], Rows]]:
-    """Returns the engine's rows as each negative control changes them; all pass every check of form."""
+    """Return the engine's rows as each negative control changes them; all pass every check of form."""
     return {
         "rows+1": lambda rows: [np.roll(r, 1, axis=0) for r in rows],
         "rows-1": lambda rows: [np.roll(r, -1, axis=0) for r in rows],
@@ -97,7 +97,7 @@ def controls(num_experts: int) -> dict[str, Callable[[Rows], Rows]]:
 
 
 def with_rows(batch: TrainBatch, change: Callable[[Rows], Rows]) -> TrainBatch:
-    """Returns the batch with other routing; the row of the token that was never fed stays unchanged."""
+    """Return the batch with other routing; the row of the token that was never fed stays unchanged."""
     assert batch.routed_experts is not None
     rows = batch.routed_experts.copy()
     bounds = [(int(a), int(b) - 1) for a, b in itertools.pairwise(batch.offsets)]
@@ -128,7 +128,7 @@ def differences(
 
 
 def violations(found: dict[str, real_parts.Mismatch]) -> list[str]:
-    """Returns the expectations that the figures violate."""
+    """Return the expectations that the figures violate."""
     r3, off = found["r3"], found["off"]
     wrong = [
         f"r3 is not the lowest: its mean|Δ| is {r3.mean_abs:.5f}, that of {name} {m.mean_abs:.5f}"
@@ -148,7 +148,7 @@ def violations(found: dict[str, real_parts.Mismatch]) -> list[str]:
 
 
 def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row], list[str]]:
-    """Returns a row for each dtype of the trainer and variant, and what is wrong with them."""
+    """Return a row for each dtype of the trainer and variant, and what is wrong with them."""
     rows: list[Row] = []
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:

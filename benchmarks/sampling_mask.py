@@ -86,7 +86,7 @@ async def sample(
 
 
 def with_mask(batch: TrainBatch, variant: str) -> TrainBatch:
-    """Returns the batch with the masks of a variant."""
+    """Return the batch with the masks of a variant."""
     mask = batch.sampling_mask
     assert mask is not None
     if variant == "none":
@@ -113,7 +113,7 @@ def differences(model: Path, batch: TrainBatch, temperature: float) -> dict[str,
 
 
 def violations(sampling: SamplingParams, found: dict[str, float]) -> list[str]:
-    """Returns the expectations that the mean differences of the variants violate."""
+    """Return the expectations that the mean differences of the variants violate."""
     wrong = []
     if found["mask"] > LIMIT_NATS:
         wrong.append(f"{sampling}: mean|Δ| with masks is {found['mask']:.2e}, above {LIMIT_NATS:g}")
@@ -127,7 +127,7 @@ def violations(sampling: SamplingParams, found: dict[str, float]) -> list[str]:
 
 
 def measure(kind: str, seeds: int, prompts: int, tokens: int) -> tuple[list[Row], list[str]]:
-    """Returns a row for each setting, and what is wrong with them."""
+    """Return a row for each setting, and what is wrong with them."""
     rows: list[Row] = []
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -177,7 +177,7 @@ _COST_ANSWERS: Final = 8
 
 
 def loop_costs() -> list[Row]:
-    """Returns the CPU time that routing and masks of so many kept tokens add to a token, in microseconds.
+    """Return the CPU time that routing and masks of so many kept tokens add to a token, in microseconds.
 
     `arrival` is from the text of the engine's response to the session's arrays, `batch` into a frame on disk
     and from it into the trainer's batch, with their checks.
@@ -228,7 +228,7 @@ def _fastest(work: Callable[[], object], answers: int = 1) -> float:
 
 
 def _read_events(token_ids: Int32Array, kept: list[list[int]] | None) -> Callable[[], None]:
-    """Returns what a session does with the events of a call, one for each token."""
+    """Return what a session does with the events of a call, one for each token."""
     asked = request([1, 2], _COST_TOKENS)
     fields: list[dict[str, object]] = [{}] * len(token_ids)
     if kept is not None:
@@ -256,7 +256,7 @@ def _read_events(token_ids: Int32Array, kept: list[list[int]] | None) -> Callabl
 
 
 def _pack(token_ids: Int32Array, mask: SamplingMask | None, trace: RoutingTrace | None) -> Callable[[], None]:
-    """Returns what stores answers and assembles a batch of them."""
+    """Return what stores answers and assembles a batch of them."""
     sampled = Sampled(
         token_ids=token_ids[1:],
         rollout_log_probs=np.full(_COST_TOKENS - 1, -0.5, np.float32),

@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def build_model(path: Path) -> Path:
-    """Builds a model whose layers dominate a step, as in large models."""
+    """Build a model whose layers dominate a step, as in large models."""
     transformers.utils.logging.disable_progress_bar()
     return build_tiny_qwen3_moe(
         path,
@@ -62,7 +62,7 @@ def build_model(path: Path) -> Path:
 
 
 def batch_of(trajectories: int, mean: int, longest: int) -> TrainBatch:
-    """Builds a batch with log-normal lengths."""
+    """Build a batch with log-normal lengths."""
     rng = np.random.default_rng(0)
     drawn = (rng.lognormal(0, 0.8, trajectories) * mean / np.exp(0.32)).clip(16, longest).astype(int)
     return random_batch(

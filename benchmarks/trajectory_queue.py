@@ -43,7 +43,7 @@ FACTS = EngineFacts(
 
 
 def trajectory(tokens: int, name: str, ids: np.ndarray) -> Trajectory:
-    """Builds a trajectory, half prompt, half sampled; `ids` is a stock of routing rows to cut from."""
+    """Build a trajectory, half prompt, half sampled; `ids` is a stock of routing rows to cut from."""
     half = tokens // 2
     read, sampled = np.arange(half, dtype=np.int32), np.arange(tokens - half, dtype=np.int32)
     return Trajectory(
@@ -72,7 +72,7 @@ def trajectory(tokens: int, name: str, ids: np.ndarray) -> Trajectory:
 
 
 def group_of(tokens: int, ids: np.ndarray) -> Group:
-    """Builds siblings with their own arrays."""
+    """Build siblings with their own arrays."""
     return Group(
         group_id="group",
         task_id="task",
@@ -81,7 +81,7 @@ def group_of(tokens: int, ids: np.ndarray) -> Group:
 
 
 def read_frames(connection: Connection) -> None:
-    """Reads the requested frames in the other process and replies when done."""
+    """Read the requested frames in the other process and reply when done."""
     while True:
         kind, content = connection.recv()
         if kind == "frames":

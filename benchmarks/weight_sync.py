@@ -76,7 +76,7 @@ class Sender:
         self._plan = self._export.plan_buckets(bucket_bytes)
 
     async def join(self) -> None:
-        """Joins the process group of `distributed`, which exists as long as the engine."""
+        """Join the process group of `distributed`, which exists as long as the engine."""
         invite = GroupInvite(
             group_name=GROUP,
             backend="gloo",
@@ -133,7 +133,7 @@ class Sender:
         )
 
     def held(self, transport: str) -> int:
-        """Returns the bytes that sending needs in addition to the weights, measured without an engine."""
+        """Return the bytes that sending needs in addition to the weights, measured without an engine."""
         with PeakBytes() as live:
             if transport == "disk":
                 folder = self._scratch / "held"
@@ -148,11 +148,11 @@ class Sender:
         return live.peak
 
     def checksums(self) -> dict[str, str]:
-        """Returns the trainer's sums of its weights."""
+        """Return the trainer's sums of its weights."""
         return self._export.checksums()
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
         self._export.close()
 
 
@@ -176,7 +176,7 @@ def loopback(num_bytes: int) -> None:
 
 
 async def measure(hidden: int, layers: int, rounds: int, bucket_bytes: int, scratch: Path) -> list[Row]:
-    """Measures all transports alternately; returns rows for the table."""
+    """Measure all transports alternately; return rows for the table."""
     model = build_tiny_qwen3_moe(
         scratch / "model",
         vocab_size=300,
@@ -236,7 +236,7 @@ async def measure(hidden: int, layers: int, rounds: int, bucket_bytes: int, scra
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print."""
     options = argument_parser(__doc__, quick="a small model, 3 rounds: under a minute").parse_args()
     torch.set_num_threads(1)
     hidden, layers, rounds, bucket_bytes = (256, 2, 3, 8 << 20) if options.quick else (512, 4, 7, 64 << 20)

@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def train(variant: str, mode: str, steps: int, folder: Path) -> list[Row]:
-    """Runs the loop and returns its steps."""
+    """Run the loop and return its steps."""
     name = f"{variant}-{mode}"
     command = [sys.executable, "-m", "async_rl.cli.main", "train", "examples/calculator/config.yaml"]
     overrides = [f"run.name={name}", f"run.dir={folder}", f"run.max_steps={steps}", "model.dtype=bfloat16"]
@@ -99,7 +99,7 @@ def train(variant: str, mode: str, steps: int, folder: Path) -> list[Row]:
 
 
 def values_of(rows: list[Row], variant: str, mode: str, field: str) -> dict[int, float]:
-    """Returns a field's absolute values by the steps that measured it: not every one has tokens of lag 0."""
+    """Return a field's absolute values by the steps that measured it: not every one has tokens of lag 0."""
     return {
         row.step: abs(value)
         for row in rows
@@ -110,13 +110,13 @@ def values_of(rows: list[Row], variant: str, mode: str, field: str) -> dict[int,
 
 
 def mean_of(rows: list[Row], variant: str, mode: str, field: str) -> float:
-    """Returns the mean of a field's absolute values; NaN if no step measured it."""
+    """Return the mean of a field's absolute values; NaN if no step measured it."""
     values = values_of(rows, variant, mode, field).values()
     return statistics.fmean(values) if values else math.nan
 
 
 def violations(rows: list[Row]) -> list[str]:
-    """Returns what contradicts that the mismatch tells wrong rows from right ones."""
+    """Return what contradicts that the mismatch tells wrong rows from right ones."""
     found = []
     for mode in MODES:
         correct = mean_of(rows, "correct", mode, "mismatch")
@@ -154,7 +154,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> int:
-    """Runs the command. Returns 1 when the mismatch does not tell wrong rows from right ones."""
+    """Run the command. Returns 1 when the mismatch does not tell wrong rows from right ones."""
     parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=20, help="steps of each of the eight runs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the rows of --json, to here")

@@ -43,27 +43,27 @@ class Panel:
 
 
 def value(name: str) -> str:
-    """Returns the series of a metric in the chosen run."""
+    """Return the series of a metric in the chosen run."""
     return f'async_rl_{name}{{run="$run"}}'
 
 
 def rate(name: str, *by: str) -> str:
-    """Returns the rate per second over the chosen window."""
+    """Return the rate per second over the chosen window."""
     return _sum(f"rate({value(name)}[$window])", by)
 
 
 def increase(name: str, *by: str) -> str:
-    """Returns how much a counter grew in the chosen window."""
+    """Return how much a counter grew in the chosen window."""
     return _sum(f"increase({value(name)}[$window])", by)
 
 
 def quantile(q: float, name: str, *by: str) -> str:
-    """Returns a quantile of a histogram's observations in the chosen window."""
+    """Return a quantile of a histogram's observations in the chosen window."""
     return f"histogram_quantile({q}, {rate(f'{name}_bucket', 'le', *by)})"
 
 
 def mean(name: str, *by: str) -> str:
-    """Returns the mean of a histogram's observations in the chosen window."""
+    """Return the mean of a histogram's observations in the chosen window."""
     return f"{rate(f'{name}_sum', *by)} / {rate(f'{name}_count', *by)}"
 
 
@@ -72,7 +72,7 @@ def _sum(expr: str, by: tuple[str, ...]) -> str:
 
 
 def _share(part: str, *others: str) -> str:
-    """Returns the share of one rate in the sum of several."""
+    """Return the share of one rate in the sum of several."""
     return f"{part} / ({' + '.join((part, *others))})"
 
 

@@ -28,7 +28,7 @@ _PIN = re.compile(r"(?P<pin>(?P<name>[\w.-]+)==[^\s;]+(?:;.*)?)$")
 
 
 def chosen_files(*arguments: str) -> dict[str, tuple[str, str]]:
-    """Returns the version and SHA-256 of the file that pip would install for each package."""
+    """Return the version and SHA-256 of the file that pip would install for each package."""
     command = [
         sys.executable,
         "-m",
@@ -52,17 +52,17 @@ def chosen_files(*arguments: str) -> dict[str, tuple[str, str]]:
 
 
 def canonical(name: str) -> str:
-    """Returns the one spelling of a package's name that all its spellings have in common."""
+    """Return the one spelling of a package's name that all its spellings have in common."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def without_hashes(text: str) -> str:
-    """Returns the text of a list without its hashes."""
+    """Return the text of a list without its hashes."""
     return re.sub(r" --hash=\S+", "", text)
 
 
 def with_hashes(text: str, files: dict[str, tuple[str, str]]) -> str:
-    """Returns the text of a list, which has no hashes, with them."""
+    """Return the text of a list, which has no hashes, with them."""
 
     def line_of(line: str) -> str:
         if (match := _PIN.match(line)) is None:

@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides GPUs before torch is imported, unless only tests/gpu runs: other tests expect a CPU's results."""
+    """Hide GPUs before torch is imported, unless only tests/gpu runs: other tests expect a CPU's results."""
     folders = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
     if not all(folder.resolve().is_relative_to(GPU_TESTS) for folder in folders):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Runs asynchronous tests of these folders in virtual time, except those with the mark `real_time`."""
+    """Run asynchronous tests of these folders in virtual time, except those with the mark `real_time`."""
     if item.nodeid.startswith(IN_VIRTUAL_TIME) and item.get_closest_marker("real_time") is None:
         return {"virtual": VirtualTimeLoop}
     return {"real": asyncio.new_event_loop}
@@ -66,7 +66,7 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture(autouse=True)
 def loggers_stay_as_they_were() -> Iterator[None]:
-    """Fails a test that leaves our loggers silent, and not the next one that reads the log."""
+    """Fail a test that leaves our loggers silent, and not the next one that reads the log."""
     before = _silenced()
     _forget_repeats()
     yield
@@ -74,7 +74,7 @@ def loggers_stay_as_they_were() -> Iterator[None]:
 
 
 def _forget_repeats() -> None:
-    """Lets each test see all that it logs, whatever others have logged in this process before."""
+    """Let each test see all that it logs, whatever others have logged in this process before."""
     for logger in logging.root.manager.loggerDict.values():
         for each in getattr(logger, "filters", ()):
             if isinstance(each, RepeatFilter):

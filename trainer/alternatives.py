@@ -25,7 +25,7 @@ class Alternative(NamedTuple):
 
 
 def describe(config: Config) -> list[str]:
-    """Returns a table of what the config leaves at its default, a line each; empty where nothing applies."""
+    """Return a table of what the config leaves at its default, a line each; empty where nothing applies."""
     at = situation_of(config)
     rows = [row for row in _alternatives(at) if row.name not in at.values]
     if not rows:

@@ -17,7 +17,7 @@ from async_rl.errors import AsyncRLError, TrainerError
 def raise_on_all_ranks(
     kind: type[AsyncRLError] = TrainerError, doing: str = "", group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """Runs a block on every rank, waits for all, and raises an error of any rank on all of them.
+    """Run a block on every rank, wait for all, and raise an error of any rank on all of them.
 
     The block itself must not exchange anything.
 
@@ -44,7 +44,7 @@ def raise_on_all_ranks(
 
 
 def all_gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Returns the bytes of all ranks, by rank, without pickling."""
+    """Return the bytes of all ranks, by rank, without pickling."""
     mine, sizes = _padded(message, group)
     texts = [torch.empty_like(mine) for _ in sizes]
     if len(mine):
@@ -53,7 +53,7 @@ def all_gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> 
 
 
 def gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Returns the bytes of all ranks, by rank, on rank 0, and an empty list on the others."""
+    """Return the bytes of all ranks, by rank, on rank 0, and an empty list on the others."""
     mine, sizes = _padded(message, group)
     texts = [torch.empty_like(mine) for _ in sizes] if dist.get_rank() == 0 else []
     dist.gather(mine, texts or None, group=group)
@@ -61,7 +61,7 @@ def gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list
 
 
 def _padded(message: bytes, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
-    """Returns this rank's bytes padded to the longest of any rank, and the length of each rank's."""
+    """Return this rank's bytes padded to the longest of any rank, and the length of each rank's."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     size = torch.tensor([len(message)], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]

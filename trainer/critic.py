@@ -40,7 +40,7 @@ class Critic:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        """Builds the model from `model.path`; process groups must exist.
+        """Build the model from `model.path`; process groups must exist.
 
         Raises:
             ConfigError: When model and layout are incompatible.
@@ -61,7 +61,7 @@ class Critic:
         )
 
     def compute_values(self, placed: Sequence[PlacedMicroBatch], num_tokens: int) -> Float32Array:
-        """Computes the value of the context that each trained token follows, `[S]`, for this rank's tokens
+        """Compute the value of the context that each trained token follows, `[S]`, for this rank's tokens
         only.
         """
 
@@ -74,7 +74,7 @@ class Critic:
     def accumulate_gradients(
         self, placed: Sequence[PlacedMicroBatch], weights: Float32Array, targets: ValueTargets
     ) -> torch.Tensor:
-        """Accumulates the gradients of one update.
+        """Accumulate the gradients of one update.
 
         Args:
             placed: This rank's micro-batches of the update.
@@ -111,5 +111,5 @@ class Critic:
 
 
 def _of_trained(micro_batch: PlacedMicroBatch, values: torch.Tensor) -> torch.Tensor:
-    """Returns the values of a micro-batch's trained tokens, `[n]`, of those of all its rows, `[t, 1]`."""
+    """Return the values of a micro-batch's trained tokens, `[n]`, of those of all its rows, `[t, 1]`."""
     return values.index_select(0, micro_batch.rows)[:, 0]

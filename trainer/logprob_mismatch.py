@@ -32,7 +32,7 @@ _PERCENTILES = {"p1": 1.0, "p50": 50.0, "p99": 99.0, "p999": 99.9}
 
 
 def measure_mismatch(wanted: Targets, start: Float32Array, importance_cap: float | None) -> dict[str, float]:
-    """Returns figures of a whole batch, under the names of `async_rl.observability.records.StepRecord`.
+    """Return figures of a whole batch, under the names of `async_rl.observability.records.StepRecord`.
 
     Args:
         wanted: The batch's targets.
@@ -72,7 +72,7 @@ def measure_mismatch(wanted: Targets, start: Float32Array, importance_cap: float
 def measure_routing(
     wanted: Targets, start: Float32Array, native: Float32Array, probed: BoolArray
 ) -> dict[str, float]:
-    """Returns the part of the mismatch that routing replay removes, from a pass without replay.
+    """Return the part of the mismatch that routing replay removes, from a pass without replay.
 
     Only tokens of lag 0 count: tokens of older weights were routed by those weights, so that native routing
     changes their staleness as well.
@@ -95,7 +95,7 @@ def measure_routing(
 
 
 def largest_differences(batch: TrainBatch, wanted: Targets, start: Float32Array) -> tuple[Extreme, ...]:
-    """Returns the tokens with the largest absolute differences, largest first.
+    """Return the tokens with the largest absolute differences, largest first.
 
     Args:
         batch: The batch.
@@ -126,7 +126,7 @@ def largest_differences(batch: TrainBatch, wanted: Targets, start: Float32Array)
 
 
 def _differences(wanted: Targets, start: Float32Array) -> tuple[np.ndarray, np.ndarray]:
-    """Returns trainer minus rollout log-probs, float64, and lags of the trained tokens, `[n]` each."""
+    """Return trainer minus rollout log-probs, float64, and lags of the trained tokens, `[n]` each."""
     mask = wanted.mask
     return start[mask].astype(np.float64) - wanted.rollout_log_probs[mask], wanted.lag[mask]
 

@@ -155,7 +155,7 @@ OWNED: Final[Mapping[str, str]] = {name: reason for reason, names in _OWNED.item
 
 @functools.cache
 def megatron_fields() -> Mapping[str, str] | None:
-    """Returns the fields of `CLASSES` with their types, as the installed Megatron-Core's source has them.
+    """Return the fields of `CLASSES` with their types, as the installed Megatron-Core's source has them.
 
     Returns:
         None where it is not installed.
@@ -179,7 +179,7 @@ def megatron_fields() -> Mapping[str, str] | None:
 
 
 def plain_type(annotation: str) -> Any:
-    """Returns the type that a value of the config must have for a field with this annotation.
+    """Return the type that a value of the config must have for a field with this annotation.
 
     Types of torch and enumerations are given by name: `bfloat16`, `flash`.
     """
@@ -201,7 +201,7 @@ class Situation(NamedTuple):
     on_gpu: bool
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Returns a field's value, or what it is without one."""
+        """Return a field's value, or what it is without one."""
         return self.values.get(name, default)
 
     @property
@@ -441,7 +441,7 @@ NEEDS: Final = (
 
 
 def check_megatron_settings(config: Config, *, on_gpu: bool | None = None) -> None:
-    """Checks `trainer.megatron`.
+    """Check `trainer.megatron`.
 
     Args:
         config: The run's config.
@@ -471,7 +471,7 @@ def check_megatron_settings(config: Config, *, on_gpu: bool | None = None) -> No
 
 
 def situation_of(config: Config, on_gpu: bool | None = None) -> Situation:
-    """Returns what `trainer.megatron` must fit to; arguments are those of `check_megatron_settings`."""
+    """Return what `trainer.megatron` must fit to; arguments are those of `check_megatron_settings`."""
     if on_gpu is None:
         device = config.trainer.device
         on_gpu = (detect_device() if device == "auto" else device) == "cuda"
@@ -480,7 +480,7 @@ def situation_of(config: Config, on_gpu: bool | None = None) -> Situation:
 
 
 def row_multiple(passed: Mapping[str, Any], tp: int) -> int:
-    """Returns what the rows of each rank must be a multiple of, for products in fp8; 1 without them.
+    """Return what the rows of each rank must be a multiple of, for products in fp8; 1 without them.
 
     Source: `get_fp8_align_size` of megatron-core 0.16.1; TransformerEngine 2.11 gathers blocks of 128 rows
     from tensor-parallel ranks (`Float8BlockQuantizer.is_quantizable`).
@@ -507,7 +507,7 @@ def _check_field(fields: Mapping[str, str], name: str, value: Any) -> None:
 
 
 def _check_device(at: Situation, name: str, value: Any) -> None:
-    """Checks that a field which only works on GPUs, or in fused layers, is not set anywhere else."""
+    """Check that a field which only works on GPUs, or in fused layers, is not set anywhere else."""
     if not value or value == "auto":
         return
     if name in _GPU and not at.on_gpu:

@@ -28,7 +28,7 @@ class PlacedMicroBatch:
 def spread_values(
     placed: Sequence[PlacedMicroBatch], parts: Sequence[torch.Tensor], num_tokens: int
 ) -> Float32Array:
-    """Returns the values of micro-batches' trained tokens at their positions in the batch, `[S]`; 0
+    """Return the values of micro-batches' trained tokens at their positions in the batch, `[S]`; 0
     elsewhere.
 
     Args:

@@ -27,7 +27,7 @@ class SftWorker(TrainerWorker):
         return False
 
     def train_step(self, batch: SftBatch, step: int) -> StepResult:
-        """Takes one optimizer step, or only measures the loss.
+        """Take one optimizer step, or only measures the loss.
 
         Args:
             batch: The batch, the same on every rank.

@@ -27,7 +27,7 @@ KNOWN_MODEL_TYPES = (
 
 
 def check_model_type(kind: str, path: str) -> None:
-    """Checks that the trainer supports a model type.
+    """Check that the trainer supports a model type.
 
     Raises:
         ConfigError: When it does not; the message lists the supported types, or says what is missing.
@@ -44,7 +44,7 @@ def check_model_type(kind: str, path: str) -> None:
 
 
 def check_supported_values(config: dict[str, Any], path: str) -> None:
-    """Checks a parsed config.json of a supported type.
+    """Check a parsed config.json of a supported type.
 
     Raises:
         ConfigError: The trainer does not support one of its values.
@@ -85,7 +85,7 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
 
 
 def fields_of(config: dict[str, Any]) -> SimpleNamespace:
-    """Returns a config.json with the defaults of its type, and rotary settings where transformers has them.
+    """Return a config.json with the defaults of its type, and rotary settings where transformers has them.
 
     Source: transformers 5, `convert_rope_params_to_dict` and `standardize_rope_params`.
     """
@@ -101,7 +101,7 @@ def fields_of(config: dict[str, Any]) -> SimpleNamespace:
 
 
 def _check_gates(top_k: int, *, normalised: bool) -> None:
-    """Checks that the router can learn: the normalised gate of a single expert is 1, whatever its logits are.
+    """Check that the router can learn: the normalised gate of a single expert is 1, whatever its logits are.
 
     Raises:
         ConfigError: When a token goes to one expert, with a normalised gate. Megatron-Core refuses it too.

@@ -34,7 +34,7 @@ class ModelSizes(NamedTuple):
 
 
 def check(config: Config) -> None:
-    """Checks that the trainer can start with the config's model, layout, loss and Megatron's settings.
+    """Check that the trainer can start with the config's model, layout, loss and Megatron's settings.
 
     Raises:
         ConfigError: When it cannot.
@@ -62,7 +62,7 @@ def check(config: Config) -> None:
 
 
 def check_here(config: Config) -> None:
-    """Checks that ranks can start on this machine.
+    """Check that ranks can start on this machine.
 
     Raises:
         ConfigError, EnvironmentNotReady: As for `check_device`; or Megatron-Core is missing.
@@ -72,7 +72,7 @@ def check_here(config: Config) -> None:
 
 
 def check_device(device: str, *, has_gpu: bool) -> None:
-    """Checks that a machine has the device that `trainer.device` names.
+    """Check that a machine has the device that `trainer.device` names.
 
     Raises:
         EnvironmentNotReady: When CUDA is requested but not available.
@@ -90,7 +90,7 @@ def check_device(device: str, *, has_gpu: bool) -> None:
 
 
 def megatron_version() -> str:
-    """Returns the version of Megatron-Core.
+    """Return the version of Megatron-Core.
 
     Raises:
         EnvironmentNotReady: It is not installed.
@@ -104,7 +104,7 @@ def megatron_version() -> str:
 
 
 def describe(config: Config) -> list[str]:
-    """Returns what `async-rl check` says of a config that `check` has let pass, a line each."""
+    """Return what `async-rl check` says of a config that `check` has let pass, a line each."""
     found = [*describe_penalty(config)]
     if _trains_on_gpu_here(config) and config.model.dtype == "bfloat16" and not finds_transformer_engine():
         found.append(
@@ -119,7 +119,7 @@ def _trains_on_gpu_here(config: Config) -> bool:
 
 
 def check_fused_layers(config: Config, problem: str | None) -> None:
-    """Refuses to train an MoE model in bfloat16 on GPUs without TransformerEngine.
+    """Refuse to train an MoE model in bfloat16 on GPUs without TransformerEngine.
 
     Megatron-Core would use its own layers, which compute one expert after the other, without a message.
 
@@ -141,7 +141,7 @@ def check_fused_layers(config: Config, problem: str | None) -> None:
 
 
 def check_adapters(config: Config, model_config: dict[str, Any]) -> None:
-    """Checks that the model has what `trainer.lora.targets` names, in a form that can have adapters.
+    """Check that the model has what `trainer.lora.targets` names, in a form that can have adapters.
 
     `model_config` is its parsed config.json.
 
@@ -167,7 +167,7 @@ def check_adapters(config: Config, model_config: dict[str, Any]) -> None:
 
 
 def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:
-    """Checks that a layout can split a model.
+    """Check that a layout can split a model.
 
     Raises:
         ConfigError: When it cannot; the message names the setting, its value, and what it must divide.

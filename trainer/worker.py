@@ -119,7 +119,7 @@ class TrainerWorker:
     """Implements `async_rl.trainer_protocol.TrainerRank` on Megatron-Core."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
-        """Parses the run config, given as plain values; `setup` builds the model."""
+        """Parse the run config, given as plain values; `setup` builds the model."""
         self.config: Config = parse_config(config)
         self._rank, self._world_size, self._init_address = rank, world_size, init_address
         self.num_steps = 0
@@ -158,7 +158,7 @@ class TrainerWorker:
         return self._saver
 
     def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """Joins the other ranks, builds the model and loads the newest checkpoint of a folder, if there is
+        """Join the other ranks, build the model and load the newest checkpoint of a folder, if there is
         one.
 
         Args:
@@ -252,7 +252,7 @@ class TrainerWorker:
         return {}
 
     def train_step(self, batch: TakenBatch, step: int) -> StepResult:
-        """Trains on the batch that was read (`train_on`).
+        """Train on the batch that was read (`train_on`).
 
         Of other ranks' tokens this rank has versions and masks, from the references, and their rollout
         log-probs, which the mismatch is measured with.
@@ -294,7 +294,7 @@ class TrainerWorker:
     def _with_token_ids(
         self, extremes: tuple[Extreme, ...], batch: TakenBatch, own: Sequence[int]
     ) -> tuple[Extreme, ...]:
-        """Completes token ids, which only the rank has that reads the trajectory."""
+        """Complete token ids, which only the rank has that reads the trajectory."""
         mine = {batch.trajectory_ids[index] for index in own}
         ids = torch.tensor(
             [e.token_id if e.trajectory_id in mine else 0 for e in extremes], dtype=torch.int64
@@ -303,7 +303,7 @@ class TrainerWorker:
         return tuple(msgspec.structs.replace(e, token_id=i) for e, i in zip(extremes, found, strict=True))
 
     def train_on(self, batch: TrainBatch, step: int) -> StepResult:
-        """Takes the optimizer steps of one batch.
+        """Take the optimizer steps of one batch.
 
         Args:
             batch: The batch; token ids and routing rows may be 0 where other ranks train the trajectory.
@@ -427,14 +427,14 @@ class TrainerWorker:
         )
 
     def _checks_old_log_probs(self, step: int) -> bool:
-        """Returns whether a step computes old log-probs by a pass of their own only to compare them."""
+        """Return whether a step computes old log-probs by a pass of their own only to compare them."""
         every = self.config.trainer.loss.check_old_log_probs_every
         return every > 0 and step % every == 0
 
     def _mean_difference(
         self, placed: list[PlacedMicroBatch], trained: int, old: Float32Array, current: Float32Array
     ) -> float:
-        """Returns the mean absolute difference of old and current log-probs over an update's tokens, nats.
+        """Return the mean absolute difference of old and current log-probs over an update's tokens, nats.
 
         Args:
             placed: This rank's micro-batches of the batch's first update.
@@ -461,7 +461,7 @@ class TrainerWorker:
         step: int,
         batch: TrainBatch,
     ) -> dict[str, float]:
-        """Takes one optimizer step of the critic.
+        """Take one optimizer step of the critic.
 
         Returns:
             Its metrics; the gradient norm is NaN if the update was skipped.
@@ -482,7 +482,7 @@ class TrainerWorker:
     def _take_optimizer_step(
         self, loss: float, learning_rate: float, step: int, batch: TrainBatch, *, of_critic: bool = False
     ) -> float | None:
-        """Takes one optimizer step with the gradients of the last backward pass.
+        """Take one optimizer step with the gradients of the last backward pass.
 
         Returns:
             The norm of the gradients, or None when the step was skipped because the loss or the norm is not
@@ -528,7 +528,7 @@ class TrainerWorker:
         return None
 
     def _rejected_answers(self, batch: TrainBatch, wanted: Targets, old: Float32Array | None) -> BoolArray:
-        """Returns which trajectories `trainer.loss.reject` leaves out, `[N]`."""
+        """Return which trajectories `trainer.loss.reject` leaves out, `[N]`."""
         reject = self.config.trainer.loss.reject
         if old is None or reject == RejectConfig():  # all ratios are 1, or no condition is set
             return np.zeros(batch.num_trajectories, np.bool_)
@@ -548,7 +548,7 @@ class TrainerWorker:
         values_now: Float32Array | None,
         counted: BoolArray,
     ) -> tuple[Float32Array, ValueTargets | None]:
-        """Returns the advantage of each token, `[S]`, from the rewards with the config's penalties; and what
+        """Return the advantage of each token, `[S]`, from the rewards with the config's penalties; and what
         the critic is trained towards, if there is one.
         """
         config = self.config
@@ -600,7 +600,7 @@ class TrainerWorker:
         charges: np.ndarray | None,
         values: Float32Array,
     ) -> tuple[np.ndarray, ValueTargets]:
-        """Returns the GAE of each trained token, `[n]`, and the targets of the critic."""
+        """Return the GAE of each trained token, `[n]`, and the targets of the critic."""
         critic, tokens = self.config.trainer.critic, np.flatnonzero(wanted.mask)
         of_tokens = token_rewards(
             rewards,
@@ -623,7 +623,7 @@ class TrainerWorker:
         return advantages, ValueTargets(values, returns)
 
     def _teacher_log_probs(self, batch: TrainBatch) -> Float32Array | None:
-        """Returns the teacher's log-probs at the predicting positions, `[S]`; None without a teacher.
+        """Return the teacher's log-probs at the predicting positions, `[S]`; None without a teacher.
 
         They are NaN in trajectories that were sampled before the run had a teacher.
         """
@@ -634,7 +634,7 @@ class TrainerWorker:
         return shift_left(batch.teacher_log_probs, batch.offsets[1:] - 1)
 
     def _kl_charges(self, wanted: Targets, old: Float32Array | None, reference: Float32Array) -> np.ndarray:
-        """Returns the KL penalty of each trained token, `[S]` float64; 0 for others."""
+        """Return the KL penalty of each trained token, `[S]` float64; 0 for others."""
         kl = self.config.trainer.loss.kl
         policy = torch.from_numpy(wanted.rollout_log_probs if old is None else self._sum_over_ranks(old))
         distances = kl_estimate(kl.estimator, policy, torch.from_numpy(self._sum_over_ranks(reference)))
@@ -643,7 +643,7 @@ class TrainerWorker:
     def place_micro_batches(
         self, batch: TrainBatch, wanted: Targets, trajectories: Sequence[int]
     ) -> list[PlacedMicroBatch]:
-        """Plans the micro-batches of some trajectories, checks this rank's routing rows and copies both to
+        """Plan the micro-batches of some trajectories, check this rank's routing rows and copy both to
         the device.
 
         Args:
@@ -679,7 +679,7 @@ class TrainerWorker:
         return placed
 
     def _scale_of(self, batch: TrainBatch, tokens: np.ndarray) -> torch.Tensor | None:
-        """Returns the run's temperature over that of each token, `[n]` float32, or None if all are 1.
+        """Return the run's temperature over that of each token, `[n]` float32, or None if all are 1.
 
         They differ for tokens that were sampled before the run was resumed with another temperature.
         """
@@ -691,7 +691,7 @@ class TrainerWorker:
         return None if (scale == 1).all() else torch.from_numpy(scale).to(self.model.device)
 
     def _plan_micro_batches(self, lengths: np.ndarray, trajectories: Sequence[int]) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of one update; all ranks plan alike, from the lengths, `[N]`."""
+        """Return this rank's micro-batches of one update; all ranks plan alike, from the lengths, `[N]`."""
         model = self.model
         plan = plan_micro_batches(
             lengths[list(trajectories)].tolist(),
@@ -706,7 +706,7 @@ class TrainerWorker:
     def log_probs_and_entropy(
         self, micro_batch: PlacedMicroBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probs of trained tokens under the distribution that was sampled, and entropies, `[n]`
+        """Return log-probs of trained tokens under the distribution that was sampled, and entropies, `[n]`
         each.
         """
         trained, temperature = hidden.index_select(0, micro_batch.rows), self.config.rollout.temperature
@@ -718,7 +718,7 @@ class TrainerWorker:
     def compute_old_log_probs(
         self, placed: list[PlacedMicroBatch], num_tokens: int
     ) -> tuple[Float32Array, list[PlacedMicroBatch]]:
-        """Computes the trainer's log-probs before the updates, `[S]`, for this rank's tokens only.
+        """Compute the trainer's log-probs before the updates, `[S]`, for this rank's tokens only.
 
         It uses the micro-batches and replayed rows of the update itself: any difference from the log-probs of
         the first update is an error, which the metric `old_log_prob_abs_diff` shows.
@@ -735,14 +735,14 @@ class TrainerWorker:
         return old, [replace(p, inputs=routed) for p, routed in zip(placed, recorded, strict=True)]
 
     def _compute_reference_log_probs(self, placed: list[PlacedMicroBatch], num_tokens: int) -> Float32Array:
-        """Computes log-probs of the reference policy, routed natively, `[S]`, for this rank's tokens only."""
+        """Compute log-probs of the reference policy, routed natively, `[S]`, for this rank's tokens only."""
         inputs = [p.inputs._replace(routing=None) for p in placed]
         with self.model.as_reference():
             parts = self.model.run_schedule(inputs, self._log_probs_only(placed), forward_only=True)
         return spread_values(placed, parts, num_tokens)
 
     def _log_probs_only(self, placed: list[PlacedMicroBatch]) -> LossFunction[torch.Tensor]:
-        """Returns the loss function of a forward-only pass, whose results are the log-probs."""
+        """Return the loss function of a forward-only pass, whose results are the log-probs."""
 
         def keep(index: int, hidden: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
             log_probs, _ = self.log_probs_and_entropy(placed[index], hidden)
@@ -751,7 +751,7 @@ class TrainerWorker:
         return keep
 
     def _sum_over_ranks(self, values: Float32Array) -> Float32Array:
-        """Sums `[S]` values over ranks; each rank has values for its own tokens, and 0 elsewhere."""
+        """Sum `[S]` values over ranks; each rank has values for its own tokens, and 0 elsewhere."""
         own = torch.from_numpy(values).to(self.model.device, copy=True)  # the sum overwrites its input
         summed = self.model.sum_over_ranks(own)
         gathered: Float32Array = summed.cpu().numpy()
@@ -760,7 +760,7 @@ class TrainerWorker:
     def probe_routing(
         self, placed: list[PlacedMicroBatch], wanted: Targets, start: Float32Array, step: int
     ) -> dict[str, float]:
-        """Measures one micro-batch per rank with the trainer's own routing, every `routing.probe_every`
+        """Measure one micro-batch per rank with the trainer's own routing, every `routing.probe_every`
         steps.
 
         Successive probes take successive micro-batches, because the first ones hold the longest trajectories.
@@ -777,7 +777,7 @@ class TrainerWorker:
         return logprob_mismatch.measure_routing(wanted, start, native, self._sum_over_ranks(probed) > 0)
 
     def _token_weights(self, trajectories: Sequence[int], goal: UpdateInputs) -> tuple[Float32Array, int]:
-        """Returns the weight of each token in the loss of an update, times its number of trained tokens,
+        """Return the weight of each token in the loss of an update, times its number of trained tokens,
         `[S]`; and that number, over all ranks.
         """
         part = goal.targets.mask & np.isin(goal.targets.trajectory, trajectories)
@@ -796,7 +796,7 @@ class TrainerWorker:
         *,
         forward_only: bool = False,
     ) -> tuple[torch.Tensor, Float32Array, int]:
-        """Accumulates the gradients of one update; with `forward_only` it only measures.
+        """Accumulate the gradients of one update; with `forward_only` it only measures.
 
         Returns:
             This rank's sums, in the order of `SUMS`; its log-probs before the update, `[S]`; and the number
@@ -860,7 +860,7 @@ class TrainerWorker:
         return lora is not None and lora.sync == "adapter"
 
     def publish(self, directory: str, weight_version: int) -> None:
-        """Writes the weights as a Hugging Face folder, or the adapter as a folder of PEFT, atomically."""
+        """Write the weights as a Hugging Face folder, or the adapter as a folder of PEFT, atomically."""
         if self.syncs_adapter:
             self._publish_adapter(directory)
             return
@@ -892,22 +892,22 @@ class TrainerWorker:
             return self.weights.write_delta(Path(path), base, weight_version)
 
     def open_weight_group(self, invite: GroupInvite) -> None:
-        """Joins a weight-update group on rank 0; the other ranks return at once."""
+        """Join a weight-update group on rank 0; the other ranks return at once."""
         self.weights.open_group(invite)
 
     def close_weight_group(self, group_name: str) -> None:
-        """Leaves a weight-update group; does nothing when the group is not open."""
+        """Leave a weight-update group; do nothing when the group is not open."""
         self.weights.close_group(group_name)
 
     def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Returns the buckets that `send_weights` broadcasts, in its order."""
+        """Return the buckets that `send_weights` broadcasts, in its order."""
         buckets = self.weights.plan_buckets(bucket_bytes)
         if self.config.weights.transport == "tensor":
             self.weights.allocate_buffers(buckets)  # before the first update needs the memory
         return buckets
 
     def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """Broadcasts the current weights, bucket by bucket, to each of the groups."""
+        """Broadcast the current weights, bucket by bucket, to each of the groups."""
         with self._beside_training():
             self.weights.send_weights(group_names, bucket_bytes)
 
@@ -917,7 +917,7 @@ class TrainerWorker:
             return self.weights.share_bucket(number, bucket_bytes, copies)
 
     def _beside_training(self) -> AbstractContextManager[None]:
-        """Returns a context for work on the snapshot, which may run beside the next training step."""
+        """Return a context for work on the snapshot, which may run beside the next training step."""
         return nullcontext() if self._snapshot is None else side_stream(self.model.device)
 
     def checksums(self) -> dict[str, str]:
@@ -931,7 +931,7 @@ class TrainerWorker:
         check_exported(specs, served_specs(Path(model.path)), self.model.bridge.hf_config, model.dtype)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields what engines receive, the snapshot or the current state: weights under Hugging Face names,
+        """Yield what engines receive, the snapshot or the current state: weights under Hugging Face names,
         with adapters merged into them, or adapters under PEFT's names.
         """
         return self._gather_weights() if self._snapshot is None else self._snapshot.tensors()
@@ -944,27 +944,27 @@ class TrainerWorker:
     # -- time-sharing of devices with engines
 
     def offload(self) -> None:
-        """Moves model, optimizer state and everything else that the next step needs to the host."""
+        """Move model, optimizer state and everything else that the next step needs to the host."""
         assert self._offload is not None, "setup comes first"
         self._offload.offload_state()
 
     def reload(self) -> None:
-        """Moves the state back to the device, unchanged."""
+        """Move the state back to the device, unchanged."""
         assert self._offload is not None, "setup comes first"
         self._offload.reload_state()
 
     # -- checkpoints and shutdown
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Copies the state and writes it to `step_<N>` in the background (`CheckpointSaver`)."""
+        """Copy the state and write it to `step_<N>` in the background (`CheckpointSaver`)."""
         self.saver.start_save(Path(directory), self.num_steps, extra)
 
     def saved_checkpoint(self, wait: bool) -> Saved:
-        """Returns the state of the last save; with `wait`, after it has been completed or has failed."""
+        """Return the state of the last save; with `wait`, after it has been completed or has failed."""
         return self.saver.poll_saved(wait=wait)
 
     def close(self) -> None:
-        """Waits for a checkpoint that is being written, and leaves all process groups."""
+        """Wait for a checkpoint that is being written, and leave all process groups."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None  # it holds the model
@@ -981,7 +981,7 @@ class TrainerWorker:
 
 @contextmanager
 def _logging_failed_writes() -> Iterator[None]:
-    """Logs that a batch cannot be kept: the step goes on, only its repetition is not possible."""
+    """Log that a batch cannot be kept: the step goes on, only its repetition is not possible."""
     try:
         yield
     except OSError as error:
@@ -989,7 +989,7 @@ def _logging_failed_writes() -> Iterator[None]:
 
 
 def linear_warmup(step: int, peak: float, warmup_steps: int) -> float:
-    """Returns the learning rate of step `step` (from 0): it rises linearly to `peak`, then stays there.
+    """Return the learning rate of step `step` (from 0): it rises linearly to `peak`, then stays there.
 
     It is a function of the step alone, so that a resumed run needs no scheduler state.
     """
@@ -999,7 +999,7 @@ def linear_warmup(step: int, peak: float, warmup_steps: int) -> float:
 def _critic_metrics(
     updates: Sequence[dict[str, float]], targets: ValueTargets | None, mask: BoolArray
 ) -> dict[str, float]:
-    """Returns the means over a critic's updates, and how much of the returns its values explained before
+    """Return the means over a critic's updates, and how much of the returns its values explained before
     them; nothing without a critic.
     """
     if targets is None:
@@ -1010,7 +1010,7 @@ def _critic_metrics(
 
 
 def _routing_counts(batch: TrainBatch) -> dict[str, float]:
-    """Returns how many rows the batch needs (a trajectory one less than tokens), and how many are missing."""
+    """Return how many rows the batch needs (a trajectory one less than tokens), and how many are missing."""
     if batch.routing_valid is None:
         return {"routing_rows": 0.0, "routing_rows_invalid": 0.0}
     rows = int(np.maximum(np.diff(batch.offsets) - 1, 0).sum())

@@ -56,7 +56,7 @@ The label `awaited` of metrics, `/health` and the chains of `async-rl doctor` na
 
 
 def markdown() -> str:
-    """Returns the whole page."""
+    """Return the whole page."""
     return "".join([_HEAD, *_sections(), _WAITS, *_waits(), _TRACKERS, *_names()])
 
 

@@ -9,7 +9,7 @@ from async_rl.errors import ConfigError
 
 
 def is_server(url: str) -> bool:
-    """Returns whether a text is the URL of a server: a scheme, a host, and no more than a port and a path."""
+    """Return whether a text is the URL of a server: a scheme, a host, and no more than a port and a path."""
     try:
         parts = urlsplit(url)
         complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -19,7 +19,7 @@ def is_server(url: str) -> bool:
 
 
 def read_urls(path: Path) -> tuple[str, ...]:
-    """Reads the URLs in a file.
+    """Read the URLs in a file.
 
     Raises:
         ConfigError: When the file cannot be read or parsed.
@@ -32,7 +32,7 @@ def read_urls(path: Path) -> tuple[str, ...]:
 
 
 def parse_urls(text: str, name: str) -> tuple[str, ...]:
-    """Parses the URLs of a file, one per line; repeats, empty lines and comments after # are skipped.
+    """Parse the URLs of a file, one per line; repeats, empty lines and comments after # are skipped.
 
     Raises:
         ConfigError: With the line that is not a URL.

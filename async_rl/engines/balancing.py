@@ -113,7 +113,7 @@ class Balancer:
     # -- calls --------------------------------------------------------------------------------------------
 
     def choose_engine(self, *, sticky: str | None = None, cached: bool = True) -> str | None:
-        """Returns the engine for the next call; None when the call should wait.
+        """Return the engine for the next call; None when the call should wait.
 
         Args:
             sticky: The engine that had the trajectory's last call.
@@ -155,11 +155,11 @@ class Balancer:
     # -- queries ------------------------------------------------------------------------------------------
 
     def load_of(self, name: str) -> int:
-        """Returns the tokens that the calls of an engine can hold at most."""
+        """Return the tokens that the calls of an engine can hold at most."""
         return self._entries[name].load_tokens
 
     def prefill_tokens_of(self, name: str) -> int:
-        """Returns the tokens that wait on an engine for their call's first token."""
+        """Return the tokens that wait on an engine for their call's first token."""
         return self._entries[name].prefill_tokens
 
     @property

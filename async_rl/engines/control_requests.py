@@ -20,7 +20,7 @@ _RETRY_MAX_S: Final = 2.0
 
 
 async def wait_out(send_request: Callable[[], Awaitable[T]]) -> T:
-    """Returns the answer to a request, sent as often as it takes.
+    """Return the answer to a request, sent as often as it takes.
 
     Raises:
         EngineError: The request failed for another reason.

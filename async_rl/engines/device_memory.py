@@ -43,7 +43,7 @@ class _EngineMemory:
         self._used = False
 
     def _use(self) -> Engine:
-        """Returns the engine, once.
+        """Return the engine, once.
 
         Raises:
             InvariantError: The second time. No request has been sent.

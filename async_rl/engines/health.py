@@ -50,7 +50,7 @@ _CHECKS_PER_PROBE: Final = 4
 
 
 def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding | None:
-    """Returns what stalls on a serving engine, by the progress of its calls.
+    """Return what stalls on a serving engine, by the progress of its calls.
 
     Args:
         load: Its load, and when its calls last made progress.
@@ -77,7 +77,7 @@ def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding |
 
 
 def first_call_limit(config: EnginesConfig) -> float:
-    """Returns `engine.first_call_s`, in seconds, or what applies without it."""
+    """Return `engine.first_call_s`, in seconds, or what applies without it."""
     if config.first_call_s is not None:
         return config.first_call_s
     on_gpu = isinstance(config, SGLangEngines) and config.device != "cpu" and detect_device() == "cuda"

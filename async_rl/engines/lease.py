@@ -132,7 +132,7 @@ class EngineSlot:
         return len(self.prefilling) + len(self.streaming)
 
     def calls(self) -> list[Lease]:
-        """Returns the open calls."""
+        """Return the open calls."""
         return [*self.streaming, *self.prefilling]
 
     @property
@@ -179,7 +179,7 @@ class EngineSlot:
             self.idle_since = None
 
     def load(self, prefill_tokens: int, silent_holders: Set[LeaseHolder]) -> EngineLoad:
-        """Returns its load.
+        """Return its load.
 
         Args:
             prefill_tokens: Tokens that wait there for their call's first token.
@@ -432,7 +432,7 @@ class Lease:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """Streams the tokens and the end of the call, as `Engine.generate` does.
+        """Stream the tokens and the end of the call, as `Engine.generate` does.
 
         Raises:
             EngineError: When the call or its engine failed, or the call was dropped. The failure has been

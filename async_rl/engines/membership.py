@@ -38,7 +38,7 @@ worker that is silent are valid."""
 
 
 def diff_urls(known: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the URLs that join, in the order of the file, and those that leave."""
+    """Return the URLs that join, in the order of the file, and those that leave."""
     known, wanted = list(known), list(wanted)
     return [url for url in wanted if url not in known], [url for url in known if url not in wanted]
 

@@ -32,7 +32,7 @@ NOT_SUPPORTED = {
 
 
 def load_facts(model_path: str | Path, context_length: int | None = None) -> EngineFacts:
-    """Returns the dimensions of the model in a Hugging Face folder.
+    """Return the dimensions of the model in a Hugging Face folder.
 
     Args:
         model_path: The folder with config.json.
@@ -121,7 +121,7 @@ def check_model(config: Config, facts: EngineFacts) -> None:
 
 
 def read_config(model_path: str | Path) -> dict[str, Any]:
-    """Returns the config.json of a Hugging Face model folder.
+    """Return the config.json of a Hugging Face model folder.
 
     Raises:
         ConfigError: When it is missing or damaged.
@@ -153,7 +153,7 @@ def _kind(config: dict[str, Any]) -> str:
 
 
 def facts_of(config: dict[str, Any], context_length: int | None = None) -> EngineFacts:
-    """Returns the dimensions in a parsed config.
+    """Return the dimensions in a parsed config.
 
     Raises:
         ConfigError: When the model has experts and its architecture is unknown: which of its layers have

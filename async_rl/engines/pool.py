@@ -465,31 +465,31 @@ class EnginePool(EngineCalls, LeaseHolder):
     # -- queries ------------------------------------------------------------------------------------------
 
     def engines(self, *states: EngineState) -> Sequence[Engine]:
-        """Returns the engines in any of the states; all engines without an argument."""
+        """Return the engines in any of the states; all engines without an argument."""
         return [slot.engine for slot in self._slots.values() if not states or slot.state in states]
 
     def engine(self, engine_id: str) -> Engine:
-        """Returns an engine of the pool."""
+        """Return an engine of the pool."""
         return self._slots[engine_id].engine
 
     def has_engine(self, state: EngineState) -> bool:
-        """Returns whether an engine is in this state."""
+        """Return whether an engine is in this state."""
         return any(slot.state is state for slot in self._slots.values())
 
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._slots
 
     def snapshot_of(self, engine_id: str) -> EngineSnapshot | None:
-        """Returns the state of an engine and what it serves; None when it is not in the pool."""
+        """Return the state of an engine and what it serves; None when it is not in the pool."""
         slot = self._slots.get(engine_id)
         return slot.snapshot if slot is not None else None
 
     def version_of(self, engine_id: str) -> int:
-        """Returns the verified version of an engine, -1 before the first."""
+        """Return the verified version of an engine, -1 before the first."""
         return self._slots[engine_id].weight_version
 
     def error_of(self, engine_id: str) -> Exception | None:
-        """Returns the error for which an engine is quarantined."""
+        """Return the error for which an engine is quarantined."""
         return self._slots[engine_id].error
 
     @property

@@ -34,11 +34,11 @@ class PoolStatistics:
         self._started_s = clock()
 
     def load_of(self, engine_id: str) -> EngineLoad:
-        """Returns what the calls of an engine say about its load and health."""
+        """Return what the calls of an engine say about its load and health."""
         return self.loads([engine_id])[engine_id]
 
     def loads(self, engine_ids: Iterable[str]) -> dict[str, EngineLoad]:
-        """Returns the same of several engines by id."""
+        """Return the same of several engines by id."""
         silent = {holder for holder in self._holders if holder.is_silent}
         return {
             engine_id: self._slots[engine_id].load(self._balancer.prefill_tokens_of(engine_id), silent)
@@ -46,7 +46,7 @@ class PoolStatistics:
         }
 
     def progress_s_of(self, engine_id: str) -> float:
-        """Returns when an engine last sent anything: `EngineLoad.progress_s`."""
+        """Return when an engine last sent anything: `EngineLoad.progress_s`."""
         return self._slots[engine_id].progress_s
 
     @property

@@ -52,7 +52,7 @@ class RestartBackoff:
         self._times: deque[float] = deque()
 
     def next_delay(self, now: float) -> RestartDelay:
-        """Returns the delay before the next restart: none for the first, then longer and longer.
+        """Return the delay before the next restart: none for the first, then longer and longer.
 
         Jitter keeps engines that failed together from starting together: half of the delay is drawn.
         Source: "equal jitter" of Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015.

@@ -108,7 +108,7 @@ class Fault(msgspec.Struct, frozen=True):
 def routing_rows(
     tokens: Int32Array, versions: Int32Array, facts: EngineFacts, *, start: int = 0
 ) -> ExpertIdArray:
-    """Returns the experts of each fed token: consecutive ids from one that version, position and token give.
+    """Return the experts of each fed token: consecutive ids from one that version, position and token give.
 
     Args:
         tokens: `[R] int32`, the tokens that were fed.
@@ -126,13 +126,13 @@ def routing_rows(
 
 
 def kept_tokens(token: int, log_prob: float, top_k: int) -> list[int]:
-    """Returns the tokens that truncated sampling kept, which its result gives: up to four, it among them."""
+    """Return the tokens that truncated sampling kept, which its result gives: up to four, it among them."""
     draw = zlib.crc32(struct.pack("<if", token, log_prob))
     return sorted({token, *((token + draw % 7 + 3 * i) % 256 for i in range(draw % min(top_k, 4)))})
 
 
 def scored_tokens(tokens: Sequence[int], start: int, seed: int) -> Float32Array:
-    """Returns the log-probs that engines of a seed give to the tokens from a position on.
+    """Return the log-probs that engines of a seed give to the tokens from a position on.
 
     Each is a function of the seed and of all tokens up to its own, so a test can tell whose score it is.
     """
@@ -226,7 +226,7 @@ class SimulatedCall:
         return any(stop in text for stop in sampling.stop)
 
     def routing_payload(self, weight_version: int) -> RoutingPayload | None:
-        """Returns its rows; None if they are not needed, or it ended in the queue or its prefill."""
+        """Return its rows; None if they are not needed, or it ended in the queue or its prefill."""
         if not self.request.return_routing or not self.has_slot or not self.row_versions:
             return None
         cut = self.finish_reason == "abort" and self.num_sampled < self.request.max_new_tokens
@@ -254,7 +254,7 @@ class _PrefixCache:
         self._pages: OrderedDict[int, tuple[int, ...]] = OrderedDict()
 
     def find_versions(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Returns the versions of the longest cached prefix, which is shorter than `tokens`."""
+        """Return the versions of the longest cached prefix, which is shorter than `tokens`."""
         found: tuple[int, ...] = ()
         for number, key in enumerate(_page_hashes(tokens), start=1):
             if key not in self._pages or number * _PAGE >= len(tokens):
@@ -477,7 +477,7 @@ class SimulatedEngine:
         return scored_tokens(call.tokens, begin, self._score_seed)
 
     async def _deliver(self, call: SimulatedCall, chunk: Chunk) -> tuple[Chunk, ...]:
-        """Returns what arrives of a chunk, and applies the call's fault when it is due.
+        """Return what arrives of a chunk, and apply the call's fault when it is due.
 
         The client of a real server counts tokens: it accepts no token twice, and none after a gap.
         """
@@ -763,7 +763,7 @@ class SimulatedEngine:
 
 
 def _uniform_policy(mean_new_tokens: float, vocab_size: int) -> Policy:
-    """Returns a policy that draws tokens evenly and answers of geometric length; ids below 4 are special."""
+    """Return a policy that draws tokens evenly and answers of geometric length; ids below 4 are special."""
 
     def choose(prefix: Sequence[int], rng: random.Random) -> int | None:
         if rng.random() * mean_new_tokens < 1.0:
@@ -774,7 +774,7 @@ def _uniform_policy(mean_new_tokens: float, vocab_size: int) -> Policy:
 
 
 def _page_hashes(tokens: Sequence[int]) -> list[int]:
-    """Returns one hash for each whole page, over all tokens up to its end."""
+    """Return one hash for each whole page, over all tokens up to its end."""
     data, hashes, value = np.array(tokens, np.int32).tobytes(), [], 0
     for end in range(4 * _PAGE, len(data) + 1, 4 * _PAGE):
         value = hash((value, data[end - 4 * _PAGE : end]))
@@ -783,7 +783,7 @@ def _page_hashes(tokens: Sequence[int]) -> list[int]:
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Returns the spans of equal versions."""
+    """Return the spans of equal versions."""
     spans: list[VersionSpan] = []
     start = 0
     for index in range(1, len(versions) + 1):

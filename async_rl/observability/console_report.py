@@ -228,7 +228,7 @@ class RunProgress:
         return Panel(Group(bar, _figures(rows)), title=Text(title), title_align="left", expand=False)
 
     def _remaining(self, done: int) -> str:
-        """Returns the remaining time as text, estimated from the last steps."""
+        """Return the remaining time as text, estimated from the last steps."""
         if len(self._ends_s) < 2:
             return ""
         pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
@@ -239,12 +239,12 @@ class RunProgress:
 
 
 def _learning(groups: int) -> list[tuple[str, str]]:
-    """Returns a warning if so many consecutive groups had no signal."""
+    """Return a warning if so many consecutive groups had no signal."""
     return [("learning", no_signal(groups))] if groups >= MANY_WITHOUT_SIGNAL else []
 
 
 def _kl_parts(record: StepRecord, at_equal_versions: StepRecord | None) -> list[tuple[str, str]]:
-    """Returns the measured parts of the rollout KL; the mismatch is of the last step that measured it."""
+    """Return the measured parts of the rollout KL; the mismatch is of the last step that measured it."""
     parts: dict[str, Figure] = {}
     if at_equal_versions is not None:
         older = "" if at_equal_versions is record else f" of step {at_equal_versions.step}"
@@ -255,7 +255,7 @@ def _kl_parts(record: StepRecord, at_equal_versions: StepRecord | None) -> list[
 
 
 def _named_kl(ppo_kl: Figure, bypass: Figure) -> list[tuple[str, str]]:
-    """Returns the KL of the updates under its name; nothing where none is measured.
+    """Return the KL of the updates under its name; nothing where none is measured.
 
     The two compare different policies and need different names. With one update per batch there is none.
     """
@@ -264,7 +264,7 @@ def _named_kl(ppo_kl: Figure, bypass: Figure) -> list[tuple[str, str]]:
 
 
 def _kl_curves(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
-    """Returns the KL of the updates and the parts of the rollout KL by step, as far as measured, each with
+    """Return the KL of the updates and the parts of the rollout KL by step, as far as measured, each with
     what a spike means.
     """
     curves = {
@@ -284,7 +284,7 @@ def _kl_curves(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
 
 
 def _kl_figures(record: StepRecord) -> str:
-    """Returns the KL of the updates and the parts of the rollout KL, as far as the step measured them."""
+    """Return the KL of the updates and the parts of the rollout KL, as far as the step measured them."""
     policy = [f"{name} {text}" for name, text in _named_kl(record.ppo_kl, record.ppo_kl_bypass)]
     parts = {"mismatch": record.kl_mismatch, "staleness": record.kl_staleness, "routing": record.kl_routing}
     shown = [f"{name} {part:.0e}" for name, part in parts.items() if is_finite(part)]
@@ -416,6 +416,6 @@ def _milliseconds(seconds: Figure) -> str:
 
 
 def _path(path: Path) -> str:
-    """Returns the path relative to the working directory if it is below it."""
+    """Return the path relative to the working directory if it is below it."""
     absolute = path.resolve()
     return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)

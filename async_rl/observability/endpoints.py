@@ -92,7 +92,7 @@ async def serve(
 
 
 def _check_host(host: str) -> Middleware:
-    """Refuses requests that do not name the loopback device, if the server is bound to it."""
+    """Refuse requests that do not name the loopback device, if the server is bound to it."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -34,7 +34,7 @@ class DescriptorNeeds(msgspec.Struct, frozen=True):
 
 
 def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorNeeds:
-    """Returns what a run of the config needs.
+    """Return what a run of the config needs.
 
     Args:
         config: The config.
@@ -69,7 +69,7 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
 
 
 def _asked(config: Config, attempts: int) -> int:
-    """Returns the calls of so many attempts to judges and teachers: one for each of their conversations."""
+    """Return the calls of so many attempts to judges and teachers: one for each of their conversations."""
     return attempts * (1 + config.rollout.max_branches) if config.models else 0
 
 

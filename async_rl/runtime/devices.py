@@ -19,7 +19,7 @@ _IMPORT_LIMIT_S: Final = 300
 
 
 def detect_device() -> str:
-    """Returns `cuda` if this process may use a GPU and its torch supports CUDA, else `cpu`.
+    """Return `cuda` if this process may use a GPU and its torch supports CUDA, else `cpu`.
 
     It reads files and metadata, because importing torch would take seconds.
     """
@@ -33,7 +33,7 @@ def detect_device() -> str:
 
 
 def count_gpus() -> int:
-    """Returns the number of this machine's GPUs; 0 if this process may not use them."""
+    """Return the number of this machine's GPUs; 0 if this process may not use them."""
     return len(glob.glob("/dev/nvidia[0-9]*")) if detect_device() == "cuda" else 0
 
 
@@ -64,7 +64,7 @@ def finds_transformer_engine() -> bool:
 
 
 def bind_to_numa_node(uuid: str, root: Path = Path("/")) -> frozenset[int]:
-    """Restricts all threads of this process to the cores of the NUMA node that a GPU is connected to.
+    """Restrict all threads of this process to the cores of the NUMA node that a GPU is connected to.
 
     Memory that they allocate afterwards is of that node, too. Cores that this process may not use stay out;
     if none remain, or the machine has a single node, nothing changes.

@@ -21,7 +21,7 @@ FILE_NAME: Final = r"^\.?[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z"
 
 
 def file_name(name: Any, origin: object) -> str:
-    """Returns a name that is read from a file, once it names a file in the folder it will be joined to.
+    """Return a name that is read from a file, once it names a file in the folder it will be joined to.
 
     Args:
         name: The name, of any type that the file may hold in its place.
@@ -40,7 +40,7 @@ def file_name(name: Any, origin: object) -> str:
 
 @contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """Yields a new folder beside a path, which takes its place when the block ends without an error.
+    """Yield a new folder beside a path, which takes its place when the block ends without an error.
 
     The path may name a folder, which is removed then. What a failed block has written is removed; what a
     killed process has is left, as `.<name>.<process id>.tmp`, until the folder is written again. Only one
@@ -142,7 +142,7 @@ def try_lock(file: IO[str], *, shared: bool = False) -> bool | None:
 
 
 def is_locked(lock_file: Path) -> bool:
-    """Returns whether a driver runs in a folder: a driver holds the lock in it until it ends."""
+    """Return whether a driver runs in a folder: a driver holds the lock in it until it ends."""
     if not lock_file.exists():
         return False
     with lock_file.open() as lock:

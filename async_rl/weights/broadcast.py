@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def open_store(host: str, port: int, world_size: int, timeout_s: float) -> c10d.Store:
-    """Opens the store of a group as rank 0 of `world_size` processes, and waits for the others.
+    """Open the store of a group as rank 0 of `world_size` processes, and wait for the others.
 
     Torch's own rendezvous would listen on all interfaces, and any process that reaches a store can write into
     it: this store listens on `host` only.
@@ -53,7 +53,7 @@ def open_store(host: str, port: int, world_size: int, timeout_s: float) -> c10d.
 
 @contextmanager
 def blocking_waits() -> Iterator[None]:
-    """Makes `wait()` of NCCL groups that are created within the block raise when a peer fails, as Gloo's.
+    """Make `wait()` of NCCL groups that are created within the block raise when a peer fails, as Gloo's.
 
     By default it returns at once, and torch's watchdog ends the whole process when the peer stays away. With
     this variable a group has no watchdog: `wait()` blocks, and aborts the group before it raises. Torch reads

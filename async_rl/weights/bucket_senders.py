@@ -35,7 +35,7 @@ class BucketSender(Protocol):
         ...
 
     def update_for(self, engine_id: str, version: int) -> WeightUpdate:
-        """Returns the request that makes an engine of the wave receive the buckets.
+        """Return the request that makes an engine of the wave receive the buckets.
 
         Raises:
             WeightSyncError: When the engine cannot receive any more.
@@ -135,7 +135,7 @@ class SharedMemorySender:
         self._relay.remove_reader(engine_id)
 
     async def _share_bucket(self, number: int) -> Mapping[str, Sequence[bytes]]:
-        """Returns a bucket in shared memory: for each reader as many payloads as it has ranks."""
+        """Return a bucket in shared memory: for each reader as many payloads as it has ranks."""
         readers, ranks = self._relay.readers, self._tp_size
         payloads = await self._trainer.share_bucket(number, self._bucket_bytes, ranks * len(readers))
         return {reader: payloads[i * ranks : (i + 1) * ranks] for i, reader in enumerate(readers)}

@@ -17,18 +17,18 @@ from async_rl.errors import WeightSyncError
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Returns the description of a tensor for an engine."""
+    """Return the description of a tensor for an engine."""
     return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
 def size_of(spec: TensorSpec) -> int:
-    """Returns the bytes of a tensor."""
+    """Return the bytes of a tensor."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return math.prod(spec.shape) * dtype.itemsize
 
 
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Divides tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor is alone in one.
+    """Divide tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor is alone in one.
 
     A bucket also ends where the next tensor would not be aligned to its element size, which the engine
     refuses. It never ends between tensors that the engine must receive together, see `_FUSED`.
@@ -56,7 +56,7 @@ Source: sglang/srt/models/deepseek_common/deepseek_weight_loader.py, `cached_a_p
 
 
 def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """Yields the tensors in order: those from one of a fused pair to the other together, others alone."""
+    """Yield the tensors in order: those from one of a fused pair to the other together, others alone."""
     place = {spec.name: i for i, spec in enumerate(specs)}
     begin = 0
     while begin < len(specs):
@@ -69,7 +69,7 @@ def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def largest_of(buckets: Sequence[Sequence[TensorSpec]]) -> int:
-    """Returns the bytes of the largest bucket."""
+    """Return the bytes of the largest bucket."""
     return max((sum(map(size_of, bucket)) for bucket in buckets), default=0)
 
 

@@ -222,7 +222,7 @@ class ChangeWatch:
         self._version, self._expected = version, sums
 
     def unchanged_since(self, engine_id: str, version: int, found: Any) -> int | None:
-        """Returns the version whose weights an engine still has, if the trainer's have changed since.
+        """Return the version whose weights an engine still has, if the trainer's have changed since.
 
         Args:
             engine_id: The engine.
@@ -296,7 +296,7 @@ class ChecksumComparison:
         return wrong
 
     def _calibrate(self, sums: Sums) -> frozenset[str]:
-        """Returns the parameters whose sums agree between trainer and engine after a load from files."""
+        """Return the parameters whose sums agree between trainer and engine after a load from files."""
         names = [name for name in self._expected if len(sums) == 1 and name in sums[0]]
         equal = frozenset(name for name in names if sums[0][name] == self._expected[name])
         log.info(
@@ -317,7 +317,7 @@ class ChecksumComparison:
 
 
 def _difference(sums: Sums, reference: tuple[str, Sums]) -> str:
-    """Describes the first difference, or returns an empty string.
+    """Describe the first difference, or return an empty string.
 
     Engines whose parameters are laid out differently are not compared.
     """

@@ -148,7 +148,7 @@ class DeltaWriter:
 
 
 def encode(old: Raw, new: Raw, itemsize: int) -> Iterable[bytes]:
-    """Yields the sections of a tensor, in order."""
+    """Yield the sections of a tensor, in order."""
     dtype = np.dtype(f"<u{itemsize}")
     olds, news = old.view(dtype), new.view(dtype)
     for start in range(0, len(news), _ELEMENTS):

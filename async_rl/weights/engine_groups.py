@@ -59,7 +59,7 @@ class EngineGroups:
         return engine_id in self._groups
 
     def name_of(self, engine_id: str) -> str:
-        """Returns the name of an engine's group.
+        """Return the name of an engine's group.
 
         Raises:
             WeightSyncError: When it has joined none.

@@ -66,23 +66,23 @@ class WeightPublisher:
         self._paths[version] = path
 
     async def ensure_files(self, version: int) -> Path:
-        """Returns the folder of a version; publishes it first if it has none."""
+        """Return the folder of a version; publish it first if it has none."""
         if version not in self._paths:
             await self.publish_files(version)
         return self._paths[version]
 
     def path_of(self, version: int) -> Path:
-        """Returns the folder of a published version."""
+        """Return the folder of a published version."""
         return self._paths[version]
 
     def update_from(self, path: Path | str, version: int) -> DiskUpdate | AdapterUpdate:
-        """Returns the request that makes an engine load the files of a version from a folder."""
+        """Return the request that makes an engine load the files of a version from a folder."""
         kind = AdapterUpdate if self.adapters else DiskUpdate
         return kind(weight_version=version, path=str(path))
 
     @contextmanager
     def reading_files(self, version: int) -> Iterator[Path]:
-        """Yields the folder of a version, which is kept until the block ends."""
+        """Yield the folder of a version, which is kept until the block ends."""
         self._num_readers[version] += 1
         try:
             yield self._paths[version]
@@ -102,5 +102,5 @@ class WeightPublisher:
 
 
 def absolute(path: Path | str) -> Path:
-    """Returns a path that servers with other working folders understand."""
+    """Return a path that servers with other working folders understand."""
     return Path(path).absolute()

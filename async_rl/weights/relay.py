@@ -75,7 +75,7 @@ class BucketRelay(Generic[T]):
             raise
 
     async def buckets(self, reader: str) -> AsyncGenerator[T, None]:
-        """Yields all buckets in order; each may be read until the next one is requested.
+        """Yield all buckets in order; each may be read until the next one is requested.
 
         Raises:
             WeightSyncError: When the trainer has failed.

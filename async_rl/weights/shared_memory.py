@@ -35,7 +35,7 @@ _SHARED_MEMORY: Final = "/dev/shm"
 
 
 def shared_buffer(num_bytes: int) -> torch.Tensor:
-    """Returns a reusable buffer in shared memory, `[num_bytes] uint8`.
+    """Return a reusable buffer in shared memory, `[num_bytes] uint8`.
 
     Raises:
         WeightSyncError: When there is not enough shared memory: a write beyond it would kill this process.
@@ -52,7 +52,7 @@ def shared_buffer(num_bytes: int) -> torch.Tensor:
 
 
 def payload_for(data: torch.Tensor, bucket: Sequence[TensorSpec]) -> bytes:
-    """Returns the payload of a bucket for one rank of one engine. Opens are counted: no rank can share one.
+    """Return the payload of a bucket for one rank of one engine. Opens are counted: no rank can share one.
 
     Args:
         data: `[n] uint8`, of a `shared_buffer`. It can be read until it is overwritten.

@@ -55,7 +55,7 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def none(cls, version: int) -> SyncReport:
-        """Returns the report of a version that no engine has to serve."""
+        """Return the report of a version that no engine has to serve."""
         return cls(
             weight_version=version,
             publish_s=0.0,
@@ -219,7 +219,7 @@ class WeightSync:
     # -- engines with devices of their own ----------------------------------------------------------------
 
     def exclusive_trainer(self) -> AbstractAsyncContextManager[object]:
-        """Returns a context for a trainer step and the start of its sync.
+        """Return a context for a trainer step and the start of its sync.
 
         Inside it nothing else uses the trainer's weights, unless there is a copy of them (`weights.overlap`).
         """

@@ -40,7 +40,7 @@ class Pauses(msgspec.Struct):
 
 
 async def record_pauses(path: Path) -> None:
-    """Writes the pauses of the running event loop to a file, a line a second; never returns."""
+    """Write the pauses of the running event loop to a file, a line a second; never returns."""
     clock = asyncio.get_running_loop().time
     pauses, written_s = Pauses(), clock()
     while True:

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def argument_parser(description: str | None, quick: str | None = None) -> argparse.ArgumentParser:
-    """Returns a parser with the docstring of a benchmark as its help, `--json`, and maybe `--quick`."""
+    """Return a parser with the docstring of a benchmark as its help, `--json`, and maybe `--quick`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,7 +36,7 @@ def argument_parser(description: str | None, quick: str | None = None) -> argpar
 
 
 def timed(work: Callable[[], Any]) -> Callable[[], float]:
-    """Returns the seconds that the work takes."""
+    """Return the seconds that the work takes."""
 
     def run() -> float:
         begin = time.perf_counter()
@@ -49,7 +49,7 @@ def timed(work: Callable[[], Any]) -> Callable[[], float]:
 def in_turns(
     repetitions: int, contestants: dict[str, Callable[[], float]], warm_up: int = 1
 ) -> dict[str, np.ndarray]:
-    """Returns the seconds of each, alternately, after rounds to warm up."""
+    """Return the seconds of each, alternately, after rounds to warm up."""
     measured: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(warm_up + repetitions):
         for name, contestant in contestants.items():
@@ -59,7 +59,7 @@ def in_turns(
 
 @contextmanager
 def other_process(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
-    """Runs a function in a process of its own, with a connection to the yielded one, until the block ends."""
+    """Run a function in a process of its own, with a connection to the yielded one, until the block ends."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*args, theirs), daemon=True)
@@ -73,7 +73,7 @@ def other_process(target: Callable[..., None], *args: Any) -> Iterator[Connectio
 
 
 def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarray) -> Row:
-    """Compares ours with the reference, of the same round where there are as many of both."""
+    """Compare ours with the reference, of the same round where there are as many of both."""
     ratios = np.percentile(ours / (other if len(other) == len(ours) else np.median(other)), [50, 25, 75])
     seconds = {
         "seconds": float(np.median(ours)),
@@ -86,7 +86,7 @@ def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarra
 def report(
     rows: Sequence[Any], title: str, where: str | None, wrong: Sequence[str] = (), columns: Sequence[str] = ()
 ) -> int:
-    """Prints rows as a table, writes them as JSON to a file (`-`: standard output), says what is wrong.
+    """Print rows as a table, write them as JSON to a file (`-`: standard output), and say what is wrong.
 
     Returns:
         The exit status.
@@ -103,7 +103,7 @@ def report(
 
 
 def show(rows: Sequence[Any], title: str, columns: Sequence[str] = (), *, stderr: bool = False) -> None:
-    """Prints rows, mappings or structs, as a table of all columns or of some."""
+    """Print rows, mappings or structs, as a table of all columns or of some."""
     lines: list[Row] = msgspec.to_builtins(rows)
     table = Table(title=title, title_justify="left")
     columns = columns or list(dict.fromkeys(column for line in lines for column in line))

@@ -17,7 +17,7 @@ Change = Callable[[ExpertIdArray, Int32Array], ExpertIdArray]
 
 
 def concatenated(rows: ExpertIdArray, weight_versions: Int32Array) -> ExpertIdArray:
-    """Returns what appending each answer's rows to the earlier ones gives, cut to the right length.
+    """Return what appending each answer's rows to the earlier ones gives, cut to the right length.
 
     An answer holds the rows of the whole sequence up to its end. A call was interrupted where two tokens in
     a row were sampled by different weights.
@@ -29,12 +29,12 @@ def concatenated(rows: ExpertIdArray, weight_versions: Int32Array) -> ExpertIdAr
 
 
 def shifted(rows: ExpertIdArray, weight_versions: Int32Array) -> ExpertIdArray:
-    """Returns each row at the position after its own."""
+    """Return each row at the position after its own."""
     return np.roll(rows, 1, axis=0)
 
 
 def with_rows(batch: TrainBatch, change: Change) -> TrainBatch:
-    """Returns the batch with the changed rows of each trajectory."""
+    """Return the batch with the changed rows of each trajectory."""
     assert batch.routed_experts is not None
     rows = batch.routed_experts.copy()
     for start, end in itertools.pairwise(batch.offsets.tolist()):

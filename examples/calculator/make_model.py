@@ -59,7 +59,7 @@ CONFIG = {
 
 
 def build_tokenizer(template: str, seed: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE on conversations of the task: words are tokens, each digit is a token."""
+    """Train a byte-level BPE on conversations of the task: words are tokens, each digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -93,7 +93,7 @@ def build_tokenizer(template: str, seed: int) -> PreTrainedTokenizerFast:
 
 
 def _corpus(template: str, seed: int) -> Iterator[str]:
-    """Returns the tokenizer's training text: conversations of the task, without the tags."""
+    """Return the tokenizer's training text: conversations of the task, without the tags."""
     tags = re.compile("|".join(map(re.escape, SPECIAL + TAGS)))
     renderer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     for expression in draw_expressions(200, np.random.default_rng(seed)):
@@ -104,7 +104,7 @@ def _corpus(template: str, seed: int) -> Iterator[str]:
 
 
 def build_weights(seed: int) -> dict[str, np.ndarray]:
-    """Returns random float32 weights under Qwen3-MoE's names; norms are ones."""
+    """Return random float32 weights under Qwen3-MoE's names; norms are ones."""
     rng = np.random.default_rng(seed)
     hidden, head = CONFIG["hidden_size"], CONFIG["head_dim"]
     queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
@@ -140,7 +140,7 @@ def build_weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def make_model(folder: Path, seed: int = 0) -> None:
-    """Writes config, weights and tokenizer into a folder, replacing its content."""
+    """Write config, weights and tokenizer into a folder, replacing its content."""
     folder.mkdir(parents=True, exist_ok=True)
     template = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
     tokenizer = build_tokenizer(template, seed)
@@ -157,7 +157,7 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """Parses the command line and builds the model."""
+    """Parse the command line and build the model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

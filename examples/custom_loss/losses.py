@@ -13,7 +13,7 @@ from trainer.losses.objectives import Objective, PolicyTokens
 
 
 def pass_at_k(compared: ComparedRewards, k: int = 2) -> np.ndarray:
-    """Returns advantages that reward a task for being solved by any of k attempts.
+    """Return advantages that reward a task for being solved by any of k attempts.
 
     Of the N attempts of a group, F fail. Sets of k attempts have the mean reward `R = 1 - C(F, k) / C(N, k)`
     and the deviation `S = sqrt(R (1 - R))`. An attempt has the mean advantage of the sets that it is in:
@@ -44,7 +44,7 @@ def pass_at_k(compared: ComparedRewards, k: int = 2) -> np.ndarray:
 
 
 def soft_gate(tokens: PolicyTokens, loss: LossConfig, good: float = 1.0, bad: float = 1.05) -> Objective:
-    """Returns a policy gradient whose tokens fade out with the distance of their ratio from 1.
+    """Return a policy gradient whose tokens fade out with the distance of their ratio from 1.
 
     `-w · A · sigmoid(t (r - 1)) · 4 / t` with `r = exp(log_probs - old_log_probs)` and the temperature `t`,
     where PPO clips. At r = 1 its gradient is REINFORCE's.

@@ -27,7 +27,7 @@ _WIDTH = 160
 
 
 def main() -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     parser.add_argument("-k", default="", help="only the cases whose names match, as in pytest")
@@ -54,13 +54,13 @@ def main() -> int:
 
 
 def run(recorder: Recorder, only: str = "") -> None:
-    """Runs the suite, one case after the other."""
+    """Run the suite, one case after the other."""
     here = str(Path(__file__).parent)
     pytest.main(["-q", "--no-header", "--timeout=900", "-k", only, here], [recorder])
 
 
 def describe() -> tuple[dict[str, str], int]:
-    """Returns a description of this machine, and its number of GPUs.
+    """Return a description of this machine, and its number of GPUs.
 
     Raises:
         EnvironmentNotReady: When torch sees no GPU.

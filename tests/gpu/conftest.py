@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases, and skips those that need more GPUs than this machine has."""
+    """Mark the cases, and skip those that need more GPUs than this machine has."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if not item.path.is_relative_to(HERE):
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_memory() -> Iterator[None]:
-    """Frees the device after each case."""
+    """Free the device after each case."""
     yield
     gc.collect()
     if torch.cuda.is_available():
@@ -53,7 +53,7 @@ def measure(record_property: Callable[[str, object], None]) -> Measure:
 
 @pytest.fixture
 def used_gib() -> Callable[[], float]:
-    """Returns the memory of the device in use, GiB: of this process and those that the case starts."""
+    """Return the memory of the device in use, GiB: of this process and those that the case starts."""
 
     def used() -> int:
         torch.cuda.synchronize()

@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def import_packages(names: tuple[str, ...] = PACKAGES) -> list[str]:
-    """Imports packages and returns what is wrong, one sentence for each that cannot be imported."""
+    """Import packages and return what is wrong, one sentence for each that cannot be imported."""
     failures = []
     for name in names:
         try:
@@ -36,7 +36,7 @@ def import_packages(names: tuple[str, ...] = PACKAGES) -> list[str]:
 
 
 def multiply() -> None:
-    """Multiplies matrices of torch in bfloat16 on the GPU."""
+    """Multiply matrices of torch in bfloat16 on the GPU."""
     import torch
 
     ones = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
@@ -45,7 +45,7 @@ def multiply() -> None:
 
 
 def fused_layer() -> None:
-    """Runs a layer of TransformerEngine forward and backward."""
+    """Run a layer of TransformerEngine forward and backward."""
     import torch
     from transformer_engine import pytorch as fused
 
@@ -59,7 +59,7 @@ KERNELS: dict[str, Callable[[], None]] = {"torch": multiply, "transformer_engine
 
 
 def main() -> int:
-    """Runs the checks and returns the exit code."""
+    """Run the checks and return the exit code."""
     failures = import_packages()
     for name, kernel in {} if failures else KERNELS.items():
         try:

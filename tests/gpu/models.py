@@ -20,7 +20,7 @@ VOCAB_SIZE = 512
 def build(
     path: Path, *, seed: int = 0, hidden_size: int = 256, num_layers: int = 4, speaks_as: Path | None = None
 ) -> Path:
-    """Writes a Qwen3-MoE with 16 experts per layer, with a byte tokenizer or another model's."""
+    """Write a Qwen3-MoE with 16 experts per layer, with a byte tokenizer or another model's."""
     other = {} if speaks_as is None else json.loads((speaks_as / "config.json").read_text())
     vocab_size = other.get("vocab_size", VOCAB_SIZE)
     build_tiny_qwen3_moe(
@@ -53,7 +53,7 @@ def build(
 async def serving(
     model: Path, logs: Path, *, shared: bool = False, share: float = 0.3
 ) -> AsyncIterator[SGLangEngine]:
-    """Runs a server on the GPU during the block; it uses `share` of the memory."""
+    """Run a server on the GPU during the block; it uses `share` of the memory."""
     server = SGLangServer(
         SGLangEngines(
             device="cuda",

@@ -83,13 +83,13 @@ class Recorder:
 
 
 def _reason(text: Any) -> str:
-    """Returns the last line of pytest's report, which is the error itself."""
+    """Return the last line of pytest's report, which is the error itself."""
     words = text[2] if isinstance(text, tuple) else str(getattr(text, "reprcrash", text) or text)
     return str(words).strip().splitlines()[-1][:300]
 
 
 def absent(names: Sequence[str]) -> list[str]:
-    """Returns those of some distributions that are not installed."""
+    """Return those of some distributions that are not installed."""
     missing = []
     for name in names:
         try:
@@ -100,7 +100,7 @@ def absent(names: Sequence[str]) -> list[str]:
 
 
 def check_idle(in_use: int, own: int) -> None:
-    """Checks that other processes use no device memory, so that the device's figures are those of the case.
+    """Check that other processes use no device memory, so that the device's figures are those of the case.
 
     Args:
         in_use: Bytes of the device in use by all processes.
@@ -119,13 +119,13 @@ def check_idle(in_use: int, own: int) -> None:
 
 
 def exit_code(cases: Sequence[Case]) -> int:
-    """Returns 0 only if every case for which there are enough GPUs passed, and there was at least one."""
+    """Return 0 only if every case for which there are enough GPUs passed, and there was at least one."""
     wanted = [case for case in cases if case.verdict != "needs more GPUs"]
     return 0 if wanted and all(case.verdict == "held" for case in wanted) else 1
 
 
 def show(cases: Sequence[Case], machine: str, console: Console) -> None:
-    """Prints the table, and the reasons of failures."""
+    """Print the table, and the reasons of failures."""
     table = Table("case", "what was measured", "figure", "verdict", title=machine, show_lines=True)
     for case in cases:
         table.add_row(
@@ -145,6 +145,6 @@ def show(cases: Sequence[Case], machine: str, console: Console) -> None:
 
 
 def write(cases: Sequence[Case], machine: dict[str, str], path: Path) -> None:
-    """Writes the same results as JSON."""
+    """Write the same results as JSON."""
     document = {"machine": machine, "cases": [asdict(case) for case in cases], "exit_code": exit_code(cases)}
     path.write_text(json.dumps(document, indent=2) + "\n")

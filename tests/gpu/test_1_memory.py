@@ -30,12 +30,12 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
     config = trainer_config(model, dtype="bfloat16")
 
     def digest(worker) -> list[int]:
-        """Returns sums of bit patterns of everything that the next step needs."""
+        """Return sums of bit patterns of everything that the next step needs."""
         tensors = [tensor.detach().reshape(-1) for tensor in training_state(worker)]
         return [int(t.view(torch.uint8).to(torch.int64).sum()) for t in tensors]
 
     def timed(move: Callable[[], None]) -> tuple[float, float]:
-        """Returns the seconds that a call took, and the GiB of device memory in use afterwards."""
+        """Return the seconds that a call took, and the GiB of device memory in use afterwards."""
         begin = time.perf_counter()
         move()
         return time.perf_counter() - begin, used_gib()

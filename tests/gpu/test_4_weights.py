@@ -24,7 +24,7 @@ BUCKET_BYTES = 16 << 20
 
 
 def on_device(model: Path) -> list[tuple[str, torch.Tensor]]:
-    """Yields the weights of a folder on this process's GPU, as a trainer exports them."""
+    """Yield the weights of a folder on this process's GPU, as a trainer exports them."""
     from safetensors.torch import load_file
 
     tensors = sorted(load_file(model / "model.safetensors").items())

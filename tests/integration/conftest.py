@@ -10,7 +10,7 @@ FOREIGN_WARNINGS = ("ignore:::megatron", "ignore::DeprecationWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets Megatron-Core, and torch where it is called by it, use what is deprecated."""
+    """Let Megatron-Core, and torch where it is called by it, use what is deprecated."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("megatron"):
             for warning in FOREIGN_WARNINGS:

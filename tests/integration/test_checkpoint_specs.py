@@ -101,7 +101,7 @@ def write_names(out: Path) -> None:
 
 
 def go_on(out: Path, model: str, spec: str, source: str | None, target: str) -> None:
-    """Trains a step under a spec after the checkpoint `source`, which is written again as `target`; without
+    """Train a step under a spec after the checkpoint `source`, which is written again as `target`; without
     `source`, trains a first step before.
     """
     with layers_of(spec), started(config_of(out / model), source and out / model / source) as worker:
@@ -120,7 +120,7 @@ def go_on(out: Path, model: str, spec: str, source: str | None, target: str) -> 
 
 
 def run(rank: int, out: Path) -> None:
-    """Runs in a process of its own, which has an emulated TransformerEngine."""
+    """Run in a process of its own, which has an emulated TransformerEngine."""
     torch.set_num_threads(1)
     write_names(out)
     for model in TRAINED:

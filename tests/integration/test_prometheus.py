@@ -108,7 +108,7 @@ class Server:
 
 @contextmanager
 def prometheus(folder: Path) -> Iterator[Server]:
-    """Returns the shipped config with shorter intervals."""
+    """Return the shipped config with shorter intervals."""
     shutil.copytree(ROOT / "monitoring", folder / "monitoring")
     (folder / "runs" / ".prometheus").mkdir(parents=True)  # as `make prometheus` does
     config = yaml.safe_load((folder / "monitoring" / "prometheus.yml").read_text())
@@ -153,7 +153,7 @@ class Scraped:
         self.end_s = float(found["value"][1])
 
     def values(self, expr: str, *, nan: bool = False) -> list[float]:
-        """Returns the values of the expression at that moment; NaN only on request."""
+        """Return the values of the expression at that moment; NaN only on request."""
         found = self.server.ask("query", query=expr, time=self.end_s)["result"]
         return [float(f["value"][1]) for f in found if nan or f["value"][1] != "NaN"]
 
@@ -195,7 +195,7 @@ def test_prometheus_finds_the_run_by_its_name(scraped: Scraped) -> None:
 
 
 def in_grafana(expr: str) -> str:
-    """Returns the expression that Grafana sends for a query of the dashboard or of a variable."""
+    """Return the expression that Grafana sends for a query of the dashboard or of a variable."""
     # The troubles may be more than a minute old at the end of the run, on a slow machine.
     filled = expr.replace("$run", "troubled").replace("$window", "1h").replace("[1m]", "[1h]")
     return re.sub(r"^label_values\((\S+), (\w+)\)$", r"count by (\2) (\1)", filled)

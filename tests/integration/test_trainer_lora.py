@@ -96,7 +96,7 @@ def batch_of(seed: int = 0):
 
 
 def randomise(worker) -> None:
-    """Gives each B values, the same in every layout: A has a gradient then."""
+    """Give each B values, the same in every layout: A has a gradient then."""
     for each in adapted_weights(worker.model.chunks):
         ranks, rank = each.tensor_group.size(), each.tensor_group.rank()
         rows = len(each.b) * (ranks if each.split == "columns" else 1)
@@ -342,7 +342,7 @@ def test_a_checkpoint_of_adapters_is_resumed_bit_for_bit_and_under_another_layou
 
 
 def compare_specs(rank: int, model: Path, out: Path) -> None:
-    """Takes the same steps with both layer specs; experts are grouped in that of TransformerEngine."""
+    """Take the same steps with both layer specs; experts are grouped in that of TransformerEngine."""
     torch.set_num_threads(1)
     config, found = config_of(model, dtype="bfloat16"), {}
     for spec in ("local", "transformer_engine"):

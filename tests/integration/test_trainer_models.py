@@ -93,7 +93,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Builds each model once."""
+    """Build each model once."""
     parent = tmp_path_factory.mktemp("models")
 
     def of(name: str) -> Path:
@@ -276,7 +276,7 @@ def step_in(config: dict, **rank):
 
 
 def run_rank(rank: int, out: Path) -> dict:
-    """Takes one step in every layout."""
+    """Take one step in every layout."""
     return {
         name: step_in(
             laid_out_config(out, name, num_ranks=2, layout=layout, recompute="full"),

@@ -71,7 +71,7 @@ def training(
 
 
 def take_steps(worker: TrainerWorker, first: int, last: int) -> list[float]:
-    """Returns the norms of the steps' gradients."""
+    """Return the norms of the steps' gradients."""
     return [
         worker.train_on(random_batch(step, layers=1), step).metrics["grad_norm"]
         for step in range(first, last + 1)
@@ -218,7 +218,7 @@ def recomputes(module: torch.nn.Module) -> bool:
 
 
 def run_rank(rank: int, model: Path, out: Path) -> dict[str, Tensors]:
-    """Takes three steps with each optimizer, and the third again from the other's checkpoint."""
+    """Take three steps with each optimizer, and the third again from the other's checkpoint."""
     warnings.simplefilter("ignore")
     found = {}
     for resumed in (False, True):

@@ -61,7 +61,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_step(model: Path, passed: dict[str, Any], **trainer: Any) -> dict[str, torch.Tensor]:
-    """Returns the gradients of a step."""
+    """Return the gradients of a step."""
     with started(trainer_config(model, megatron=passed, **trainer)) as worker:
         worker.train_on(random_batch(1, layers=1), 1)
         return gradients(worker)

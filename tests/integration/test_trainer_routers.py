@@ -55,7 +55,7 @@ def routers_of(worker):
 
 @pytest.fixture
 def with_fields(monkeypatch):
-    """Sets fields of Megatron's config that no setting of the trainer reaches."""
+    """Set fields of Megatron's config that no setting of the trainer reaches."""
     plain = megatron_model.transformer_config
     return lambda **fields: monkeypatch.setattr(
         megatron_model, "transformer_config", lambda *a, **k: plain(*a, **k) | fields
@@ -64,7 +64,7 @@ def with_fields(monkeypatch):
 
 @pytest.fixture
 def padded(monkeypatch):
-    """Pads every trajectory to a multiple of 8, as several ranks would."""
+    """Pad every trajectory to a multiple of 8, as several ranks would."""
     return lambda: monkeypatch.setattr(megatron_model.MegatronModel, "alignment", 8)
 
 

@@ -80,7 +80,7 @@ def step(worker, batch: TrainBatch, number: int) -> dict:
 
 
 def run_rank(rank: int, parent: Path) -> dict:
-    """Takes a step in each layout and saves it, then goes on from one rank's checkpoint."""
+    """Take a step in each layout and save it, then go on from one rank's checkpoint."""
     seen: dict = {name: {} for name in LAYOUTS}
     for name, layout in LAYOUTS.items():
         for purpose in ("first", "second") if name in RESUMED else ("first",):

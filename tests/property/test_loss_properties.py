@@ -66,7 +66,7 @@ def test_advantages_match_plain_loops_over_attempts(attempts, sizes, estimator):
         votes = {a: each for a, each in votes.items() if voters[group_of[a]]}
 
     def mean(chosen, value=lambda a, r: r):
-        """Returns the mean over attempts, each of which shares its vote among its conversations."""
+        """Return the mean over attempts, each of which shares its vote among its conversations."""
         return statistics.fmean(statistics.fmean(value(a, r) for r in votes[a]) for a in chosen)
 
     def deviation(chosen, value=lambda a, r: r):

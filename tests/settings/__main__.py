@@ -11,7 +11,7 @@ from tests.settings.trials import run_trials
 
 
 def main() -> int:
-    """Runs the command. Returns 0 when every setting has an effect."""
+    """Run the command. Returns 0 when every setting has an effect."""
     parser = argparse.ArgumentParser(prog="python -m tests.settings", description=__doc__)
     parser.add_argument("keys", nargs="*", metavar="KEY", help="these settings (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")

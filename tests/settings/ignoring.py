@@ -30,7 +30,7 @@ _INSTEAD: Final = "ignored"
 
 
 def sections_of_settings() -> dict[str, list[type[Strict]]]:
-    """Returns the classes that hold each setting, by its dotted key, as docs/reference/config.md writes it.
+    """Return the classes that hold each setting, by its dotted key, as docs/reference/config.md writes it.
 
     Sections of several kinds share settings: `engine.stall_s` is in two classes.
     """
@@ -41,7 +41,7 @@ def sections_of_settings() -> dict[str, list[type[Strict]]]:
 
 
 def ignore_setting(key: str) -> None:
-    """Lets the program ignore a setting, in this process and its forks, for good."""
+    """Let the program ignore a setting, in this process and its forks, for good."""
     for section in sections_of_settings()[key]:
         _ignore_field(section, key.rpartition(".")[2])
 

@@ -57,14 +57,14 @@ class Trials:
     """A plugin of pytest that replaces its loop over the tests by trials, `jobs` at a time."""
 
     def __init__(self, tests: dict[str, str], jobs: int) -> None:
-        """Takes the test of each setting, by the setting's key."""
+        """Take the test of each setting, by the setting's key."""
         self._tests, self._jobs = tests, jobs
         self._verdicts: dict[tuple[str | None, str], _Verdict] = {}
         self._reports: list[pytest.TestReport] = []
         """In the process of a trial: those of its test."""
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Runs each test once for every setting that it should notice, and once with all settings."""
+        """Run each test once for every setting that it should notice, and once with all settings."""
         items = {item.nodeid: item for item in session.items}
         pairs: list[tuple[str | None, str]] = [(None, test) for test in dict.fromkeys(self._tests.values())]
         waiting = deque((key, test) for key, test in [*pairs, *self._tests.items()] if test in items)
@@ -81,11 +81,11 @@ class Trials:
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keeps the report of a phase of the test, in the process of its trial."""
+        """Keep the report of a phase of the test, in the process of its trial."""
         self._reports.append(report)
 
     def _fork(self, trial: _Trial, item: pytest.Item) -> int:
-        """Starts the process of a trial, and returns its id."""
+        """Start the process of a trial, and return its id."""
         process = os.fork()
         if process:
             return process
@@ -108,7 +108,7 @@ class Trials:
             os._exit(code)
 
     def effects(self) -> Iterator[Effect]:
-        """Yields the result of each setting, in order."""
+        """Yield the result of each setting, in order."""
         for key, test in self._tests.items():
             whole, without = self._verdicts.get((None, test)), self._verdicts.get((key, test))
             if whole is None or without is None:
@@ -122,7 +122,7 @@ class Trials:
 
 
 def run_trials(tests: dict[str, str], jobs: int) -> list[Effect]:
-    """Runs the trials of settings, given the test of each."""
+    """Run the trials of settings, given the test of each."""
     trials = Trials(tests, jobs)
     files = sorted({test.partition("::")[0] for test in tests.values()})
     pytest.main(["-q", "-s", "-p", "no:cacheprovider", *files], plugins=[trials])

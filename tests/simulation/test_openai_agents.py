@@ -18,7 +18,7 @@ pytestmark = pytest.mark.real_time
 
 
 async def agent(task: Task, api: AgentAPI) -> None:
-    """Asks twice, and in between somebody else. Without OpenAI's client, whose start would cost the test."""
+    """Ask twice, and in between somebody else. Without OpenAI's client, whose start would cost the test."""
     async with aiohttp.ClientSession() as http:
 
         async def say(*messages: dict[str, Any]) -> dict[str, Any]:

@@ -211,7 +211,7 @@ TASKS = tuple(
 
 
 def watch(trainer: CheckingTrainer) -> dict[str, tuple[list[int], list[float]]]:
-    """Fills as batches are trained: a batch's memory is another one's after its step."""
+    """Fill as batches are trained: a batch's memory is another one's after its step."""
     seen: dict[str, tuple[list[int], list[float]]] = {}
     check = trainer.check
 

@@ -186,7 +186,7 @@ def stalling_run(calculator: Path, tmp_path: Path) -> Callable[..., StallingRun]
 
 
 def checked_diagnosis(health: dict[str, Any]) -> Diagnosis:
-    """Returns the diagnosis; the status is `ok` exactly if it has no problem."""
+    """Return the diagnosis; the status is `ok` exactly if it has no problem."""
     diagnosis = msgspec.convert(health["diagnosis"], Diagnosis)
     assert (health["status"] == "ok") == all(cause.problem == "none" for cause in diagnosis.causes)
     return diagnosis

@@ -23,7 +23,7 @@ class AuditError(Exception):
 
 
 def audit(lists: Sequence[Path], service: str = SERVICE) -> dict[str, set[str]]:
-    """Returns the names of the advisories of each package that has some, by `name==version`.
+    """Return the names of the advisories of each package that has some, by `name==version`.
 
     Raises:
         AuditError: The service cannot be reached, or a package was not looked up.
@@ -46,7 +46,7 @@ def audit(lists: Sequence[Path], service: str = SERVICE) -> dict[str, set[str]]:
 
 
 def service_problem(service: str = SERVICE) -> str:
-    """Returns why the service cannot be asked, or that its answers mean nothing; otherwise nothing."""
+    """Return why the service cannot be asked, or that its answers mean nothing; otherwise nothing."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(f"{KNOWN_TO_BE_VULNERABLE}\n")
         file.flush()
@@ -58,7 +58,7 @@ def service_problem(service: str = SERVICE) -> str:
 
 
 def exceptions() -> set[tuple[str, str]]:
-    """Returns the package and name of each advisory that is accepted, for the reason above its line."""
+    """Return the package and name of each advisory that is accepted, for the reason above its line."""
     lines = (REQUIREMENTS / "advisories.txt").read_text().splitlines()
     pairs = [tuple(line.split()) for line in lines if line and not line.startswith("#")]
     return {(package, advisory) for package, advisory in pairs}

@@ -13,7 +13,7 @@ class BareMachine:
     """A checkout that has a few files only, and a PATH with the commands that a test adds."""
 
     def __init__(self, folder: Path, *files: str, path: str = "") -> None:
-        """Copies `files` of the checkout; `path` follows the folder of added commands on the PATH."""
+        """Copy `files` of the checkout; `path` follows the folder of added commands on the PATH."""
         self.folder, self.bin = folder, folder / "bin"
         self.path = f"{self.bin}:{path}" if path else str(self.bin)
         self.bin.mkdir()
@@ -26,7 +26,7 @@ class BareMachine:
         (self.bin / command).chmod(0o755)
 
     def link(self, *commands: str) -> None:
-        """Adds commands that this machine really has."""
+        """Add commands that this machine really has."""
         for command in commands:
             found = shutil.which(command)
             assert found, f"there is no {command} here"

@@ -13,7 +13,7 @@ from trainer.megatron.replay import RouterReplay, RouterReplayAdapter
 
 
 def bare_config(**fields: Any) -> SimpleNamespace:
-    """Returns the fields that replay reads of a model's config: layers 1 and 4 of five have 300 experts."""
+    """Return the fields that replay reads of a model's config: layers 1 and 4 of five have 300 experts."""
     return SimpleNamespace(
         **{
             "num_layers": 5,
@@ -33,12 +33,12 @@ def bare_config(**fields: Any) -> SimpleNamespace:
 def bare_adapter(
     patch: pytest.MonkeyPatch, config: SimpleNamespace, device: str = "cpu"
 ) -> RouterReplayAdapter:
-    """Returns an adapter for the two routers of `bare_config`, on a device."""
+    """Return an adapter for the two routers of `bare_config`, on a device."""
     routers = [SimpleNamespace(layer_number=n, router_replay=RouterReplay()) for n in (2, 5)]
     patch.setattr(replay, "decoder_routers", lambda chunk: routers)
     return RouterReplayAdapter([torch.nn.Module()], config, torch.device(device))  # type: ignore[arg-type]
 
 
 def top_k(scores: torch.Tensor, k: int, **_: Any) -> Any:
-    """Returns a router's own choice."""
+    """Return a router's own choice."""
     return scores.topk(k)

@@ -15,7 +15,7 @@ EMULATED = Path(__file__).parent / "emulated_te"
 
 
 def spawn_with_transformer_engine(function: Callable[..., None], *arguments: Any, ranks: int = 1) -> None:
-    """Runs `function(rank, *arguments)` in processes where Megatron-Core imports the emulated layers."""
+    """Run `function(rank, *arguments)` in processes where Megatron-Core imports the emulated layers."""
     sys.path.insert(0, str(EMULATED))  # which processes inherit
     try:
         mp.spawn(_run, (function.__module__, function.__name__, arguments), nprocs=ranks)

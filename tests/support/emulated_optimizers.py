@@ -25,7 +25,7 @@ class HostTensor(torch.Tensor):
 
 
 def offload_to_host(patch: pytest.MonkeyPatch) -> None:
-    """Makes `HybridDeviceOptimizer` take the parameters of ranks for those of a GPU."""
+    """Make `HybridDeviceOptimizer` take the parameters of ranks for those of a GPU."""
 
     def on_gpu(tensor: torch.Tensor) -> bool:
         frame = inspect.currentframe()
@@ -45,7 +45,7 @@ def offload_to_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_fused_adam(patch: pytest.MonkeyPatch) -> None:
-    """Gives Megatron `FusedAdam` as its Adam."""
+    """Give Megatron `FusedAdam` as its Adam."""
     module: Any = types.ModuleType("transformer_engine.pytorch.optimizers")
     module.FusedAdam = FusedAdam
     for name in ("transformer_engine", "transformer_engine.pytorch"):

@@ -19,7 +19,7 @@ MAX_STALENESS = 4
 
 
 def records(number: int = 120, seed: int = 7) -> list[StepRecord]:
-    """Returns the steps of a run that learns; after two thirds, one engine is lost for a while."""
+    """Return the steps of a run that learns; after two thirds, one engine is lost for a while."""
     draw = random.Random(seed)
     made: list[StepRecord] = []
     time_s, dropped = 0.0, {"stale": 0, "agent_loop_error": 0, HOSTILE: 0}

@@ -33,7 +33,7 @@ _UNFUSED = (
 
 @contextlib.contextmanager
 def layers_of(spec: str) -> Iterator[None]:
-    """Builds bfloat16 models of the block from the layers of a spec."""
+    """Build bfloat16 models of the block from the layers of a spec."""
     with pytest.MonkeyPatch.context() as patch:
         take_layers_of_transformer_engine(patch, spec == "transformer_engine")
         patch.setattr(model, "transformer_config", unfused_config)
@@ -41,12 +41,12 @@ def layers_of(spec: str) -> Iterator[None]:
 
 
 def unfused_config(*arguments: Any, **named: Any) -> dict[str, Any]:
-    """Returns `layout.transformer_config` without kernels that exist for one of the specs only."""
+    """Return `layout.transformer_config` without kernels that exist for one of the specs only."""
     return layout.transformer_config(*arguments, **named) | dict.fromkeys(_UNFUSED, False)
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Returns everything in a checkpoint but generators, as whole tensors, read by Megatron itself.
+    """Return everything in a checkpoint but generators, as whole tensors, read by Megatron itself.
 
     Process groups must exist.
     """
@@ -57,7 +57,7 @@ def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def earlier_name(key: str, *, latent: bool) -> str:
-    """Returns what commit d1826be called a tensor of Megatron's own layers, by its name since.
+    """Return what commit d1826be called a tensor of Megatron's own layers, by its name since.
 
     Args:
         key: The name, of a model whose first layer is dense and whose other layers have experts.
@@ -70,7 +70,7 @@ def earlier_name(key: str, *, latent: bool) -> str:
 
 
 def rename_tensors(checkpoint: Path, renamed: Callable[[str], str]) -> None:
-    """Gives the tensors of a checkpoint other names, in its index."""
+    """Give the tensors of a checkpoint other names, in its index."""
     path = checkpoint / ".metadata"
     index = pickle.loads(path.read_bytes())
     index.state_dict_metadata = {renamed(key): value for key, value in index.state_dict_metadata.items()}

@@ -106,7 +106,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def build_model(path: Path, kind: str) -> Path:
-    """Builds a model whose first layer is dense."""
+    """Build a model whose first layer is dense."""
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -138,7 +138,7 @@ def build_model(path: Path, kind: str) -> Path:
 
 
 def config_of(case: Case, model: Path) -> dict[str, Any]:
-    """Returns a rank's config: two micro-batches for each of its schedule's stages."""
+    """Return a rank's config: two micro-batches for each of its schedule's stages."""
     replicas = case.ranks // (case.layout.get("tp", 1) * case.layout.get("pp", 1) * case.layout.get("cp", 1))
     trajectories = 2 * case.layout.get("pp", 1) * replicas * MICRO_BATCH_TOKENS // TRAJECTORY_TOKENS
     config = trainer_config(
@@ -159,7 +159,7 @@ def config_of(case: Case, model: Path) -> dict[str, Any]:
 def measure_rank(
     rank: int, ranks: int, jobs: dict[str, dict[str, Any]], out: Path
 ) -> dict[str, tuple[int, int]]:
-    """Returns the most bytes of one rank at a time, and those after a step, in each of several layouts."""
+    """Return the most bytes of one rank at a time, and those after a step, in each of several layouts."""
     warnings.simplefilter("ignore")
     found = {}
     for name, config in jobs.items():
@@ -188,7 +188,7 @@ def measure_rank(
 
 
 def compare(names: Iterable[str], folder: Path) -> list[Compared]:
-    """Measures layouts and returns a row for each of their ranks."""
+    """Measure layouts and return a row for each of their ranks."""
     rows: list[Compared] = []
     models: dict[str, Path] = {}
     configs: dict[str, dict[str, Any]] = {}

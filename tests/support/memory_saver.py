@@ -80,5 +80,5 @@ class FakeMemorySaver:
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Returns the storage itself as `[n] uint8`."""
+    """Return the storage itself as `[n] uint8`."""
     return torch.empty(0, dtype=torch.uint8).set_(storage)

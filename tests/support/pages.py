@@ -9,7 +9,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def section(page: str, heading: str) -> str:
-    """Returns the part of a page under a heading such as `## Rewards`, with its subsections."""
+    """Return the part of a page under a heading such as `## Rewards`, with its subsections."""
     text = (DOCS / page).read_text(encoding="utf-8")
     level = len(heading) - len(heading.lstrip("#"))
     found = re.search(
@@ -20,14 +20,14 @@ def section(page: str, heading: str) -> str:
 
 
 def blocks(page: str, language: str, heading: str | None = None) -> list[str]:
-    """Returns the fenced blocks of one language on a page or in one section; `""` means no language."""
+    """Return the fenced blocks of one language on a page or in one section; `""` means no language."""
     text = (DOCS / page).read_text(encoding="utf-8") if heading is None else section(page, heading)
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     return [block for kind, block in fenced if kind == language]
 
 
 def without_code(text: str) -> str:
-    """Returns the text with fenced blocks blanked out; every character keeps its position."""
+    """Return the text with fenced blocks blanked out; every character keeps its position."""
     return re.sub(
         r"^(`{3,})[^\n]*\n.*?^\1$",
         lambda found: re.sub(r"[^\n]", " ", found[0]),

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Any]:
-    """Returns what `function(rank, *arguments)` returns in as many forks of a process that has the trainer.
+    """Return what `function(rank, *arguments)` returns in as many forks of a process that has the trainer.
 
     Only the first call in a test process waits for the trainer's imports, which take longer than most ranks.
     """

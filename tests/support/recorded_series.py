@@ -40,7 +40,7 @@ class RecordedSeries:
         self.scrapes = 0
 
     def add_scrape(self, text: str) -> None:
-        """Adds the text of `/metrics`."""
+        """Add the text of `/metrics`."""
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if not sample.name.endswith("_created"):
@@ -58,19 +58,19 @@ class RecordedSeries:
         values.append(value)
 
     def write(self, path: Path) -> None:
-        """Writes all series to a compressed file, the same bytes for the same series."""
+        """Write all series to a compressed file, the same bytes for the same series."""
         path.write_bytes(gzip.compress(json.dumps(self.values).encode(), mtime=0))
 
     @classmethod
     def read(cls, path: Path) -> RecordedSeries:
-        """Reads what `write` wrote."""
+        """Read what `write` wrote."""
         recorded = cls()
         recorded.values = json.loads(gzip.decompress(path.read_bytes()))
         recorded.scrapes = len(next(iter(recorded.values.values())))
         return recorded
 
     def alerts(self, folder: Path) -> str:
-        """Returns what promtool says about alerts that fire at any time; empty if none does."""
+        """Return what promtool says about alerts that fire at any time; empty if none does."""
         length_s = INTERVAL_S * (self.scrapes - 1)
         firing = f'count by (alertname) (count_over_time(ALERTS{{alertstate="firing"}}[{length_s + 60}s]))'
         test = {
@@ -94,7 +94,7 @@ class RecordedSeries:
 
 
 def _as_promtool(values: list[float | None]) -> str:
-    """Returns values in promtool's notation: `1+0x3` is 1 1 1 1, `_x2` are two missing ones."""
+    """Return values in promtool's notation: `1+0x3` is 1 1 1 1, `_x2` are two missing ones."""
     parts = []
     for text, run in itertools.groupby("_" if value is None else f"{value:.10g}" for value in values):
         more = len(list(run)) - 1
@@ -103,7 +103,7 @@ def _as_promtool(values: list[float | None]) -> str:
 
 
 def main(url: str, path: Path) -> None:
-    """Scrapes a job until it ends."""
+    """Scrape a job until it ends."""
     recorded = RecordedSeries()
     while True:
         try:

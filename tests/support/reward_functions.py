@@ -52,7 +52,7 @@ class Crowd:
 
 
 def count_arguments(*arguments: object, **named: object) -> float:
-    """Takes any arguments, so that they do not show its style."""
+    """Take any arguments, so that they do not show its style."""
     return float(len(arguments) + len(named))
 
 
@@ -83,7 +83,7 @@ async def relative(task: Task, completions: Sequence[Completion]) -> list[Any]:
 
 @in_processes(1)
 def pid(task: Task, completion: Completion) -> float:
-    """Runs in a process; hangs once, holding the interpreter's lock, if the test asks for it."""
+    """Run in a process; hangs once, holding the interpreter's lock, if the test asks for it."""
     if completion.text == "die":
         os._exit(3)
     if completion.text.startswith("hang in "):

@@ -13,7 +13,7 @@ from tests.support.engine_calls import Call
 
 
 def batch_of(calls: Sequence[Call], facts: EngineFacts, *, version: int = 0) -> TrainBatch:
-    """Returns one trajectory per call, all of one group; rewards alternate, all sampled tokens train."""
+    """Return one trajectory per call, all of one group; rewards alternate, all sampled tokens train."""
     lengths = [len(call.sequence) for call in calls]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     total = int(offsets[-1])

@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Turns minutes into a time of day, which workers of pytest-xdist inherit."""
+    """Turn minutes into a time of day, which workers of pytest-xdist inherit."""
     if config.option.minutes is not None and config.option.end_s is None:
         config.option.end_s = time.time() + 60 * config.option.minutes
 

@@ -15,7 +15,7 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
 def write_adapter(path: Path, model: Path, lora: LoraConfig, *, std: float = 0.1, seed: int = 0) -> Path:
-    """Writes a random adapter of a model's attention, both of its matrices far from zero."""
+    """Write a random adapter of a model's attention, both of its matrices far from zero."""
     generator, tensors, modules = torch.Generator().manual_seed(seed), {}, set()
     for name, weight in load_file(model / "model.safetensors").items():
         module = name.removesuffix(".weight")
@@ -39,7 +39,7 @@ def write_adapter(path: Path, model: Path, lora: LoraConfig, *, std: float = 0.1
 
 
 def merged_weights(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of a model plus those of an adapter, multiplied in float64."""
+    """Return the weights of a model plus those of an adapter, multiplied in float64."""
     config = json.loads((adapter / "adapter_config.json").read_text())
     tensors, merged = load_file(adapter / "adapter_model.safetensors"), load_file(model / "model.safetensors")
     for name in tensors:

@@ -34,7 +34,7 @@ _SHORT_NAMES = {
 
 
 def build_tiny_dense(path: Path, kind: str, *, std: float = 0.1, seed: int = 0, **config: Any) -> Path:
-    """Writes a random model in float32. A larger `std` makes choices between experts clearer.
+    """Write a random model in float32. A larger `std` makes choices between experts clearer.
 
     Args:
         path: The folder.
@@ -62,19 +62,19 @@ def build_tiny_dense(path: Path, kind: str, *, std: float = 0.1, seed: int = 0, 
 
 
 def build_tiny_qwen3_moe(path: Path, *, dense_layers: tuple[int, ...] = (), **config: Any) -> Path:
-    """Writes a random Qwen3-MoE; `config` as of `build_tiny_dense`, here and below."""
+    """Write a random Qwen3-MoE; `config` as of `build_tiny_dense`, here and below."""
     sizes = {"num_layers": 3, "head_dim": 16, "num_experts": 8, "top_k": 2, "expert_size": 32}
     kinds = {"norm_top_k": True, "decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers)}
     return build_tiny_dense(path, "qwen3_moe", **(sizes | kinds | config))
 
 
 def build_tiny_qwen3(path: Path, **config: Any) -> Path:
-    """Writes a random dense Qwen3, which is tied."""
+    """Write a random dense Qwen3, which is tied."""
     return build_tiny_dense(path, "qwen3", **({"head_dim": 16, "tie_embeddings": True} | config))
 
 
 def build_tiny_mixtral(path: Path, **config: Any) -> Path:
-    """Writes a random Mixtral: experts in every layer, gates of the chosen ones normalised."""
+    """Write a random Mixtral: experts in every layer, gates of the chosen ones normalised."""
     return build_tiny_dense(
         path, "mixtral", **({"num_local_experts": 8, "top_k": 2, "intermediate_size": 48} | config)
     )
@@ -83,7 +83,7 @@ def build_tiny_mixtral(path: Path, **config: Any) -> Path:
 def build_tiny_qwen2_moe(
     path: Path, *, hidden_size: int = 32, dense_layers: tuple[int, ...] = (), **config: Any
 ) -> Path:
-    """Writes a random Qwen2-MoE: gated shared expert, attention biases, gates not normalised."""
+    """Write a random Qwen2-MoE: gated shared expert, attention biases, gates not normalised."""
     sizes = {"hidden_size": hidden_size, "dense_size": 2 * hidden_size, "num_layers": 3, "num_experts": 8}
     sizes |= {"top_k": 2, "expert_size": 32, "shared_expert_intermediate_size": 48}
     kinds = {"norm_top_k": False, "decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers)}
@@ -101,7 +101,7 @@ def build_tiny_deepseek_v3(
     max_position_embeddings: int = 512,
     **config: Any,
 ) -> Path:
-    """Writes a random DeepSeek-V3.
+    """Write a random DeepSeek-V3.
 
     Dense first layers, a shared expert, sigmoid scores with a bias that only selects, experts in groups, and
     latent attention with head sizes that all differ, so that a mix-up of sizes fails.
@@ -145,7 +145,7 @@ def build_tiny_deepseek_v3(
 
 
 def build_tiny_kimi_k2(path: Path, **config: Any) -> Path:
-    """Writes a random Kimi-K2: a DeepSeek-V3 without groups, and a config.json as published.
+    """Write a random Kimi-K2: a DeepSeek-V3 without groups, and a config.json as published.
 
     Published are the older form of rotary settings, a YaRN ramp without width, and a class in the folder's
     own code, which is not there.
@@ -166,7 +166,7 @@ def build_tiny_kimi_k2(path: Path, **config: Any) -> Path:
 
 
 def build_tiny_glm4_moe(path: Path, *, dense_layers: int = 1, **config: Any) -> Path:
-    """Writes a random GLM-4.5.
+    """Write a random GLM-4.5.
 
     Dense first layers, a shared expert, sigmoid scores with a bias that only selects, biases in attention,
     norms of queries and keys, and a rotation of half of each head.
@@ -193,13 +193,13 @@ def build_tiny_glm4_moe(path: Path, *, dense_layers: int = 1, **config: Any) -> 
 
 
 def amend_config(path: Path, **fields: Any) -> None:
-    """Sets fields of a model folder's config.json."""
+    """Set fields of a model folder's config.json."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields, indent=2))
 
 
 def write_byte_tokenizer(path: Path, *, vocab_size: int) -> None:
-    """Writes a tokenizer of all bytes, two special tokens (0 and 1) and fillers, without an end token."""
+    """Write a tokenizer of all bytes, two special tokens (0 and 1) and fillers, without an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -8,7 +8,7 @@ from async_rl.types import TrainBatch
 
 
 def random_rows(rng: np.random.Generator, tokens: int, layers: int, experts: int, top_k: int) -> np.ndarray:
-    """Returns routing rows, `[tokens, layers, top_k] uint8`, without repeated experts in a row."""
+    """Return routing rows, `[tokens, layers, top_k] uint8`, without repeated experts in a row."""
     scores = rng.random((tokens, layers, experts))
     return np.argsort(scores, axis=2)[..., :top_k].astype(np.uint8)
 
@@ -27,7 +27,7 @@ def random_batch(
     routing: bool = True,
     trainer_version: int = 4,
 ) -> TrainBatch:
-    """Returns trajectories of random tokens: a prompt, then sampled tokens, with noise for log-probs.
+    """Return trajectories of random tokens: a prompt, then sampled tokens, with noise for log-probs.
 
     `layers` are the indices of the layers with experts, or their number if all layers have experts.
     """

@@ -28,7 +28,7 @@ _MANY_THREADS = 200
 
 
 def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) -> dict[str, Any]:
-    """Returns a whole run config as plain values; `trainer` overrides fields of its `trainer` section.
+    """Return a whole run config as plain values; `trainer` overrides fields of its `trainer` section.
 
     Every step compares old log-probs with a pass of their own (`old_log_prob_abs_diff`), unless `loss` says
     otherwise.
@@ -49,7 +49,7 @@ def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) ->
 
 
 def take_layers_of_transformer_engine(patch: pytest.MonkeyPatch, taken: bool) -> None:
-    """Makes bfloat16 models use TransformerEngine's layers or not, regardless of what is installed."""
+    """Make bfloat16 models use TransformerEngine's layers or not, regardless of what is installed."""
     patch.setattr(cpu, "has_transformer_engine", lambda: taken)
 
 
@@ -57,7 +57,7 @@ def take_layers_of_transformer_engine(patch: pytest.MonkeyPatch, taken: bool) ->
 def started(
     config: dict[str, Any], checkpoints: Path | None = None, *, rank: int = 0, meeting: Path | None = None
 ) -> Iterator[TrainerWorker]:
-    """Yields a worker, set up, and closes it after the block.
+    """Yield a worker, set up, and close it after the block.
 
     It is the only rank, or one of several that come together at a `meeting`: a file, not a port, because a
     port that was free when it was picked may be taken when it is its turn.
@@ -75,7 +75,7 @@ def started(
 
 @contextlib.contextmanager
 def trial(worker: TrainerWorker, config: dict[str, Any]) -> Iterator[None]:
-    """Runs the block with another config of the same model and layout, in which steps change no weight.
+    """Run the block with another config of the same model and layout, in which steps change no weight.
 
     This is faster than setting up another worker. If the config asks for a critic, its head is random.
     """
@@ -102,7 +102,7 @@ def trial(worker: TrainerWorker, config: dict[str, Any]) -> Iterator[None]:
 
 
 def randomise_head(critic: Critic) -> None:
-    """Gives the critic values, and its layers a gradient; the same in every layout."""
+    """Give the critic values, and its layers a gradient; the same in every layout."""
     for module in (module for chunk in critic.model.chunks for module in chunk.modules()):
         if isinstance(module, ValueHead):
             noise = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ def randomise_head(critic: Critic) -> None:
 
 
 def critic_gradients(worker: TrainerWorker) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """Returns this rank's parts of the critic's gradients of the last step: key, offset and values;
+    """Return this rank's parts of the critic's gradients of the last step: key, offset and values;
     collective.
     """
     assert worker.critic is not None
@@ -122,12 +122,12 @@ def critic_gradients(worker: TrainerWorker) -> list[tuple[str, tuple[int, ...], 
 
 
 def log_probs_of(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
-    """Returns the trainer's log-probs of the trained tokens, at the predicting positions, `[S]`."""
+    """Return the trainer's log-probs of the trained tokens, at the predicting positions, `[S]`."""
     return worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)[0]
 
 
 def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
-    """Returns the experts that the trainer itself chooses, `[S, L_moe, K]`; for a single rank."""
+    """Return the experts that the trainer itself chooses, `[S, L_moe, K]`; for a single rank."""
     model = worker.model
     # Token ids that equal their index show where each token was placed.
     numbered = np.arange(batch.num_tokens, dtype=np.int32)
@@ -144,12 +144,12 @@ def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
 
 
 def place(worker: TrainerWorker, batch: TrainBatch) -> list:
-    """Returns this rank's micro-batches of a batch."""
+    """Return this rank's micro-batches of a batch."""
     return worker.place_micro_batches(batch, make_targets(batch), range(batch.num_trajectories))
 
 
 def training_state(worker: TrainerWorker, *, of_critic: bool = False) -> list[torch.Tensor]:
-    """Returns everything that a step needs from the previous one: parameters, main parameters and moments."""
+    """Return everything that a step needs from the previous one: parameters, main parameters and moments."""
     model = worker.critic.model if of_critic and worker.critic else worker.model
     parameters = [p.detach() for chunk in model.chunks for p in chunk.module.parameters()]
     for optimizer in model.inner_optimizers:
@@ -160,7 +160,7 @@ def training_state(worker: TrainerWorker, *, of_critic: bool = False) -> list[to
 
 
 def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
-    """Returns the gradients of the last step, by parameter."""
+    """Return the gradients of the last step, by parameter."""
     return {
         name: parameter.main_grad.clone()
         for chunk in worker.model.chunks
@@ -169,14 +169,14 @@ def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 
 
 def gathered_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
-    """Returns gradients of the last step under Hugging Face names, gathered from all ranks; collective."""
+    """Return gradients of the last step under Hugging Face names, gathered from all ranks; collective."""
     with gradients_as_weights(worker.model):
         return weights(worker)
 
 
 @contextlib.contextmanager
 def gradients_as_weights(model: MegatronModel) -> Iterator[list[torch.nn.Module]]:
-    """Gives a model's trained parameters the values of their gradients, summed over all ranks; yields its
+    """Give a model's trained parameters the values of their gradients, summed over all ranks; yield its
     chunks.
     """
     parameters = [p for chunk in model.chunks for p in chunk.parameters() if p.requires_grad]
@@ -199,11 +199,11 @@ def gradients_as_weights(model: MegatronModel) -> Iterator[list[torch.nn.Module]
 
 
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Returns the names of tensors that are not the same bit for bit in both."""
+    """Return the names of tensors that are not the same bit for bit in both."""
     assert found.keys() == expected.keys()
     return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
 def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
-    """Returns the weights under their Hugging Face names."""
+    """Return the weights under their Hugging Face names."""
     return {name: tensor.clone() for name, tensor in worker.export_weights()}

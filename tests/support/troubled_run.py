@@ -52,7 +52,7 @@ STILL = b"async_rl_stalls_total{"
 
 
 def settings(calculator: Path, folder: Path) -> dict[str, Any]:
-    """Returns the tree of a config; `calculator` is the fixture."""
+    """Return the tree of a config; `calculator` is the fixture."""
     return {
         "run": {"name": "troubled", "dir": str(folder / "runs"), "max_steps": 10_000, "drain_s": 0.2},
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
@@ -105,7 +105,7 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
 
 
 def _tasks(calculator: Path, folder: Path) -> Path:
-    """Returns the tasks; every fourth has a judge."""
+    """Return the tasks; every fourth has a judge."""
     path = folder / "tasks.jsonl"
     rows = [json.loads(line) for line in (calculator / "data" / "tasks.jsonl").read_text().splitlines()]
     for row in rows[::4]:
@@ -115,7 +115,7 @@ def _tasks(calculator: Path, folder: Path) -> Path:
 
 
 def _validation(calculator: Path, folder: Path) -> Path:
-    """Returns some of the tasks."""
+    """Return some of the tasks."""
     path = folder / "validation.jsonl"
     lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:8]))
@@ -150,7 +150,7 @@ class TroubledLoop(AgentLoop):
 
 
 def reward(task: Task, completion: Completion) -> float:
-    """Raises for some trajectories; gives many groups equal rewards."""
+    """Raise for some trajectories; gives many groups equal rewards."""
     luck = zlib.crc32(completion.text.encode()) % 32
     if luck == 0:
         raise ConnectionError("the reward's server is gone")
@@ -214,7 +214,7 @@ class TroubledCluster(LocalCluster):
         self.trainer: TroubledTrainer = TroubledTrainer(config, self)
 
     def scraped(self, text: bytes) -> bool:
-        """Takes each scrape; returns whether it holds every expected metric."""
+        """Take each scrape; return whether it holds every expected metric."""
         self.watched.set()
         self.to_come = {kind: name for kind, name in self.to_come.items() if name not in text}
         if STILL in text:
@@ -224,7 +224,7 @@ class TroubledCluster(LocalCluster):
         return not self.missing
 
     def make_trouble(self, step: int) -> None:
-        """Injects a fault into each engine, of the remaining kinds in turn, and one into the teacher's."""
+        """Inject a fault into each engine, of the remaining kinds in turn, and one into the teacher's."""
         if step == 2:
             self.models["teacher"].engines[0].faults.append(Fault("busy"))
         kinds = list(self.to_come)

@@ -32,7 +32,7 @@ def config(name: str = "calculator-moe") -> Config:
 
 
 def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
-    """Returns the state of a run at one moment; its names contain markup."""
+    """Return the state of a run at one moment; its names contain markup."""
     engines = [
         EngineRow(engine_id=f"engine-{i}", state="serving", weight_version=step, calls=24 - 3 * i,
                   prefill_tokens=0 if i else 4096, error="")

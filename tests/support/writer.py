@@ -50,7 +50,7 @@ class Writer:
 def writing(
     answer: Answer, *faults: Fault
 ) -> Callable[[Config, Path], AbstractAsyncContextManager[list[Engine]]]:
-    """Replaces `try_out.engines_from`: opens one engine that writes these answers."""
+    """Replace `try_out.engines_from`: opens one engine that writes these answers."""
 
     @asynccontextmanager
     async def open_engines(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:

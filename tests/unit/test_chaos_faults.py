@@ -54,7 +54,7 @@ async def _server(scope, receive, send) -> None:
 
 
 def _call(faults: EngineFaults) -> None:
-    """Makes one generate call through the middleware."""
+    """Make one generate call through the middleware."""
 
     async def receive():
         return {"type": "http.request", "body": msgspec.json.encode({"input_ids": PROMPT})}

@@ -93,7 +93,7 @@ class SilentRay:
 
 @pytest.fixture
 def silent_ray(monkeypatch: pytest.MonkeyPatch) -> SilentRay:
-    """Puts a silent Ray and recorded placements where the cluster finds the real ones."""
+    """Put a silent Ray and recorded placements where the cluster finds the real ones."""
     fake = SilentRay()
     monkeypatch.setattr(RecordedPlacements, "asked", {}, raising=False)
     monkeypatch.setattr(RecordedPlacements, "limits", [], raising=False)
@@ -109,7 +109,7 @@ SETUP: Final = ActorSetup(".", ".shared", "marker", "driver")
 
 
 def tree_of(folder: Path, *overrides: str) -> dict[str, Any]:
-    """Returns a config on a CPU with these settings, as plain values."""
+    """Return a config on a CPU with these settings, as plain values."""
     (folder / "config.json").write_text(json.dumps(MOE))
     tree: dict[str, Any] = {
         "model": {"path": str(folder)},

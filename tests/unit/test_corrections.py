@@ -19,7 +19,7 @@ E, NO = math.e, RejectConfig()
 
 
 def rejected(reject: RejectConfig) -> torch.Tensor:
-    """Returns 1 for each token of a rejected answer."""
+    """Return 1 for each token of a rejected answer."""
     return rejected_answers(reject, OLD.detach(), ROLLOUT, SEQUENCES)[SEQUENCES.index].float()
 
 

@@ -18,7 +18,7 @@ DASHBOARDS = sorted((MONITORING / "grafana" / "dashboards").glob("*.json"))
 
 
 def exposed() -> set[str]:
-    """Returns the names of all series that a driver serves."""
+    """Return the names of all series that a driver serves."""
     names = set()
     for family in Metrics().registry.collect():
         suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
@@ -27,7 +27,7 @@ def exposed() -> set[str]:
 
 
 def expressions(node: Any) -> Iterator[str]:
-    """Yields every query of a dashboard, including those of its variables."""
+    """Yield every query of a dashboard, including those of its variables."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key in ("expr", "definition") or (key == "query" and isinstance(value, str)):
@@ -40,7 +40,7 @@ def expressions(node: Any) -> Iterator[str]:
 
 
 def unknown(shown: Any) -> set[str]:
-    """Returns metric names in a dashboard that no driver serves."""
+    """Return metric names in a dashboard that no driver serves."""
     # Label values, in quotes, are no metrics.
     named = {
         name

@@ -49,7 +49,7 @@ def look(
 
 
 def group(name: str) -> list[WaitingActor]:
-    """Returns a group with one trajectory."""
+    """Return a group with one trajectory."""
     return [
         actor(WaitNode("group", name), ROLLOUTS),
         actor(WaitNode("trajectory", f"{name}-0"), WaitNode("group", name)),

@@ -40,14 +40,14 @@ def text_of(page: str) -> str:
 
 @cache
 def anchors(page: str) -> set[str]:
-    """Returns the anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", without_code(text_of(page)), re.MULTILINE)
     texts = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return {re.sub(r"[^\w -]", "", text).strip().lower().replace(" ", "-") for text in texts}
 
 
 def links(page: str) -> list[tuple[str, str]]:
-    """Returns the relative links of a page: the file from the root of the repository, and the anchor."""
+    """Return the relative links of a page: the file from the root of the repository, and the anchor."""
     found = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(page)))
     parts = (link.partition("#") for link in found if not re.match(r"[a-z]+:", link))
     base = (ROOT / page).parent
@@ -112,7 +112,7 @@ def test_pages_that_code_and_configs_name_exist() -> None:
 
 
 def commands_of(page: str) -> list[list[str]]:
-    """Returns the commands in the blocks of a page, in words, without those that have placeholders."""
+    """Return the commands in the blocks of a page, in words, without those that have placeholders."""
     fenced = re.findall(r"^(`{3,})(\w*)\n(.*?)^\1$", text_of(page), re.DOTALL | re.MULTILINE)
     blocks = [block for _, language, block in fenced if language in ("", "bash", "sh")]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]

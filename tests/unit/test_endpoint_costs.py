@@ -51,7 +51,7 @@ def bytes_held() -> int:
 
 
 async def bytes_after_turns(num_turns: int) -> int:
-    """Returns what a trajectory holds after turns of 2 kB, each request with all messages so far."""
+    """Return what a trajectory holds after turns of 2 kB, each request with all messages so far."""
     session = ScriptedSession(*(f"{number} {'y' * 1000}" for number in range(num_turns)))
     messages: list[dict[str, Any]] = []
     async with traced_conversation(session) as ask:

@@ -144,7 +144,7 @@ class SleepingServer(SGLangServer):
         return [sys.executable, "-c", bind + report + "time.sleep(600)"]
 
     async def reported(self, number: int) -> tuple[int, Path]:
-        """Returns what the server has reported at its start of this number, from 0 on."""
+        """Return what the server has reported at its start of this number, from 0 on."""
         lines: list[str] = []
         for _ in range(1000):
             if len(lines := self.log_path.read_text().splitlines()) > number:
@@ -155,7 +155,7 @@ class SleepingServer(SGLangServer):
 
 
 def sleeping_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SleepingServer:
-    """Returns one that has not started, whether SGLang is installed or not."""
+    """Return one that has not started, whether SGLang is installed or not."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15")
     return SleepingServer(
         SGLangEngines(device="cpu"),

@@ -22,7 +22,7 @@ def test_an_open_file_is_a_descriptor_in_use(tmp_path: Path) -> None:
 
 
 def container(folder: Path, line: str, at: str, names: tuple[str, str], limit: str, cached: str) -> Path:
-    """Returns the file with the control group of a process; its group uses 8 GiB, of which 2 are a cache."""
+    """Return the file with the control group of a process; its group uses 8 GiB, of which 2 are a cache."""
     group = folder / at
     group.mkdir(parents=True, exist_ok=True)
     for name, text in zip(names, (limit, str(8 << 30)), strict=True):

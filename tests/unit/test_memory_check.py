@@ -69,7 +69,7 @@ Check = Callable[..., str]
 
 @pytest.fixture
 def check(capsys: pytest.CaptureFixture[str]) -> Check:
-    """Runs `async-rl check --memory` and returns what it prints, if it ends as expected."""
+    """Run `async-rl check --memory` and return what it prints, if it ends as expected."""
 
     def run(path: Path, *arguments: str, gpu: str | None = "80GB", code: int = 0) -> str:
         size = [] if gpu is None else ["--gpu", gpu]

@@ -68,7 +68,7 @@ LONG = "x" * 600_000
 
 
 async def ignores_refusals(task: Task, api: AgentAPI) -> None:
-    """Says each message, behind those that were answered."""
+    """Say each message, behind those that were answered."""
     said: list[Any] = []
     for message in task.messages:
         with suppress(openai.BadRequestError):
@@ -518,7 +518,7 @@ def tool_call(name: str, **arguments: str) -> str:
 
 
 def weather_policy(prompt: str) -> str:
-    """Calls two tools side by side, has a sub-agent translate, and answers."""
+    """Call two tools side by side, have a sub-agent translate, and answer."""
     if "Translate into German." in prompt:
         return "In Oslo und Rom regnet es."
     if "regnet" in prompt:

@@ -36,7 +36,7 @@ async def fetch(url: str, **headers: str) -> tuple[int, aiohttp.typedefs.LooseHe
 
 @asynccontextmanager
 async def stream(url: str, **headers: str) -> AsyncIterator[AsyncIterator[tuple[str, Any, str]]]:
-    """Yields server-sent events as (name, data, id)."""
+    """Yield server-sent events as (name, data, id)."""
 
     async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any, str]]:
         fields: dict[str, str] = {}

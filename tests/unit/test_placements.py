@@ -200,7 +200,7 @@ def config_with(*overrides: str) -> Config:
 
 
 def lay_out(*overrides: str, gpus: int = 8) -> list[str]:
-    """Returns the table of a config, without its title."""
+    """Return the table of a config, without its title."""
     return placement_table(config_with(*overrides), gpus)[1:]
 
 
@@ -236,7 +236,7 @@ def test_an_engine_on_several_nodes_is_refused_where_it_cannot_be_divided_or_rea
 
 
 def machine(root: Path, node: int, cores: str) -> None:
-    """Writes what the kernel and the driver say of a GPU at a NUMA node."""
+    """Write what the kernel and the driver say of a GPU at a NUMA node."""
     gpu, device = root / "proc/driver/nvidia/gpus/0000:1b:00.0", root / "sys/bus/pci/devices/0000:1b:00.0"
     nodes = root / "sys/devices/system/node/node1"
     for folder in (gpu, device, nodes):

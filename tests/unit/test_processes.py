@@ -25,7 +25,7 @@ time.sleep(600)
 
 
 def started(code: str) -> tuple[subprocess.Popen[str], str]:
-    """Runs a process; yields it with its first line of output."""
+    """Run a process; yield it with its first line of output."""
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()

@@ -34,7 +34,7 @@ def recover(
 
 @pytest.fixture
 def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Returns the bounds of an incarnation that starts with other settings than the usual ones."""
+    """Return the bounds of an incarnation that starts with other settings than the usual ones."""
     seen: dict[str, Any] = {}
 
     def spool(directory: Path, max_bytes: int | None, **options: Any) -> Spool:

@@ -60,7 +60,7 @@ def test_set_up_installs_only_by_hash_what_is_listed() -> None:
 
 
 def wheel(folder: Path, name: str) -> str:
-    """Writes an installable package; returns its SHA-256."""
+    """Write an installable package; return its SHA-256."""
     file = folder / f"{name}-2.13.0-py3-none-any.whl"
     about = f"{name}-2.13.0.dist-info"
     with zipfile.ZipFile(file, "w") as archive:

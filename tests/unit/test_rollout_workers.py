@@ -237,7 +237,7 @@ class WorkerBench:
         num_tokens: int | None = None,
         **rollout: Any,
     ) -> None:
-        """Lets answers have `num_tokens` tokens, and never end if these are more than they may have."""
+        """Let answers have `num_tokens` tokens, and never end if these are more than they may have."""
         long = {} if num_tokens is None else {"max_context_tokens": 4096, "max_new_tokens": 4000}
         self.config = config_of(loop, **(long | rollout))
         self.policy = Watched(stop_at=[17, 23] if num_tokens is None else [num_tokens])

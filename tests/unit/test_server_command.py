@@ -24,7 +24,7 @@ OPTIONS: Final = {
 
 
 def command_of(folder: Path, *overrides: str) -> list[str]:
-    """Returns the command of a server with these settings, on a CPU unless they say otherwise."""
+    """Return the command of a server with these settings, on a CPU unless they say otherwise."""
     (folder / "config.json").write_text(json.dumps(MOE))
     tree: dict[str, Any] = {"model": {"path": str(folder)}, "engine": {"device": "cpu"}}
     for override in overrides:

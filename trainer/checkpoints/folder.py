@@ -21,13 +21,13 @@ _LEFT = re.compile(r"^\.step_\d{8,}\.(tmp|old)$")
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in a checkpoint's name; None for any other name."""
+    """Return the step in a checkpoint's name; None for any other name."""
     match = _NAME.match(path.name)
     return int(match.group(1)) if match else None
 
 
 def checkpoints_newest_first(directory: Path) -> list[Path]:
-    """Returns the folders that are named like a checkpoint, newest step first."""
+    """Return the folders that are named like a checkpoint, newest step first."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if step_of(path) is not None and path.is_dir()]
@@ -35,17 +35,17 @@ def checkpoints_newest_first(directory: Path) -> list[Path]:
 
 
 def final_path(directory: Path, step: int) -> Path:
-    """Returns the path at which the complete checkpoint of a step appears."""
+    """Return the path at which the complete checkpoint of a step appears."""
     return directory / f"step_{step:08d}"
 
 
 def scratch_path(directory: Path, step: int) -> Path:
-    """Returns the path at which the checkpoint of a step is written."""
+    """Return the path at which the checkpoint of a step is written."""
     return directory / f".step_{step:08d}.tmp"
 
 
 def remove_leftovers(directory: Path) -> list[Path]:
-    """Removes folders left over from killed processes; must not run while a checkpoint is being written.
+    """Remove folders left over from killed processes; must not run while a checkpoint is being written.
 
     Returns:
         The removed folders.
@@ -57,7 +57,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
 
 
 def set_aside_newer(directory: Path, loaded: Path) -> list[Path]:
-    """Renames the checkpoints that are newer than the loaded one, so that no later start loads them.
+    """Rename the checkpoints that are newer than the loaded one, so that no later start loads them.
 
     They belong to steps that the run undoes, and may only have been unreadable for a while.
 
@@ -75,7 +75,7 @@ def set_aside_newer(directory: Path, loaded: Path) -> list[Path]:
 
 
 def publish_checkpoint(directory: Path, step: int) -> Path:
-    """Publishes the checkpoint of a step by a rename, once its files are on disk.
+    """Publish the checkpoint of a step by a rename, once its files are on disk.
 
     It replaces a checkpoint of the same step, written before the run was reset to an earlier step. Between
     the two renames neither exists; the older checkpoint that the run was reset to still does.
@@ -92,7 +92,7 @@ def publish_checkpoint(directory: Path, step: int) -> Path:
 
 
 def remove_old_checkpoints(directory: Path, step: int, keep: int, every: int | None) -> list[Path]:
-    """Removes checkpoints that are no longer needed, once the checkpoint of a step is complete.
+    """Remove checkpoints that are no longer needed, once the checkpoint of a step is complete.
 
     Args:
         directory: The folder of checkpoints.
@@ -113,13 +113,13 @@ def remove_old_checkpoints(directory: Path, step: int, keep: int, every: int | N
 
 
 def steps_kept(steps: Iterable[int], newest: int, keep: int, every: int | None) -> set[int]:
-    """Returns the steps whose checkpoints `remove_old_checkpoints` keeps when `newest` is the newest step."""
+    """Return the steps whose checkpoints `remove_old_checkpoints` keeps when `newest` is the newest step."""
     there = sorted(step for step in steps if step <= newest)
     return set(there[-keep:]) | {step for step in there if every and step % every == 0}
 
 
 def _sync(folder: Path) -> None:
-    """Flushes the names in a folder to disk."""
+    """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

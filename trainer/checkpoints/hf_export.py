@@ -40,7 +40,7 @@ def export_checkpoint(
     max_shard_bytes: int | None = None,
     adapter: bool = False,
 ) -> ExportedModel:
-    """Writes the weights of a checkpoint, with the config and tokenizer of its model.
+    """Write the weights of a checkpoint, with the config and tokenizer of its model.
 
     Adapters are merged into the weights of the model's folder, as for engines that serve merged weights.
 

@@ -44,7 +44,7 @@ def load_newest(
     dtype: str,
     critic: MegatronModel | None = None,
 ) -> TrainerState:
-    """Loads the newest complete checkpoint of a folder, or starts at step 0. Called on all ranks.
+    """Load the newest complete checkpoint of a folder, or start at step 0. Called on all ranks.
 
     It removes leftovers of interrupted saves, so no other process may be writing to the folder.
 
@@ -67,7 +67,7 @@ def load_newest(
 
 
 def find_checkpoint(directory: Path) -> WholeCheckpoint | None:
-    """Finds the checkpoint in a folder: the folder itself, or the newest complete one in it. Called on all
+    """Find the checkpoint in a folder: the folder itself, or the newest complete one in it. Called on all
     ranks.
 
     Each rank reads a share of the files.
@@ -107,7 +107,7 @@ def load_checkpoint(
     dtype: str,
     critic: MegatronModel | None = None,
 ) -> TrainerState:
-    """Loads a complete checkpoint into a model and its critic. Called on all ranks.
+    """Load a complete checkpoint into a model and its critic. Called on all ranks.
 
     Raises:
         CheckpointError: When the checkpoint belongs to another model or data type, or either the run or the
@@ -175,7 +175,7 @@ def _settings(lora: dict[str, Any]) -> str:
 
 
 def check_tensors(path: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> None:
-    """Compares a model's tensors with those of a checkpoint.
+    """Compare a model's tensors with those of a checkpoint.
 
     Args:
         path: The checkpoint.

@@ -58,14 +58,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_lora(lora: LoraConfig | None) -> dict[str, Any] | None:
-    """Returns what a manifest says of adapters."""
+    """Return what a manifest says of adapters."""
     if lora is None:
         return None
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
 
 
 def record_file(path: Path) -> FileRecord:
-    """Computes size and checksum of a file."""
+    """Compute size and checksum of a file."""
     crc = size = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -75,7 +75,7 @@ def record_file(path: Path) -> FileRecord:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest and flushes it to disk."""
+    """Write the manifest and flush it to disk."""
     with (folder / MANIFEST_NAME).open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)))
         file.flush()
@@ -83,7 +83,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest, without checking the files.
+    """Read the manifest, without checking the files.
 
     Raises:
         CheckpointError: When the manifest is missing, unreadable or has another format.
@@ -115,7 +115,7 @@ def is_of_format_1(folder: Path) -> bool:
 
 
 def find_flaw(folder: Path, *, share: int = 0, of: int = 1) -> str | None:
-    """Returns what is wrong with a checkpoint, or None. It compares the sizes of all files and reads a share
+    """Return what is wrong with a checkpoint, or None. It compares the sizes of all files and reads a share
     of them.
 
     Args:

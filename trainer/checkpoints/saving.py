@@ -57,7 +57,7 @@ def make_saver(
     layout: dict[str, int | None],
     critic: MegatronModel | None = None,
 ) -> CheckpointSaver:
-    """Builds the saver that a config describes; called on all ranks.
+    """Build the saver that a config describes; called on all ranks.
 
     Args:
         config: The run's config.
@@ -110,7 +110,7 @@ class CheckpointSaver:
         timeout_s: float,
         critic: MegatronModel | None = None,
     ) -> None:
-        """Opens the process group of the writing thread.
+        """Open the process group of the writing thread.
 
         Args:
             model: The model whose state is saved.
@@ -129,7 +129,7 @@ class CheckpointSaver:
         self._saved = Saved()
 
     def start_save(self, directory: Path, step: int, extra: dict[str, Any]) -> None:
-        """Copies the state and starts to write it to `step_<step>` in the background.
+        """Copy the state and start to write it to `step_<step>` in the background.
 
         It first waits for the previous checkpoint if that is still being written.
         """
@@ -154,7 +154,7 @@ class CheckpointSaver:
         self.pending_write = self._thread.submit(self._write, directory, manifest, parts)
 
     def poll_saved(self, *, wait: bool) -> Saved:
-        """Returns the state of the last save.
+        """Return the state of the last save.
 
         Args:
             wait: Whether to wait until it has been completed or has failed.
@@ -168,11 +168,11 @@ class CheckpointSaver:
         return msgspec.structs.replace(self._saved, writing=self.pending_write is not None)
 
     def close(self) -> None:
-        """Waits for the checkpoint that is being written."""
+        """Wait for the checkpoint that is being written."""
         self._thread.shutdown()
 
     def _stage(self, parts: Sequence[shards.TensorPart]) -> list[shards.TensorPart]:
-        """Returns the same parts with their data copied to host memory."""
+        """Return the same parts with their data copied to host memory."""
         sizes = [-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
         if len(self.staging_buffer) < sum(sizes):
             pinned = self._model.device.type == "cuda"
@@ -188,7 +188,7 @@ class CheckpointSaver:
         return staged
 
     def _write(self, directory: Path, manifest: Manifest, parts: Sequence[shards.TensorPart]) -> None:
-        """Runs in the thread: writes and publishes the checkpoint, and removes old ones."""
+        """Run in the thread: write and publish the checkpoint, and remove old ones."""
         begin = time.perf_counter()
         doing = f"cannot write checkpoint {folder.final_path(directory, manifest.step)}"
         agreed = partial(raise_on_all_ranks, CheckpointError, doing, self._group)

@@ -45,19 +45,19 @@ class ComparedRewards(NamedTuple):
     """The part of each in its attempt's vote; 1 in total for an attempt that counts, all 0 for another."""
 
     def attempts(self) -> Float64Array:
-        """Returns the number of attempts that count in the group of each, `[N]`, at least 1."""
+        """Return the number of attempts that count in the group of each, `[N]`, at least 1."""
         return np.maximum(np.bincount(self.group, self.share), 1)[self.group]
 
     def group_mean(self, values: Float64Array) -> Float64Array:
-        """Returns the mean of values, `[N]`, over the attempts of the group of each, `[N]`."""
+        """Return the mean of values, `[N]`, over the attempts of the group of each, `[N]`."""
         return np.bincount(self.group, self.share * values)[self.group] / self.attempts()
 
     def vote(self, values: Float64Array) -> Float64Array:
-        """Returns the vote of the attempt of each: the mean of its values, `[N]`."""
+        """Return the vote of the attempt of each: the mean of its values, `[N]`."""
         return np.bincount(self.attempt, self.share * values)[self.attempt]
 
     def batch_mean(self, values: Float64Array) -> float:
-        """Returns the mean of values, `[N]`, over all attempts that count."""
+        """Return the mean of values, `[N]`, over all attempts that count."""
         return float((self.share * values).sum() / max(self.share.sum(), 1.0))
 
 
@@ -68,7 +68,7 @@ F = TypeVar("F", bound=Callable[..., Float64Array])
 
 
 def batch_baseline(estimator: F) -> F:
-    """Marks an estimator whose baseline is the batch: it needs no second attempt at the same task.
+    """Mark an estimator whose baseline is the batch: it needs no second attempt at the same task.
 
     Attempts without a sibling count, and `rollout.group_size` may be 1. With a KL penalty in the reward it
     gets the return of each token, and for other estimators the penalty of the whole answer is subtracted.
@@ -78,12 +78,12 @@ def batch_baseline(estimator: F) -> F:
 
 
 def has_batch_baseline(estimator: Estimator) -> bool:
-    """Returns whether an estimator is marked by `batch_baseline`."""
+    """Return whether an estimator is marked by `batch_baseline`."""
     return bool(getattr(getattr(estimator, "func", estimator), "has_batch_baseline", False))
 
 
 def grpo(compared: ComparedRewards) -> Float64Array:
-    """Returns rewards centred and scaled by the group's mean and deviation.
+    """Return rewards centred and scaled by the group's mean and deviation.
 
     Deviations are the population's; verl and TRL divide the squares of a group by G - 1.
 
@@ -94,7 +94,7 @@ def grpo(compared: ComparedRewards) -> Float64Array:
 
 
 def dr_grpo(compared: ComparedRewards) -> Float64Array:
-    """Returns rewards centred by the group's mean.
+    """Return rewards centred by the group's mean.
 
     Source: arXiv 2503.20783 (Dr. GRPO), section 3.
     """
@@ -102,7 +102,7 @@ def dr_grpo(compared: ComparedRewards) -> Float64Array:
 
 
 def rloo(compared: ComparedRewards) -> Float64Array:
-    """Returns rewards minus the mean of the other attempts of the group.
+    """Return rewards minus the mean of the other attempts of the group.
 
     That mean is the group's without the attempt's own vote.
 
@@ -114,7 +114,7 @@ def rloo(compared: ComparedRewards) -> Float64Array:
 
 @batch_baseline
 def reinforce_plus_plus(compared: ComparedRewards) -> Float64Array:
-    """Returns rewards centred and scaled by the batch's mean and deviation, which count every attempt once.
+    """Return rewards centred and scaled by the batch's mean and deviation, which count every attempt once.
 
     verl counts every token.
 
@@ -124,7 +124,7 @@ def reinforce_plus_plus(compared: ComparedRewards) -> Float64Array:
 
 
 def reinforce_plus_plus_baseline(compared: ComparedRewards) -> Float64Array:
-    """Returns rewards centred by the group's mean, then centred and scaled over the batch.
+    """Return rewards centred by the group's mean, then centred and scaled over the batch.
 
     Source: arXiv 2501.03262 (REINFORCE++), section 3.
     """
@@ -142,7 +142,7 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
 
 
 def load_estimator(loss: LossConfig) -> Estimator:
-    """Returns the estimator that the config names, with the keyword arguments of the config.
+    """Return the estimator that the config names, with the keyword arguments of the config.
 
     Raises:
         ConfigError: The dotted path leads to no function.
@@ -157,7 +157,7 @@ def estimate_advantages(
     attempt_index: Int32Array,
     weights: np.ndarray | None = None,
 ) -> Float32Array:
-    """Returns the advantages of a batch's trajectories, or of its turns or tokens.
+    """Return the advantages of a batch's trajectories, or of its turns or tokens.
 
     What has no part in a vote has the advantage 0. So has a group with fewer than two attempts that vote,
     unless the batch is the estimator's baseline.
@@ -196,7 +196,7 @@ def estimate_advantages(
 
 
 def advantages_problem(advantages: np.ndarray, counted: BoolArray) -> str | None:
-    """Returns what is wrong with an estimator's result, or None.
+    """Return what is wrong with an estimator's result, or None.
 
     Args:
         advantages: What it returned.
@@ -213,7 +213,7 @@ def advantages_problem(advantages: np.ndarray, counted: BoolArray) -> str | None
 
 
 def lacks_baseline(group_index: Int32Array, attempt_index: Int32Array, counted: BoolArray) -> BoolArray:
-    """Returns which trajectories have no other attempt of their group to be compared with, `[N]`.
+    """Return which trajectories have no other attempt of their group to be compared with, `[N]`.
 
     Args:
         group_index: `[N]`, equal for the trajectories of a group.
@@ -227,7 +227,7 @@ def lacks_baseline(group_index: Int32Array, attempt_index: Int32Array, counted: 
 
 
 def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32Array:
-    """Returns the penalty of answers that approach the longest length allowed: 0 at the start of the buffer,
+    """Return the penalty of answers that approach the longest length allowed: 0 at the start of the buffer,
     then to -1.
 
     `0` up to `longest - buffer` tokens, `((longest - buffer) - length) / buffer` from there on, `-1` beyond
@@ -247,6 +247,6 @@ def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32A
 
 
 def _whitened(compared: ComparedRewards, values: Float64Array) -> Float64Array:
-    """Returns the values, `[N]`, centred and scaled over the attempts of the batch."""
+    """Return the values, `[N]`, centred and scaled over the attempts of the batch."""
     centred = values - compared.batch_mean(values)
     return centred / (np.sqrt(compared.batch_mean(centred**2)) + EPSILON)

@@ -36,7 +36,7 @@ def importance_correction(
     rejected: torch.Tensor,
     sequences: Sequences,
 ) -> Correction:
-    """Returns the importance weights of the proximal over the behaviour policy.
+    """Return the importance weights of the proximal over the behaviour policy.
 
     Args:
         importance: Level, bounds, and the treatment of ratios beyond them.
@@ -67,7 +67,7 @@ def importance_correction(
 def rejected_answers(
     reject: RejectConfig, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, sequences: Sequences
 ) -> torch.Tensor:
-    """Returns which answers are rejected, `[N]` bool.
+    """Return which answers are rejected, `[N]` bool.
 
     Args:
         reject: The conditions under which a whole answer is rejected.

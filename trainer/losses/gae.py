@@ -30,7 +30,7 @@ def token_rewards(
     mask: BoolArray,
     trajectory: Int64Array,
 ) -> Float64Array:
-    """Returns the reward of each trained token, `[S]`; 0 for others.
+    """Return the reward of each trained token, `[S]`; 0 for others.
 
     A turn's own reward is of the last trained token up to its end. The rest of the trajectory's reward is of
     its last trained token. A turn's reward before the first trained token (a branch inherits such turns) is
@@ -61,7 +61,7 @@ def token_rewards(
 def gae(
     rewards: Float64Array, values: Float64Array, trajectory: Int64Array, gamma: float, gae_lambda: float
 ) -> tuple[Float64Array, Float64Array]:
-    """Returns the advantage and the return of each trained token, `[n]` each.
+    """Return the advantage and the return of each trained token, `[n]` each.
 
     With `gae_lambda` 1 the return is the discounted sum of rewards from the token on, without any value in
     it; with 0 it is the next reward plus the next value.
@@ -89,7 +89,7 @@ def gae(
 def value_losses(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the loss of each token's value, and 1 where it was clipped and has no gradient, `[n]` each.
+    """Return the loss of each token's value, and 1 where it was clipped and has no gradient, `[n]` each.
 
     `max((V - R)^2, (V_clipped - R)^2) / 2`, where `V_clipped` is at most `clip` away from the value before
     the updates of the batch: an update gains nothing by moving a value further.
@@ -111,7 +111,7 @@ def value_losses(
 
 
 def explained_variance(values: Float64Array, returns: Float64Array) -> float:
-    """Returns `1 - Var(returns - values) / Var(returns)`, NaN where all returns are equal.
+    """Return `1 - Var(returns - values) / Var(returns)`, NaN where all returns are equal.
 
     1 is a perfect critic, 0 one that is no better than a constant, below 0 a worse one.
 
@@ -122,6 +122,6 @@ def explained_variance(values: Float64Array, returns: Float64Array) -> float:
 
 
 def _is_last(trajectory: Int64Array) -> BoolArray:
-    """Returns which tokens are the last of their trajectory, `[n]`."""
+    """Return which tokens are the last of their trajectory, `[n]`."""
     last: BoolArray = np.append(trajectory[1:] != trajectory[:-1], np.ones(min(len(trajectory), 1), np.bool_))
     return last

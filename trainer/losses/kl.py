@@ -15,7 +15,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(kind: KlEstimator, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Returns an estimate of KL(policy, reference) at each token, `[n]` nats.
+    """Return an estimate of KL(policy, reference) at each token, `[n]` nats.
 
     With `d = log_probs - reference`: `k1` is `d`, unbiased, of either sign; `k2` is `d² / 2`, biased, never
     negative, and its gradient is that of the KL; `k3` is `exp(-d) - 1 + d`, unbiased and never negative, and
@@ -41,7 +41,7 @@ def kl_estimate(kind: KlEstimator, log_probs: torch.Tensor, reference: torch.Ten
 
 
 def sums_to_go(values: np.ndarray, trajectory: Int64Array) -> np.ndarray:
-    """Returns the sum of each token's value and those of later tokens of its trajectory, `[S]` float64.
+    """Return the sum of each token's value and those of later tokens of its trajectory, `[S]` float64.
 
     Args:
         values: `[S]`.
@@ -57,7 +57,7 @@ def sums_to_go(values: np.ndarray, trajectory: Int64Array) -> np.ndarray:
 def teacher_advantages(
     config: TeacherConfig, advantages: Float32Array, log_probs: Float32Array, teacher: Float32Array
 ) -> Float32Array:
-    """Returns the advantages of tokens with the reward that a teacher gives each of them, `[S]`.
+    """Return the advantages of tokens with the reward that a teacher gives each of them, `[S]`.
 
     With `where: reward` it is `coefficient · (teacher - log_probs)`, the negative reverse KL at the sampled
     token. No baseline is subtracted and later tokens do not count: a discount of 0, as in the source.

@@ -47,7 +47,7 @@ class KeptTokens:
 
     @classmethod
     def of(cls, mask: SamplingMask, device: torch.device) -> KeptTokens:
-        """Returns a sampling mask on a device."""
+        """Return a sampling mask on a device."""
         return cls(
             ends=np.cumsum(mask.counts, dtype=np.int64),
             rows=torch.from_numpy(mask.rows).to(device),
@@ -56,7 +56,7 @@ class KeptTokens:
         )
 
     def exclude(self, logits: torch.Tensor, start: int, first: int) -> None:
-        """Overwrites the logits of tokens that were not kept.
+        """Overwrite the logits of tokens that were not kept.
 
         Args:
             logits: `[part, V / ranks]`, of the rows from `start` on.
@@ -83,7 +83,7 @@ def vocab_parallel_log_probs(
     kept: KeptTokens | None = None,
     vocabulary: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-prob of each label and the entropy of each distribution, in float32.
+    """Return the log-prob of each label and the entropy of each distribution, in float32.
 
     Args:
         hidden: `[n, H]`, the inputs of the output layer. With a group, their gradient is that of this rank's
@@ -179,14 +179,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 def _parts(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
-    """Yields parts of the rows, of at most `LOGITS_AT_ONCE` logits; all but the last are of one size."""
+    """Yield parts of the rows, of at most `LOGITS_AT_ONCE` logits; all but the last are of one size."""
     size = max(1, LOGITS_AT_ONCE // len(weight))
     for start in range(0, len(hidden), size):
         yield slice(start, start + size)
 
 
 def _fused(function: Callable[..., Any], logits: torch.Tensor, *rest: Any) -> Any:
-    """Calls a function of logits, which it may overwrite; on a GPU it is compiled into one kernel."""
+    """Call a function of logits, which it may overwrite; on a GPU it is compiled into one kernel."""
     return (_compiled(function) if logits.is_cuda else function)(logits, *rest)
 
 
@@ -196,7 +196,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _row_sums(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns `m`, `sum(e^y)` and `sum(e^y y)` of each row."""
+    """Return `m`, `sum(e^y)` and `sum(e^y y)` of each row."""
     shifted = logits.float()
     if temperature != 1:
         shifted /= temperature
@@ -213,7 +213,7 @@ def _logit_gradients(
     factor: torch.Tensor | None,
     offset: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns `e^y (factor y + offset)`, in the type of the logits; a factor of None is 0."""
+    """Return `e^y (factor y + offset)`, in the type of the logits; a factor of None is 0."""
     shifted = logits.float()
     if temperature != 1:
         shifted /= temperature
@@ -225,7 +225,7 @@ def _logit_gradients(
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Adds a matrix product to a total, which may have a wider type than the factors."""
+    """Add a matrix product to a total, which may have a wider type than the factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def load_function(key: str, name: str, known: Mapping[str, F], args: Mapping[str, Any]) -> F:
-    """Returns the function that a setting names.
+    """Return the function that a setting names.
 
     Args:
         key: The setting, for messages.

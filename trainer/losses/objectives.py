@@ -57,7 +57,7 @@ ObjectiveFunction = Callable[[PolicyTokens, LossConfig], Objective]
 
 
 def ppo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
-    """Returns clipped PPO around the proximal policy, weighted for the behaviour policy.
+    """Return clipped PPO around the proximal policy, weighted for the behaviour policy.
 
     `-w · min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)` with `r = exp(log_probs - old_log_probs)`;
     where A < 0 it is at most `-w · dual_clip · A`, so that a token that has become likely cannot dominate the
@@ -71,7 +71,7 @@ def ppo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
 
 
 def gspo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
-    """Returns PPO with the ratio of the whole answer: `s = exp(mean of log_probs - old_log_probs)`.
+    """Return PPO with the ratio of the whole answer: `s = exp(mean of log_probs - old_log_probs)`.
 
     Each token has the value `s` and its own share of the gradient of `s`. Averaged over the tokens of each
     answer and then over answers (`aggregate: sequence_mean`), this is the objective of the source. Useful
@@ -85,7 +85,7 @@ def gspo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
 
 
 def cispo(tokens: PolicyTokens, loss: LossConfig) -> Objective:
-    """Returns REINFORCE with a clipped importance weight: `-w · sg(clip(r)) · A · log_probs`.
+    """Return REINFORCE with a clipped importance weight: `-w · sg(clip(r)) · A · log_probs`.
 
     Source: arXiv 2506.13585 (MiniMax-M1), equations 4 and 5.
     """
@@ -99,7 +99,7 @@ OBJECTIVES: Final[dict[str, ObjectiveFunction]] = {"ppo": ppo, "gspo": gspo, "ci
 
 
 def load_objective(loss: LossConfig) -> ObjectiveFunction:
-    """Returns the objective that the config names, with the keyword arguments of the config.
+    """Return the objective that the config names, with the keyword arguments of the config.
 
     Raises:
         ConfigError: The dotted path leads to no function.
@@ -120,7 +120,7 @@ def _clipped(ratio: torch.Tensor, tokens: PolicyTokens, loss: LossConfig) -> Obj
 
 
 def token_weights(aggregate: str, attempt: Int64Array, longest: int) -> Float32Array:
-    """Returns the weight of each trained token; the weighted sum over a batch is its loss.
+    """Return the weight of each trained token; the weighted sum over a batch is its loss.
 
     An attempt is what papers call an answer; the tokens of all its conversations belong to it.
 

@@ -53,7 +53,7 @@ def policy_sums(
     entropy: torch.Tensor,
     tokens: TrainedTokens,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the summed loss of one micro-batch's trained tokens, and its sums in the order of `SUMS`.
+    """Return the summed loss of one micro-batch's trained tokens, and its sums in the order of `SUMS`.
 
     `loss = objective + kl · coefficient - entropy · bonus`, each token multiplied by its weight; tokens of
     rejected answers add nothing. With `teacher.where: loss`, `w · k2(log_probs, teacher)` is added, times its
@@ -132,11 +132,11 @@ class UpdateSums(NamedTuple):
     """Trained tokens."""
 
     def add(self, sums: torch.Tensor, trained: int) -> UpdateSums:
-        """Returns the sums with those of one more update."""
+        """Return the sums with those of one more update."""
         return UpdateSums(self.sums + sums, self.trained + trained)
 
     def means(self) -> dict[str, float]:
-        """Returns the means over trained tokens, by name; 0 if there are none."""
+        """Return the means over trained tokens, by name; 0 if there are none."""
         return {
             name: value / max(self.trained, 1) for name, value in zip(SUMS, self.sums.tolist(), strict=True)
         }
@@ -148,7 +148,7 @@ NO_UPDATES = UpdateSums(torch.zeros(len(SUMS), dtype=torch.float64), 0)
 def mean_metrics(
     updates: UpdateSums, later: UpdateSums, *, bypass: bool, reference: bool, teacher: bool
 ) -> dict[str, float]:
-    """Returns the metrics of a batch's updates.
+    """Return the metrics of a batch's updates.
 
     `ppo_kl` is that of the later updates: in the first, the current policy is the proximal one, and it would
     be 0 by construction.

@@ -15,7 +15,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def no_reduction(sums: torch.Tensor) -> torch.Tensor:
-    """Returns the sums unchanged: no other rank holds a part of the trajectories."""
+    """Return the sums unchanged: no other rank holds a part of the trajectories."""
     return sums
 
 
@@ -34,10 +34,10 @@ class Sequences(NamedTuple):
     """Adds sums, `[N]`, up over the ranks that share the trajectories."""
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of values, `[n]`, over each trajectory, `[N]`, without gradient."""
+        """Return the sum of values, `[n]`, over each trajectory, `[N]`, without gradient."""
         total = torch.zeros(len(self.lengths), dtype=torch.float32, device=values.device)
         return self.reduce(total.index_add_(0, self.index, values.detach().float()))
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the mean of values, `[n]`, over each trajectory, `[N]`, without gradient."""
+        """Return the mean of values, `[n]`, over each trajectory, `[N]`, without gradient."""
         return self.sums(values) / self.lengths.clamp(min=1)

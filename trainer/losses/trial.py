@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def try_loss(config: Config) -> None:
-    """Calls the user's estimator and objective on small inputs, if the config names any.
+    """Call the user's estimator and objective on small inputs, if the config names any.
 
     An objective is called with all tokens, with each answer alone and with none, as a rank may have an empty
     micro-batch; on the CPU. Torch is loaded only then.
@@ -74,7 +74,7 @@ def _try_estimator(config: Config) -> None:
 
 
 def describe_penalty(config: Config) -> list[str]:
-    """Returns a warning, in one line or none, where the coefficient of a KL in the reward can cancel.
+    """Return a warning, in one line or none, where the coefficient of a KL in the reward can cancel.
 
     The estimator gets equal task rewards minus a small and a large penalty: one that divides by their
     deviation returns the same advantages for both.

@@ -28,7 +28,7 @@ class Turns(NamedTuple):
 
 
 def find_turns(weight_versions: Int32Array, offsets: Int64Array) -> Turns:
-    """Returns the turns of a batch.
+    """Return the turns of a batch.
 
     Masked tokens count as well: a token that is too stale, or that a sibling branch trains, was still
     generated.
@@ -48,7 +48,7 @@ def find_turns(weight_versions: Int32Array, offsets: Int64Array) -> Turns:
 
 
 def turn_of_tokens(turns: Turns, count: int) -> Int64Array:
-    """Returns the turn of each of `count` tokens, -1 where a token is of none."""
+    """Return the turn of each of `count` tokens, -1 where a token is of none."""
     index = np.full(count, -1)
     lengths = turns.end - turns.start
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -57,14 +57,14 @@ def turn_of_tokens(turns: Turns, count: int) -> Int64Array:
 
 
 def longest_turns(turns: Turns, count: int) -> Int64Array:
-    """Returns the length in tokens of each trajectory's longest turn, `[N] int64`; 0 where there is none."""
+    """Return the length in tokens of each trajectory's longest turn, `[N] int64`; 0 where there is none."""
     longest = np.zeros(count, np.int64)
     np.maximum.at(longest, turns.trajectory, turns.end - turns.start)
     return longest
 
 
 def has_trained_tokens(turns: Turns, loss_mask: BoolArray) -> BoolArray:
-    """Returns which turns have a token that is trained on, `[U]`; others are not compared with anything.
+    """Return which turns have a token that is trained on, `[U]`; others are not compared with anything.
 
     Args:
         turns: The turns of a batch.
@@ -78,7 +78,7 @@ def has_trained_tokens(turns: Turns, loss_mask: BoolArray) -> BoolArray:
 def turn_returns(
     turns: Turns, rewards: Float32Array, positions: Int64Array, values: Float32Array, discount: float
 ) -> Float32Array:
-    """Returns the discounted sum of the rewards from each turn on, `[U] float32`.
+    """Return the discounted sum of the rewards from each turn on, `[U] float32`.
 
     Args:
         turns: The turns of a batch.

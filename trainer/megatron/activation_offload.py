@@ -24,7 +24,7 @@ class LayerInputsOnHost:
     """
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
-        """Moves nothing yet.
+        """Move nothing yet.
 
         Args:
             hidden_size: Size of a hidden state, by which they are known.
@@ -34,7 +34,7 @@ class LayerInputsOnHost:
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Moves what is saved in the block."""
+        """Move what is saved in the block."""
         with torch.autograd.graph.saved_tensors_hooks(self._keep, self._bring_back):
             yield
 
@@ -49,7 +49,7 @@ class LayerInputsOnHost:
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in host memory, pinned beside a GPU, which later work of the same stream may read."""
+    """Return a copy in host memory, pinned beside a GPU, which later work of the same stream may read."""
     pinned = tensor.device.type == "cuda"
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
     return host.copy_(tensor, non_blocking=True)

@@ -203,7 +203,7 @@ class _Glm4MoE(_Spec, GLM4MoEBridge):
 
 
 def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns the rotary fields of Megatron's `MLATransformerConfig`.
+    """Return the rotary fields of Megatron's `MLATransformerConfig`.
 
     Source: transformers, `_compute_yarn_parameters` and `yarn_apply_mscale`: when both mscales are given, the
     rotation is scaled by the inverse of their quotient; the softmax is scaled by `mscale_all_dim`.
@@ -238,7 +238,7 @@ _BRIDGES: dict[str, type[_Spec]] = {
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
-    """Returns 1 for each layer with experts and 0 for the others, `[num_layers]`.
+    """Return 1 for each layer with experts and 0 for the others, `[num_layers]`.
 
     Source: transformers, `Qwen3MoeDecoderLayer.__init__`, `DeepseekV3DecoderLayer.__init__` and
     `Glm4MoeDecoderLayer.__init__`.
@@ -285,7 +285,7 @@ class KimiK2Config(DeepseekV3Config):
 
 
 def load_hf_config(path: Path) -> Any:
-    """Returns the config of a model folder as transformers reads it, without code from the folder.
+    """Return the config of a model folder as transformers reads it, without code from the folder.
 
     Raises:
         ConfigError: When the trainer does not support the model's type.
@@ -297,7 +297,7 @@ def load_hf_config(path: Path) -> Any:
 
 
 def bridge_for(hf_config: Any, path: str, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
-    """Returns mbridge's bridge for a model, with a config for the current parallel state.
+    """Return mbridge's bridge for a model, with a config for the current parallel state.
 
     Args:
         hf_config: The model's config.json.

@@ -38,7 +38,7 @@ class PackedTrajectories(PackedSeqParams):
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> PackedTrajectories:
-        """Describes trajectories of the given lengths, packed in order."""
+        """Describe trajectories of the given lengths, packed in order."""
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         longest = max(lengths)
         return cls(
@@ -86,7 +86,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedTrajectories | None = None,
     ) -> torch.Tensor:
-        """Computes attention within each trajectory.
+        """Compute attention within each trajectory.
 
         Args:
             query: `[t, heads, d]`.
@@ -110,7 +110,7 @@ class PackedAttention(torch.nn.Module):
     def _rectangle(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r: Rectangle
     ) -> torch.Tensor:
-        """Computes attention in one rectangle; returns `[tokens, heads * v]` in the order of `r.cells`."""
+        """Compute attention in one rectangle; return `[tokens, heads * v]` in the order of `r.cells`."""
         repeat = query.shape[1] // key.shape[1]
 
         def cut(x: torch.Tensor, times: int) -> torch.Tensor:
@@ -149,7 +149,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def zigzag(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Returns the packed positions of a context rank: chunks `rank` and `2*size-1-rank` of each trajectory.
+    """Return the packed positions of a context rank: chunks `rank` and `2*size-1-rank` of each trajectory.
 
     Every length must be a multiple of `2 * size`. The order is Megatron's (`get_batch_on_this_cp_rank`),
     which balances the work of causal attention.

@@ -79,7 +79,7 @@ class HFBridge:
     """
 
     def __init__(self, path: str, dtype: torch.dtype, **transformer_config: Any) -> None:
-        """Reads config.json and builds the Megatron config for the current parallel state.
+        """Read config.json and build the Megatron config for the current parallel state.
 
         Args:
             path: Folder of the Hugging Face model.
@@ -109,7 +109,7 @@ class HFBridge:
         return self.mbridge.config
 
     def build_chunks(self) -> list[torch.nn.Module]:
-        """Builds this rank's chunks of the model, whose weights `load_hf` overwrites.
+        """Build this rank's chunks of the model, whose weights `load_hf` overwrites.
 
         Embedding and output layer may have more rows than the model has tokens (`vocab_size` of a chunk), to
         divide among the tensor ranks. The rows are 0 and stay 0.
@@ -135,14 +135,14 @@ class HFBridge:
 
     @torch.no_grad()
     def load_hf(self, models: list[torch.nn.Module]) -> None:
-        """Loads the folder's weights."""
+        """Load the folder's weights."""
         self.mbridge.load_weights(_views(models), str(self.path))
 
     @torch.no_grad()
     def export_hf(
         self, models: list[torch.nn.Module], *, merged: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every tensor under its Hugging Face name, gathered from all model-parallel ranks.
+        """Yield every tensor under its Hugging Face name, gathered from all model-parallel ranks.
 
         Adapters are merged into the weights, unless `merged` is False. All ranks must exhaust the iterator,
         because gathering is collective. A tensor may be a view of a parameter. Of tied embeddings it yields
@@ -156,7 +156,7 @@ class HFBridge:
             del tensor  # frees it before the next one is gathered
 
     def save_hf(self, models: list[torch.nn.Module], directory: str | Path) -> None:
-        """Writes a complete Hugging Face folder: weights, config, tokenizer, generation config.
+        """Write a complete Hugging Face folder: weights, config, tokenizer, generation config.
 
         A rename publishes the folder when it is complete. Rank 0 writes, and all ranks wait for it.
 
@@ -173,7 +173,7 @@ class HFBridge:
                 collections.deque(tensors, maxlen=0)  # gathering is collective: all ranks iterate to the end
 
     def write_hf(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: str | Path) -> None:
-        """Writes tensors with Hugging Face names into a folder as `save_hf` does, on one rank."""
+        """Write tensors with Hugging Face names into a folder as `save_hf` does, on one rank."""
         with replaced_folder(Path(directory)) as scratch:
             shards = _ShardWriter(scratch, self.shard_bytes)
             for name, tensor in tensors:
@@ -184,7 +184,7 @@ class HFBridge:
             self._copy_companions(scratch)
 
     def hf_modules(self, name: str) -> list[str]:
-        """Returns the names of the modules in which Hugging Face has a projection.
+        """Return the names of the modules in which Hugging Face has a projection.
 
         Args:
             name: The projection's portable name, as `decoder.layers.3.mlp.experts.experts.7.linear_fc1`.
@@ -195,7 +195,7 @@ class HFBridge:
         return [each.removesuffix(".weight") for each in names]
 
     def _prediction_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the layers of multi-token prediction, which are not trained, from the model's folder.
+        """Yield the layers of multi-token prediction, which are not trained, from the model's folder.
 
         They are numbered after the decoder's layers. config.json declares them, and a server that uses them
         for speculative decoding expects them.
@@ -208,7 +208,7 @@ class HFBridge:
                         yield name, shard.get_tensor(name)
 
     def _copy_companions(self, directory: Path) -> None:
-        """Copies all files of the source folder but weights, and sets the config's dtype."""
+        """Copy all files of the source folder but weights, and set the config's dtype."""
         for file in self.path.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
                 shutil.copyfile(file, directory / file.name)

@@ -120,7 +120,7 @@ def _check_version() -> None:
 
 @contextlib.contextmanager
 def _quiet_import(*, compiling: bool) -> Iterator[None]:
-    """Imports Megatron-Core without its warnings and, unless `compiling`, with `torch.compile` as a no-op.
+    """Import Megatron-Core without its warnings and, unless `compiling`, with `torch.compile` as a no-op.
 
     Megatron binds `torch.compile` to its small fusions at import. On a CPU they need a C++ compiler and a
     second of compilation for every new length, and nearly every packed micro-batch has a new length.
@@ -202,7 +202,7 @@ class _TorchOnCpu(types.ModuleType):
 
 
 def _replace_cuda_calls() -> None:
-    """Replaces functions of torch itself."""
+    """Replace functions of torch itself."""
     cuda = torch.cuda
     # Buffers, masks, point-to-point and gather outputs are allocated on `torch.cuda.current_device()`.
     cuda.current_device = lambda: CPU
@@ -233,7 +233,7 @@ def _replace_cuda_calls() -> None:
 
 
 def _replace_cuda_in_megatron() -> None:
-    """Replaces functions of Megatron-Core on a machine without CUDA."""
+    """Replace functions of Megatron-Core on a machine without CUDA."""
     proxy = _TorchOnCpu()
     for name in _MODULES_THAT_SAY_CUDA:
         _core(name).torch = proxy
@@ -280,7 +280,7 @@ def _gather_unequal_parts() -> None:
 
 
 def _fill_in_for_transformer_engine() -> None:
-    """Replaces what TransformerEngine's layers would provide."""
+    """Replace what TransformerEngine's layers would provide."""
     # The router tests this name, which a failed import leaves unbound.
     moe_utils = _core("transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -18,7 +18,7 @@ from async_rl.config import LayoutConfig
 
 
 def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fused: bool) -> dict[str, Any]:
-    """Returns the fields of Megatron's `TransformerConfig` that do not depend on the model.
+    """Return the fields of Megatron's `TransformerConfig` that do not depend on the model.
 
     The process groups must exist.
 
@@ -77,7 +77,7 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
 
 
 def fields_of(kind: type, passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `trainer.megatron` sets of one of Megatron's config classes.
+    """Return what `trainer.megatron` sets of one of Megatron's config classes.
 
     Args:
         kind: The class; a name that several classes have is set in each.
@@ -94,7 +94,7 @@ def fields_of(kind: type, passed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accumulate_in_place(chunk: torch.nn.Module) -> None:
-    """Makes the layers of TransformerEngine add weight gradients to Megatron's buffers in their products.
+    """Make the layers of TransformerEngine add weight gradients to Megatron's buffers in their products.
 
     Megatron's field would require Apex, for an output layer that is not used (`leave_out_output_layer`).
     """

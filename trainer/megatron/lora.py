@@ -85,13 +85,13 @@ class AdaptedWeight:
         return parallel_state.get_tensor_model_parallel_group()
 
     def split_dim(self, factor: torch.nn.Parameter) -> int | None:
-        """Returns the dimension by which these ranks split a factor; None if each has the whole."""
+        """Return the dimension by which these ranks split a factor; None if each has the whole."""
         if self.split == "columns":
             return 0 if factor is self.b else None
         return 1 if self.split == "rows" and factor is self.a else None
 
     def merged(self) -> torch.Tensor:
-        """Returns the weight with its adapter: computed in float64 and rounded once, so that it does not
+        """Return the weight with its adapter: computed in float64 and rounded once, so that it does not
         depend on how ranks split it.
         """
         product = self.b.detach().double() @ self.a.detach().double()
@@ -114,7 +114,7 @@ class AdaptedWeight:
             self.b.zero_()
 
     def mark(self) -> None:
-        """Marks both factors for Megatron's sums of gradients and for its gradient norm."""
+        """Mark both factors for Megatron's sums of gradients and for its gradient norm."""
         group = self.tensor_group
         for factor in (self.a, self.b):
             factor.allreduce = getattr(self.weight, "allreduce", True)
@@ -132,7 +132,7 @@ class AdaptedWeight:
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(factor)
 
     def sharded(self) -> list[ShardedTensor | ShardedTensorFactory]:
-        """Returns both factors as parts of global tensors, as `MegatronModule.sharded_state_dict` does."""
+        """Return both factors as parts of global tensors, as `MegatronModule.sharded_state_dict` does."""
         group = self.tensor_group
         if self.expert:
             replica = parallel_state.get_expert_data_parallel_rank()
@@ -158,7 +158,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, linear: torch.nn.Module, name: str, lora: LoraConfig, *, split: Split, expert: bool
     ) -> None:
-        """Adds the adapter; `attach_adapters` lets the projection use it.
+        """Add the adapter; `attach_adapters` lets the projection use it.
 
         Args:
             linear: The projection, whose weight is on its device.
@@ -179,7 +179,7 @@ class Adapter(torch.nn.Module):
         self.enabled = True
 
     def add_to(self, output: torch.Tensor, input_: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Returns the projection's output plus the adapter's, `[..., out]` for inputs `[..., in]`."""
+        """Return the projection's output plus the adapter's, `[..., out]` for inputs `[..., in]`."""
         low = torch.nn.functional.linear(input_, self.a) * self.scale
         if self._group is not None and self._split == "columns":
             low = gather_from_sequence_parallel_region(low, group=self._group)
@@ -193,7 +193,7 @@ class GroupedAdapter(torch.nn.Module):
     """The adapters of one projection of all experts of a rank, which TransformerEngine computes at once."""
 
     def __init__(self, linear: Any, names: Sequence[str], lora: LoraConfig, *, split: Split) -> None:
-        """Adds the adapters; `names` are those of the projections in the whole model, one for each expert."""
+        """Add the adapters; `names` are those of the projections in the whole model, one for each expert."""
         from megatron.core.extensions.transformer_engine import TEGroupedLinear
 
         super().__init__()
@@ -223,7 +223,7 @@ class GroupedAdapter(torch.nn.Module):
         self.enabled = True
 
     def add_to(self, output: torch.Tensor, input_: torch.Tensor, splits: list[int]) -> torch.Tensor:
-        """Returns the projections' outputs plus the adapters', `[n, out]` for inputs `[n, in]`."""
+        """Return the projections' outputs plus the adapters', `[n, out]` for inputs `[n, in]`."""
         low, _ = self.a(input_, splits)
         added, _ = self.b(low * self.scale, splits)
         return output + added
@@ -308,7 +308,7 @@ def _forward_after_norm(adapter: Adapter, original: Callable[..., Any], input_: 
 
 
 def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter | GroupedAdapter]:
-    """Yields the adapters of a model's chunks on this rank."""
+    """Yield the adapters of a model's chunks on this rank."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Adapter | GroupedAdapter):
@@ -316,7 +316,7 @@ def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter | GroupedAda
 
 
 def adapted_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[AdaptedWeight]:
-    """Yields the weights with adapters of a model's chunks on this rank, layer by layer."""
+    """Yield the weights with adapters of a model's chunks on this rank, layer by layer."""
     for adapter in adapters(chunks):
         yield from adapter.weights
 
@@ -327,7 +327,7 @@ def is_of_adapter(name: str) -> bool:
 
 
 def sum_expert_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Sums gradients of what ranks that share experts have whole; Megatron knows no such parameter."""
+    """Sum gradients of what ranks that share experts have whole; Megatron knows no such parameter."""
     group = parallel_state.get_expert_tensor_parallel_group()
     if group.size() == 1:
         return

@@ -97,7 +97,7 @@ class MegatronModel:
         lora: LoraConfig | None = None,
         seed: int = 0,
     ) -> None:
-        """Builds the model and loads the folder's weights. Process groups of the same layout must exist.
+        """Build the model and load the folder's weights. Process groups of the same layout must exist.
 
         With `value_head` its output layer is a `ValueHead`, and no log-probs can be computed. `passed` is
         `trainer.megatron`. With `lora` only adapters are trained, which are drawn from the seed.
@@ -191,7 +191,7 @@ class MegatronModel:
                 group["fused"], group["foreach"] = True, False
 
     def close(self) -> None:
-        """Releases the last autograd graph, and with it the model, which must not be used afterwards.
+        """Release the last autograd graph, and with it the model, which must not be used afterwards.
 
         A token dispatcher references the probabilities of its last micro-batch, their graph references the
         gradient accumulators, and these reference the model through a hook that Python's garbage collector
@@ -237,17 +237,17 @@ class MegatronModel:
         return parallel_state.get_tensor_model_parallel_group()
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums values over ranks: equal on tensor ranks, zero on pipeline stages before the last."""
+        """Sum values over ranks: equal on tensor ranks, zero on pipeline stages before the last."""
         dist.all_reduce(values)
         return values / self.config.tensor_model_parallel_size
 
     def sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums values, in place, over the ranks that train other trajectories."""
+        """Sum values, in place, over the ranks that train other trajectories."""
         dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
         return values
 
     def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums values over the ranks that share the tokens of each trajectory."""
+        """Sum values over the ranks that share the tokens of each trajectory."""
         if self.config.context_parallel_size > 1:
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
         return values
@@ -258,7 +258,7 @@ class MegatronModel:
         return self.lora is not None or self._reference is not None
 
     def keep_reference(self) -> None:
-        """Copies the current weights to the host, as those of the reference policy; of adapters, nothing."""
+        """Copy the current weights to the host, as those of the reference policy; of adapters, nothing."""
         if self.lora is not None:
             return
         reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
@@ -268,7 +268,7 @@ class MegatronModel:
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Gives the model the reference policy's weights within the block, for forward passes only.
+        """Give the model the reference policy's weights within the block, for forward passes only.
 
         Both sets of weights change places, one tensor after the other: the device never holds two sets. A
         model with adapters runs without them.
@@ -336,7 +336,7 @@ class MegatronModel:
         rows: ExpertIdArray | None = None,
         valid: BoolArray | None = None,
     ) -> tuple[MicroBatchInputs, Int64Array]:
-        """Copies this rank's part of a packed micro-batch to its device.
+        """Copy this rank's part of a packed micro-batch to its device.
 
         Args:
             packing: Maps packed positions to tokens of the batch.
@@ -377,7 +377,7 @@ class MegatronModel:
         *,
         forward_only: bool = False,
     ) -> list[Result]:
-        """Runs one schedule over micro-batches; gradients are summed and divided by the number of trained
+        """Run one schedule over micro-batches; gradients are summed and divided by the number of trained
         tokens.
 
         Args:
@@ -406,7 +406,7 @@ class MegatronModel:
         temperature: float,
         kept: KeptTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probs of labels and entropies, `[n]` each, on the last pipeline stage.
+        """Return log-probs of labels and entropies, `[n]` each, on the last pipeline stage.
 
         Args:
             hidden: `[n, H]`, rows of the hidden states that a `LossFunction` gets.
@@ -424,7 +424,7 @@ class MegatronModel:
     def record_routing(
         self, micro_batches: Sequence[MicroBatchInputs], loss: LossFunction[Result]
     ) -> tuple[list[Result], list[MicroBatchInputs]]:
-        """Runs one schedule without gradients and records which experts the routers choose.
+        """Run one schedule without gradients and records which experts the routers choose.
 
         Args:
             micro_batches: As for `run_schedule`; routing in them is ignored.
@@ -456,7 +456,7 @@ class MegatronModel:
         *,
         forward_only: bool,
     ) -> list[Result]:
-        """Runs a schedule; `through` wraps the forward pass of one micro-batch through one chunk."""
+        """Run a schedule; `through` wraps the forward pass of one micro-batch through one chunk."""
 
         def forward(order: Iterator[int], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             index = next(order)
@@ -510,7 +510,7 @@ class MegatronModel:
             )
 
     def take_optimizer_step(self, learning_rate: float, *, skip_above: float | None = None) -> float:
-        """Clips the gradients and takes one optimizer step, if their norm is finite and not above
+        """Clip the gradients and take one optimizer step, if their norm is finite and not above
         `skip_above`.
 
         A step without any gradient, of groups of equal rewards, is none: Adam's momentum would repeat the
@@ -547,7 +547,7 @@ class ValueHead(torch.nn.Module):
     """
 
     def __init__(self, layer: ColumnParallelLinear, like: torch.Tensor) -> None:
-        """Takes the place of a language model's output layer; `like` is any weight of its model."""
+        """Take the place of a language model's output layer; `like` is any weight of its model."""
         super().__init__()
         self.weight = torch.nn.Parameter(like.new_zeros(1, layer.input_size))
         self.sequence_parallel, self._group = layer.sequence_parallel, layer.tp_group
@@ -556,7 +556,7 @@ class ValueHead(torch.nn.Module):
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """Returns values, `[t, 1, 1]` float32, of hidden states, `[t, 1, H]` or this rank's part of them."""
+        """Return values, `[t, 1, 1]` float32, of hidden states, `[t, 1, H]` or this rank's part of them."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:  # every rank computes the whole loss: gradients are split, not summed
             values = gather_from_sequence_parallel_region(
@@ -566,14 +566,14 @@ class ValueHead(torch.nn.Module):
 
 
 def replace_output_layer(chunk: torch.nn.Module) -> None:
-    """Makes a chunk that of a value model; its embedding is no longer tied to an output layer."""
+    """Make a chunk that of a value model; its embedding is no longer tied to an output layer."""
     chunk.share_embeddings_and_output_weights = False
     if chunk.post_process:
         chunk.output_layer = ValueHead(chunk.output_layer, next(chunk.decoder.parameters()).data)
 
 
 def leave_out_output_layer(layer: ColumnParallelLinear) -> None:
-    """Makes a model return the inputs of its output layer, gathered from the tensor-parallel ranks.
+    """Make a model return the inputs of its output layer, gathered from the tensor-parallel ranks.
 
     The logits of all tokens would take more memory than anything else in a step.
     """
@@ -590,7 +590,7 @@ def _hidden_states(
 
 
 def count_real_tokens(chunk: torch.nn.Module) -> None:
-    """Makes the routers of a chunk exclude masked tokens from their counters."""
+    """Make the routers of a chunk exclude masked tokens from their counters."""
     for module in chunk.modules():
         if isinstance(module, TopKRouter):
             module._apply_expert_bias = partial(_count, module._apply_expert_bias)
@@ -603,7 +603,7 @@ def _count(original: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor 
 
 
 def forget_probabilities(chunk: torch.nn.Module) -> None:
-    """Makes token dispatchers drop the gates of a micro-batch when its tokens are back.
+    """Make token dispatchers drop the gates of a micro-batch when its tokens are back.
 
     Their graph leads to the layer's input and its gradient. Where layers are computed again, both would stay
     on the device until the layer's next micro-batch.
@@ -626,7 +626,7 @@ def _combine(dispatcher: Any, original: Callable[..., torch.Tensor], tokens: tor
 def padding_mask_for(
     excluded: torch.Tensor, *, first_stage: bool, tensor_rank: int, tensor_size: int
 ) -> torch.Tensor:
-    """Returns the `padding_mask` of a chunk: the whole mask, `[1, t]`, or this rank's part of it.
+    """Return the `padding_mask` of a chunk: the whole mask, `[1, t]`, or this rank's part of it.
 
     Args:
         excluded: `[1, t]` bool, True where a token does not count.

@@ -34,7 +34,7 @@ _OF_EXPERTS = {new: old for old, new in _OF_DENSE.items()}
 
 
 def portable_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns the portable name of each parameter, or of each tensor of a checkpoint.
+    """Return the portable name of each parameter, or of each tensor of a checkpoint.
 
     ```
     optimizer.state.exp_avg.decoder.layers.1.mlp.linear_fc1.layer_norm_weight   (layer 1 has experts)

@@ -45,21 +45,21 @@ class MemorySaver(Protocol):
     """The part of `torch_memory_saver` that is used here."""
 
     def region(self, tag: str, enable_cpu_backup: bool) -> AbstractContextManager[None]:
-        """Makes this thread's allocations in the block pausable; with a backup, their content is restored."""
+        """Make this thread's allocations in the block pausable; with a backup, their content is restored."""
         ...
 
     def pause(self, tag: str) -> None:
-        """Releases the memory of a tag's allocations, which keep their addresses."""
+        """Release the memory of a tag's allocations, which keep their addresses."""
         ...
 
     def resume(self, tag: str) -> None:
-        """Allocates memory for a tag's allocations again."""
+        """Allocate memory for a tag's allocations again."""
         ...
 
 
 @functools.cache
 def memory_saver() -> MemorySaver:
-    """Returns the memory saver of this process, which hooks into torch's allocator without a preloaded
+    """Return the memory saver of this process, which hooks into torch's allocator without a preloaded
     library.
 
     The library terminates the process on failure, so known conflicts are checked before it is loaded.
@@ -99,7 +99,7 @@ class TrainerOffload:
     """
 
     def __init__(self, *models: MegatronModel, saver: MemorySaver | None = None) -> None:
-        """Moves nothing yet.
+        """Move nothing yet.
 
         Args:
             models: The models whose state is moved, on one device.
@@ -117,7 +117,7 @@ class TrainerOffload:
         """Size of the state that is on the host now."""
 
     def offload_state(self) -> None:
-        """Moves the state to the host; does nothing when it is there already."""
+        """Move the state to the host; do nothing when it is there already."""
         if self.is_offloaded:
             return
         self.is_offloaded = True
@@ -139,7 +139,7 @@ class TrainerOffload:
             torch.cuda.empty_cache()  # the allocator otherwise keeps the memory from other processes
 
     def reload_state(self) -> None:
-        """Moves the state back to the device; does nothing when it is there already.
+        """Move the state back to the device; do nothing when it is there already.
 
         Raises:
             TrainerError: When the device has too little free memory; nothing was changed.
@@ -191,7 +191,7 @@ class TrainerOffload:
             yield from model.inner_optimizers
 
     def _state(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that a step needs from the previous one."""
+        """Yield the tensors that a step needs from the previous one."""
         for chunk in self._chunks():
             yield from chunk.module.parameters()
             yield from chunk.module.buffers()
@@ -213,7 +213,7 @@ class TrainerOffload:
                     yield from _tensors(parameter.grad)
 
     def _storages(self, tensors: Iterator[torch.Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Yields the non-empty storages on the device, by address; several tensors can be views of one.
+        """Yield the non-empty storages on the device, by address; several tensors can be views of one.
 
         An optimizer's counters are on the host and stay there.
         """
@@ -228,7 +228,7 @@ class TrainerOffload:
 
 
 def check_free_memory(needed: int, free: int, total: int) -> None:
-    """Checks that the state fits back on the device; all arguments in bytes.
+    """Check that the state fits back on the device; all arguments in bytes.
 
     Raises:
         TrainerError: When it does not fit.
@@ -242,7 +242,7 @@ def check_free_memory(needed: int, free: int, total: int) -> None:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in an optimizer's state of one parameter."""
+    """Yield the tensors in an optimizer's state of one parameter."""
     if torch.is_tensor(values):
         yield values
     elif isinstance(values, dict):
@@ -251,5 +251,5 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Returns the whole storage as `[n] uint8`, without a copy."""
+    """Return the whole storage as `[n] uint8`, without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

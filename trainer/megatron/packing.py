@@ -61,7 +61,7 @@ class Packing:
 
 
 def split_updates(group_index: Int32Array, updates: int) -> list[list[int]]:
-    """Splits a batch into one part per update: whole groups, in parts with nearly equal numbers of groups.
+    """Split a batch into one part per update: whole groups, in parts with nearly equal numbers of groups.
 
     Args:
         group_index: `[N]`, equal for siblings.
@@ -122,7 +122,7 @@ def plan_micro_batches(
 
 
 def _first_fit(share: list[int], padded: list[int], budget: int) -> list[list[int]]:
-    """Returns nearly the fewest bins: each trajectory, longest first, goes into the first bin with space."""
+    """Return nearly the fewest bins: each trajectory, longest first, goes into the first bin with space."""
     bins: list[list[int]] = []
     free: list[int] = []
     for j in share:
@@ -139,7 +139,7 @@ def _first_fit(share: list[int], padded: list[int], budget: int) -> list[list[in
 def _even_fit(
     share: list[int], padded: list[int], costs: list[float], budget: int, count: int
 ) -> list[list[int]] | None:
-    """Returns `count` bins of similar cost: each trajectory goes into the cheapest bin with space.
+    """Return `count` bins of similar cost: each trajectory goes into the cheapest bin with space.
 
     Returns None when a trajectory fits into no bin.
     """
@@ -175,7 +175,7 @@ def pack_micro_batch(micro_batch: MicroBatch, offsets: Int64Array, align: int = 
 
 
 def level_packings(packings: Sequence[Packing]) -> list[Packing]:
-    """Pads packings to the length of the longest, each by one additional sequence of padding.
+    """Pad packings to the length of the longest, each by one additional sequence of padding.
 
     The padding keeps the alignment, because all packings are aligned.
     """
@@ -191,7 +191,7 @@ def level_packings(packings: Sequence[Packing]) -> list[Packing]:
 
 
 def make_targets(batch: TrainBatch) -> Targets:
-    """Returns a batch's per-token arrays at the predicting positions."""
+    """Return a batch's per-token arrays at the predicting positions."""
     ends = batch.offsets[1:][np.diff(batch.offsets) > 0] - 1
     trajectory = np.repeat(np.arange(batch.num_trajectories), np.diff(batch.offsets))
     lag = batch.trainer_version - batch.weight_versions
@@ -207,7 +207,7 @@ def make_targets(batch: TrainBatch) -> Targets:
 
 
 def shift_left(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Moves the value of token i+1 to i; the last token of each trajectory (at `ends`) gets 0."""
+    """Move the value of token i+1 to i; the last token of each trajectory (at `ends`) gets 0."""
     moved = np.empty_like(values)
     moved[:-1] = values[1:]
     moved[ends] = 0
@@ -215,7 +215,7 @@ def shift_left(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def gather_packed(values: np.ndarray, packing: Packing) -> np.ndarray:
-    """Returns `values`, `[S, ...]`, at the packed positions, and 0 where padded."""
+    """Return `values`, `[S, ...]`, at the packed positions, and 0 where padded."""
     picked = values[np.maximum(packing.source, 0)]
     picked[~packing.is_token] = 0
     return picked
@@ -234,12 +234,12 @@ class SequenceCost:
     """Length in tokens at which attention costs as much as the weights."""
 
     def __call__(self, tokens: int) -> float:
-        """Returns the cost of a sequence of so many tokens; it grows more than linearly."""
+        """Return the cost of a sequence of so many tokens; it grows more than linearly."""
         return tokens * (1 + tokens / self.even)
 
 
 def sequence_cost(config: Any, vocab_size: int, moe_layers: int) -> SequenceCost:
-    """Returns the cost function of a model, from its dimensions.
+    """Return the cost function of a model, from its dimensions.
 
     Args:
         config: Megatron's `TransformerConfig`.

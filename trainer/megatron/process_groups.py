@@ -43,7 +43,7 @@ def choose_device(device: str, rank: int = 0, *, bind_numa: bool = False) -> tor
 def start_process_groups(
     rank: int, world_size: int, init_address: str, layout: LayoutConfig, timeout_s: float, seed: int = 0
 ) -> None:
-    """Joins the other ranks and creates Megatron's parallel groups.
+    """Join the other ranks and creates Megatron's parallel groups.
 
     Args:
         rank: The rank of this process.
@@ -86,7 +86,7 @@ def start_process_groups(
 
 
 def _meeting(rank: int, world_size: int, address: str, timeout_s: float) -> dict[str, Any]:
-    """Returns the arguments of `init_process_group` by which the ranks find each other."""
+    """Return the arguments of `init_process_group` by which the ranks find each other."""
     if world_size == 1:
         return {"store": dist.HashStore()}
     if "://" in address:

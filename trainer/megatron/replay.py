@@ -77,13 +77,13 @@ class MaskedRouterReplay(RouterReplay):
     def set_target_indices(
         self, topk_indices: torch.Tensor, known: torch.Tensor | None = None, *, recomputed: bool = False
     ) -> None:
-        """Sets `[tokens, K]` ids for the next forward pass and, with `recomputed`, its recomputation."""
+        """Set `[tokens, K]` ids for the next forward pass and, with `recomputed`, its recomputation."""
         self.target_topk_idx = ReplayTarget(topk_indices, known)
         if recomputed:
             self.replay_backward_list.append(self.target_topk_idx)
 
     def record_into(self, place: torch.Tensor) -> None:
-        """Makes the next forward pass write its own choice to `place`, `[tokens, K]` unsigned."""
+        """Make the next forward pass write its own choice to `place`, `[tokens, K]` unsigned."""
         self.recorded_topk_idx = place
         self.set_router_replay_action(RouterReplayAction.RECORD)
 
@@ -137,7 +137,7 @@ class RouterReplayAdapter:
     def __init__(
         self, chunks: list[torch.nn.Module], config: TransformerConfig, device: torch.device | None = None
     ) -> None:
-        """Replaces Megatron's replay of every router in `chunks`.
+        """Replace Megatron's replay of every router in `chunks`.
 
         Args:
             chunks: This rank's parts of the model, in order.
@@ -156,7 +156,7 @@ class RouterReplayAdapter:
 
     @staticmethod
     def _take_over(router: TopKRouter) -> MaskedRouterReplay:
-        """Replaces Megatron's replay object of a router, also in Megatron's global list."""
+        """Replace Megatron's replay object of a router, also in Megatron's global list."""
         instances = RouterReplay.global_router_replay_instances
         instances.remove(router.router_replay)
         router.router_replay = MaskedRouterReplay(router.layer_number)  # appends itself to the list
@@ -169,7 +169,7 @@ class RouterReplayAdapter:
 
     @contextlib.contextmanager
     def replay_micro_batch(self, chunk: int, rows: ReplayRows) -> Iterator[None]:
-        """Replays rows during one forward pass of a chunk.
+        """Replay rows during one forward pass of a chunk.
 
         Raises:
             AlignmentError: When the rows have the wrong layers or tokens, or a router was not called.
@@ -250,7 +250,7 @@ class RouterReplayAdapter:
 
 
 def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
-    """Returns the numbers (from 1) of the model's layers with experts, ascending, without MTP layers."""
+    """Return the numbers (from 1) of the model's layers with experts, ascending, without MTP layers."""
     pattern = config.moe_layer_freq
     if isinstance(pattern, int):
         pattern = [int(i % pattern == 0) for i in range(config.num_layers)]
@@ -262,7 +262,7 @@ def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
 def local_rows(
     rows: ExpertIdArray, valid: BoolArray, source: Int64Array, columns: slice, device: torch.device
 ) -> ReplayRows:
-    """Selects the rows that one chunk of one rank replays from a batch's rows, before anything is copied.
+    """Select the rows that one chunk of one rank replays from a batch's rows, before anything is copied.
 
     Args:
         rows: `[S, L_moe, K]` uint8 or uint16, the batch's rows.
@@ -360,7 +360,7 @@ def _check_trajectory(
 
 
 def check_replayable(config: TransformerConfig) -> None:
-    """Checks that a model's routers can replay a choice.
+    """Check that a model's routers can replay a choice.
 
     Raises:
         ConfigError: When the model has no routers, or they would ignore or override a replay.
@@ -401,13 +401,13 @@ def _routes_again(config: TransformerConfig) -> bool:
 
 
 def decoder_routers(chunk: torch.nn.Module) -> list[TopKRouter]:
-    """Returns the routers of a chunk's decoder, without those of multi-token prediction."""
+    """Return the routers of a chunk's decoder, without those of multi-token prediction."""
     layers = get_attr_wrapped_model(chunk, "decoder").layers
     return [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)]
 
 
 def _span(columns: list[int]) -> slice:
-    """Returns consecutive columns as a slice, which selects layers without a copy."""
+    """Return consecutive columns as a slice, which selects layers without a copy."""
     first = columns[0] if columns else 0
     assert columns == list(range(first, first + len(columns))), f"a chunk holds the MoE layers {columns}"
     return slice(first, first + len(columns))

@@ -64,17 +64,17 @@ class _HeldShard(NamedTuple):
 
 
 def parameter_parts(chunks: Sequence[torch.nn.Module]) -> list[TensorPart]:
-    """Returns this rank's trained parameters as views, and all buffers if none is frozen."""
+    """Return this rank's trained parameters as views, and all buffers if none is frozen."""
     return [part for sharded in _sharded(chunks) for part in _parts(sharded, sharded.data)]
 
 
 def parts_held_once(chunks: Sequence[torch.nn.Module]) -> list[TensorPart]:
-    """Returns those of `parameter_parts` that no earlier rank has, too."""
+    """Return those of `parameter_parts` that no earlier rank has, too."""
     return [part for part in parameter_parts(chunks) if is_main_replica(part.replica_id)]
 
 
 def parts_to_save(model: MegatronModel) -> list[TensorPart]:
-    """Returns the parts of a model that this rank writes, as views; all ranks together write all once."""
+    """Return the parts of a model that this rank writes, as views; all ranks together write all once."""
     held = {id(each.parameter): each for each in _held(model)}
     parts: list[TensorPart] = []
     for sharded in _sharded(model.chunks):
@@ -90,7 +90,7 @@ def parts_to_save(model: MegatronModel) -> list[TensorPart]:
 
 
 def parts_to_load(model: MegatronModel, *, optimizer: bool) -> list[TensorPart]:
-    """Returns the parts that loading overwrites; with `optimizer`, it creates and includes its state."""
+    """Return the parts that loading overwrites; with `optimizer`, it creates and includes its state."""
     parts = parameter_parts(model.chunks)
     if optimizer:
         for each in _held(model):
@@ -104,12 +104,12 @@ def parts_to_load(model: MegatronModel, *, optimizer: bool) -> list[TensorPart]:
 
 
 def of_critic(parts: Sequence[TensorPart]) -> list[TensorPart]:
-    """Returns a value model's parts under the names that they have beside the policy's."""
+    """Return a value model's parts under the names that they have beside the policy's."""
     return [replace(part, key=f"critic.{part.key}") for part in parts]
 
 
 def optimizer_step(model: MegatronModel) -> int:
-    """Returns the number of updates in the moments, equal for all parameters; 0 before the first update."""
+    """Return the number of updates in the moments, equal for all parameters; 0 before the first update."""
     for each in _held(model):
         state = each.optimizer.state.get(each.main, {})
         groups = each.optimizer.param_groups
@@ -118,7 +118,7 @@ def optimizer_step(model: MegatronModel) -> int:
 
 
 def set_optimizer_step(model: MegatronModel, step: int) -> None:
-    """Sets the number of updates in the moments."""
+    """Set the number of updates in the moments."""
     for each in _held(model):
         if not isinstance(each.optimizer, torch.optim.Adam):  # a fused optimizer counts by group
             for group in each.optimizer.param_groups:
@@ -132,7 +132,7 @@ def set_optimizer_step(model: MegatronModel, step: int) -> None:
 
 
 def random_state() -> dict[str, TensorPart]:
-    """Returns a copy of the generators' states, by name, for loading and `set_random_state`."""
+    """Return a copy of the generators' states, by name, for loading and `set_random_state`."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["device"] = torch.cuda.get_rng_state()
@@ -212,7 +212,7 @@ def _held(model: MegatronModel) -> Iterator[_HeldShard]:
 def _stepped(
     optimizer: torch.optim.Optimizer, main: torch.Tensor
 ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-    """Returns the tensor that is updated, and the optimizer that does it: with Megatron's CPU offload they
+    """Return the tensor that is updated, and the optimizer that does it: with Megatron's CPU offload they
     are a float32 copy on the host, and one of several optimizers.
     """
     if not isinstance(optimizer, HybridDeviceOptimizer):
@@ -242,7 +242,7 @@ def _optimizer_state(model: MegatronModel) -> list[TensorPart]:
 
 
 def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = None) -> list[TensorPart]:
-    """Returns a tensor of a parameter's shape, or the held range of one, as parts of global tensors.
+    """Return a tensor of a parameter's shape, or the held range of one, as parts of global tensors.
 
     Args:
         sharded: Megatron's description of the parameter; it yields several tensors where Megatron fuses them.
@@ -307,7 +307,7 @@ class Box(NamedTuple):
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Splits the range `[start, stop)` of a flattened tensor into at most `2 len(shape) - 1` boxes.
+    """Split the range `[start, stop)` of a flattened tensor into at most `2 len(shape) - 1` boxes.
 
     Args:
         shape: The tensor's shape.

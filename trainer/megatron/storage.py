@@ -85,7 +85,7 @@ class WrittenPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 def write_parts(folder: Path, parts: Sequence[TensorPart], rank: int) -> list[WrittenPart]:
-    """Writes this rank's parts, which are in host memory, without an exchange with other ranks.
+    """Write this rank's parts, which are in host memory, without an exchange with other ranks.
 
     Raises:
         OSError: When the disk is full; the message states the bytes to write and the bytes free.
@@ -129,7 +129,7 @@ def write_parts(folder: Path, parts: Sequence[TensorPart], rank: int) -> list[Wr
 
 
 def write_metadata(folder: Path, of_ranks: Sequence[Sequence[WrittenPart]]) -> tuple[str, ...]:
-    """Writes the location of every part; called on one rank after all ranks have written.
+    """Write the location of every part; called on one rank after all ranks have written.
 
     Returns:
         The names of the files that it wrote.
@@ -163,7 +163,7 @@ def write_metadata(folder: Path, of_ranks: Sequence[Sequence[WrittenPart]]) -> t
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Reads which parts of which tensors a checkpoint holds.
+    """Read which parts of which tensors a checkpoint holds.
 
     Tensors have their portable names, also in a checkpoint of an earlier version.
 
@@ -192,13 +192,13 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors, by key."""
+    """Return the shapes of all tensors, by key."""
     tensors = metadata.state_dict_metadata.items()
     return {key: tuple(value.size) for key, value in tensors if isinstance(value, TensorStorageMetadata)}
 
 
 def read_parts(folder: Path, metadata: Metadata, parts: Sequence[TensorPart]) -> None:
-    """Overwrites the parts' data, however the tensors were split when written, without an exchange."""
+    """Overwrite the parts' data, however the tensors were split when written, without an exchange."""
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(False, False)
     planner.set_up_planner(_by_key(parts), metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -223,7 +223,7 @@ def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
 
 
 def _by_key(parts: Sequence[TensorPart]) -> dict[str, Any]:
-    """Returns one object per tensor, as torch requires, which may hold several parts."""
+    """Return one object per tensor, as torch requires, which may hold several parts."""
     by_key = defaultdict(list)
     for part in parts:
         by_key[part.key].append(CheckpointableShardedTensor.from_sh_ten(part))

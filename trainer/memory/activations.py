@@ -41,7 +41,7 @@ class Slice(NamedTuple):
         return self.lora is None or target in self.lora.targets
 
     def low(self, target: str, rows: int) -> int:
-        """Returns what adapters keep of so many rows between their factors."""
+        """Return what adapters keep of so many rows between their factors."""
         return rows * self.lora.rank * self.element if self.lora and target in self.lora.targets else 0
 
     @property
@@ -56,7 +56,7 @@ class Slice(NamedTuple):
 
 
 def layer_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:
-    """Returns what a layer keeps: its norms, attention, MLP or experts, and the two sums of its residuals."""
+    """Return what a layer keeps: its norms, attention, MLP or experts, and the two sums of its residuals."""
     residuals = 2 * part.sequence * model.hidden * part.element * keeps_inputs(part)
     elements = part.sequence * model.hidden
     norms = sum(norm_bytes(elements, part, output=kept) for kept in _kept_outputs(part, experts=experts))
@@ -65,12 +65,12 @@ def layer_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:
 
 
 def _kept_outputs(part: Slice, *, experts: bool) -> tuple[bool, bool]:
-    """Returns whether what follows a layer's norms keeps their outputs; routers always do."""
+    """Return whether what follows a layer's norms keeps their outputs; routers always do."""
     return part.keeps_input_of("attention"), experts or part.keeps_input_of("mlp")
 
 
 def recomputed_bytes(model: Dimensions, part: Slice, modules: Sequence[str], *, experts: bool) -> int:
-    """Returns what a layer does not keep with these `recompute_modules`, of what `layer_bytes` counts.
+    """Return what a layer does not keep with these `recompute_modules`, of what `layer_bytes` counts.
 
     Source: `TransformerConfig.recompute_modules` of megatron-core 0.16.1.
     """
@@ -111,7 +111,7 @@ def keeps_inputs(part: Slice) -> bool:
 
 
 def norm_bytes(elements: int, part: Slice, *, output: bool = True) -> int:
-    """Returns what an RMSNorm keeps besides its input, which the layer before keeps.
+    """Return what an RMSNorm keeps besides its input, which the layer before keeps.
 
     torch's keeps the normalised input and, for the next layer, the output; of a half-precision input it also
     keeps a float32 copy, and the normalised input is float32, too. TransformerEngine's keeps the output.
@@ -125,7 +125,7 @@ def norm_bytes(elements: int, part: Slice, *, output: bool = True) -> int:
 
 
 def attention_bytes(model: Dimensions, part: Slice) -> int:
-    """Returns what the projections, their norms, the rotation and the attention of a layer keep."""
+    """Return what the projections, their norms, the rotation and the attention of a layer keep."""
     tokens, e, heads = part.tokens, part.element, model.heads // part.tp
     if model.latent is not None:
         return _latent_attention_bytes(model, part)
@@ -155,12 +155,12 @@ def attention_bytes(model: Dimensions, part: Slice) -> int:
 
 
 def _groups_here(model: Dimensions, part: Slice) -> int:
-    """Returns the key-value heads of a rank; tensor ranks beyond their number share one."""
+    """Return the key-value heads of a rank; tensor ranks beyond their number share one."""
     return max(1, model.groups // part.tp)
 
 
 def _mask_bytes(part: Slice) -> int:
-    """Returns the mask of the local attention under context parallelism, as numbers that are added."""
+    """Return the mask of the local attention under context parallelism, as numbers that are added."""
     return part.tokens * part.tokens * part.cp * part.element if part.cp > 1 else 0
 
 
@@ -188,7 +188,7 @@ def _latent_attention_bytes(model: Dimensions, part: Slice) -> int:
 
 
 def mlp_bytes(width: int, rows: int, part: Slice, *, target: str, scaled: bool = False) -> int:
-    """Returns what a gated MLP keeps: gate and up projection, SiLU, up + 0, their product, and if it is
+    """Return what a gated MLP keeps: gate and up projection, SiLU, up + 0, their product, and if it is
     scaled by a gate, that product; fused: both projections and the product. The last is the input of the
     projection down.
     """
@@ -197,13 +197,13 @@ def mlp_bytes(width: int, rows: int, part: Slice, *, target: str, scaled: bool =
 
 
 def _dense_bytes(width: int, part: Slice) -> int:
-    """Returns what an MLP keeps that tensor ranks split, with its adapters."""
+    """Return what an MLP keeps that tensor ranks split, with its adapters."""
     low = part.low("mlp", part.tokens + part.sequence) if width else 0
     return mlp_bytes(width // part.tp, part.tokens, part, target="mlp") + low
 
 
 def experts_bytes(model: Dimensions, part: Slice) -> int:
-    """Returns what router, dispatch, routed and shared experts of a layer keep."""
+    """Return what router, dispatch, routed and shared experts of a layer keep."""
     e, tokens = part.element, part.sequence
     rows = part.routed * model.top_k
     kept = rows * model.hidden * e * part.keeps_input_of("experts")  # their inputs, sorted by expert
@@ -216,13 +216,13 @@ def experts_bytes(model: Dimensions, part: Slice) -> int:
 
 
 def _shared_bytes(model: Dimensions, part: Slice) -> int:
-    """Returns what the shared experts of a layer keep, and the product with their gate."""
+    """Return what the shared experts of a layer keep, and the product with their gate."""
     gated = part.sequence * model.hidden * part.element * model.shared_gate
     return _dense_bytes(model.shared, part) + gated
 
 
 def working_bytes(model: Dimensions, part: Slice, *, experts: bool) -> int:
-    """Returns what a layer takes at its end, beyond what it keeps: of experts their inputs before the last
+    """Return what a layer takes at its end, beyond what it keeps: of experts their inputs before the last
     sort, and their outputs before and after they are put together; else two gradients of an MLP's width.
     """
     if experts:
@@ -240,7 +240,7 @@ class LogProbBytes(NamedTuple):
 def log_prob_bytes(
     rows: int, vocabulary: int, hidden: int, part: Slice, *, entropy: bool, compiled: bool
 ) -> LogProbBytes:
-    """Returns what `trainer.losses.log_probs` takes for so many trained rows.
+    """Return what `trainer.losses.log_probs` takes for so many trained rows.
 
     Args:
         rows: Trained tokens.
@@ -268,7 +268,7 @@ def log_prob_bytes(
 
 
 def in_flight(stage: int, pp: int, vpp: int, micro_batches: int) -> list[int]:
-    """Returns for each chunk of a stage how many micro-batches it keeps activations of, at most.
+    """Return for each chunk of a stage how many micro-batches it keeps activations of, at most.
 
     Source: megatron/core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`: 1F1B, and interleaved.
     """

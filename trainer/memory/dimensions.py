@@ -50,7 +50,7 @@ class Dimensions(NamedTuple):
 
 
 def dimensions_of(config: dict[str, Any]) -> Dimensions:
-    """Returns the dimensions in a parsed config.json of a supported model (`trainer.validate`).
+    """Return the dimensions in a parsed config.json of a supported model (`trainer.validate`).
 
     Source: `trainer.megatron.architectures`, which turns the same values into Megatron's config.
     """
@@ -93,7 +93,7 @@ def dimensions_of(config: dict[str, Any]) -> Dimensions:
 
 
 def chunks_of(layout: LayoutConfig, stage: int, layers: int) -> list[range]:
-    """Returns the layers of each chunk of a pipeline stage.
+    """Return the layers of each chunk of a pipeline stage.
 
     Source: megatron/core/transformer/transformer_layer.py, `get_transformer_layer_offset`.
     """
@@ -121,7 +121,7 @@ class Parameters(NamedTuple):
 def parameters_of(
     model: Dimensions, layout: LayoutConfig, stage: int, *, value_head: bool = False
 ) -> Parameters:
-    """Returns the sizes of all parameters of a rank of a pipeline stage.
+    """Return the sizes of all parameters of a rank of a pipeline stage.
 
     With `value_head` they are those of a critic, which has one output per token.
     """
@@ -155,7 +155,7 @@ def parameters_of(
 def adapters_of(
     model: Dimensions, layout: LayoutConfig, stage: int, lora: LoraConfig, *, fused: bool = True
 ) -> Parameters:
-    """Returns the sizes of the adapters of a rank of a pipeline stage (`trainer.megatron.lora`).
+    """Return the sizes of the adapters of a rank of a pipeline stage (`trainer.megatron.lora`).
 
     Without `fused` they are those of PEFT and of engines, in which projections that share an A have a copy
     each.
@@ -181,7 +181,7 @@ def adapters_of(
 
 
 def _projections(model: Dimensions, tp: int) -> list[tuple[int, int]]:
-    """Returns inputs and outputs of the projections of a layer's attention on one of `tp` ranks."""
+    """Return inputs and outputs of the projections of a layer's attention on one of `tp` ranks."""
     hidden, heads, sizes = model.hidden, model.heads // tp, model.latent
     if sizes is None:
         queries_keys_values = (model.heads + 2 * model.groups) * model.head // tp
@@ -214,7 +214,7 @@ def _attention(model: Dimensions, tp: int) -> list[int]:
 
 
 def padded(sizes: list[int], to: int = 64) -> int:
-    """Returns the length of a buffer in which each parameter starts at a multiple of `to` elements.
+    """Return the length of a buffer in which each parameter starts at a multiple of `to` elements.
 
     Source: megatron/core/distributed/param_and_grad_buffer.py, `_pad_start_of_param_if_needed`.
     """

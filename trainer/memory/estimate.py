@@ -57,7 +57,7 @@ def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
 
 
 def _served_adapter(config: Config, model: Dimensions, *, tp: int) -> int:
-    """Returns the bytes of an adapter on one of an engine's `tp` ranks; 0 if it is given whole weights."""
+    """Return the bytes of an adapter on one of an engine's `tp` ranks; 0 if it is given whole weights."""
     if config.adapters is None:
         return 0
     sizes = adapters_of(model, LayoutConfig(tp=tp, etp=tp), 0, config.adapters, fused=False)
@@ -65,7 +65,7 @@ def _served_adapter(config: Config, model: Dimensions, *, tp: int) -> int:
 
 
 def largest_micro_batch(config: Config) -> tuple[int, int]:
-    """Returns the tokens of the largest micro-batch, and the most micro-batches that a rank has in a row."""
+    """Return the tokens of the largest micro-batch, and the most micro-batches that a rank has in a row."""
     trainer, layout = config.trainer, config.trainer.layout
     longest = config.rollout.max_context_tokens
     groups = ceil(trainer.groups_per_batch / trainer.updates_per_batch)
@@ -78,12 +78,12 @@ def largest_micro_batch(config: Config) -> tuple[int, int]:
 
 
 def element_bytes(config: Config) -> int:
-    """Returns the size of an element of the model's type."""
+    """Return the size of an element of the model's type."""
     return FLOAT32 if config.model.dtype == "float32" else 2
 
 
 def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> dict[str, dict[str, int]]:
-    """Returns what a rank of a stage has on its device at each moment that may be the fullest."""
+    """Return what a rank of a stage has on its device at each moment that may be the fullest."""
     trainer, layout, e = config.trainer, config.trainer.layout, element_bytes(config)
     steady = _steady(config, model, stage)
     tokens, micro_batches = largest_micro_batch(config)
@@ -153,7 +153,7 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
 
 
 def _steady(config: Config, model: Dimensions, stage: int) -> dict[str, int]:
-    """Returns what a rank of a stage has on its device between steps."""
+    """Return what a rank of a stage has on its device between steps."""
     parameters = parameters_of(model, config.trainer.layout, stage)
     found = _state(config, trained_of(config, model, stage))
     if config.trainer.lora is not None:
@@ -165,7 +165,7 @@ def _steady(config: Config, model: Dimensions, stage: int) -> dict[str, int]:
 
 
 def trained_of(config: Config, model: Dimensions, stage: int) -> Parameters:
-    """Returns the sizes of what a rank of a stage trains: all parameters, or adapters only."""
+    """Return the sizes of what a rank of a stage trains: all parameters, or adapters only."""
     layout, lora = config.trainer.layout, config.trainer.lora
     if lora is not None:
         return adapters_of(model, layout, stage, lora)
@@ -173,7 +173,7 @@ def trained_of(config: Config, model: Dimensions, stage: int) -> Parameters:
 
 
 def _state(config: Config, parameters: Parameters) -> dict[str, int]:
-    """Returns what a rank has of a model with these parameters and of its optimizer."""
+    """Return what a rank has of a model with these parameters and of its optimizer."""
     to = 64 if _is_distributed(config) else 1
     count, e = sum(padded(sizes, to) for sizes in parameters), element_bytes(config)
     return {
@@ -191,7 +191,7 @@ def _is_distributed(config: Config) -> bool:
 
 
 def _stepped(config: Config, parameters: Parameters) -> int:
-    """Returns how many elements a rank's optimizer updates."""
+    """Return how many elements a rank's optimizer updates."""
     ranks, layout = config.trainer.num_ranks, config.trainer.layout
     dense, experts = (padded(sizes, 64 if _is_distributed(config) else 1) for sizes in parameters)
     replicas = ranks // (layout.tp * layout.pp)
@@ -208,7 +208,7 @@ class OptimizerBytes(NamedTuple):
 
 
 def optimizer_bytes(config: Config) -> OptimizerBytes:
-    """Returns the bytes of main weights and moments, by the config's type and `trainer.megatron`."""
+    """Return the bytes of main weights and moments, by the config's type and `trainer.megatron`."""
     passed, e = config.trainer.megatron, element_bytes(config)
     moments = sum(
         2 if passed.get(name) == "bfloat16" else FLOAT32 for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -222,7 +222,7 @@ def optimizer_bytes(config: Config) -> OptimizerBytes:
 
 
 def _on_host(config: Config, model: Dimensions, stage: int, steady: dict[str, int]) -> dict[str, int]:
-    """Returns what every rank of a stage has in host memory."""
+    """Return what every rank of a stage has in host memory."""
     trainer = config.trainer
     layout, each = trainer.layout, optimizer_bytes(config)
     count = _stepped(config, trained_of(config, model, stage))
@@ -250,7 +250,7 @@ def _on_host(config: Config, model: Dimensions, stage: int, steady: dict[str, in
 
 
 def _routing_bytes(config: Config, model: Dimensions, stage: int) -> int:
-    """Returns the routing rows of a rank's part of a batch: those of its trajectories, if engines sent them,
+    """Return the routing rows of a rank's part of a batch: those of its trajectories, if engines sent them,
     and a copy of those that its own layers replay for its own tokens.
     """
     trainer, layout, replay = config.trainer, config.trainer.layout, config.routing.replay
@@ -274,7 +274,7 @@ def _first_rank(
     moments: dict[str, dict[str, int]],
     host: dict[str, int],
 ) -> RankMemory:
-    """Returns rank 0, which also sends the weights to the engines."""
+    """Return rank 0, which also sends the weights to the engines."""
     weights = config.weights
     snapshot = {"snapshot": whole} if weights.overlap else {}
     if weights.overlap and weights.snapshot == "device":

@@ -49,7 +49,7 @@ class _FactorPart(msgspec.Struct, frozen=True, array_like=True):
 
 @torch.no_grad()
 def export_adapter(chunks: Sequence[torch.nn.Module], bridge: HFBridge) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields all factors under PEFT's names, on the host, on rank 0, and nothing on the others.
+    """Yield all factors under PEFT's names, on the host, on rank 0, and nothing on the others.
 
     All ranks must exhaust the iterator, because gathering is collective.
     """
@@ -67,7 +67,7 @@ def export_adapter(chunks: Sequence[torch.nn.Module], bridge: HFBridge) -> Itera
 def write_adapter(
     tensors: Iterable[tuple[str, torch.Tensor]], directory: str | Path, lora: LoraConfig, base: str
 ) -> None:
-    """Writes a folder that PEFT and engines load; a rename publishes it when it is complete. On one rank.
+    """Write a folder that PEFT and engines load; a rename publishes it when it is complete. On one rank.
 
     Args:
         tensors: What `export_adapter` yields.
@@ -106,7 +106,7 @@ def _packed(part: shards.TensorPart) -> _FactorPart:
 
 
 def _assembled(parts: Iterable[_FactorPart]) -> dict[str, torch.Tensor]:
-    """Returns the whole factors, by key."""
+    """Return the whole factors, by key."""
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         dtype = getattr(torch, part.dtype)
@@ -136,7 +136,7 @@ def _under_peft_names(
 
 
 def _queries_keys_values(b: torch.Tensor, bridge: HFBridge) -> list[torch.Tensor]:
-    """Splits the rows of Megatron's fused projection, in which each group has its queries, key and value."""
+    """Split the rows of Megatron's fused projection, in which each group has its queries, key and value."""
     config = bridge.config
     groups, size = config.num_query_groups, config.kv_channels
     by_group = b.view(groups, -1, size, b.shape[1])

@@ -31,7 +31,7 @@ _VOCABULARY_MULTIPLE: Final = 64
 
 
 def checksum_parameters(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Returns the first 8 bytes of SHA-256 over each parameter of an engine, as hexadecimal digits.
+    """Return the first 8 bytes of SHA-256 over each parameter of an engine, as hexadecimal digits.
 
     Args:
         tensors: Tensors under their Hugging Face names; tensors of one parameter come in the engine's order.
@@ -49,7 +49,7 @@ def checksum_parameters(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str
 
 
 def sum_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Returns a sum over the bits of each tensor, computed on its device: it only tells which have changed.
+    """Return a sum over the bits of each tensor, computed on its device: it only tells which have changed.
 
     Args:
         tensors: Tensors under their Hugging Face names, which get a prefix: no engine computes these sums.
@@ -64,7 +64,7 @@ def sum_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def _parameter(name: str) -> str:
-    """Returns the name of the engine's parameter that contains a tensor."""
+    """Return the name of the engine's parameter that contains a tensor."""
     for pattern, fused in _FUSED:
         if pattern.search(name):
             return pattern.sub(fused, name)

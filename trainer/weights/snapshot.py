@@ -32,7 +32,7 @@ class WeightSnapshot:
     """
 
     def __init__(self, *, keeps: bool, where: Literal["host", "device"]) -> None:
-        """Creates an empty snapshot.
+        """Create an empty snapshot.
 
         Args:
             keeps: Whether this rank keeps the tensors that it gathers.
@@ -43,7 +43,7 @@ class WeightSnapshot:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def copy_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies all tensors, which is collective; the originals may change once this returns."""
+        """Copy all tensors, which is collective; the originals may change once this returns."""
         for name, tensor in tensors:
             if not self._keeps:
                 continue
@@ -54,7 +54,7 @@ class WeightSnapshot:
             torch.cuda.current_stream().synchronize()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the copied tensors in their original order."""
+        """Yield the copied tensors in their original order."""
         yield from self._tensors.items()
 
     def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class WeightSnapshot:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Runs the block's GPU work in a separate stream, so that it does not wait for the kernels of a step."""
+    """Run the block's GPU work in a separate stream, so that it does not wait for the kernels of a step."""
     if device.type != "cuda":
         yield
         return

@@ -43,7 +43,7 @@ class WeightExport:
         check: Callable[[Sequence[TensorSpec]], None],
         group_timeout_s: float,
     ) -> None:
-        """Creates an export; nothing is gathered yet.
+        """Create an export; nothing is gathered yet.
 
         Args:
             export: Iterates over the tensors, gathered from all ranks.
@@ -68,7 +68,7 @@ class WeightExport:
         return plan_buckets(self.tensor_specs(), bucket_bytes)
 
     def tensor_specs(self) -> Sequence[TensorSpec]:
-        """Returns the specs of the exported tensors, in order; the first call determines and checks them.
+        """Return the specs of the exported tensors, in order; the first call determines and checks them.
 
         Raises:
             WeightSyncError: On rank 0, when the tensors do not match the engines' model.
@@ -127,7 +127,7 @@ class WeightExport:
         return [] if data is None else [payload_for(data, buckets[number]) for _ in range(copies)]
 
     def _share_all(self, buckets: tuple[tuple[TensorSpec, ...], ...]) -> Iterator[torch.Tensor | None]:
-        """Yields the buckets in shared memory on rank 0, and None for each bucket on other ranks."""
+        """Yield the buckets in shared memory on rank 0, and None for each bucket on other ranks."""
         tensors = self._export()
         for number, bucket in enumerate(buckets):
             of_bucket, data = itertools.islice(tensors, len(bucket)), None
@@ -140,7 +140,7 @@ class WeightExport:
             yield data
 
     def allocate_buffers(self, buckets: Sequence[Sequence[TensorSpec]]) -> None:
-        """Allocates the buffers that `share_bucket` fills, on rank 0.
+        """Allocate the buffers that `share_bucket` fills, on rank 0.
 
         The buffers are reused for later updates: allocating new pages costs more than copying into old ones.
 
@@ -168,7 +168,7 @@ class WeightExport:
     # -- shutdown
 
     def close(self) -> None:
-        """Leaves all groups and releases the memory."""
+        """Leave all groups and releases the memory."""
         for name in list(self._groups):
             self.close_group(name)
         self.shared_buffers = []
@@ -177,5 +177,5 @@ class WeightExport:
 
 
 def raw_of(tensor: torch.Tensor) -> Raw:
-    """Returns the bytes of a tensor, on the host."""
+    """Return the bytes of a tensor, on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

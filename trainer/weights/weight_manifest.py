@@ -41,7 +41,7 @@ _LAYER: Final = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def served_specs(model: Path) -> dict[str, TensorSpec]:
-    """Returns name, dtype and shape of every tensor of a Hugging Face folder.
+    """Return name, dtype and shape of every tensor of a Hugging Face folder.
 
     Raises:
         WeightSyncError: When the folder has no safetensors files, or its index names missing files.
@@ -77,7 +77,7 @@ def served_specs(model: Path) -> dict[str, TensorSpec]:
 def check_exported(
     exported: Iterable[TensorSpec], served: Mapping[str, TensorSpec], hf_config: Any, dtype: str
 ) -> None:
-    """Checks that the exported weights match the engines' model.
+    """Check that the exported weights match the engines' model.
 
     Args:
         exported: The tensors that the trainer sends.

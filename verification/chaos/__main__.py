@@ -59,7 +59,7 @@ def kind_of(name: str) -> Kind:
 
 
 def main() -> int:
-    """Runs the command; returns 0 if every check passed."""
+    """Run the command; return 0 if every check passed."""
     parser = argparse.ArgumentParser(description="The real loop on this CPU while its processes are killed.")
     parser.add_argument("--seed", type=int, default=0, help="what is done to whom, and how the run is set")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long, about")

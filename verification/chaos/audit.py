@@ -41,7 +41,7 @@ def audit(
     exposure: Exposure,
     faults: EngineFaults,
 ) -> list[Finding]:
-    """Returns all checks of a run that completed."""
+    """Return all checks of a run that completed."""
     run_dir = Path(config.run.dir) / config.run.name
     every = [entry for entry in read(diary) if isinstance(entry, Trained)]
     findings = [
@@ -59,7 +59,7 @@ def audit(
 
 
 def _private(exposure: Exposure) -> list[Finding]:
-    """Checks that other users had no access to anything of the run."""
+    """Check that other users had no access to anything of the run."""
     beyond, readable, leaks = map(sorted, (exposure.open_to_others, exposure.readable, exposure.leaks))
     return [
         Finding(
@@ -77,7 +77,7 @@ def _private(exposure: Exposure) -> list[Finding]:
 
 
 def _files(config: Config, run_dir: Path, diary: Path) -> list[Finding]:
-    """Returns what another program finds in the files of the run."""
+    """Return what another program finds in the files of the run."""
     bounds = {"--max-staleness": config.rollout.max_staleness, "--steps": config.run.max_steps}
     command = [sys.executable, "-m", "verification.audit_run", run_dir, "--diary", diary]
     command += [str(word) for option in bounds.items() for word in option]
@@ -90,7 +90,7 @@ def _files(config: Config, run_dir: Path, diary: Path) -> list[Finding]:
 
 
 def _rewards(every: list[Trained], watch: LedgerWatch) -> Finding:
-    """Checks that no failure of the reward server was trained on as a score."""
+    """Check that no failure of the reward server was trained on as a score."""
     rewards = [each for entry in every for each in entry.rewards]
     wrong = [each for each in rewards if not reward.LEAST <= each <= reward.MOST]
     dropped = sum(row.reason == "reward_unavailable" for row in watch.rows.values())
@@ -103,7 +103,7 @@ def _rewards(every: list[Trained], watch: LedgerWatch) -> Finding:
 
 
 def _rows(sent: np.ndarray, trained: np.ndarray) -> Finding:
-    """Checks that an engine sent each routing row that was replayed, for the same tokens up to its own."""
+    """Check that an engine sent each routing row that was replayed, for the same tokens up to its own."""
     unknown = len(np.setdiff1d(trained, sent, assume_unique=True))
     return Finding(
         "replayed routing is what engines sent",
@@ -113,7 +113,7 @@ def _rows(sent: np.ndarray, trained: np.ndarray) -> Finding:
 
 
 def _mismatch(config: Config, run_dir: Path) -> Finding:
-    """Checks that the trainer's very weights gave the log-probs of all tokens that count as theirs."""
+    """Check that the trainer's very weights gave the log-probs of all tokens that count as theirs."""
     records = [each for each in step_record_log(run_dir / "metrics.jsonl").read() if each.tokens_lag0]
     worst = max(records, key=lambda each: each.lag0_log_prob_abs_diff or 0.0)
     mean = worst.lag0_log_prob_abs_diff
@@ -127,7 +127,7 @@ def _mismatch(config: Config, run_dir: Path) -> Finding:
 
 
 def _positions(run: RunFiles, watch: LedgerWatch) -> Finding:
-    """Checks that no task was skipped, by the drops that were seen: at the end only their number is known."""
+    """Check that no task was skipped, by the drops that were seen: at the end only their number is known."""
     used = watch.pending | set(run.trained_positions)
     for trajectory_id, row in watch.rows.items():
         outstanding = trajectory_id in watch.current and row.state in ("in_flight", "queued")

@@ -26,7 +26,7 @@ class Processes:
         self.shared: set[str] = set()
 
     def look(self) -> dict[str, list[psutil.Process]]:
-        """Returns live processes by role, as `plan.Victim` names them; others are `other`."""
+        """Return live processes by role, as `plan.Victim` names them; others are `other`."""
         roles: dict[str, list[psutil.Process]] = {}
         for process in self._alive():
             # Any process may end meanwhile: psutil and /proc say so in their own ways.
@@ -39,7 +39,7 @@ class Processes:
         return roles
 
     def left(self) -> list[str]:
-        """Returns the processes that outlive the driver."""
+        """Return the processes that outlive the driver."""
         found = []
         for process in self._alive():
             with suppress(psutil.NoSuchProcess):
@@ -95,7 +95,7 @@ class LedgerWatch:
         """The attempts of trajectories in flight that had not ended in the last read, by trajectory."""
 
     def look(self) -> None:
-        """Reads all rows without a lock that could block the run."""
+        """Read all rows without a lock that could block the run."""
         if not self._path.exists():
             return
         with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10)) as database:

@@ -90,6 +90,6 @@ class Exposure(msgspec.Struct):
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """Yields everything in a folder, of which the run may delete parts meanwhile."""
+    """Yield everything in a folder, of which the run may delete parts meanwhile."""
     for parent, folders, files in os.walk(folder):
         yield from (Path(parent) / name for name in (*folders, *files))

@@ -74,7 +74,7 @@ class Violation(AssertionError):
 def make_config(
     folder: Path, model: Path, data: Path, seed: int, *, num_engines: int, num_ranks: int, num_workers: int
 ) -> dict:
-    """Returns the config of a run with small limits, so that hangs are detected in seconds.
+    """Return the config of a run with small limits, so that hangs are detected in seconds.
 
     Args:
         folder: Folder of the run's folder.
@@ -147,7 +147,7 @@ class Chaos:
     """One run, from its first start to its last step."""
 
     def __init__(self, folder: Path, tree: dict[str, Any], tell: Callable[[str], None]) -> None:
-        """Writes the config; starts nothing.
+        """Write the config; starts nothing.
 
         Args:
             folder: Empty; for what the harness and the tests' own parts of the run write.
@@ -177,7 +177,7 @@ class Chaos:
     def run(
         self, plan: Iterable[Blow], seed: int, more_steps: int = 3, required: Iterable[Kind] = ()
     ) -> list[Finding]:
-        """Starts the run, executes the plan, kills the driver, lets the run complete, and audits it.
+        """Start the run, execute the plan, kill the driver, let the run complete, and audit it.
 
         Args:
             plan: The faults.
@@ -222,7 +222,7 @@ class Chaos:
         return parse_config(json.loads(json.dumps(self._tree)))
 
     def start(self) -> None:
-        """Starts the driver, with the same command each time."""
+        """Start the driver, with the same command each time."""
         self._config_path.write_text(json.dumps(self._tree, indent=1))  # JSON is YAML
         with self._output.open("ab") as output:
             self._driver = subprocess.Popen(
@@ -246,7 +246,7 @@ class Chaos:
         }
 
     def strike(self, blow: Blow, *, start_again: bool = True) -> None:
-        """Waits for the moment of a blow, executes it, and observes the result."""
+        """Wait for the moment of a blow, execute it, and observe the result."""
         if blow.after_step:
             self._wait_for_step("a step before the next blow")
         self._wait(blow.delay_s)
@@ -343,7 +343,7 @@ class Chaos:
         self.strikes.lose_journal(blow.kind, lost)
 
     def _delay_worker(self, blow: Blow) -> None:
-        """Stops a rollout worker for less than `rollout.worker_stall_s`: it goes on with its leases."""
+        """Stop a rollout worker for less than `rollout.worker_stall_s`: it goes on with its leases."""
         if (victim := self._pick_victim(blow)) is None:
             return
         lasts_s = min(blow.lasts_s, 0.75 * self.config.rollout.worker_stall_s)
@@ -358,7 +358,7 @@ class Chaos:
         self.strikes.strike(blow.kind, {"seconds": round(lasts_s)})
 
     def _counted(self, *names: str) -> int:
-        """Returns the sum of some counters of the driver's metrics; 0 while it does not answer."""
+        """Return the sum of some counters of the driver's metrics; 0 while it does not answer."""
         url = f"http://127.0.0.1:{self._tree['metrics']['port']}/metrics"
         with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
             wanted = tuple(f"async_rl_{name}{end}" for name in names for end in " {")
@@ -367,7 +367,7 @@ class Chaos:
         return 0
 
     def _stick_payload(self, blow: Blow) -> None:
-        """Stops an engine when it has sent the first half of a routing payload."""
+        """Stop an engine when it has sent the first half of a routing payload."""
         if (pid := self._pick_server(blow)) is None:
             return
         before = len(self._struck("stuck_payload", pid))
@@ -398,7 +398,7 @@ class Chaos:
             self.strikes.add_evidence(blow.kind, {"replaced by the run": 1})
 
     def _make_busy(self, blow: Blow) -> None:
-        """Lets an engine answer 429 to all calls and control requests until it has refused one, or longer."""
+        """Let an engine answer 429 to all calls and control requests until it has refused one, or longer."""
         if (pid := self._pick_server(blow)) is None:
             return
         before, end = len(self._struck("too_busy", pid)), time.monotonic() + blow.lasts_s
@@ -417,7 +417,7 @@ class Chaos:
             self.strikes.strike(blow.kind, {"requests answered 429": refused})
 
     def _take_descriptors(self, blow: Blow) -> None:
-        """Leaves a process without a free file descriptor for some seconds."""
+        """Leave a process without a free file descriptor for some seconds."""
         pid = self._pick_server(blow) if blow.victim == "engine" else self._driver and self._driver.pid
         if pid is None:
             return
@@ -438,7 +438,7 @@ class Chaos:
             self.strikes.strike(blow.kind, {"samples without a free descriptor": num_full})
 
     def _fill_disk(self, blow: Blow) -> None:
-        """Fills the run's disk for some seconds; a driver that ends of it is started again."""
+        """Fill the run's disk for some seconds; a driver that ends of it is started again."""
         self._excuse = blow.kind
         self._note("the disk is full")
         num_full = self._count(self._disk.fill, blow.lasts_s)
@@ -527,7 +527,7 @@ class Chaos:
             time.sleep(0.2)
 
     def _start_after_end(self) -> None:
-        """Starts a driver again that ended by itself: a violation, unless a full disk is the reason it gives.
+        """Start a driver again that ended by itself: a violation, unless a full disk is the reason it gives.
 
         Raises:
             Violation: When this happened too often.
@@ -573,7 +573,7 @@ class Chaos:
         self._tell(f"{time.monotonic() - self._begin:7.1f} s  {text}")
 
     def _clean_up(self) -> None:
-        """Removes everything of the run from this machine, also after a failure."""
+        """Remove everything of the run from this machine, also after a failure."""
         self._reward.kill()
         self._disk.free()
         if self._driver is not None and self._driver.poll() is None:

@@ -31,7 +31,7 @@ class LostJournal(msgspec.Struct, frozen=True):
 
 
 def journal_of(process: psutil.Process) -> Path | None:
-    """Returns the folder of the journal that a process writes; None before its first write."""
+    """Return the folder of the journal that a process writes; None before its first write."""
     with suppress(psutil.NoSuchProcess):
         for file in process.open_files():
             if (path := Path(file.path)).match("journal/*/journal-*"):
@@ -40,14 +40,14 @@ def journal_of(process: psutil.Process) -> Path | None:
 
 
 def ports_of(process: psutil.Process) -> frozenset[int]:
-    """Returns the local ports of the connections of a process."""
+    """Return the local ports of the connections of a process."""
     with suppress(psutil.NoSuchProcess):
         return frozenset(each.laddr.port for each in process.net_connections("tcp") if each.raddr)
     return frozenset()
 
 
 def read_journals(folder: Path) -> dict[Path, Trajectories]:
-    """Returns what each journal of a run has, by its folder."""
+    """Return what each journal of a run has, by its folder."""
     found: dict[Path, Trajectories] = {}
     for each in folder.glob("*/"):
         with suppress(FileNotFoundError):  # it was compacted or deleted meanwhile
@@ -56,7 +56,7 @@ def read_journals(folder: Path) -> dict[Path, Trajectories]:
 
 
 def left_in(folder: Path, journals: Mapping[Path, Trajectories]) -> Trajectories:
-    """Returns what a journal has of the trajectories which no later owner has written."""
+    """Return what a journal has of the trajectories which no later owner has written."""
     newest: dict[str, int] = {}
     for trajectories in journals.values():
         for name, state in trajectories.items():
@@ -67,7 +67,7 @@ def left_in(folder: Path, journals: Mapping[Path, Trajectories]) -> Trajectories
 
 
 def count_left(left: Trajectories, attempts: Mapping[str, int]) -> int:
-    """Returns how many sampled tokens are left of some attempts: the number of each, by trajectory."""
+    """Return how many sampled tokens are left of some attempts: the number of each, by trajectory."""
     return sum(
         state.num_sampled_tokens
         for name, state in left.items()
@@ -76,7 +76,7 @@ def count_left(left: Trajectories, attempts: Mapping[str, int]) -> int:
 
 
 def calls_under_way(calls: Iterable[SentCall], ports: Collection[int], killed_s: float) -> list[SentCall]:
-    """Returns the calls over these ports that were under way when their worker was killed."""
+    """Return the calls over these ports that were under way when their worker was killed."""
     return [call for call in calls if call.port in ports and call.begin_s < killed_s < call.end_s]
 
 
@@ -86,7 +86,7 @@ def oldest_loss_s(
     journals: Iterable[Trajectories],
     killed_s: float,
 ) -> float:
-    """Returns how long before a kill the oldest token was sent that no journal has; 0 if there is none.
+    """Return how long before a kill the oldest token was sent that no journal has; 0 if there is none.
 
     Args:
         cut: The calls that were under way; only their trajectories are looked at.
@@ -111,6 +111,6 @@ def oldest_loss_s(
 
 
 def _common(tokens: Int32Array, known: Int32Array) -> int:
-    """Returns how many tokens a journal has of a call, 0 if it has another trajectory."""
+    """Return how many tokens a journal has of a call, 0 if it has another trajectory."""
     length = min(len(tokens), len(known))
     return length if np.array_equal(tokens[:length], known[:length]) else 0

@@ -61,7 +61,7 @@ class Blow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def blows(seed: int, kinds: tuple[Kind, ...] = DECK) -> Iterator[Blow]:
-    """Yields an endless plan of these kinds."""
+    """Yield an endless plan of these kinds."""
     rng = random.Random(seed)
     while True:
         for victim, how in rng.sample(kinds, len(kinds)):
@@ -77,6 +77,6 @@ def blows(seed: int, kinds: tuple[Kind, ...] = DECK) -> Iterator[Blow]:
 
 
 def last(seed: int) -> Blow:
-    """Returns the last blow of each plan: it kills the driver, which is then restarted for its last steps."""
+    """Return the last blow of each plan: it kills the driver, which is then restarted for its last steps."""
     delay_s = random.Random(seed).uniform(0.0, 4.0)
     return Blow(victim="driver", how="SIGKILL", after_step=True, delay_s=delay_s, pick=0.0, lasts_s=0.0)

@@ -43,7 +43,7 @@ class DiaryWorker(TrainerWorker):
 
 
 def _replayed_rows(batch: TrainBatch) -> np.ndarray:
-    """Returns the digests of all valid routing rows of a batch."""
+    """Return the digests of all valid routing rows of a batch."""
     if batch.routed_experts is None or batch.routing_valid is None:
         return np.zeros(0, np.uint64)
     digests = [np.zeros(0, np.uint64)]

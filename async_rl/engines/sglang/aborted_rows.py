@@ -69,5 +69,5 @@ def omit_aborted_rows() -> bool:
 
 
 def hash_source(*parts: Any) -> str:
-    """Returns the sha256 of the sources of classes and functions."""
+    """Return the sha256 of the sources of classes and functions."""
     return hashlib.sha256("".join(inspect.getsource(part) for part in parts).encode()).hexdigest()

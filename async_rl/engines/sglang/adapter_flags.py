@@ -19,13 +19,13 @@ _LATENT: Final = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_
 
 
 def target_modules(lora: LoraConfig, model: EngineFacts) -> list[str]:
-    """Returns the modules that adapters change, for `--lora-target-modules`."""
+    """Return the modules that adapters change, for `--lora-target-modules`."""
     modules = _MODULES | ({"attention": _LATENT} if model.latent_attention else {})
     return list(dict.fromkeys(name for target in lora.targets for name in modules[target]))
 
 
 def adapter_flags(lora: LoraConfig, model: EngineFacts, device: str) -> list[str]:
-    """Returns the options of a server that loads adapters.
+    """Return the options of a server that loads adapters.
 
     One adapter is loaded at a time, and all calls are made with it, so the server reserves memory on its
     devices for one.

@@ -669,7 +669,7 @@ class SGLangEngine:
             raise EnvironmentNotReady(f"{self._engine_id} answers, but cannot be used: {e}") from e
 
     async def _ready_status(self) -> int | None:
-        """Returns 200 if the server takes calls, another status if it refuses, None if it does not answer.
+        """Return 200 if the server takes calls, another status if it refuses, None if it does not answer.
 
         It takes none while it starts or is paused. An update that was cut short, by us or by an earlier
         driver, may have left it paused, so it is resumed.

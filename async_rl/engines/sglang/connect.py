@@ -14,7 +14,7 @@ from async_rl.runtime.addresses import is_loopback
 
 
 def external_keys(url: str) -> tuple[str | None, str | None]:
-    """Returns API key and admin key of a server that was not started by us, from the environment.
+    """Return API key and admin key of a server that was not started by us, from the environment.
 
     Raises:
         ConfigError: When there is no key and other machines can reach the server: they could read its calls
@@ -56,7 +56,7 @@ def check_shares_memory(engine: str, node: str, trainer_node: str, addresses: Ma
 
 
 def node_of(url: str, driver_node: str, addresses: Mapping[str, str]) -> str:
-    """Returns the id of a server's node, or the host name in its URL if that is no node of the cluster.
+    """Return the id of a server's node, or the host name in its URL if that is no node of the cluster.
 
     Args:
         url: URL of the server.
@@ -83,7 +83,7 @@ def sglang_client(
     keys: tuple[str | None, str | None],
     died: Callable[[], Awaitable[str | None]] | None,
 ) -> SGLangEngine:
-    """Returns a client, which connects with its first request.
+    """Return a client, which connects with its first request.
 
     Args:
         config: Config of the run, with SGLang engines.

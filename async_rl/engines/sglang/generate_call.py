@@ -140,7 +140,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def choose_stream_interval(num_streams: int) -> int:
-    """Returns the number of tokens per event for one more stream beside those that this process reads.
+    """Return the number of tokens per event for one more stream beside those that this process reads.
 
     An event costs the server and the reader about as much as eight tokens do. A longer interval would save
     little more, and an engine that dies takes the tokens that it has not sent.
@@ -153,7 +153,7 @@ def choose_stream_interval(num_streams: int) -> int:
 
 
 def adapter_name(weight_version: int) -> str:
-    """Returns the name under which the adapter of a version is loaded.
+    """Return the name under which the adapter of a version is loaded.
 
     Names differ between versions, so a call that is late never gets another version than it was meant for.
     """
@@ -161,7 +161,7 @@ def adapter_name(weight_version: int) -> str:
 
 
 def encode_request(request: GenerateRequest, stream_interval: int = 1, *, adapter: bool = False) -> bytes:
-    """Returns the body of POST /generate.
+    """Return the body of POST /generate.
 
     Args:
         request: What to generate.
@@ -203,7 +203,7 @@ def encode_request(request: GenerateRequest, stream_interval: int = 1, *, adapte
 
 
 def parse_version(engine_id: str, text: str | None) -> int:
-    """Parses a weight version.
+    """Parse a weight version.
 
     Raises:
         VersionMismatch: When it is not a decimal integer, as all versions that the trainer publishes are.
@@ -274,7 +274,7 @@ class CallAccount:
         return max(0, fed - self._request.routing_start)  # 0, not -1, where no token was fed since
 
     def take_chunk(self) -> Chunk | None:
-        """Returns the tokens of the events since the last call; None if there are none."""
+        """Return the tokens of the events since the last call; None if there are none."""
         if not self._token_ids:
             return None
         mask = SamplingMask.joined(self._masks) if self._request.return_mask else None
@@ -285,7 +285,7 @@ class CallAccount:
         return chunk
 
     def read_event(self, document: bytes, payload: RoutingText | None) -> Finish | None:
-        """Adds the tokens of an event to the next chunk; returns the end of the call if it is the last event.
+        """Add the tokens of an event to the next chunk; return the end of the call if it is the last event.
 
         Args:
             document: The event's JSON.
@@ -353,7 +353,7 @@ class CallAccount:
         self._num_retractions = meta.num_retractions
 
     def _add_tokens(self, token_ids: list[int], meta: _Meta) -> None:
-        """Adds the new tokens of an event.
+        """Add the new tokens of an event.
 
         An abort of a retracted request repeats its last token, after those that SGLang had not sent yet
         (`TokenizerManager._coalesce_streaming_chunks`), and all its log-probs, the new ones last.
@@ -398,7 +398,7 @@ class CallAccount:
         self._masks += masks
 
     def _read_masks(self, meta: _Meta, new: int) -> SamplingMask:
-        """Returns the sampling masks of an event's new tokens.
+        """Return the sampling masks of an event's new tokens.
 
         An aborted call may lack those of its last tokens, like their log-probs: `cut_short` then cuts both.
         """
@@ -452,7 +452,7 @@ class CallAccount:
         )
 
     def _scores(self, meta: _Meta) -> Float32Array | None:
-        """Returns the log-probs of the prompt that were asked for, checked against its tokens."""
+        """Return the log-probs of the prompt that were asked for, checked against its tokens."""
         begin = self._request.score_from
         if begin is None:
             return None
@@ -516,7 +516,7 @@ class CallAccount:
         return spans
 
     def _refusal(self, refusal: _Refusal) -> EngineError | RequestRefused:
-        """Returns the error for a refusal within the stream, which is SGLang's own and has no Retry-After.
+        """Return the error for a refusal within the stream, which is SGLang's own and has no Retry-After.
 
         SGLang's scheduler says 503 when its queue is full, or a request waited there for too long.
         """

@@ -99,7 +99,7 @@ def _shared_memory(processes: list[int]) -> set[Path]:
 
 
 def members(group: int) -> list[int]:
-    """Returns the running processes of a process group, other than this one."""
+    """Return the running processes of a process group, other than this one."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

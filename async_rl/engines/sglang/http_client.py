@@ -53,7 +53,7 @@ class CommandReply(msgspec.Struct):
     error: Any = None
 
     def explain(self) -> str:
-        """Returns the reason that the reply gives for a failure."""
+        """Return the reason that the reply gives for a failure."""
         if isinstance(self.error, dict):
             return str(self.error.get("message", self.error))
         return self.message or str(self.error)
@@ -120,11 +120,11 @@ class SGLangHttpClient:
         return response
 
     def connection_error(self, error: aiohttp.ClientError) -> EngineError:
-        """Returns the error for a request without a reply: of the engine, the call, or this process."""
+        """Return the error for a request without a reply: of the engine, the call, or this process."""
         return explain_lost_connection(self._engine_id, self.url, error)
 
     async def get_status(self, endpoint: str) -> int | None:
-        """Returns the status of a GET request; None when there is no reply within `timeout_s`."""
+        """Return the status of a GET request; None when there is no reply within `timeout_s`."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 async with self._open_session().get(self.url / endpoint, headers=self._headers) as response:
@@ -133,7 +133,7 @@ class SGLangHttpClient:
             return None
 
     async def get_info(self, endpoint: str, kind: type[T]) -> T:
-        """Returns the parsed reply to a GET request, within `timeout_s`.
+        """Return the parsed reply to a GET request, within `timeout_s`.
 
         Raises:
             EngineBusy: When the server takes no more requests for now.
@@ -204,7 +204,7 @@ class SGLangHttpClient:
         return response.status, text
 
     def parse_reply(self, text: bytes, endpoint: str, kind: type[T]) -> T:
-        """Returns a reply as `kind`.
+        """Return a reply as `kind`.
 
         Raises:
             EngineError: When it is something else.

@@ -99,7 +99,7 @@ def check_version() -> None:
 
 
 def wrong_version(installed: str) -> str:
-    """Returns the error message for another version."""
+    """Return the error message for another version."""
     return (
         f"engine.narrow_routing patches sglang {SUPPORTED}, found {installed}: install "
         f"sglang=={SUPPORTED}, or set engine.narrow_routing=false"

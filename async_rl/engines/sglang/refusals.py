@@ -49,7 +49,7 @@ _LOCAL_RESOLVER_ERRORS: Final = frozenset({socket.EAI_AGAIN, socket.EAI_SYSTEM, 
 def explain_refusal(
     engine_id: str, status: int, retry_after: str | None, body: bytes, now: datetime
 ) -> EngineBusy | CallLost | RequestRefused:
-    """Returns the error for a reply to /generate that is not 200.
+    """Return the error for a reply to /generate that is not 200.
 
     Args:
         engine_id: Name of the engine in the error.
@@ -72,7 +72,7 @@ def is_back_pressure(status: int, retry_after: str | None) -> bool:
 
 
 def parse_retry_after(value: str | None, now: datetime) -> float | None:
-    """Returns the seconds of a Retry-After header; None without a usable one, as one that says "at once".
+    """Return the seconds of a Retry-After header; None without a usable one, as one that says "at once".
 
     Example:
         >>> from datetime import UTC
@@ -93,7 +93,7 @@ def parse_retry_after(value: str | None, now: datetime) -> float | None:
 
 
 def explain_lost_connection(engine_id: str, url: object, error: aiohttp.ClientError) -> EngineError:
-    """Returns the error for a request that got no reply."""
+    """Return the error for a request that got no reply."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, OSError) and _is_local(cause):
         return LocalShortage(

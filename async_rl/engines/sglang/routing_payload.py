@@ -76,7 +76,7 @@ class SlabAllocator:
         self._num_arrays = 0
 
     def allocate_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray[Any, Any]:
-        """Returns an array of this shape with undefined content."""
+        """Return an array of this shape with undefined content."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         with self._lock:
             self._reclaim_slabs()
@@ -90,13 +90,13 @@ class SlabAllocator:
         return base[:size].view(dtype).reshape(shape)
 
     def usage(self) -> tuple[int, int]:
-        """Returns the number of arrays in use, and the idle bytes."""
+        """Return the number of arrays in use, and the idle bytes."""
         with self._lock:
             self._reclaim_slabs()
             return self._num_arrays, sum(slab.nbytes for slab in self._idle)
 
     def _pop_slab(self, size: int) -> np.ndarray[Any, Any] | None:
-        """Returns the smallest idle slab that fits without much waste; of equal ones, the last used."""
+        """Return the smallest idle slab that fits without much waste; of equal ones, the last used."""
         fitting = [i for i, slab in enumerate(self._idle) if size <= slab.nbytes <= 2 * size + _SLAB_GRAIN]
         if not fitting:
             return None
@@ -162,7 +162,7 @@ class PayloadArrival:
         self._begin_piece()
 
     async def read_piece(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Returns what `read` returns next; `read` can be cancelled and called again.
+        """Return what `read` returns next; `read` can be cancelled and called again.
 
         Raises:
             EngineTimeout: When fewer than `PIECE_BYTES` came within `stall_s`.
@@ -212,11 +212,11 @@ class RoutingWire(msgspec.Struct, frozen=True, kw_only=True):
         return self.row_ids * self.dtype.itemsize
 
     def text_length(self, num_rows: int) -> int:
-        """Returns the number of base64 characters for a number of rows."""
+        """Return the number of base64 characters for a number of rows."""
         return -(-num_rows * self.row_bytes // 3) * 4
 
     def decode(self, text: bytes | memoryview, num_rows: int) -> ExpertIdArray:
-        """Returns the rows of a complete text: `[num_rows, L_moe, K]`, uint8 or uint16.
+        """Return the rows of a complete text: `[num_rows, L_moe, K]`, uint8 or uint16.
 
         Raises:
             AlignmentError: When it is not base64, of another length, or names an expert that does not exist.
@@ -295,7 +295,7 @@ class RoutingText:
             self._rest = bytes(view[end:])
 
     def finish_rows(self, num_rows: int) -> ExpertIdArray:
-        """Returns all rows, `[num_rows, L_moe, K]`, read-only, in memory of `SLABS`.
+        """Return all rows, `[num_rows, L_moe, K]`, read-only, in memory of `SLABS`.
 
         Raises:
             AlignmentError: When the text is not what `RoutingWire.decode` accepts.
@@ -320,7 +320,7 @@ class RoutingText:
         return rows
 
     def _hint(self, num_rows: int) -> str:
-        """Returns the remedy if the text has the length of the other format."""
+        """Return the remedy if the text has the length of the other format."""
         other = RoutingWire(facts=self._wire.facts, narrow=not self._wire.narrow)
         if self._length != other.text_length(num_rows):
             return ""

@@ -144,7 +144,7 @@ class SGLangServer:
         return self._process.pid if self._process is not None else None
 
     def rendezvous(self) -> str:
-        """Returns an address at which the parts of an engine on several nodes can meet, for `start`."""
+        """Return an address at which the parts of an engine on several nodes can meet, for `start`."""
         return f"{self._host}:{free_port(self._bind)}"
 
     async def start(self, rendezvous: str | None = None) -> None:
@@ -201,7 +201,7 @@ class SGLangServer:
             )
 
     def command(self) -> list[str]:
-        """Returns the server's command line, without the keys."""
+        """Return the server's command line, without the keys."""
         config = self._config
         # -P keeps the launcher's own folder, and the current one, off the import path.
         cpu = self._device == "cpu"
@@ -252,7 +252,7 @@ class SGLangServer:
         return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *config.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """Returns the environment of the server's processes, which have `scratch` for temporary files."""
+        """Return the environment of the server's processes, which have `scratch` for temporary files."""
         # SGLang creates its sockets in the temporary folder, and does not remove them.
         environment = {**os.environ, "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false"}
         # Our connections are idle between turns for as long as tools take.
@@ -278,7 +278,7 @@ class SGLangServer:
         return environment
 
     def poll(self) -> int | None:
-        """Returns the exit code, or None while it runs or before it was started.
+        """Return the exit code, or None while it runs or before it was started.
 
         A guard that was killed alone has left its server, which is killed here.
         """
@@ -308,11 +308,11 @@ class SGLangServer:
         return self._process.wait()
 
     async def died(self) -> str | None:
-        """Returns the exit reason when it has ended, None while it runs; for `SGLangEngine.wait_ready`."""
+        """Return the exit reason when it has ended, None while it runs; for `SGLangEngine.wait_ready`."""
         return None if self._process is not None and self.poll() is None else self.exit_reason()
 
     def exit_reason(self) -> str:
-        """Returns the exit code, the end of the log, and the path of the log."""
+        """Return the exit code, the end of the log, and the path of the log."""
         code = "was not started" if self._process is None else f"ended with code {self.poll()}"
         try:
             with open(self.log_path, errors="replace") as log:
@@ -400,7 +400,7 @@ def check_sglang(*, narrow: bool, saves_memory: bool) -> None:
 
 
 def free_port(host: str) -> int:
-    """Returns a free port."""
+    """Return a free port."""
     for port in random.SystemRandom().sample(PORTS, k=100):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -75,7 +75,7 @@ class EventReader(Generic[S]):
         return bytes(self._rest[len(_FIELD) : self._mark]) + b'"}}'
 
     def feed(self, data: bytes) -> list[tuple[bytes, S | None]]:
-        """Returns the events that one read completes.
+        """Return the events that one read completes.
 
         Raises:
             EventTooLong: When an event is longer than `max_event_bytes`; the reader is of no more use then.

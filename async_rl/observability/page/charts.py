@@ -116,7 +116,7 @@ def sft_sections(records: Sequence[SftRecord]) -> list[Section]:
 
 
 def _section(name: str, title: str, charts: Iterable[Chart]) -> list[Section]:
-    """Returns a section with the charts that have a value; none if no chart has one."""
+    """Return a section with the charts that have a value; none if no chart has one."""
     shown = [thinned(chart) for chart in map(_without_empty_series, charts) if chart.series]
     return [Section(name=name, title=title, charts=shown)] if shown else []
 
@@ -127,7 +127,7 @@ def _without_empty_series(chart: Chart) -> Chart:
 
 
 def thinned(chart: Chart, most: int = MAX_POINTS) -> Chart:
-    """Returns a chart thinned to about `most` points, with values of four digits.
+    """Return a chart thinned to about `most` points, with values of four digits.
 
     Each stretch keeps the lowest and the highest value of every line; the first and last point stay.
     """
@@ -160,12 +160,12 @@ def thinned(chart: Chart, most: int = MAX_POINTS) -> Chart:
 
 
 def smoothed(values: Sequence[Figure], window: int) -> list[Figure]:
-    """Returns the mean of each value and the ones before it; None where all of them are None."""
+    """Return the mean of each value and the ones before it; None where all of them are None."""
     return [mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
 
 
 def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
-    """Returns charts of the validation sets' scores by weight version; none without an evaluation."""
+    """Return charts of the validation sets' scores by weight version; none without an evaluation."""
     done = [record for record in evaluations if record.scores]
     if not done:
         return []
@@ -242,7 +242,7 @@ def _lines(
     ceiling: Figure = None,
     bounded: bool = False,
 ) -> ChartMaker:
-    """Returns a chart of fields of the records, unchanged.
+    """Return a chart of fields of the records, unchanged.
 
     Args:
         name: The chart's name; title, note, unit, floor and ceiling are fields of `Chart`, too.
@@ -329,7 +329,7 @@ def _drops(records: Sequence[StepRecord], _: int | None) -> Chart:
 
 
 def staleness_counts(records: Sequence[StepRecord]) -> list[int]:
-    """Returns the number of trained trajectories by staleness, from 0 on, over all records."""
+    """Return the number of trained trajectories by staleness, from 0 on, over all records."""
     counts = [0] * max((len(record.staleness_counts) for record in records), default=0)
     for record in records:
         for staleness, count in enumerate(record.staleness_counts):

@@ -159,7 +159,7 @@ class Feed:
 
     @property
     def num_clients(self) -> int:
-        """Returns how many clients are connected."""
+        """Return how many clients are connected."""
         return len(self._clients)
 
     async def run(self) -> None:
@@ -277,5 +277,5 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 
 def _event(name: str, data: bytes) -> bytes:
-    """Returns one server-sent event; JSON has no newlines that would end it."""
+    """Return one server-sent event; JSON has no newlines that would end it."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

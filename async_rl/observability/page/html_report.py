@@ -183,7 +183,7 @@ def _progress(
 
 
 def read_events(log_file: Path) -> Iterator[Event]:
-    """Returns the newest warnings, errors and messages about engines and weights of a driver's log."""
+    """Return the newest warnings, errors and messages about engines and weights of a driver's log."""
     if not log_file.exists():
         return
     with log_file.open("rb") as file:
@@ -262,7 +262,7 @@ def _static(names: Sequence[str]) -> Markup:
 
 
 def _stages(run: RunFiles) -> list[FlowStage]:
-    """Returns where the trajectories are: at the end of the run by its summary, else at the last step."""
+    """Return where the trajectories are: at the end of the run by its summary, else at the last step."""
     if not run.records:
         return []
     last = run.records[-1]
@@ -281,7 +281,7 @@ def _stages(run: RunFiles) -> list[FlowStage]:
 
 
 def _facts(run: RunFiles) -> list[tuple[str, str]]:
-    """Returns the run's key figures, from its records."""
+    """Return the run's key figures, from its records."""
     if run.sft_records:
         return _sft_facts(run.sft_records)
     records = run.records
@@ -324,7 +324,7 @@ def _sft_facts(records: Sequence[SftRecord]) -> list[tuple[str, str]]:
 
 
 def _recent(run: RunFiles) -> tuple[list[str], list[list[str]]]:
-    """Returns the table of the latest steps: names of its columns, and its rows, the newest first."""
+    """Return the table of the latest steps: names of its columns, and its rows, the newest first."""
     if run.sft_records:
         names = [
             "step",
@@ -379,7 +379,7 @@ def _state(run_dir: Path, progress: tuple[int, int | None], events: Sequence[Eve
 
 
 def _cause(run: RunFiles) -> str:
-    """Returns why a failed run ended; empty for other runs."""
+    """Return why a failed run ended; empty for other runs."""
     if run.state != "failed":
         return ""
     last = next(event for event in reversed(run.events) if event.text.startswith(_FAILED))

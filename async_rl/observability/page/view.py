@@ -146,7 +146,7 @@ def look(
 
 
 def _report(diagnosis: Diagnosis) -> str:
-    """Returns the doctor's text, or only what the run waits for while it makes progress."""
+    """Return the doctor's text, or only what the run waits for while it makes progress."""
     if diagnosis.state != "moving" or not diagnosis.causes:
         return diagnosis.text
     return "\n  <- ".join(diagnosis.causes[0].chain)

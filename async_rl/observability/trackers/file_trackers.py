@@ -105,7 +105,7 @@ def _event(wall_time: float, step: int, what: bytes) -> bytes:
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """Encodes bytes, text or a message in protobuf's wire format."""
+    """Encode bytes, text or a message in protobuf's wire format."""
     return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 
