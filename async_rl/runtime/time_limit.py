@@ -16,7 +16,7 @@ class TimeLimitExceeded(Exception):
     """The code ran for longer than its limit."""
 
 
-class _Limits:
+class _TimeLimits:
     """The limits of all threads, and the thread that raises the error in those that exceed theirs."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Limits:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
 
-_limits = _Limits()
+_time_limits = _TimeLimits()
 
 
 @contextmanager
@@ -52,9 +52,9 @@ def time_limit(limit_s: float) -> Iterator[None]:
     It is raised between two instructions of Python: a single call into C is not interrupted.
     """
     thread = threading.get_ident()
-    _limits.begin(thread, limit_s)
+    _time_limits.begin(thread, limit_s)
     try:
         yield
     finally:
-        with _limits.lock:  # after it the checker does not raise here any more
-            _limits.ends_s.pop(thread, None)
+        with _time_limits.lock:  # after it the checker does not raise here any more
+            _time_limits.ends_s.pop(thread, None)
