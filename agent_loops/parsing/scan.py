@@ -19,7 +19,7 @@ _MAX_LITERAL_CHARS = 16_384
 
 
 _MAX_UNREADABLE = 100
-"""After so many unreadable calls the rest of a text is one more: each may take time of the whole text."""
+"""After this many unreadable calls the rest of a text counts as one: reading each may scan the whole text."""
 
 
 class Unreadable(ValueError):

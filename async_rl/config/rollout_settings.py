@@ -302,7 +302,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ge=-1,
             description=(
                 "Top-k sampling; -1 disables it. With `top_p` or `min_p` it must be set, to at most 4096: "
-                "engines return at most so many kept tokens."
+                "engines return no more kept tokens."
             ),
         ),
     ] = -1

@@ -40,7 +40,7 @@ class TaskRetries:
         self._retry_after = retry_after
         self._metrics = metrics
         self._num_dispatched = 0
-        self._due: deque[tuple[int, int]] = deque()  # (due after so many dispatches, position)
+        self._due: deque[tuple[int, int]] = deque()  # (due after this number of dispatches, position)
         self._num_retries: Counter[int] = Counter()
         self.changed = asyncio.Event()
         """Set when a retry was added, or may be: the dispatcher waits for it when the data is exhausted."""

@@ -29,7 +29,7 @@ _PROMPT: Final = "prompt"
 """The key that may hold a plain prompt string if an example has no messages."""
 
 _VALUES: Final = ("const", "default", "examples")
-"""Keywords of JSON schemas that hold values, of which null may be one."""
+"""Keywords of JSON schemas that hold values; null may be one of them."""
 
 _MAX_KEYS: Final = 20
 """An error names this many keys of an example."""

@@ -28,7 +28,7 @@ _RETRY_AFTER_MAX_S: Final = 300.0
 """Longest pause with it: rate limits of minutes are honoured, an engine lost for hours is not waited for."""
 
 _BROKEN_AFTER_S: Final = 60.0
-"""An engine that refuses calls for so long without completing one is broken."""
+"""An engine that refuses calls for longer without completing one is broken."""
 
 _BROKEN_AFTER: Final = 3
 """The pauses after which it may be: a single Retry-After can be longer than `_BROKEN_AFTER_S`."""

@@ -20,7 +20,7 @@ _RETRY_MAX_S: Final = 2.0
 
 
 async def wait_out(send_request: Callable[[], Awaitable[T]]) -> T:
-    """Return the answer to a request, sent as often as it takes.
+    """Retry a request until it is answered, and return the answer.
 
     Raises:
         EngineError: The request failed for another reason.

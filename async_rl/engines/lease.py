@@ -169,7 +169,7 @@ class EngineSlot:
 
     @property
     def queued_call(self) -> Lease | None:
-        """The oldest call of which nothing has come."""
+        """The oldest call that has received nothing."""
         return next((call for call in self.prefilling if call.is_judged), None)
 
     def end_idle_time(self, now: float) -> None:
@@ -183,7 +183,7 @@ class EngineSlot:
 
         Args:
             prefill_tokens: Tokens that wait there for their call's first token.
-            silent_holders: The processes of which `LeaseHolder.is_silent` holds.
+            silent_holders: The processes whose `LeaseHolder.is_silent` is true.
         """
         silent, queued = self.silent_call, self.queued_call
         return EngineLoad(

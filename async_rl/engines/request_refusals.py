@@ -36,7 +36,7 @@ class RequestRefusals:
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories of which it has refused a request since it last accepted one."""
+        """Return the number of trajectories whose requests it has refused since it last accepted one."""
         return len(self._trajectories)
 
     def record_refusal(self, trajectory_id: str, now: float) -> None:

@@ -43,7 +43,7 @@ class Revocation:
 
 
 class _Latch:
-    """Is open once it was counted down so many times."""
+    """Opens after `count` count-downs."""
 
     def __init__(self, count: int) -> None:
         self._count = count

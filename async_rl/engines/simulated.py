@@ -92,7 +92,7 @@ class Fault(msgspec.Struct, frozen=True):
     lose: a chunk is never delivered, and what comes after it does not fit the engine's count.
     repeat: a chunk comes twice, and once too often for the engine's count.
     busy: the call is refused because the engine has too many.
-    skewed_versions: its events report two weight versions, and nothing says which tokens are of which.
+    skewed_versions: its events report two weight versions, and nothing says where they change.
     retract: the engine takes the memory of the call for others, and prefills it again.
     refuse_flush: an update loads the weights and is refused the flush at first.
     partial_update: an update fails halfway; the engine still reports the old version.

@@ -239,7 +239,7 @@ class RunProgress:
 
 
 def _learning(groups: int) -> list[tuple[str, str]]:
-    """Return a warning if so many consecutive groups had no signal."""
+    """Return a warning if this number of consecutive groups had no signal."""
     return [("learning", no_signal(groups))] if groups >= MANY_WITHOUT_SIGNAL else []
 
 

@@ -67,7 +67,7 @@ class LongWork:
             self._bar.stop()
 
     def show_done(self, number: int) -> None:
-        """Show that so many are done, unless something was shown a moment ago."""
+        """Show how many are done, unless something was shown a moment ago."""
         now_s = self._clock()
         if now_s < self._next_s:
             return

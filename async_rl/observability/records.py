@@ -808,7 +808,7 @@ def count_without_signal(records: Sequence[StepRecord]) -> int:
 
 
 def no_signal(groups: int) -> str:
-    """Say that nothing is learned, because so many consecutive groups had no signal."""
+    """Say that nothing is learned, because this number of consecutive groups had no signal."""
     return (
         f"all rewards equal for {groups} groups: nothing is learned; look at some answers with "
         "`async-rl inspect`, then use easier or harder tasks, more siblings, or a finer reward"

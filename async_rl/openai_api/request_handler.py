@@ -81,7 +81,7 @@ class RequestHandler:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the agent has ended with a request that could not fit, of which no session knows."""
+        """Whether the agent has ended with a request that could not fit and never reached a session."""
         return self.exceeded is not None and self.exceeded is self._unread
 
     def submit_request(

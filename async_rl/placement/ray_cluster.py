@@ -172,7 +172,7 @@ class RayCluster(Cluster):
         self._restarted[engine_id].set()
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """Report servers of which a process ends; never returns."""
+        """Report each server that loses a process; never returns."""
 
         async def watch(engine_id: str, part: int) -> None:
             while True:

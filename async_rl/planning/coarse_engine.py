@@ -94,7 +94,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 def mark(length: int, *, stop_at: int, trajectory: int = 0, group: int = 0) -> Int32Array:
-    """A prompt of so many tokens that tells an engine who asks, and at which position the answer ends.
+    """Return a prompt of this length, which tells an engine who asks, and at which position the answer ends.
 
     Args:
         length: Tokens, at least `MARKS`.

@@ -72,7 +72,7 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     versions: int = 12
     """Steps that are measured."""
     warmup: int = 8
-    """Steps before them: it takes the longest answer until all ages are in the queue."""
+    """Steps before them: all ages are in the queue only after the longest answer."""
     seed: int = 0
     coarsen: int = 1
     """Real trajectories that one simulated trajectory stands for."""
@@ -259,7 +259,7 @@ class _Job:
         )
 
     def train_s(self, tokens: int, sampled: int) -> float:
-        """Seconds of a step with so many simulated tokens."""
+        """Seconds of a step with this number of simulated tokens."""
         workload, real = self._workload, self.scale * self._simulation.coarsen
         if workload.train_tokens_per_s is None:
             generation_s = sampled * real / (self.fluid * workload.expected_tokens)

@@ -58,7 +58,7 @@ class CostRow(msgspec.Struct, kw_only=True):
     trajectories: int
     steps: int
     driver_cpu_s: float
-    """Without what it takes idle."""
+    """Excludes what the process takes when it is idle."""
     worker_cpu_s: float
     ray_cpu_s: float = 0.0
     """CPU seconds of Ray's own processes, which `driver_cpu_s` includes."""
@@ -100,7 +100,7 @@ class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     """Rollout workers; 0 if the driver receives all tokens itself."""
     driver_load: float
-    """CPU seconds a second of the driver with so many workers."""
+    """CPU seconds per second of the driver with `workers` workers."""
     worker_load: float
     """CPU seconds a second of each worker."""
     network_bytes_per_s: float
@@ -221,7 +221,7 @@ def driver_load(
 
 
 def worker_load(costs: ProcessCosts, tokens_per_s: float, trajectories_per_s: float, workers: int) -> float:
-    """Return the CPU seconds a second that each of so many workers takes; 0 if there are none."""
+    """Return the CPU seconds per second that each worker takes; 0 without workers."""
     by_tokens = 1e-6 * costs.worker_us_a_token * tokens_per_s
     by_trajectories = 1e-3 * costs.worker_ms_a_trajectory * trajectories_per_s
     return (by_tokens + by_trajectories) / workers if workers else 0.0

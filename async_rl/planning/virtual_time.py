@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 _SELECT_EVERY: Final = 64
-"""Files are looked at once in so many turns of the loop: hardly anything here comes from a file, and a look
+"""The loop looks at files once in this many turns: hardly anything here comes from a file, and a look
 takes 2 µs, 8% of a simulation."""
 
 

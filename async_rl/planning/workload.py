@@ -40,7 +40,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 32768
     """Longest answer, all turns together."""
     turns: int = 1
-    """An answer is written in so many turns of equal length."""
+    """The number of turns of an answer, which are equally long."""
     tool_tokens: int = 0
     """Read between two turns."""
     tool_s: float = 0.0
@@ -103,7 +103,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"train_tokens_per_s is {self.train_tokens_per_s}, expected more than 0")
 
     def step_s(self, running: int) -> float:
-        """A decode step of so many calls, seconds."""
+        """Return the seconds of a decode step with this number of calls."""
         return self.decode_base_s + self.decode_per_call_s * running
 
     @property

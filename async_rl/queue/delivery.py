@@ -19,10 +19,10 @@ from async_rl.types import TakenBatch, root_of
 log = logging.getLogger(__name__)
 
 MAX_DAMAGED_GROUPS: Final = 64
-"""The run ends after so many damaged groups without a batch in between."""
+"""The run ends after this many damaged groups without a batch in between."""
 
 MAX_INCOMPLETE_BATCHES: Final = 64
-"""The run ends after so many batches in a row of which nodes have lost frames."""
+"""The run ends after this many batches in a row whose frames nodes have lost."""
 
 
 class BatchDelivery:

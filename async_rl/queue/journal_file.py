@@ -251,7 +251,7 @@ class _State:
 
 
 def _until(turn: TurnNote, end: int) -> TurnNote:
-    """Return a turn of which there are tokens up to `end` only."""
+    """Return a turn that has tokens up to `end` only."""
     return turn if turn.end is None or turn.end <= end else msgspec.structs.replace(turn, end=None)
 
 

@@ -1,4 +1,4 @@
-"""The journals of a run: one folder for each process that ran sessions, of which the newest owner's counts.
+"""The journals of a run: one folder for each process that ran sessions. The newest owner's counts.
 
 ```
  journal/000003-rollout-worker-0-2/ ── killed ──► its trajectories: owner 3·2^40 + 17

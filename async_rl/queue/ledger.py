@@ -290,7 +290,7 @@ class Ledger:
         self._tables.end_change()
 
     def reopen_group(self, group_id: str, lost: Collection[str]) -> None:
-        """Undo `queue_group` for a group of which frames were lost; its other trajectories have ended still.
+        """Undo `queue_group` for a group that has lost frames; its other trajectories have ended still.
 
         Args:
             group_id: A queued group.

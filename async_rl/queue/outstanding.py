@@ -270,7 +270,7 @@ class OutstandingGroups:
                 self.reopen_group(group_id, gone)
 
     def find_missing(self, stored: Iterable[StoredTrajectory]) -> set[str]:
-        """Return the trajectories of which nodes have no frames any more; see `Spool.find_missing`."""
+        """Return the trajectories whose frames nodes have lost; see `Spool.find_missing`."""
         return self._spool.find_missing(stored)
 
     def reopen_group(self, group_id: str, root_ids: Collection[str]) -> None:

@@ -60,10 +60,11 @@ _KEPT_ERRORS: Final = (*ATTEMPT_ERRORS, SpoolFull, InvariantError, AssertionErro
 """What `attempt_boundary` does not turn into another error."""
 
 _MAX_LOST_WORKERS: Final = 3
-"""An attempt fails after it has lost so many rollout workers for which it may be to blame."""
+"""An attempt fails after it has lost this many rollout workers and may be to blame for them."""
 
 _MAX_LOST_IN_ALL: Final = 30
-"""And after so many in all: code of a branch may end workers while other branches wait for engines."""
+"""An attempt fails after it has lost this many workers in all: code of a branch may end workers while other
+branches wait for engines."""
 
 CLEAN_UP_S: Final = 30.0
 """How long an agent loop may release what it holds after it was cancelled."""
@@ -194,7 +195,7 @@ class Attempt:
             number: The number of the attempt, from 1.
             started_s: When it started, monotonic seconds.
             claim: The number of its owner, and where what is left of it is.
-            known: How far the trajectory and its branches are, of which something is left.
+            known: Progress of the trajectory and of its branches, as far as something is left of them.
             on_start: Called with the folder of the journal in which the attempt is from now on.
         """
         self.task = task

@@ -225,7 +225,7 @@ class GroupInFlight:
         straggled_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start a group of which nothing is sampled yet.
+        """Start a group that has no sampled token yet.
 
         Args:
             group_id: The id of the group.

@@ -175,7 +175,7 @@ class RolloutManager:
                 await work.all_have_slots.wait()
 
     async def _resume_groups(self, groups: Nursery) -> None:
-        """Resume the groups of an earlier process, and those of which frames were lost."""
+        """Resume the groups of an earlier process, and those that have lost frames."""
         while self._queue.restored_groups:
             await self._resume_group(groups, self._queue.restored_groups[0])
 

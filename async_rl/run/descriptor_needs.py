@@ -69,7 +69,7 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
 
 
 def _asked(config: Config, attempts: int) -> int:
-    """Return the calls of so many attempts to judges and teachers: one for each of their conversations."""
+    """Return the calls of `attempts` attempts to judges and teachers: one for each of their conversations."""
     return attempts * (1 + config.rollout.max_branches) if config.models else 0
 
 

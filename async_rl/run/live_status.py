@@ -25,8 +25,8 @@ from async_rl.runtime.waits import Waits, waiting
 
 _DIAGNOSIS_MAX_AGE_S: Final = 5.0
 _DIAGNOSIS_MAX_SHARE: Final = 0.01
-"""While the run makes progress, a diagnosis for the page and `/health` is reused for so long, or longer where
-diagnoses would take more than this share of the time: with 4,096 trajectories one takes 40 ms."""
+"""While the run makes progress, a diagnosis for the page and `/health` is reused for this long, or longer
+where diagnoses would take more than this share of the time: with 4,096 trajectories one takes 40 ms."""
 
 
 class LiveStatus:

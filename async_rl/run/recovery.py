@@ -360,7 +360,7 @@ class RecoveredState:
                     self._node_lost_s,
                 )
                 spool.give_up(node)
-            # Groups of which a node that is back has lost frames are restored without its absence.
+            # Where a node that is back has lost frames of groups, these are restored without its absence.
             if were_absent or spool.absent or self.queue.restored_groups:
                 self.queue.follow_nodes()
                 self._retries.changed.set()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # `typing` takes milliseconds to import
 _ROUND_S = 0.5
 """Time between two scans once the owner has ended."""
 _GIVE_UP_S = 55.0
-"""A process that outlives SIGKILL for so long waits in a device driver."""
+"""A process that outlives SIGKILL by this long waits in a device driver."""
 _RELEASE_S = 30.0
 """The time limit of a release command."""
 

@@ -47,7 +47,7 @@ _time_limits = _TimeLimits()
 
 @contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:
-    """Raise `TimeLimitExceeded` in the block once it has run for so long. Blocks of a thread do not nest.
+    """Raise `TimeLimitExceeded` in the block once it has run for `limit_s`. Blocks of a thread do not nest.
 
     It is raised between two instructions of Python: a single call into C is not interrupted.
     """

@@ -66,7 +66,7 @@ _ENDING_S: Final = 0.1
 _MAX_OVER: Final = 10_000
 """How many ended scopes are remembered with their names, for the log."""
 _ANSWER_S: Final = 30.0
-"""A reaper that is silent for so long is replaced."""
+"""A reaper that stays silent for longer is replaced."""
 
 _Key = tuple[int, int]
 """A process: its pid and its start time in clock ticks after boot."""

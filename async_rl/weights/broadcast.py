@@ -84,7 +84,7 @@ class WeightGroup:
         timeout = timedelta(seconds=timeout_s)
         try:
             store = open_store(invite.host, invite.port, invite.world_size, timeout_s)
-            # Not init_process_group: it would create the default group, of which a process has only one.
+            # Not init_process_group: it would create the default group, and a process can have only one.
             # SGLang prefixes the store with the name before torch's helper prefixes it again; so does this.
             with blocking_waits():
                 self._group, _ = c10d._new_process_group_helper(

@@ -39,8 +39,8 @@ CANARY_SUFFIX: Final = "-canary"
 """How the ids of canaries end, in the logs of engines."""
 
 _CANARY_TOKENS: Final = 16
-"""Tokens of the canary's prompt and of its answer. A change of the weights hardly leaves so many log-probs
-equal to the bit, and they take a fraction of a second."""
+"""Tokens of the canary's prompt and of its answer. A change of the weights hardly leaves that number of
+log-probs equal to the bit, and they take a fraction of a second."""
 
 _CANARY_S: Final = 10.0
 """How long a canary may hold up an update."""

@@ -89,7 +89,7 @@ class DeltaHeader(msgspec.Struct, frozen=True):
 
 
 class DeltaWriter:
-    """Writes the changes since the version before, of which it keeps a copy."""
+    """Writes the changes since the version before, and keeps a copy of that version."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Raw, int]] = {}

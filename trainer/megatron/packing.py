@@ -21,7 +21,7 @@ import numpy as np
 from async_rl.types import BoolArray, Float32Array, Int32Array, Int64Array, TrainBatch
 
 UNKNOWN_LAG: Final = -1
-"""The lag of tokens of which the weights are not known, `TokenSpan.lag_unknown`."""
+"""The lag of tokens whose weights are not known, `TokenSpan.lag_unknown`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ class SequenceCost:
     """Length in tokens at which attention costs as much as the weights."""
 
     def __call__(self, tokens: int) -> float:
-        """Return the cost of a sequence of so many tokens; it grows more than linearly."""
+        """Return the cost of a sequence of this length; it grows more than linearly."""
         return tokens * (1 + tokens / self.even)
 
 

@@ -41,7 +41,7 @@ class Slice(NamedTuple):
         return self.lora is None or target in self.lora.targets
 
     def low(self, target: str, rows: int) -> int:
-        """Return what adapters keep of so many rows between their factors."""
+        """Return what adapters keep of `rows` rows between their factors."""
         return rows * self.lora.rank * self.element if self.lora and target in self.lora.targets else 0
 
     @property
@@ -240,7 +240,7 @@ class LogProbBytes(NamedTuple):
 def log_prob_bytes(
     rows: int, vocabulary: int, hidden: int, part: Slice, *, entropy: bool, compiled: bool
 ) -> LogProbBytes:
-    """Return what `trainer.losses.log_probs` takes for so many trained rows.
+    """Return what `trainer.losses.log_probs` takes for `rows` trained rows.
 
     Args:
         rows: Trained tokens.

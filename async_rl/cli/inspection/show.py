@@ -127,7 +127,7 @@ def _facts(p: TrajectoryView) -> list[tuple[str, Text]]:
             Text(f"{p.tokens:,}: {p.trained_tokens:,} trained, {p.tokens - p.trained_tokens:,} masked"),
         )
     )
-    rows.append(("turns", Text(f"{p.turns}, {p.tool_calls} tool calls of which {p.tool_errors} failed")))
+    rows.append(("turns", Text(f"{p.turns}, {p.tool_calls} tool calls, {p.tool_errors} failed")))
     versions = Text(", ").join([Text(f"v{v}", style=version_style(v)) for v in p.weight_versions])
     rows.append(("weights", Text.assemble(versions or "-", f" on {', '.join(p.engines) or 'no engine'}")))
     rows.append(

@@ -129,7 +129,7 @@ _STREAMS_PER_TOKEN: Final = 64
 _LONGEST_INTERVAL: Final = 8
 
 _RESERVED_LENGTH: Final = 2
-"""SGLang ends a sequence so many tokens before the context is full (`managers/tp_worker.py`, `max_req_len`,
+"""SGLang ends a sequence this many tokens before the context is full (`managers/tp_worker.py`, `max_req_len`,
 and `managers/scheduler.py`)."""
 
 _MAX_VERSION_DIGITS: Final = 18

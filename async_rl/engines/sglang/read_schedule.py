@@ -49,7 +49,7 @@ class ReadSchedule:
         self._paused: deque[EventStream] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self.num_open = 0
-        """Open event streams, of which some may not be paused."""
+        """Open event streams; some may not be paused."""
 
     @classmethod
     def of_running_loop(cls) -> ReadSchedule:

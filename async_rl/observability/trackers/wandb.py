@@ -32,7 +32,7 @@ class WandbTracker:
         """Log in, which may take long.
 
         Args:
-            config: Of the run; it is shown there, without keys, of which it has none.
+            config: Of the run; wandb shows it. It contains no keys.
             run_dir: Where wandb keeps its files, in `wandb/`, and we the id.
         """
         import wandb

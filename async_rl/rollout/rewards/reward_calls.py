@@ -4,7 +4,7 @@
  task ──► the task's own | its data source's | the default ──► a name
  name ──► function: event loop, thread or worker process | server: POST | judge: a model in `models`
 
- one of max_concurrent slots ──► the call, at most timeout_s ──► parts, of which `reward` is trained on
+ one of max_concurrent slots ──► the call, at most timeout_s ──► parts; `reward` is trained on
               ▲                             │ error or timeout
               └───────── back-off ◄─────────┘ up to max_retries; up to max_outage_s where no server listens
 ```

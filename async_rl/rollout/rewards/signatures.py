@@ -8,7 +8,7 @@
  slime_group   rm(args, samples)
 ```
 
-A result is a number, or a mapping of numbers, one of which is trained on (`reward`, or else `score`).
+A result is a number, or a mapping of numbers. `reward`, or else `score`, is trained on.
 
 Source: verl `custom_reward_function.path` and its naive reward manager; slime `--custom-rm-path` and
 `slime/utils/types.py`, `slime/rollout/rm_hub`.
@@ -193,7 +193,7 @@ def arguments(
 
 
 def parts_of(value: Any, *, part: str | None = None, strict: bool = True) -> dict[str, float]:
-    """Return a result as named numbers, of which `reward` is trained on.
+    """Return a result as named numbers; `reward` is trained on.
 
     Args:
         value: What a reward returned.

@@ -35,7 +35,7 @@ def size_of(messages: Any) -> int:
 
 
 def can_fit(num_bytes: int, num_tokens: int) -> bool:
-    """Return whether messages of so many bytes may be as few tokens, without tokenising them."""
+    """Return whether messages of `num_bytes` may have this few tokens, without tokenising them."""
     return num_bytes <= _MIN_BYTES + _MAX_BYTES_PER_TOKEN * num_tokens
 
 

@@ -253,7 +253,7 @@ class Transcript(TokenWriter):
     async def write_turn(
         self, budget: int, stop: Sequence[str], listener: TokenListener | None = None
     ) -> Literal["stop", "length"]:
-        """Let the policy write one turn, over as many engine calls as it takes.
+        """Let the policy write one turn, over one or more engine calls.
 
         Args:
             budget: The most tokens of the turn.

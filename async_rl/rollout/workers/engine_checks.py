@@ -81,7 +81,7 @@ class EngineChecks:
             on_pause: Called when the worker is to get no leases.
             on_resume: Called when it may be given leases again.
             probe_timeout_s: How long an engine may take to answer.
-            limit_s: A worker that has been paused for so long, and has reached no engine, is ended.
+            limit_s: A worker that has been paused for longer, and has reached no engine, is ended.
         """
         self._worker = worker
         self._pools = pools

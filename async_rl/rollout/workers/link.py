@@ -45,7 +45,7 @@ _MAX_CONNECTIONS: Final = 64
 """Only one worker connects; a new connection closes the oldest one that has not shown the key."""
 
 _MAX_FRAME_BYTES: Final = 1 << 30
-"""More than all messages of a turn, of which tasks are the longest; a larger frame is invalid."""
+"""More than all messages of a turn, where tasks are the longest; a larger frame is invalid."""
 
 _MAX_UNSENT_BYTES: Final = 1 << 30
 """A link is closed when it has this much unsent data: its other end no longer reads."""
@@ -77,7 +77,7 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     def take(self, nbytes: int) -> bytes | None:
-        """Return so many bytes if they have arrived."""
+        """Return exactly `nbytes` bytes if they have arrived."""
         if len(self._arrived) < nbytes:
             return None
         taken = bytes(memoryview(self._arrived)[:nbytes])
@@ -85,7 +85,7 @@ class _Connection(asyncio.Protocol):
         return taken
 
     async def read(self, nbytes: int) -> bytes:
-        """Wait for so many bytes, and return them.
+        """Read exactly `nbytes` bytes.
 
         Raises:
             EOFError: The connection has ended before.

@@ -284,11 +284,11 @@ class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
     calls: tuple[CallProgress, ...] = ()
     """The calls that have received something."""
     progress: tuple[AttemptProgress, ...] = ()
-    """How far trajectories are of which that has changed enough."""
+    """Progress of trajectories that changed enough to report."""
     forgotten: tuple[str, ...] = ()
     """Trajectories that make no more calls: see `EngineCalls.forget_trajectory`."""
     written_claims: tuple[str, ...] = ()
-    """Trajectories taken over of which the worker's journal has everything now."""
+    """Trajectories taken over that are complete in the worker's own journal now."""
     journal_bytes: int = 0
     """The size of the worker's journal."""
 

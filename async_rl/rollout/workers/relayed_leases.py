@@ -52,10 +52,10 @@ _CLOCK_MARGIN_S: Final = 0.5
 """How much longer the driver waits: the clocks of two hosts differ by less in the validity of a lease."""
 
 _SILENT_S: Final = 1.0
-"""A worker that has not reported for so long says nothing about the engines it calls. Four of its ticks."""
+"""A worker that has not reported for longer says nothing about the engines it calls. Four of its ticks."""
 
 _DEAF_S: Final = 2.0
-"""Neither does one that has handled no message of the driver for so long: it may make none of the calls."""
+"""A worker that has not handled a message of the driver for longer may not be making its calls."""
 
 
 class _RelayedLease:
@@ -117,7 +117,7 @@ class RelayedLeases(LeaseHolder):
             on_lease: Called with a trajectory and the version that its call samples under, and with None when
                 the call has ended. Calls of other models than the policy sample nothing of it.
             probe_timeout_s: How long an engine that the worker cannot reach may take to answer the driver.
-            worker_stall_s: A worker that reaches no engine for so long is ended.
+            worker_stall_s: A worker that reaches no engine for longer is ended.
         """
         self._name = name
         self._pools = pools

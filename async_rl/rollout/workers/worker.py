@@ -76,7 +76,7 @@ _REPORTS_PER_STALL: Final = 8
 the driver, which takes a silent engine out of service, and seldom, for there are hundreds of calls."""
 
 _MESSAGES_PER_TURN: Final = 16
-"""After so many messages the event loop comes round: an update's end grants hundreds of calls by one frame,
+"""The event loop comes round after this many messages: an update's end grants hundreds of calls by one frame,
 and each takes up to a millisecond to begin."""
 
 _MIN_REPORTED_WAIT_S: Final = 5.0
@@ -316,7 +316,7 @@ class RolloutWorker:
                 await asyncio.sleep(TICK_S)
 
     def _new_progress(self) -> Iterator[AttemptProgress]:
-        """Yield how far trajectories are of which the driver knows too little."""
+        """Yield the progress of trajectories that changed enough to report."""
         for request_id, attempt in self._attempts.items():
             if request_id in self._reported and (request_id + self._num_heartbeats) % _HEARTBEATS_PER_LOOK:
                 continue

@@ -97,11 +97,12 @@ _TICKS: Final = 8
 workers for dead."""
 
 _MESSAGES_PER_TURN: Final = 64
-"""After so many messages of one worker the event loop comes round."""
+"""The event loop comes round after this many messages of one worker."""
 
 _MAX_FAILED_STARTS: Final = 3
-"""The run ends when all workers have failed so many times in a row to start, or to complete an attempt before
-an error of their own: user code that fails now fails later. One worker alone may lack a place on its node."""
+"""The run ends when all workers have failed this many times in a row to start, or to complete an attempt
+before an error of their own: user code that fails now fails later. One worker alone may lack a place on its
+node."""
 
 _RESTART_DELAY_S: Final = 0.5
 """Delay before a worker is restarted, doubled for each incarnation in a row that completed no attempt."""
@@ -113,8 +114,9 @@ _FULL_S: Final = 600.0
 there for a tenth of that: otherwise attempts would go to and fro between nodes that are all full."""
 
 _MAX_FAILED_AT_ONCE: Final = 3
-"""A worker is ended when the loops of so many tasks have raised in it before they asked for an engine, while
-loops in other workers ask for engines: one broken task says nothing, and three in a row are hardly all so."""
+"""A worker is ended when the loops of this many tasks have raised in it before they asked for an engine,
+while loops in other workers ask for engines: one broken task says nothing, and three in a row are hardly all
+so."""
 
 _SHARE_OF_SLACK: Final = 8
 """A worker is given siblings until it has an eighth of its share more requests than the least loaded one."""
