@@ -261,6 +261,11 @@ class ChecksumComparison:
     def expect_sums(self, version: int, sums: Mapping[str, str]) -> None:
         """Set the trainer's sums over a version, by the engines' parameter names."""
         self._expected_version, self._expected = version, sums
+        if version < self._version:  # the trainer has gone back to a checkpoint
+            self._begin_version(version)
+
+    def _begin_version(self, version: int) -> None:
+        self._version, self._reports, self._reference, self._from_files = version, {}, None, False
 
     def report_sums(self, engine_id: str, version: int, sums: Sums, *, from_files: bool) -> dict[str, str]:
         """Compare the sums that an engine reports after it has taken a version.
@@ -277,7 +282,7 @@ class ChecksumComparison:
         if version < self._version:
             return {}  # overtaken: it will load again
         if version != self._version:
-            self._version, self._reports, self._reference, self._from_files = version, {}, None, False
+            self._begin_version(version)
         if from_files and self._comparable is None and self._expected_version == version:
             self._comparable = self._calibrate(sums)
         if difference := self._unlike_trainer(version, sums):

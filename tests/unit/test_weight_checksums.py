@@ -38,6 +38,17 @@ def test_engines_that_differ_from_files_or_from_an_earlier_one_are_named(reports
         assert found == {"b": "qkv of rank 0 sums to 3, and to 2 on a"}
 
 
+def test_engines_are_compared_again_when_the_trainer_has_gone_back():
+    comparison = ChecksumComparison()
+    comparison.expect_sums(1, {})
+    assert comparison.report_sums("a", 1, A, from_files=True) == {}
+    comparison.expect_sums(2, {})
+    assert comparison.report_sums("a", 2, B, from_files=False) == {}
+    comparison.expect_sums(1, {})
+    assert comparison.report_sums("a", 1, A, from_files=False) == {}
+    assert set(comparison.report_sums("b", 1, B, from_files=False)) == {"b"}
+
+
 def test_the_trainer_counts_where_its_sums_were_the_engines_at_the_start():
     comparison = ChecksumComparison()
     comparison.expect_sums(0, {"norm": "1", "qkv": "cast to another dtype", "of trainer only": "0"})
