@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -284,14 +284,7 @@ class ChecksumComparison:
         if version != self._version:
             self._begin_version(version)
         if from_files and self._comparable is None and self._expected_version == version:
-            names = [name for name in self._expected if len(sums) == 1 and name in sums[0]]
-            self._comparable = self._calibrate(names, sums)
-            if names and not self._comparable:
-                self._comparable = None  # another engine may have the right weights
-                return {
-                    engine_id: f"none of the {len(names)} parameters that the trainer has, too, sums to the "
-                    "same: it has other weights, or another dtype (then set weights.verify: version)"
-                }
+            self._comparable = self._calibrate(sums)
         if difference := self._unlike_trainer(version, sums):
             return {engine_id: difference}
         self._reports[engine_id] = sums
@@ -307,8 +300,9 @@ class ChecksumComparison:
             del self._reports[other]
         return wrong
 
-    def _calibrate(self, names: Sequence[str], sums: Sums) -> frozenset[str]:
+    def _calibrate(self, sums: Sums) -> frozenset[str]:
         """Return the parameters whose sums agree between trainer and engine after a load from files."""
+        names = [name for name in self._expected if len(sums) == 1 and name in sums[0]]
         equal = frozenset(name for name in names if sums[0][name] == self._expected[name])
         log.info(
             "checksums: %d of an engine's %d parameters can be compared with the trainer's, the rest only "
