@@ -74,6 +74,7 @@ from async_rl.runtime.supervision import Nursery, cut_by, first_error, observer,
 from async_rl.runtime.threads import call_until_cancelled
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.trainer_protocol import Trainer
+from async_rl.weights.checksums import ChecksumComparison
 from async_rl.weights.weight_sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -180,13 +181,7 @@ class _Incarnation(NamedTuple):
 
 
 class Orchestrator:
-    """Leads one run from start-up to summary.
-
-    Example:
-        >>> inputs = RunInputs(tasks, chat, facts, new_id)
-        >>> orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock, inputs)
-        >>> summary = await orchestrator.run()
-    """
+    """Leads one run from start-up to summary."""
 
     def __init__(
         self,
@@ -275,6 +270,8 @@ class Orchestrator:
             max_steps=config.run.max_steps,
             progress=progress,
         )
+        # Kept when the trainer is restarted: engines may have other weights than its first ones then.
+        self._checksums = ChecksumComparison()
         self._trainer_restarts = TrainerRestarts(
             cluster,
             run_dir,
@@ -442,6 +439,7 @@ class Orchestrator:
             tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
             generation=self._trainer_restarts.failures,
             adapters=config.adapters is not None,
+            comparison=self._checksums,
         )
 
     def _evaluation(self, sync: WeightSync, step: int) -> EvaluationService:

@@ -57,6 +57,7 @@ class VersionVerifier:
         trainer: Trainer,
         metrics: Metrics,
         adapters: bool = False,
+        comparison: ChecksumComparison | None = None,
     ) -> None:
         """Expect no version yet.
 
@@ -67,13 +68,14 @@ class VersionVerifier:
             metrics: Receives whether an engine's weights stay the same.
             adapters: Whether engines load adapters, which their checksums leave out: those of the model's
                 weights never change, so only the canary is watched.
+            comparison: Knows from an earlier trainer which sums can be compared.
         """
         self._verify = config.verify
         self._watch_every = config.watch_every
         self._pool = pool
         self._trainer = trainer
         self._metrics = metrics
-        self._comparison = ChecksumComparison()
+        self._comparison = comparison or ChecksumComparison()
         self._watches: dict[str, tuple[ChangeWatch, Callable[[Engine, int], Awaitable[Any]]]] = {}
         """By what is watched: the watch, and what reads it from an engine that serves a version."""
         if not adapters:

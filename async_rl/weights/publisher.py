@@ -15,14 +15,7 @@ from async_rl.trainer_protocol import Trainer
 
 
 class WeightPublisher:
-    """Knows the current version and the files of recent versions; the trainer writes the files.
-
-    Example:
-        >>> publisher = WeightPublisher(trainer, run_dir / "weights", keep_versions=2)
-        >>> await publisher.publish_files(7)
-        >>> publisher.current_version = 7
-        >>> with publisher.reading_files(7) as path: ...
-    """
+    """Knows the current version and the files of recent versions; the trainer writes the files."""
 
     def __init__(
         self, trainer: Trainer, directory: Path, *, keep_versions: int, adapters: bool = False

@@ -26,12 +26,6 @@ class BucketRelay(Generic[T]):
 
     Invariant: a bucket is fetched only when every remaining reader is done with the one `BUFFERS` before it,
     whose memory it overwrites.
-
-    Example:
-        >>> relay = BucketRelay(["engine-0", "engine-1"], len(plan), trainer_fills)
-        >>> async with Nursery() as nursery:
-        ...     nursery.start_task("send weights", relay.fetch_buckets())
-        ...     nursery.start_task("engine 0", load("engine-0", relay.buckets("engine-0")))
     """
 
     def __init__(

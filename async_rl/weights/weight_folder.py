@@ -29,15 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightFolder:
-    """A folder of whole weights on this host. Can be used from any thread.
-
-    Example:
-        >>> folder = WeightFolder(Path("/dev/shm/weights"))
-        >>> folder.copy_version("/shared/version_4", 4)
-        '/dev/shm/weights/version_4'
-        >>> folder.apply_delta("/shared/delta_5")
-        '/dev/shm/weights/version_5'
-    """
+    """A folder of whole weights on this host. Can be used from any thread."""
 
     def __init__(self, root: Path) -> None:
         """Start empty; what an earlier incarnation left under `root` is removed."""

@@ -31,7 +31,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import NamedLock, waiting
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.bucket_senders import BroadcastSender, BucketSender, SharedMemorySender
-from async_rl.weights.checksums import VersionVerifier
+from async_rl.weights.checksums import ChecksumComparison, VersionVerifier
 from async_rl.weights.delta_delivery import DeltaDelivery, HostFolder
 from async_rl.weights.engine_catch_up import EngineCatchUp
 from async_rl.weights.engine_groups import EngineGroups
@@ -84,6 +84,7 @@ class WeightSync:
         tp_size: int = 1,
         generation: int = 0,
         adapters: bool = False,
+        comparison: ChecksumComparison | None = None,
     ) -> None:
         """Wire the parts.
 
@@ -100,6 +101,7 @@ class WeightSync:
             tp_size: Ranks of one engine in its group.
             generation: Number of trainers before this one: engines may have part of what they sent.
             adapters: Whether the trainer publishes adapters for the model's weights, which engines keep.
+            comparison: As for `VersionVerifier`.
         """
         self._config = config
         self._pool = pool
@@ -114,7 +116,7 @@ class WeightSync:
         """
         self._started = asyncio.Event()
         self._verifier = VersionVerifier(
-            config, pool=pool, trainer=trainer, metrics=metrics, adapters=adapters
+            config, pool=pool, trainer=trainer, metrics=metrics, adapters=adapters, comparison=comparison
         )
         self._publisher = WeightPublisher(
             trainer, directory, keep_versions=config.keep_versions, adapters=adapters
