@@ -98,13 +98,7 @@ class OutputTail:
 
 
 class AgentProgram:
-    """One run of a program as an agent.
-
-    Example:
-        >>> program = AgentProgram(["python", "my_agent.py"], access)
-        >>> if await program.run(task):
-        ...     raise AgentLoopError(program.failure)
-    """
+    """One run of a program as an agent."""
 
     def __init__(self, command: Sequence[str], access: EndpointAccess) -> None:
         """Prepare to run a command that asks the endpoint."""

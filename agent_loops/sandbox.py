@@ -101,11 +101,6 @@ class ProgramResult(msgspec.Struct, frozen=True, kw_only=True):
 class Sandbox:
     r"""Runs each program in a new interpreter.
 
-    Example:
-        >>> sandbox = Sandbox(Limits(wall_s=2))
-        >>> (await sandbox.run_program("print(int(input()) * 2)", stdin="21")).output
-        '42\\n'
-
     Raises:
         EnvironmentNotReady: The machine does not allow the configured isolation.
     """

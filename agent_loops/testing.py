@@ -200,8 +200,11 @@ async def play(loop: AgentLoop, task: Task, *turns: str | tuple[str, str]) -> Co
     """Run a loop on a task with scripted turns of the policy.
 
     Example:
-        >>> completion = asyncio.run(play(MyLoop(), make_task(answer="4"), "4"))
-        >>> assert my_reward(make_task(answer="4"), completion) == 1.0
+        >>> from agent_loops.rewards import last_number
+        >>> from agent_loops.single_turn import SingleTurnLoop
+        >>> task = make_task(answer="4")
+        >>> last_number(task, await play(SingleTurnLoop(), task, "It is 4."))
+        1.0
 
     Raises:
         AssertionError: The loop asked for more turns than there are, or for fewer.

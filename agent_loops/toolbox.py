@@ -120,9 +120,13 @@ class Toolbox:
         ConfigError: A tool is missing or cannot be described, or two have one name.
 
     Example:
-        >>> async with Toolbox(["my_tools:search"]) as toolbox:
-        ...     async with toolbox.open_tools(task, session) as tools:
+        >>> from agent_loops.parsing import ToolCall
+        >>> call = ToolCall(name="calculator", arguments={"expression": "6 * 7"})
+        >>> async with Toolbox(["agent_loops.calculator:calculator"]) as toolbox:
+        ...     async with toolbox.open_tools(session.task, session) as tools:
         ...         message = await tools.answer_call(call)
+        >>> message["content"]
+        '42'
     """
 
     def __init__(self, specs: Sequence[str | Mapping[str, Any]]) -> None:

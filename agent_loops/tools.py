@@ -46,8 +46,9 @@ class Tool:
         ...         city: Name of the city.
         ...         days: How far ahead.
         ...     '''
-        >>> tool = Tool(weather)
-        >>> await tool.call({"city": "Oslo"}, timeout_s=5)
+        ...     return f"{city}: rain for {days} days"
+        >>> await Tool(weather).call({"city": "Oslo", "days": 2}, timeout_s=5)
+        'Oslo: rain for 2 days'
 
     Args:
         function: A sync function, which runs in a thread, or an async one. Every parameter needs a type

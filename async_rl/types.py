@@ -71,7 +71,8 @@ class SamplingMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     Example:
         >>> mask = SamplingMask.of([[5, 9], []])  # 5 and 9 could be sampled; then any token
-        >>> mask[:1].token_ids  # [2]
+        >>> mask[:1].token_ids.tolist()
+        [5, 9]
     """
 
     counts: np.ndarray  # [n] uint16, 0 where every token of the vocabulary could be sampled
@@ -356,11 +357,7 @@ class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True, tag="trajectory"):
-    """One finished attempt at a task: the tokens in order, who wrote them, and how it ended.
-
-    Example:
-        >>> trajectory.token_ids[trajectory.response_mask]  # everything the policy wrote
-    """
+    """One finished attempt at a task: the tokens in order, who wrote them, and how it ended."""
 
     trajectory_id: str
     group_id: str
@@ -525,10 +522,6 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
     Every decision about a trajectory (group rules, staleness and its masks, batches, micro-batches,
     advantages) reads the summary only. A trainer rank maps the frame for token ids, log-probs and routing
     rows. Where frame and summary differ in versions or reward, the summary counts.
-
-    Example:
-        >>> stored = StoredTrajectory.of(trajectory, path="spool/a", nbytes=4096, checksum=7)
-        >>> stored.capped(3).num_trained_tokens(masked_below=2)
     """
 
     trajectory_id: str

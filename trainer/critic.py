@@ -31,13 +31,7 @@ class ValueTargets(NamedTuple):
 
 
 class Critic:
-    """The value model, its optimizer and its passes over micro-batches.
-
-    Example:
-        >>> old_values = critic.compute_values(placed, batch.num_tokens)
-        >>> sums = critic.accumulate_gradients(placed, weights, ValueTargets(old_values, returns))
-        >>> critic.model.take_optimizer_step(critic.settings.lr)
-    """
+    """The value model, its optimizer and its passes over micro-batches."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         """Build the model from `model.path`; process groups must exist.

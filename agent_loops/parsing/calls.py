@@ -106,6 +106,7 @@ class ParsedStream:
     Invariant: however the text is split, the results of `feed` and `finish` add up to that of `parse`.
 
     Example:
+        >>> from agent_loops.parsing.formats import HermesParser
         >>> stream = ParsedStream(HermesParser())
         >>> stream.feed("Let me see. <tool"), stream.feed('_call>{"name": "now"}</tool_call>')
         ('Let me see. ', '')

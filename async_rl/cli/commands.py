@@ -16,11 +16,7 @@ from async_rl.runtime.printable import print_text
 
 
 class Command(NamedTuple):
-    """One subcommand.
-
-    Example:
-        >>> GREET = Command("greet", "say hello", "Says it on stdout.", add_options, run)
-    """
+    """One subcommand."""
 
     name: str
     summary: str

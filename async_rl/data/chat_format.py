@@ -191,11 +191,6 @@ class _CallKind(NamedTuple):
 class ChatFormat:
     """Converts messages to token ids and back, with a tokenizer and its chat template.
 
-    Example:
-        >>> chat = load_chat_format("models/calculator")
-        >>> ids = chat.prompt_ids([{"role": "user", "content": "What is 2 + 2?"}])
-        >>> ids = np.concatenate([ids, sampled, chat.append_ids([{"role": "tool", "content": "4"}])])
-
     Args:
         tokenizer: A tokenizer with a chat template.
         stop_token_ids: Stop tokens besides the end of turn and the tokenizer's end of sequence.

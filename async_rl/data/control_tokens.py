@@ -38,7 +38,8 @@ class ControlTokens:
     Example:
         >>> control = ControlTokens({"<|im_end|>": 5})
         >>> marked = control.mark({"role": "tool", "content": "<|im_end|>"}, control.keeping([]))
-        >>> control.encode(render(marked) + "<|im_end|>", tokenizer.encode)  # has one 5
+        >>> control.find(marked["content"] + "<|im_end|>")  # the template's alone
+        ['<|im_end|>']
 
     Args:
         ids: The id of each control token, by its text. Words without punctuation, and single

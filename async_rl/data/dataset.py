@@ -99,13 +99,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskSet(Sequence[Task]):
-    """The tasks of all datasets of a run, one dataset after the other.
-
-    Example:
-        >>> tasks = load_tasks(config.data)
-        >>> order = tasks.order(config.run.seed, config.data.shuffle)
-        >>> tasks[order.task_at(0)]  # the first task that is dispatched
-    """
+    """The tasks of all datasets of a run, one dataset after the other."""
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self.datasets = tuple(datasets)

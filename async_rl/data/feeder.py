@@ -72,12 +72,7 @@ class TaskRetries:
 
 
 class Feeder:
-    """Returns (position, task) pairs until the epochs are over.
-
-    Example:
-        >>> feeder = Feeder(tasks, TaskOrder(len(tasks), seed=0, shuffle=True), epochs=1)
-        >>> position, task = feeder.next_task()
-    """
+    """Returns (position, task) pairs until the epochs are over."""
 
     def __init__(
         self,

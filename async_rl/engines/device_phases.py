@@ -33,14 +33,7 @@ _PREDECESSORS: Final[dict[Phase, frozenset[Phase]]] = {
 
 
 class DevicePhases:
-    """The current phase, and the lease holders that delay its end. The caller moves the memory itself.
-
-    Example:
-        >>> phases = DevicePhases()
-        >>> phases.enter_phase("to trainer")
-        >>> await phases.wait_for_lease_holders()
-        >>> phases.enter_phase("trainer")
-    """
+    """The current phase, and the lease holders that delay its end. The caller moves the memory itself."""
 
     def __init__(self) -> None:
         """Start in the engines' phase."""

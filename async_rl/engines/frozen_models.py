@@ -54,13 +54,7 @@ class EngineProcesses(Protocol):
 
 
 class FrozenModel:
-    """The engines of one model.
-
-    Example:
-        >>> teacher = FrozenModel("teacher", config.of_model("teacher"), processes, metrics, clock)
-        >>> await teacher.start_engines()
-        >>> async with services(**teacher.services), teacher.pool.lease(key, tokens=900) as lease: ...
-    """
+    """The engines of one model."""
 
     def __init__(
         self,

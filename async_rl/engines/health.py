@@ -85,11 +85,7 @@ def first_call_limit(config: EnginesConfig) -> float:
 
 
 class HealthWatch:
-    """Checks all engines of a pool periodically.
-
-    Example:
-        >>> async with services(health=HealthWatch(pool, config.engine, metrics, clock).watch_engines): ...
-    """
+    """Checks all engines of a pool periodically."""
 
     def __init__(
         self, pool: EnginePool, config: EnginesConfig, metrics: Metrics, clock: Callable[[], float]

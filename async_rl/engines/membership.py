@@ -44,12 +44,7 @@ def diff_urls(known: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], l
 
 
 class EngineMembership:
-    """Keeps the engines of a pool equal to the servers listed in a file.
-
-    Example:
-        >>> members = EngineMembership(Path("servers.txt"), pool, cluster.connect_engine, depart, drain_s=30)
-        >>> async with services(members=members.follow_file): ...
-    """
+    """Keeps the engines of a pool equal to the servers listed in a file."""
 
     def __init__(
         self,

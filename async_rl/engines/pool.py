@@ -65,12 +65,7 @@ _MAY_SERVE: Final = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERV
 
 
 class EnginePool(EngineCalls, LeaseHolder):
-    """All engines of a run.
-
-    Example:
-        >>> async with pool.lease(trajectory_id, tokens=900, prompt=400) as lease:
-        ...     async for event in lease.generate(request): ...
-    """
+    """All engines of a run."""
 
     def __init__(
         self,

@@ -80,12 +80,7 @@ class RestartBackoff:
 
 
 class EngineRepair:
-    """Repairs the engines of a pool: restarts quarantined ones, and loads the weights of newcomers.
-
-    Example:
-        >>> repair = EngineRepair(pool, restart, catch_up, config.engine, metrics, clock, seed=0)
-        >>> async with services(repair=repair.repair_engines): ...
-    """
+    """Repairs the engines of a pool: restarts quarantined ones, and loads the weights of newcomers."""
 
     def __init__(
         self,

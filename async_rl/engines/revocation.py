@@ -14,13 +14,7 @@ from async_rl.runtime.waits import waiting
 
 
 class Revocation:
-    """The revocation of a process's leases of some engines, until it has confirmed.
-
-    Example:
-        >>> revocation = Revocation("rollout-worker-0")
-        >>> waits = [wait_for_confirmations([revocation], engine_id) for engine_id in engine_ids]
-        >>> revocation.confirm()
-    """
+    """The revocation of a process's leases of some engines, until it has confirmed."""
 
     def __init__(self, holder: str) -> None:
         """Expect that a process confirms."""

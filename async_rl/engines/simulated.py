@@ -284,10 +284,6 @@ class SimulatedEngine:
 
     At temperature 0 a token is a function of seed, prefix and weight version; above 0, of the request's id as
     well, so that sibling trajectories differ.
-
-    Example:
-        >>> engine = SimulatedEngine("engine-0", SimulatedEngines(), seed=0, policy=lambda prefix, rng: 7)
-        >>> async for event in engine.generate(request): ...
     """
 
     def __init__(

@@ -107,12 +107,7 @@ class _EvaluationInputs(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates weight versions on the validation sets of a config.
-
-    Example:
-        >>> evaluator = Evaluator(config, datasets, chat=chat, facts=facts, new_id=new_id, clock=clock)
-        >>> record = await evaluator.evaluate_sets(pool, weight_version=12)
-    """
+    """Evaluates weight versions on the validation sets of a config."""
 
     def __init__(
         self,

@@ -75,14 +75,7 @@ def due(config: EvaluationConfig, version: int, evaluated: int | None) -> bool:
 
 
 class EvaluationService:
-    """The evaluations of one incarnation of a run.
-
-    Example:
-        >>> service = EvaluationService(settings, run_dir, pool, sync.take_back_engine, evaluator, ...)
-        >>> async with services(evaluation=service.run_evaluations):
-        ...     await train()
-        ...     await service.finish_evaluations(version)
-    """
+    """The evaluations of one incarnation of a run."""
 
     def __init__(
         self,

@@ -120,14 +120,6 @@ class RunProgress:
     """Shows the progress of a run: a live panel on a terminal, otherwise one line per step.
 
     The panel moves the cursor, so only an interactive console shows it.
-
-    Example:
-        >>> progress = RunProgress(TextConsole())
-        >>> progress.start(config, run_dir, "http://127.0.0.1:9000")
-        >>> progress.phase("starting 2 engines")
-        >>> progress.flow(in_flight=64, queued=8, waiting_for="a batch")
-        >>> progress.step(record)
-        >>> progress.stop()
     """
 
     def __init__(self, console: TextConsole, clock: Callable[[], float] = time.monotonic) -> None:

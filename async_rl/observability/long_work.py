@@ -27,10 +27,6 @@ class LongWork:
     """Shows how much of a piece of work is done: a bar on a terminal, elsewhere a line now and then.
 
     Work of less than a second shows nothing on a terminal, and of less than five elsewhere.
-
-    Example:
-        >>> with LongWork("simulating 8 engines", "steps", total=20) as work:
-        ...     simulate(config, workload, on_step=work.show_done)
     """
 
     def __init__(

@@ -35,11 +35,7 @@ time; otherwise code has kept all threads from running."""
 
 
 class LoopWatchdog:
-    """Watches the running event loop from its own thread while the block runs.
-
-    Example:
-        >>> with LoopWatchdog(metrics, blocked_s=10): ...
-    """
+    """Watches the running event loop from its own thread while the block runs."""
 
     def __init__(self, metrics: Metrics, blocked_s: float) -> None:
         """Prepare the thread; `__enter__` starts it.

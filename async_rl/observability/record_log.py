@@ -23,12 +23,6 @@ class RecordLog(Generic[R]):
     A crash can cut the last line short. Readers ignore such a line, and the next `append` removes it. A
     resumed run repeats the steps after its checkpoint: `truncate_to` removes their records before, so that
     the file has one line for each step.
-
-    Example:
-        >>> records = RecordLog(run_dir / "metrics.jsonl", StepRecord, lambda record: record.step)
-        >>> records.append(StepRecord(step=1, weight_version=1, time_s=2.5))
-        >>> records.read()[-1].step
-        1
     """
 
     def __init__(self, path: Path, record_type: type[R], step_of: Callable[[R], int]) -> None:

@@ -16,9 +16,6 @@ class TextConsole(Console):
     """Parses no string as markup, and shows control characters as escapes, whatever is printed.
 
     Colours and the cursor are rich's own control codes, which are not text.
-
-    Example:
-        >>> TextConsole().print(row.task_id)  # "[/x]" and an escape sequence are shown as they are
     """
 
     def __init__(self, **options: Any) -> None:

@@ -85,11 +85,6 @@ class EndpointAccess(msgspec.Struct, frozen=True, kw_only=True):
 class Endpoint:
     """An OpenAI-compatible server that runs while trajectories are open.
 
-    Example:
-        >>> endpoint = Endpoint()
-        >>> async with endpoint.open_trajectory(session, reader=reader) as access:
-        ...     client = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
-
     Args:
         host: Address to bind to; `0.0.0.0` and `::` bind to all.
         port: The port; 0 takes a free one.

@@ -182,12 +182,7 @@ class SharedFrames:
 
 
 class FrameReaders:
-    """Starts the readers of a run, one on each node when it is first needed; from any thread.
-
-    Example:
-        >>> readers = FrameReaders(setup, run_dir / "logs", directory)
-        >>> objects = await readers.call("10.0.0.2", "send_frames", stored)
-    """
+    """Starts the readers of a run, one on each node when it is first needed; from any thread."""
 
     def __init__(self, setup: ActorSetup, log_dir: Path, directory: Path | None) -> None:
         """Start none yet.

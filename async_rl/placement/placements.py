@@ -40,13 +40,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class Placements:
-    """One placement per process, numbered as the processes are.
-
-    Example:
-        >>> placements = Placements("trainer rank", {"GPU": 1}, 8, "PACK", remedy="lower trainer.num_ranks")
-        >>> await placements.wait_ready(limit_s=60)
-        >>> RankActor.options(**placements.actor_options(0)).remote(...)
-    """
+    """One placement per process, numbered as the processes are."""
 
     def __init__(
         self,

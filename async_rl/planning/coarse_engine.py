@@ -124,12 +124,7 @@ class _CoarseCall:
 
 
 class CoarseEngine:
-    """See `protocol.Engine` and the module.
-
-    Example:
-        >>> engine = CoarseEngine("engine-0", EngineSpeed())
-        >>> request = GenerateRequest(input_ids=mark(8, stop_at=136), ...)  # an answer of 128 tokens
-    """
+    """See `protocol.Engine` and the module."""
 
     def __init__(self, engine_id: str, speed: EngineSpeed) -> None:
         """Start idle, at weight version 0, on the running loop's clock."""

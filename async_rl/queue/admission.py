@@ -34,13 +34,7 @@ class GroupWork(Protocol):
 
 
 class Admission:
-    """Decides in constant time whether one more group may be dispatched, and keeps the deadlines of groups.
-
-    Example:
-        >>> admission = Admission(backlog, spool, version=0)
-        >>> admission.is_open
-        True
-    """
+    """Decides in constant time whether a group may be dispatched, and keeps the deadlines of groups."""
 
     def __init__(self, backlog: Backlog, spool: Spool, version: int) -> None:
         """Start at the version that engines serve and that consumes the next batch."""

@@ -159,13 +159,7 @@ def without_routing(trajectory: Trajectory) -> ArchivedTrajectory:
 
 
 class InspectedTrajectories:
-    """The files of an archive: finished trajectories without their routing rows. From any thread or process.
-
-    Example:
-        >>> inspected = InspectedTrajectories.of_archive(run_dir / FILE)
-        >>> inspected.keep(trajectory, attempt=1)
-        >>> inspected.read_file(trajectory.trajectory_id, attempt=1).trajectory.token_ids
-    """
+    """The files of an archive: finished trajectories without routing rows. From any thread or process."""
 
     def __init__(self, folder: Path) -> None:
         """Keep files in a folder, which is created when it is missing."""
@@ -212,14 +206,7 @@ class InspectedTrajectories:
 
 
 class Archive(Observer):
-    """Writes the archive of a run. All methods but `write_notes` are for the event loop's thread.
-
-    Example:
-        >>> archive = Archive(run_dir / archive.FILE, keep=1000)
-        >>> archive.inspected.keep(trajectory, attempt=1)
-        >>> archive.ended(stored, attempt=1)
-        >>> archive.write_notes()
-    """
+    """Writes the archive of a run. All methods but `write_notes` are for the event loop's thread."""
 
     def __init__(self, path: Path, keep: int, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file.
@@ -398,13 +385,7 @@ def _write_event(database: sqlite3.Connection, name: str, unix_s: float, what: s
 
 
 class ArchiveReader:
-    """Reads the archive of a run, which may be running.
-
-    Example:
-        >>> reader = ArchiveReader(run_dir / FILE)
-        >>> rows = reader.find_rows("reward < 0.5", order="tokens DESC", limit=20)
-        >>> archived, events = reader.read_trajectory(rows[0].trajectory_id)
-    """
+    """Reads the archive of a run, which may be running."""
 
     def __init__(self, path: Path) -> None:
         """Open the file, read-only.

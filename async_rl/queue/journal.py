@@ -102,14 +102,7 @@ class OpenCall(Protocol):
 
 
 class JournalEntry:
-    """The journal's view of one trajectory. Its session updates it at once; the journal reads it later.
-
-    Example:
-        >>> entry.begin_turn(7, max_new_tokens=16, stop=())
-        >>> entry.call = call  # it grows
-        >>> entry.segments.append(segment)  # what is kept of the call when it has ended
-        >>> entry.end_turn(12, "stop")
-    """
+    """The journal's view of one trajectory. Its session updates it at once; the journal reads it later."""
 
     def __init__(
         self,
@@ -322,15 +315,7 @@ class _ClosedSegments:
 
 
 class Journal:
-    """The journal of one process, in a folder of its own. All methods are for the event loop's thread.
-
-    Example:
-        >>> journal = Journal(Path("journal/000001-driver"), metrics)
-        >>> journal.claim_trajectories(states, owner_epoch=7)  # what an earlier owner left of an attempt
-        >>> entry = journal.open_entry(trajectory_id, restored=states.get(trajectory_id), owner_epoch=7)
-        >>> await journal.write_in_thread(before=ledger.flush)  # once per second
-        >>> journal.remove_entries([trajectory_id])  # it is stored elsewhere, or settled
-    """
+    """The journal of one process, in a folder of its own. All methods are for the event loop's thread."""
 
     def __init__(self, directory: Path, metrics: Metrics | None = None, *, syncs: bool = False) -> None:
         """Write to a folder, which the first write creates.

@@ -231,9 +231,6 @@ class JournalReader:
     """Reads what other processes left of trajectories, for a process that goes on with them.
 
     All attempts that wait for the same folder share one read of it, as when a rollout worker has ended.
-
-    Example:
-        >>> left = await reader.read_claim(claim, trajectory_id, attempt=1)
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -293,13 +290,6 @@ class JournalFolders:
     """The driver's view of the journals: who owns which trajectory, and which folders are still needed.
 
     All methods but `delete_folders` are for the event loop's thread.
-
-    Example:
-        >>> folders = JournalFolders(run_dir / "journal", incarnation, restarts, metrics)
-        >>> known = await folders.restore(ledger.in_flight)  # how far trajectories are, by id
-        >>> claim = folders.claim_trajectory(trajectory_id, known)  # for the attempt that goes on with one
-        >>> folders.record_owner(trajectory_id, folder)  # it has started in the process that writes there
-        >>> folders.release_trajectories([trajectory_id])  # its frame is in the ledger, or it was dropped
     """
 
     def __init__(

@@ -108,15 +108,7 @@ class GroupRecord(msgspec.Struct, kw_only=True):
 
 
 class Ledger:
-    """The states of all trajectories. All methods but `flush` are for one thread, that of the event loop.
-
-    Example:
-        >>> ledger.dispatch_group("g1", "task-7", position=7, trajectory_ids=["a", "b"], version=3)
-        >>> ledger.drop_trajectories(["b"], "error")
-        >>> ledger.queue_group("g1", [stored_trajectory], version=3)
-        >>> ledger.train_groups(["g1"], step=5, batch_id="batch-00000004")
-        >>> ledger.record_checkpoint(step=5, keep=2)
-    """
+    """The states of all trajectories. All methods but `flush` are for one thread, that of the event loop."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the database. After a crash call `rollback` before anything else.

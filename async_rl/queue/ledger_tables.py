@@ -65,13 +65,7 @@ CREATE TABLE folded (                -- trajectories that have no row any more
 
 
 class LedgerTables:
-    """One database. All methods but `flush` are for one thread, that of the event loop.
-
-    Example:
-        >>> tables.add_statement("INSERT INTO publications VALUES (?)", (3,))
-        >>> tables.end_change()
-        >>> tables.flush()
-    """
+    """One database. All methods but `flush` are for one thread, that of the event loop."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the database.

@@ -158,13 +158,7 @@ class _WrittenFiles:
 
 
 class SpoolFolder(FrameStore):
-    """The folder into which one process writes frames and completions.
-
-    Example:
-        >>> folder = SpoolFolder(Path("spool/000001-driver"))
-        >>> stored = folder.store_tree([trajectory, branch])
-        >>> read_columns(stored[1])["token_ids"]
-    """
+    """The folder into which one process writes frames and completions."""
 
     def __init__(self, directory: Path, node: str = "", *, frames: Path | None = None) -> None:
         """Open a folder that no other process writes into; create it when it is missing.
@@ -249,12 +243,6 @@ class Spool(FrameStore):
 
     It is used by the driver, whose own frames are in a folder of it as those of others are. Frames are held
     from the end of their attempt on; those of groups that have ended are *used*, and limited by `max_bytes`.
-
-    Example:
-        >>> spool = Spool(Path("spool"), max_bytes=8 << 30)
-        >>> stored = spool.store_tree([trajectory])
-        >>> spool.put_group(stored)
-        >>> spool.discard(stored)
     """
 
     def __init__(

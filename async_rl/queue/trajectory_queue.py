@@ -86,16 +86,7 @@ async def _read_nothing(batch: TakenBatch) -> Mapping[str, str]:
 
 
 class TrajectoryQueue:
-    """The queue of groups between the rollout manager and the train loop.
-
-    Example:
-        >>> if await queue.wait_for_admission():
-        ...     queue.dispatch_group(group_id, task_id, position, trajectory_ids, version)
-        >>> await queue.put_group(group)
-        >>> batch = await queue.next_batch(version)
-        >>> await queue.settle_batch(batch, step)
-        >>> queue.advance_version(step)
-    """
+    """The queue of groups between the rollout manager and the train loop."""
 
     def __init__(
         self,

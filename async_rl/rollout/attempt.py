@@ -86,10 +86,6 @@ class attempt_boundary:
     its own, as of a future that others share and have cancelled. A full spool does not: the attempt goes on
     when there is space. An `InvariantError` and a failed assertion are bugs of this program and end the run.
 
-    Example:
-        >>> with attempt_boundary():
-        ...     results = await backend.run_attempt(task, session)
-
     Raises:
         RolloutError: The attempt raised something that is not one of `ATTEMPT_ERRORS`.
     """
@@ -242,11 +238,6 @@ class LostWorkers:
     All attempts of a worker lose it, and most are not to blame: those that were waiting for an engine, and
     those that have made progress since the loss before. Attempts that are ended for others' faults would end
     the run by `rollout.max_failed_share`.
-
-    Example:
-        >>> losses = LostWorkers()
-        >>> [losses.may_go_on(WorkerLost("killed"), attempt) for _ in range(3)]
-        [True, True, False]
     """
 
     def __init__(self) -> None:

@@ -142,12 +142,7 @@ def can_drop_stragglers(finished: int, size: int, policy: GroupPolicy) -> bool:
 
 
 class UntrainedGroups:
-    """Ends a run that would train nothing: counts the groups in a row that were filtered out or failed.
-
-    Example:
-        >>> untrained = UntrainedGroups(limit=256)
-        >>> untrained.record_group(decide_group(rewards, work.dropped, policy), work.dropped, last_error)
-    """
+    """Ends a run that would train nothing: counts the groups in a row that were filtered out or failed."""
 
     def __init__(self, limit: int, warn: Callable[[str], None] = log.warning) -> None:
         """Allow `limit` of them, and warn when many were filtered out."""
@@ -205,14 +200,7 @@ class UnscoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class GroupInFlight:
-    """The state of a group's siblings until the group is settled; implements the queue's `InFlight`.
-
-    Example:
-        >>> group = GroupInFlight("g", task, 7, ["a", "b"], "wait")
-        >>> group.begin_attempt(Entry("a"))
-        >>> group.add_branch(Entry("a.1", inherited=segments))
-        >>> group.oldest()  # the version of the oldest token so far
-    """
+    """The state of a group's siblings until the group is settled; implements the queue's `InFlight`."""
 
     def __init__(
         self,

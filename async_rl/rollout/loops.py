@@ -27,11 +27,6 @@ class AgentLoops:
     something (connections, a pool of processes) is an async context manager: a task of its own enters it
     before its first trajectory, and exits it when the block of `AgentLoops` ends. An error on entry ends the
     run.
-
-    Example:
-        >>> async with AgentLoops(config.rollout) as loops:
-        ...     loop = await loops.entered_loop(task.agent_loop)
-        ...     await loop.run(task, session)
     """
 
     def __init__(self, config: RolloutConfig, metrics: Metrics | None = None) -> None:

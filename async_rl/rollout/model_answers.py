@@ -28,12 +28,7 @@ from async_rl.runtime.waits import waiting
 
 
 class ModelAnswers:
-    """Asks the models of `models`.
-
-    Example:
-        >>> answers = ModelAnswers(config, context.models, chat, new_id, metrics, time.monotonic)
-        >>> text = await answers.ask("judge", [{"role": "user", "content": "Is 7 prime?"}])
-    """
+    """Asks the models of `models`."""
 
     def __init__(
         self,

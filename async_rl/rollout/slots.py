@@ -20,6 +20,8 @@ class Slots:
         >>> slots = Slots(limit=2)
         >>> await slots.acquire_slot()
         >>> slots.hand_over("trajectory-7")
+        >>> slots.view().holders
+        ('trajectory-7',)
         >>> slots.release_slot("trajectory-7")
     """
 

@@ -28,13 +28,7 @@ from async_rl.types import Float32Array, Sampled, Trajectory
 
 
 class Teacher:
-    """Scores trajectories.
-
-    Example:
-        >>> teacher = Teacher("teacher", context.models["teacher"], context.new_id, metrics, time.monotonic)
-        >>> (scored,) = await teacher.score_trajectories([trajectory])
-        >>> scored.teacher_log_probs[scored.response_mask]
-    """
+    """Scores trajectories."""
 
     def __init__(
         self,

@@ -80,13 +80,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Captures:
-    """Decides for one incarnation of the trainer which batches are kept, and which steps are captured.
-
-    Example:
-        >>> captures = Captures(config, run_dir, step=40)
-        >>> batch = captures.keep_batch(batch, step=41)
-        >>> await captures.observe_step(await trainer.train_step(batch, 41), checkpoint_step=40)
-    """
+    """Decides for one incarnation of the trainer which batches are kept, and which steps are captured."""
 
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         """Remove what an earlier incarnation kept, whose steps were undone or are in the checkpoint.

@@ -31,12 +31,6 @@ class Checkpoints:
     """The checkpoints of one incarnation of the trainer.
 
     Invariant: `step` is the newest checkpoint that the ledger knows of.
-
-    Example:
-        >>> checkpoints = Checkpoints(config.trainer, run_dir, trainer, queue, metrics, before_write, step=4)
-        >>> if checkpoints.is_due(8): await checkpoints.start_checkpoint(8)
-        >>> await checkpoints.poll_saved()  # before each step
-        >>> await checkpoints.write_last_checkpoint(9)
     """
 
     def __init__(

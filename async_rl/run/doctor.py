@@ -85,13 +85,7 @@ async def recording_waits(waits: Waits, metrics: Metrics, config: DoctorConfig) 
 
 
 class Doctor:
-    """Diagnoses stalls of a run and applies `doctor.action`.
-
-    Example:
-        >>> doctor = Doctor(config, waits, pool, metrics, queue=lambda: queue, slots=lambda: manager.slots)
-        >>> async with services(doctor=doctor.run_checks): ...
-        >>> print(doctor.diagnosis().text)
-    """
+    """Diagnoses stalls of a run and applies `doctor.action`."""
 
     def __init__(
         self,

@@ -17,12 +17,7 @@ _MIN_TOKENS: Final = 64
 
 
 class EngineComparison:
-    """Adds up the differences of the first tokens of an incarnation, until there are enough.
-
-    Example:
-        >>> comparison = EngineComparison(config)
-        >>> comparison.observe_step(result)
-    """
+    """Adds up the differences of the first tokens of an incarnation, until there are enough."""
 
     def __init__(self, config: Config) -> None:
         """Compare unless `trainer.max_mismatch_nats` is null; log-probs of simulated engines are made up."""

@@ -30,14 +30,7 @@ where diagnoses would take more than this share of the time: with 4,096 trajecto
 
 
 class LiveStatus:
-    """Reports what a run does now.
-
-    Example:
-        >>> status = LiveStatus(run_log, doctor, pool, waits, metrics, clock, run_dir,
-        ...     queue=lambda: queue, manager=lambda: manager, max_steps=100)
-        >>> async with services(live_status=status.run): ...
-        >>> status.health()["waiting_for"]
-    """
+    """Reports what a run does now."""
 
     def __init__(
         self,

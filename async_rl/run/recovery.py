@@ -179,16 +179,7 @@ async def _find_flaws(
 
 
 class RecoveredState:
-    """Queue, feeder and journal of an incarnation, restored from the run folder.
-
-    Example:
-        >>> progress = await restore_progress(config.queue, run_dir, step, metrics)
-        >>> recovered = RecoveredState(
-        ...     config, progress, run_dir, tasks, facts, step, metrics, clock, trainer.read_batch
-        ... )
-        >>> async with services(**recovered.services): ...
-        >>> recovered.write_and_close()
-    """
+    """Queue, feeder and journal of an incarnation, restored from the run folder."""
 
     def __init__(
         self,

@@ -67,13 +67,6 @@ class RunLogger:
 
     Invariant: after `load_records_until`, `records` holds every step up to the trainer's, including those of
     earlier incarnations of the run.
-
-    Example:
-        >>> run_log = RunLogger(config, run_dir, pool, metrics, clock)
-        >>> await run_log.load_records_until(4)  # the step of the checkpoint
-        >>> run_log.begin_training(4)
-        >>> await run_log.log_step(done, report, queue)
-        >>> run_log.summary(queue.statistics().counts, ended_s=clock())
     """
 
     def __init__(

@@ -43,13 +43,6 @@ class TrainLoop(ABC):
     """Trains one incarnation of the trainer, step by step, until the run ends.
 
     Invariant: `step` is the last step that the ledger has settled.
-
-    Example:
-        >>> strategy = choose_train_loop(config)
-        >>> loop = strategy(config, stop, trainer, queue, sync, devices, checkpoints, captures, run_log,
-        ...                 clock)
-        >>> await loop.run()
-        >>> loop.step
     """
 
     def __init__(

@@ -28,13 +28,7 @@ class TrainerHandle(NamedTuple):
 
 
 class TrainerRestarts:
-    """Starts and restarts the trainer, up to `trainer.max_restarts` times.
-
-    Example:
-        >>> restarts = TrainerRestarts(cluster, run_dir, pool, devices, run_log, metrics, max_restarts=3)
-        >>> trainer_handle = await restarts.start_trainer()
-        >>> trainer_handle = await restarts.restart_trainer(cause=error)
-    """
+    """Starts and restarts the trainer, up to `trainer.max_restarts` times."""
 
     def __init__(
         self,

@@ -88,11 +88,6 @@ class ConnectionLimit:
 
     A full listener closes the oldest connection that has shown no key, so that strangers cannot keep out
     those who have one.
-
-    Example:
-        >>> limit = ConnectionLimit("the endpoint")
-        >>> await loop.create_server(limit.limited(make_protocol), host, port)
-        >>> limit.admit(transport, key)  # once the connection has shown its key
     """
 
     def __init__(self, name: str, *, max_connections: int | None = None, max_per_key: int = 128) -> None:
@@ -257,12 +252,7 @@ class LimitedProtocol(asyncio.Protocol):
 
 
 class ByteBudget:
-    """Limits the bytes that are held at a time, in total and per key; who exceeds it waits.
-
-    Example:
-        >>> async with budget.hold(key, num_bytes):
-        ...     body = await request.read()
-    """
+    """Limits the bytes that are held at a time, in total and per key; who exceeds it waits."""
 
     def __init__(self, max_bytes: int, max_bytes_per_key: int) -> None:
         self.max_bytes = max_bytes

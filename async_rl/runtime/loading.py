@@ -60,12 +60,7 @@ def extend_import_path() -> str:
 
 
 def describe_shadowed(path: str) -> str | None:
-    """Return that a module which a dotted path names is not the user's file of that name, if there is one.
-
-    Example:
-        >>> describe_shadowed("statistics:my_reward")
-        "'statistics' is /usr/lib/python3.11/statistics.py, and not /home/me/statistics.py: rename the file"
-    """
+    """Return that a module which a dotted path names is not the user's file of that name, if there is one."""
     extend_import_path()
     name = path.partition(":")[0].partition(".")[0]
     spec = None

@@ -21,13 +21,7 @@ from contextvars import ContextVar
 
 
 class ServingClock:
-    """Seconds during which some engine served.
-
-    Example:
-        >>> clock = ServingClock()
-        >>> async with clock.timeout(600.0):  # as `asyncio.timeout`, without the time in which it stood
-        ...     await agent_loop.run(task, session)
-    """
+    """Seconds during which some engine served."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Start running; `clock` returns monotonic seconds."""
@@ -129,12 +123,7 @@ class _Limit:
 
 
 def serving_timeout(limit_s: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
-    """Bound a block by the serving clock of the agent loop that it belongs to: see `ServingClock.timeout`.
-
-    Example:
-        >>> async with serving_timeout(30.0) as limit, waiting("tool", "search", scope=limit):
-        ...     await search(query)
-    """
+    """Bound a block by the serving clock of the agent loop that it belongs to: see `ServingClock.timeout`."""
     return _current.get().timeout(limit_s)
 
 

@@ -51,10 +51,6 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
     Raises:
         ExceptionGroup: Holds the first failure, marked with its service's name; `ServiceExited` if a loop
             returned.
-
-    Example:
-        >>> async with services(feeder=feeder.run, metrics=metrics.run):
-        ...     await trainer_loop()
     """
     closing = False
 
@@ -86,10 +82,6 @@ def observer(
     Args:
         loop: The endless loop.
         ends_run_with: The errors by which the loop ends the run on purpose.
-
-    Example:
-        >>> async with services(page=observer(page.run)):
-        ...     await trainer_loop()
     """
 
     async def run() -> None:
@@ -113,10 +105,6 @@ async def cut_by(stop: asyncio.Event) -> AsyncIterator[None]:
 
     Raises:
         ExceptionGroup: Holds `StoppedAtStart`.
-
-    Example:
-        >>> async with cut_by(stop):
-        ...     await cluster.start_engines()
     """
 
     async def watch() -> None:
@@ -133,12 +121,7 @@ def was_stopped_at_start(error: BaseException) -> bool:
 
 
 class Nursery:
-    """A block that owns tasks: it ends when all have ended, and a failed task cancels the others.
-
-    Example:
-        >>> async with Nursery() as nursery:
-        ...     nursery.start_task("trajectory 7", run_trajectory(task))
-    """
+    """A block that owns tasks: it ends when all have ended, and a failed task cancels the others."""
 
     def __init__(self) -> None:
         self._group = _TaskGroup()

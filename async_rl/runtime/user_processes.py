@@ -75,14 +75,7 @@ _current: ContextVar[ProcessScope | None] = ContextVar("process scope", default=
 
 
 class ProcessScope:
-    """What the processes that are started in its block may not outlive.
-
-    Example:
-        >>> scope = ProcessScope("trajectory 7", on_reaped=count)
-        >>> with scope.active():
-        ...     process = subprocess.Popen(["my-program"])
-        >>> scope.end("attempt_failed")  # the process and all its descendants end within seconds
-    """
+    """What the processes that are started in its block may not outlive."""
 
     def __init__(self, name: str, on_reaped: Callable[[str, str], None] = lambda kind, reason: None) -> None:
         """Begin the scope.
@@ -125,13 +118,6 @@ class ReleasedBy:
     block's attempt is over and the block is not, or if this process is killed in the block. Enter the block
     before the resource is made: it begins once the reaper knows the command. Threads use `with`, coroutines
     `async with`.
-
-    Example:
-        >>> name = f"box-{session.trajectory_id}"
-        >>> async with ReleasedBy(["docker", "rm", "-f", name]):
-        ...     await start_container(name)
-        ...     try: ...
-        ...     finally: await remove_container(name)
     """
 
     def __init__(self, command: Sequence[str], kind: Kind = "sandbox") -> None:

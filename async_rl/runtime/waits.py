@@ -411,11 +411,6 @@ class waiting:
         limit_s: Longest wait that is not a fault; None takes the config's limit for this kind.
         why: Returns the reason in words; called only when the wait is reported.
         scope: What is around the wait; `expire` lets it expire early.
-
-    Example:
-        >>> with waiting("chunk", "engine-0") as wait:
-        ...     async for chunk in stream:
-        ...         wait.renew()
     """
 
     __slots__ = ("actor", "cut", "limit_s", "on", "scope", "since_s", "target", "why")

@@ -58,11 +58,6 @@ class WorkerProcesses:
     """A fixed number of processes that call one function, named by its dotted path.
 
     They start with the first call, import the function, and end with `close` or with this process.
-
-    Example:
-        >>> workers = WorkerProcesses("my_rewards:slow_check", 2)
-        >>> await workers.call(task, completion)
-        >>> workers.close()
     """
 
     def __init__(self, path: str, count: int) -> None:

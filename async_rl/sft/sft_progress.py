@@ -16,13 +16,7 @@ _NUM_LINES: Final = 20
 
 
 class SftProgress:
-    """Prints the progress of a supervised run.
-
-    Example:
-        >>> progress = SftProgress(TextConsole(), total=100)
-        >>> progress.show_step(1, loss=2.3, validation_loss=None, tokens_per_s=1200.0)
-        >>> progress.close()
-    """
+    """Prints the progress of a supervised run."""
 
     def __init__(self, console: TextConsole, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Show nothing before the first step."""

@@ -93,11 +93,6 @@ class CheckpointSaver:
     """Writes the checkpoints of one model. Every method but `poll_saved` is called on all ranks.
 
     Invariant: at most one checkpoint is being written.
-
-    Example:
-        >>> saver.start_save(Path("checkpoints"), step=40, extra={})
-        >>> saver.poll_saved(wait=False)  # between steps
-        >>> saver.poll_saved(wait=True)  # at the end
     """
 
     def __init__(

@@ -15,13 +15,7 @@ import torch
 
 
 class LayerInputsOnHost:
-    """Moves the hidden states that autograd saves in a forward pass.
-
-    Example:
-        >>> with inputs_on_host.forward_pass():
-        ...     output = chunk(...)
-        >>> output.sum().backward()  # brings them back, one after the other
-    """
+    """Moves the hidden states that autograd saves in a forward pass."""
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
         """Move nothing yet.

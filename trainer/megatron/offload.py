@@ -90,13 +90,7 @@ def memory_saver() -> MemorySaver:
 
 
 class TrainerOffload:
-    """Offloads the state of a rank's models between steps, as the module describes.
-
-    Example:
-        >>> offload = TrainerOffload(model)
-        >>> offload.offload_state()
-        >>> offload.reload_state()
-    """
+    """Offloads the state of a rank's models between steps, as the module describes."""
 
     def __init__(self, *models: MegatronModel, saver: MemorySaver | None = None) -> None:
         """Move nothing yet.

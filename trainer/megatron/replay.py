@@ -126,13 +126,7 @@ class MaskedRouterReplay(RouterReplay):
 
 
 class RouterReplayAdapter:
-    """Provides the routers of one rank's model chunks with replay targets, and records their choices.
-
-    Example:
-        >>> with replay.guard_schedule():                             # around forward_backward_func
-        ...     with replay.replay_micro_batch(number, rows[number]):   # around one chunk's forward pass
-        ...         logits = chunk(...)
-    """
+    """Provides the routers of one rank's model chunks with replay targets, and records their choices."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], config: TransformerConfig, device: torch.device | None = None

@@ -176,12 +176,6 @@ class SGLangEngine:
     """Implements `Engine` for one SGLang server.
 
     Invariant: no token, log-prob or routing row is delivered twice; `generate_call.CallAccount` ensures it.
-
-    Example:
-        >>> engine = SGLangEngine("engine-0", server.url, facts, api_key=server.api_key,
-        ...                       admin_key=server.admin_key, routing=True, died=server.died)
-        >>> await engine.wait_ready()
-        >>> async for event in engine.generate(request): ...
     """
 
     def __init__(

@@ -60,13 +60,7 @@ class CommandReply(msgspec.Struct):
 
 
 class SGLangHttpClient:
-    """Sends requests to one server. It connects with the first request.
-
-    Example:
-        >>> http = SGLangHttpClient("engine-0", "http://10.0.0.7:30000", "key", "admin", timeout_s=60.0)
-        >>> await http.send_command("pause_generation", {"mode": "retract"})
-        >>> await http.close()
-    """
+    """Sends requests to one server. It connects with the first request."""
 
     def __init__(
         self, engine_id: str, url: str, api_key: str | None, admin_key: str | None, *, timeout_s: float

@@ -82,12 +82,7 @@ _schedules: WeakKeyDictionary[asyncio.AbstractEventLoop, ReadSchedule] = WeakKey
 
 
 class EventStream:
-    """The body of one reply, read in turn with those of other calls.
-
-    Example:
-        >>> with EventStream(response, schedule) as stream:
-        ...     while data := await stream.read(): ...
-    """
+    """The body of one reply, read in turn with those of other calls."""
 
     def __init__(self, response: aiohttp.ClientResponse, schedule: ReadSchedule) -> None:
         """Read a response whose head has come."""

@@ -120,10 +120,6 @@ class PayloadGate:
 
     Invariant: an engine that stops in the middle of its payloads, or sends them byte by byte, holds up no
     other engine, because each has its own gate, and holds a permit for at most `stall_s` per megabyte.
-
-    Example:
-        >>> async with gate.permit() as arrival:
-        ...     piece = await arrival.read_piece(response.content.readany)
     """
 
     def __init__(self, engine_id: str, stall_s: float) -> None:
@@ -231,12 +227,6 @@ class RoutingText:
 
     Errors in the text are raised by `finish_rows`, because most rows are needed much later. Of a text that is
     longer than twice what the call can need, nothing is kept.
-
-    Example:
-        >>> text = RoutingText(wire, num_rows=900, max_rows=4096)
-        >>> text.append_text(piece)
-        >>> await asyncio.to_thread(text.decode_pending)
-        >>> rows = text.finish_rows(903)
     """
 
     def __init__(self, wire: RoutingWire, num_rows: int, max_rows: int) -> None:

@@ -63,14 +63,6 @@ class SGLangServer:
 
     The port and both keys are chosen once, so that a restarted server keeps its address. The keys are passed
     in a file that only this user can read, not on the command line, which all users of the host can read.
-
-    Example:
-        >>> server = SGLangServer(config, model, routing=True, index=0, log_dir=logs, seed=0)
-        >>> await server.start()
-        >>> engine = SGLangEngine("engine-0", server.url, facts, api_key=server.api_key,
-        ...                       admin_key=server.admin_key, died=server.died)
-        >>> await engine.wait_ready()
-        >>> await server.stop()
     """
 
     def __init__(

@@ -40,11 +40,6 @@ class EventReader(Generic[S]):
 
     Invariant: it holds at most `max_event_bytes` and one read, and searches each byte once, however the
     server cuts its stream.
-
-    Example:
-        >>> reader = EventReader(Text, max_event_bytes=1 << 20)
-        >>> [document for document, _ in reader.feed(b'data: {"a":1}' + b"\n\n" + b'data: {"b"')]
-        [b'{"a":1}']
     """
 
     def __init__(self, open_sink: Callable[[], S], max_event_bytes: int) -> None:

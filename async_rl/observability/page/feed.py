@@ -110,12 +110,7 @@ class Client:
 
 
 class Feed:
-    """Reads and draws a run for the clients of its live page, as the module describes.
-
-    Example:
-        >>> feed = Feed(config, status.now, lambda: run_log.records)
-        >>> async with services(page=feed.run): ...
-    """
+    """Reads and draws a run for the clients of its live page, as the module describes."""
 
     def __init__(
         self,

@@ -49,13 +49,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers of a run, each with its thread.
-
-    Example:
-        >>> trackers = Trackers({"jsonl": lambda: JsonlTracker(path)}, metrics, devices=3)
-        >>> trackers.log(record)
-        >>> trackers.close()
-    """
+    """The trackers of a run, each with its thread."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tracker]], metrics: Metrics, devices: int) -> None:
         """Start a thread for each tracker.

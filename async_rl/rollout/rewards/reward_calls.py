@@ -90,13 +90,7 @@ class _RewardCall(Protocol):
 
 
 class Rewards:
-    """Scores finished trajectories.
-
-    Example:
-        >>> rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=time.monotonic)
-        >>> parts = await rewards.score_completion(task, completion)
-        >>> await rewards.close()
-    """
+    """Scores finished trajectories."""
 
     def __init__(
         self, config: Config, *, decode: Callable[[Any], str], metrics: Metrics, clock: Callable[[], float]

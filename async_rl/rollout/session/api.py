@@ -40,7 +40,7 @@ class Session(Protocol):
     before they change anything.
 
     Example:
-        >>> session.start(task.messages)
+        >>> session.start(session.task.messages)
         >>> turn = await session.generate()
         >>> session.add_messages([{"role": "user", "content": "Are you sure?"}])
         >>> turn = await session.generate(max_new_tokens=64)
@@ -203,12 +203,13 @@ class Session(Protocol):
         Example:
             >>> async with session.branch() as other:
             ...     other.add_messages([{"role": "user", "content": "Another way?"}])
-            ...     await other.generate()
+            ...     turn = await other.generate()
 
             >>> async def answer(session):
             ...     async with session:
             ...         await session.generate()
-            >>> await asyncio.gather(*(answer(s) for s in (session, session.branch(), session.branch())))
+            >>> both = session.branch(), session.branch()
+            >>> done = await asyncio.gather(*map(answer, both))
         """
         ...
 
@@ -221,7 +222,7 @@ class Session(Protocol):
         Example:
             >>> async with session.conversation() as helper:
             ...     helper.start([{"role": "user", "content": "Summarise this: ..."}])
-            ...     await helper.generate()
+            ...     turn = await helper.generate()
         """
         ...
 

@@ -34,14 +34,7 @@ class ConversationContext:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionContext(ConversationContext):
-    """What a session needs that also calls engines.
-
-    Example:
-        >>> context = SessionContext(chat=chat, rollout=config.rollout, metrics=metrics, clock=clock,
-        ...     serving_clock=pool.serving_clock, calls=pool, facts=facts, routing=config.routing,
-        ...     interrupt="abort", new_id=new_id)
-        >>> transcript = Transcript(context, Entry(trajectory_id))
-    """
+    """What a session needs that also calls engines."""
 
     calls: EngineCalls
     facts: EngineFacts

@@ -127,14 +127,7 @@ class SessionTree:
 
 
 class Conversation(Generic[Writer]):
-    """Implements `session.api.Session` on a token writer; other methods are for the rollout code.
-
-    Example:
-        >>> conversation = Conversation(context, task, writer)
-        >>> await loop.run(task, conversation)
-        >>> num_open = await conversation.close()
-        >>> conversation.end_session()
-    """
+    """Implements `session.api.Session` on a token writer; other methods are for the rollout code."""
 
     def __init__(
         self,

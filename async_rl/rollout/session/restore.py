@@ -26,13 +26,7 @@ from async_rl.types import Context, Int32Array, Sampled
 
 
 class RestoredTurns:
-    """What the journal has of one trajectory, in the order in which its agent loop asks for it.
-
-    Example:
-        >>> restored = RestoredTurns(journalled)
-        >>> restored.match_context(prompt)
-        >>> sampled, note = restored.next_turn(start=len(prompt), max_new_tokens=64, stop=())
-    """
+    """What the journal has of one trajectory, in the order in which its agent loop asks for it."""
 
     def __init__(self, journalled: JournalledTrajectory) -> None:
         self._segments = deque(journalled.segments)

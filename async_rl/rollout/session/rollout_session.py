@@ -25,14 +25,7 @@ from async_rl.types import (
 
 
 class RolloutSession(Conversation[Transcript]):
-    """Implements `session.api.Session` for agent loops, and becomes a trajectory for the rollout manager.
-
-    Example:
-        >>> transcript = Transcript(context, Entry(trajectory_id))
-        >>> session = RolloutSession(context, task, transcript, group_id=group_id)
-        >>> await loop.run(task, session)
-        >>> trajectory = await session.finish_trajectory(session.stop_reason, {"reward": 1.0})
-    """
+    """Implements `session.api.Session` for agent loops, and becomes a trajectory for the rollout manager."""
 
     def __init__(
         self,

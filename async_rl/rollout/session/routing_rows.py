@@ -66,11 +66,6 @@ class RoutingRows:
     """Collects the routing rows of one trajectory.
 
     All methods but `build_trace` are synchronous, so that they also run during a cancellation.
-
-    Example:
-        >>> start = rows.next_start(token_ids, engine_id, weight_version)  # token_ids: all so far
-        >>> rows.add_answer(engine, finish, token_ids, prompt)  # token_ids: with those just sampled
-        >>> trace = await rows.build_trace(token_ids)
     """
 
     def __init__(

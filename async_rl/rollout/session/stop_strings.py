@@ -18,11 +18,6 @@ class StopStringAtSeam:
     the first token an engine may miss white space, which some tokenizers strip there.
 
     Source: SGLang `Req._check_str_based_finish`: a call ends with the token that completes the stop string.
-
-    Example:
-        >>> seam = StopStringAtSeam(chat.raw_text, ["<END>"], token_ids=before)  # "... <E"
-        >>> seam.find_end(chunk.token_ids)  # "ND", ">", " more"
-        2
     """
 
     def __init__(

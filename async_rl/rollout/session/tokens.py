@@ -33,7 +33,8 @@ class GrowingArray(Generic[Scalar]):
     Example:
         >>> log_probs = GrowingArray(np.float32)
         >>> log_probs.extend([-0.5, -0.25])
-        >>> log_probs.values  # [2] float32
+        >>> log_probs.values.tolist()
+        [-0.5, -0.25]
     """
 
     def __init__(self, dtype: type[Scalar], capacity: int = 16) -> None:
@@ -105,11 +106,6 @@ class TokenLog:
 
     Invariant: `segments` and `token_ids` always describe the same sequence, also after a cancellation at any
     await.
-
-    Example:
-        >>> log = TokenLog([], max_tokens=4096)
-        >>> log.append_segment(Context(token_ids=prompt))
-        >>> len(log), log.token_ids  # [T] int32
     """
 
     def __init__(self, segments: list[Segment], max_tokens: int) -> None:
@@ -195,11 +191,6 @@ class GrowingText:
     of some tokenizers depends.
 
     Source: incremental detokenisation of vLLM, `vllm/transformers_utils/detokenizer_utils.py`.
-
-    Example:
-        >>> text = GrowingText(chat.decode, print)
-        >>> text.add_tokens([104, 105])
-        hi
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], on_text: Callable[[str], None]) -> None:

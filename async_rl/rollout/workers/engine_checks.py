@@ -55,13 +55,7 @@ class _Report(NamedTuple):
 
 
 class EngineChecks:
-    """Checks the engines that one worker cannot reach.
-
-    Example:
-        >>> checks = EngineChecks("rollout-worker-0", {"": pool}, withdraw, ask_again, ...)
-        >>> async with services(checks=checks.check_engines):
-        ...     checks.report_lost_connection("engine-3", "connection refused")
-    """
+    """Checks the engines that one worker cannot reach."""
 
     def __init__(
         self,

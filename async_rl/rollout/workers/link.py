@@ -202,13 +202,7 @@ class StreamLink(Link):
 
 
 class LinkListener:
-    """Accepts the connection of one worker, which has the key, and refuses all others.
-
-    Example:
-        >>> async with listen("127.0.0.1") as listener:
-        ...     start_a_process(listener.port, listener.key)
-        ...     link = await listener.accept_link()
-    """
+    """Accepts the connection of one worker, which has the key, and refuses all others."""
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(_NONCE_BYTES)

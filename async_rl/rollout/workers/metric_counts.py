@@ -16,13 +16,7 @@ _KnownValues = dict[tuple[str, tuple[str, ...]], tuple[float, ...]]
 
 
 class IncrementCollector:
-    """Collects what metrics have counted since the last collection.
-
-    Example:
-        >>> collector = IncrementCollector(metrics)
-        >>> metrics.tool_calls_total.labels("search", "ok").inc()
-        >>> add_increments(collector.collect_increments(), driver_metrics)
-    """
+    """Collects what metrics have counted since the last collection."""
 
     def __init__(self, metrics: Metrics) -> None:
         """Start at zero: everything counted so far is part of the first collection."""

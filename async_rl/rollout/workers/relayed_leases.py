@@ -86,13 +86,7 @@ class _RelayedLease:
 
 
 class RelayedLeases(LeaseHolder):
-    """The leases of one incarnation of a worker.
-
-    Example:
-        >>> leases = RelayedLeases("rollout-worker-0", {"": pool}, link.post, lease_s=5.0, clock=clock)
-        >>> leases.handle_message(message)  # for each message of the worker that concerns engines
-        >>> await leases.expire()  # the worker has ended
-    """
+    """The leases of one incarnation of a worker."""
 
     def __init__(
         self,

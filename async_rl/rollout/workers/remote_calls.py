@@ -105,13 +105,7 @@ class RemoteLease(Lease):
 
 
 class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
-    """Implements `EngineCalls` for the sessions of a worker.
-
-    Example:
-        >>> calls = RemoteCalls(link.post, connect, lease_s=5.0, metrics=metrics, clock=time.monotonic)
-        >>> async with calls.lease(trajectory_id, tokens=900, prompt=400) as lease:
-        ...     async for event in lease.generate(request): ...
-    """
+    """Implements `EngineCalls` for the sessions of a worker."""
 
     def __init__(
         self,

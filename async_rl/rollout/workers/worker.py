@@ -91,13 +91,7 @@ _MIN_REPORTED_TOKENS: Final = 64
 
 
 class RolloutWorker:
-    """Runs the attempts that the driver starts over a link.
-
-    Example:
-        >>> worker = RolloutWorker(config, chat=chat, facts=facts, connect=connect, new_id=new_id,
-        ...                        metrics=Metrics(), clock=time.monotonic, frames=SpoolFolder(folder))
-        >>> await worker.run(link)  # until it is lost
-    """
+    """Runs the attempts that the driver starts over a link."""
 
     def __init__(
         self,

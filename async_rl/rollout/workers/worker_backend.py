@@ -314,13 +314,7 @@ class _WorkerLoad:
 
 
 class WorkerBackend(RolloutBackend):
-    """Runs attempts in the rollout workers of a run.
-
-    Example:
-        >>> backend = WorkerBackend(config, cluster.rollout_worker, metrics, pool, clock, spool)
-        >>> async with backend:
-        ...     end = await backend.run_attempt(attempt)
-    """
+    """Runs attempts in the rollout workers of a run."""
 
     def __init__(
         self,
