@@ -23,7 +23,7 @@ import json
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +50,7 @@ class RunFiles:
     ) -> None:
         self.folder, self._diary = folder, diary
         self._max_staleness, self._num_steps = max_staleness, num_steps
+        self.unrecorded: Collection[int] = ()
 
     @cached_property
     def diary(self) -> dict[str, list[dict[str, Any]]]:
@@ -131,7 +132,8 @@ def _steps(run: RunFiles) -> tuple[bool, str]:
     versions = [entry["version"] + 1 for entry in run.steps.values()]
     recorded = [record["step"] for record in _read_lines(run.folder / "metrics.jsonl")]
     return (
-        list(run.steps) == versions == recorded == wanted,
+        list(run.steps) == versions == wanted
+        and recorded == [step for step in wanted if step in recorded or step not in run.unrecorded],
         f"{len(run.steps)} of {run.num_steps} in the diary, {len(recorded)} in metrics.jsonl",
     )
 
@@ -233,10 +235,23 @@ CHECKS: Final[dict[str, Callable[[RunFiles], tuple[bool, str]]]] = {
 
 
 def audit(
-    folder: Path, diary: Path, max_staleness: int | None = None, num_steps: int | None = None
+    folder: Path,
+    diary: Path,
+    max_staleness: int | None = None,
+    num_steps: int | None = None,
+    unrecorded: Collection[int] = (),
 ) -> list[Result]:
-    """Return the result of each check of a run that has ended."""
+    """Return the result of each check of a run that has ended.
+
+    Args:
+        folder: The run's folder.
+        diary: What the trainer did, by its own account.
+        max_staleness: The bound in versions; None for that of the summary.
+        num_steps: The step at which the run should have ended; None for the last of the diary.
+        unrecorded: Steps whose line in `metrics.jsonl` a power cut may have taken.
+    """
     run = RunFiles(folder, diary, max_staleness, num_steps)
+    run.unrecorded = unrecorded
     results = []
     for name, check in CHECKS.items():
         try:

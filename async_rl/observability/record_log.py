@@ -105,12 +105,15 @@ class RecordLog(Generic[R]):
             replace_file(self.path, content, durable=True)
 
     def _decoded_lines(self) -> Iterator[tuple[bytes, R]]:
-        for number, line in enumerate(self._whole_lines().splitlines(keepends=True), start=1):
+        lines = self._whole_lines().splitlines(keepends=True)
+        for number, line in enumerate(lines, start=1):
             if line.isspace():  # as an editor may add
                 continue
             try:
                 record = self._decoder.decode(line)
             except UNREADABLE as error:
+                if number == len(lines) > 1:  # a power cut may have left a part of a line that was replaced
+                    return
                 raise ConfigError(
                     f"{self.path} is damaged in line {number} ({error}): restore it, or remove that line"
                 ) from error

@@ -204,7 +204,7 @@ class Simulation:
             # Without a step, because all tasks failed, there is nothing to audit.
             if self._ended == "finished" and self._checker.last_step and not self._checker.violations:
                 with self._disk.open_to_checks():
-                    results = audit(self._run_dir, self._diary)
+                    results = audit(self._run_dir, self._diary, unrecorded=self._checker.unrecorded)
                 for check, holds, detail in results:
                     if not holds:
                         self._checker.fail(f"the audit denies that {check}: {detail}")
