@@ -148,8 +148,8 @@ class NodeUnreachable(AsyncRLError):
 class WorkerLost(AsyncRLError):
     """A rollout worker ended or stopped responding; its attempts continue in another one."""
 
-    in_call = False
-    """Whether the attempt was waiting for an engine: then its own code was not what ended the worker."""
+    is_excused = False
+    """Whether the attempt's own code was not what ended the worker: it was waiting for an engine, say."""
 
 
 class RolloutError(AsyncRLError):

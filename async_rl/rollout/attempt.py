@@ -252,7 +252,7 @@ class LostWorkers:
         far = sum(each.num_turns + each.num_sampled_tokens for each in attempt.progress.values())
         if far > self._reached:
             self._blamed, self._reached = 0, far
-        self._blamed += not error.in_call
+        self._blamed += not error.is_excused
         return self._blamed < _MAX_LOST_WORKERS and self._all < _MAX_LOST_IN_ALL
 
 

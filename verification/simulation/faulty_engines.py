@@ -179,6 +179,8 @@ class FaultyEngine(SimulatedEngine):
         self._refused = 0
         self.refuses_requests = False
         """Whether it answers as if every request were wrong."""
+        self.has_refused_last = False
+        """Whether it has done so with its last call."""
         self._max_streams: int | None = None
         """Above so many calls it answers that it is busy."""
         self._retry_after: str | None = None
@@ -358,10 +360,12 @@ class FaultyEngine(SimulatedEngine):
             body = b'{"object":"error","message":"Unauthorized"}'
             raise explain_refusal(self._engine_id, self._refused_status, None, body, now)
         if self.refuses_requests:
+            self.has_refused_last = True
             self._meet("refuse_requests")
             await asyncio.sleep(_REFUSAL_S)
             body = b'{"object":"error","message":"wrong request"}'
             raise explain_refusal(self._engine_id, 400, None, body, now)
+        self.has_refused_last = False
         if self._max_streams is not None and self._streams > self._max_streams:
             self._meet("too_busy")
             raise explain_refusal(self._engine_id, 429, self._retry_after, b"", now)

@@ -337,7 +337,9 @@ class Simulation:
             others = [
                 engine
                 for engine in pool.engines(*states)
-                if isinstance(engine, FaultyEngine) and not engine.refuses_requests and engine.holds_memory
+                if isinstance(engine, FaultyEngine)
+                and not (engine.refuses_requests or engine.has_refused_last)
+                and engine.holds_memory
             ]
             # The tasks are as hard the next time: the user does what the error message says.
             if "max_filtered_groups" in str(cause):
@@ -509,7 +511,8 @@ class Simulation:
             self._checker.clock_jumps(jump_s)
             self._loop.jump(jump_s)
         else:
-            self._cluster.inject(injection)
+            with self._disk.open_to_checks():
+                self._cluster.inject(injection)
 
     def _corrupt_frame(self, amount: float) -> None:
         """Flip a bit of a frame of the queue."""

@@ -202,6 +202,8 @@ class WorkerHandle:
         self.inboxes: dict[int, _Inbox] = {}
         self.attempts: dict[int, Attempt] = {}
         """Its running attempts, by request."""
+        self.callers = set[str]()
+        """Trajectories whose attempts have asked for an engine here."""
         self.by_trajectory: dict[str, Attempt] = {}
         """The same, by sibling."""
         self.waits: dict[str, str] = {}
@@ -281,7 +283,7 @@ class WorkerHandle:
         callers = self.leases.callers
         for request_id, inbox in self.inboxes.items():
             lost, attempt = WorkerLost(cause), self.attempts.get(request_id)
-            lost.in_call = attempt is not None and attempt.trajectory_id in callers
+            lost.is_excused = attempt is not None and attempt.trajectory_id in callers
             inbox.put_message(lost)
 
 
@@ -457,6 +459,7 @@ class WorkerBackend(RolloutBackend):
             ) from error
         finally:
             del worker.inboxes[request_id], worker.attempts[request_id], worker.by_trajectory[name]
+            worker.callers.discard(name)
             self._load.offer(worker)
             self._worker_free.set()
             if answer is None:
@@ -576,7 +579,8 @@ class WorkerBackend(RolloutBackend):
                 free = []
             if moved:
                 others = [w for w in free if w.name not in self._failed_at_once]
-                free = others or ([] if self._starting - self._failed_at_once.keys() else free)
+                known = self.workers.keys() | self._starting
+                free = others or ([] if known - self._failed_at_once.keys() else free)
             present = [w for w in free if w.link.peer_node not in avoided]
             if free:  # what a worker stores on a node that does not answer may be lost
                 return min(present or free, key=lambda worker: len(worker.inboxes))
@@ -723,8 +727,9 @@ class WorkerBackend(RolloutBackend):
 
     def _deliver_message(self, worker: WorkerHandle, message: Message) -> None:
         if worker.leases.handle_message(message):  # most do
-            if type(message) is LeaseWanted:
+            if type(message) is LeaseWanted and not message.model:
                 self._failed_at_once.pop(worker.name, None)
+                worker.callers.add(root_of(message.key))
             return
         match message:
             case Heartbeat():
@@ -790,7 +795,7 @@ class WorkerBackend(RolloutBackend):
             attempt is None
             or not isinstance(error, RolloutError)
             or isinstance(error, PromptTooLong)
-            or any(each.oldest_version is not None for each in attempt.progress.values())
+            or attempt.trajectory_id in worker.callers
         ):
             return None
         self._failed_at_once.setdefault(worker.name, set()).add(attempt.task.task_id)
@@ -798,10 +803,12 @@ class WorkerBackend(RolloutBackend):
         if others <= self._failed_at_once.keys() or not worker.inboxes[message.request_id].may_move:
             return None
         self._moved.add(attempt.trajectory_id)
-        return WorkerLost(
+        lost = WorkerLost(
             "its agent loops raise before they call an engine, unlike those of other workers: compare the "
             f"packages and files of its node with those of others; the last one: {error}"
         )
+        lost.is_excused = True
+        return lost
 
     def _must_end(self, worker: WorkerHandle) -> bool:
         """Return whether loops raise at once for many tasks in a worker, and ask for engines in another."""
