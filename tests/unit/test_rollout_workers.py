@@ -740,7 +740,7 @@ async def test_an_attempt_knows_whether_it_waited_for_an_engine_when_its_worker_
             playing = tasks.create_task(_lost(workers.run()))
             await asyncio.sleep(5.0)
             workers.processes.kill(0)
-        assert playing.result().in_call == in_call
+        assert playing.result().is_excused == in_call
 
 
 def test_only_attempts_that_may_have_ended_their_workers_fail_by_it() -> None:
@@ -751,7 +751,7 @@ def test_only_attempts_that_may_have_ended_their_workers_fail_by_it() -> None:
         for num_tokens, in_call in losses:
             ours.progress[ours.trajectory_id] = ProgressReport(num_sampled_tokens=num_tokens)
             lost = WorkerLost("it was killed")
-            lost.in_call = in_call
+            lost.is_excused = in_call
             results.append(count.may_go_on(lost, ours))
         return results
 

@@ -579,8 +579,9 @@ class WorkerBackend(RolloutBackend):
                 free = []
             if moved:
                 others = [w for w in free if w.name not in self._failed_at_once]
-                known = self.workers.keys() | self._starting
-                free = others or ([] if known - self._failed_at_once.keys() else free)
+                names = {n for n, w in self.workers.items() if not near or w.link.peer_node == node}
+                may_come = (names | self._starting) - self._failed_at_once.keys()
+                free = others or ([] if may_come else free)
             present = [w for w in free if w.link.peer_node not in avoided]
             if free:  # what a worker stores on a node that does not answer may be lost
                 return min(present or free, key=lambda worker: len(worker.inboxes))
