@@ -547,8 +547,8 @@ class WorkerBackend(RolloutBackend):
 
         While a worker is missing, the others take over its attempts up to this limit, which bounds their
         memory. Where only one node has the journal of an attempt, it waits for a worker there while one is
-        starting; without one, it begins anew elsewhere. An attempt that was moved goes to a worker in which
-        no loop has raised at once.
+        starting; without one, it begins anew elsewhere. An attempt that was moved goes to the worker in
+        which the fewest loops have raised at once.
         """
 
         def has_capacity(worker: WorkerHandle) -> bool:
@@ -578,10 +578,9 @@ class WorkerBackend(RolloutBackend):
             elif node is not None and self._starting:
                 free = []
             if moved:
-                others = [w for w in free if w.name not in self._failed_at_once]
                 names = {n for n, w in self.workers.items() if not near or w.link.peer_node == node}
-                may_come = (names | self._starting) - self._failed_at_once.keys()
-                free = others or ([] if may_come else free)
+                least = min(map(self._num_failed_at_once, names | self._starting), default=0)
+                free = [w for w in free if self._num_failed_at_once(w.name) == least]
             present = [w for w in free if w.link.peer_node not in avoided]
             if free:  # what a worker stores on a node that does not answer may be lost
                 return min(present or free, key=lambda worker: len(worker.inboxes))
@@ -801,7 +800,8 @@ class WorkerBackend(RolloutBackend):
             return None
         self._failed_at_once.setdefault(worker.name, set()).add(attempt.task.task_id)
         others = (self.workers.keys() | self._starting) - {worker.name}
-        if others <= self._failed_at_once.keys() or not worker.inboxes[message.request_id].may_move:
+        least = min(map(self._num_failed_at_once, others), default=self._num_failed_at_once(worker.name))
+        if least >= self._num_failed_at_once(worker.name) or not worker.inboxes[message.request_id].may_move:
             return None
         self._moved.add(attempt.trajectory_id)
         lost = WorkerLost(
@@ -813,9 +813,15 @@ class WorkerBackend(RolloutBackend):
 
     def _must_end(self, worker: WorkerHandle) -> bool:
         """Return whether loops raise at once for many tasks in a worker, and ask for engines in another."""
-        return len(self._failed_at_once[worker.name]) >= _MAX_FAILED_AT_ONCE and any(
-            each.leases.has_asked and each.name not in self._failed_at_once for each in self.workers.values()
+        number = self._num_failed_at_once(worker.name)
+        return number >= _MAX_FAILED_AT_ONCE and any(
+            each.leases.has_asked and 2 * self._num_failed_at_once(each.name) < number
+            for each in self.workers.values()
         )
+
+    def _num_failed_at_once(self, name: str) -> int:
+        """Return the number of tasks whose loops have raised in a worker since one asked for an engine."""
+        return len(self._failed_at_once.get(name, ()))
 
     def _apply_progress(self, worker: WorkerHandle, heartbeat: Heartbeat) -> None:
         """Take over how far the worker's trajectories are, and what its journal has.
