@@ -20,7 +20,14 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.run.recovery import RecoveredState, restore_progress
 from async_rl.types import StoredTrajectory
 from tests.support.small_run import small_run
-from tests.support.trajectories import FACTS, archive_failure, archive_trajectory, make_group, make_trajectory
+from tests.support.trajectories import (
+    FACTS,
+    archive_failure,
+    archive_trajectory,
+    make_group,
+    make_trajectory,
+    roll_back,
+)
 from verification.simulation.simulate import simulate
 
 
@@ -200,6 +207,9 @@ def test_the_archive_is_rolled_back_to_the_checkpoint_of_a_restart(path: Path, t
         archive_trajectory(archive, make_trajectory(name))
         archive.trained([name], step)
     archive.close()
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    roll_back(ledger, 1)
+    ledger.close()
     metrics = Metrics()
     progress = asyncio.run(restore_progress(config.queue, tmp_path, 1, metrics))
     read_batch = AsyncMock(return_value={})

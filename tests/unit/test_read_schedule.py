@@ -160,7 +160,7 @@ async def test_all_tokens_arrive_when_streams_are_read_in_turn() -> None:
     server.streams = [list(whole) for _ in range(100)]
     schedule = ReadSchedule.of_running_loop()
     async with server.client() as engine, asyncio.TaskGroup() as group:
-        calls = [group.create_task(call(engine, [5, 6, 7], 8)) for _ in range(100)]
+        calls = [group.create_task(call(engine, [5, 6, 7], 4)) for _ in range(100)]
         while schedule.num_open < 100:  # noqa: ASYNC110
             await asyncio.sleep(0)
         together.set()
