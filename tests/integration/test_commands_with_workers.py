@@ -49,6 +49,7 @@ def overrides(calculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         f"data.path={calculator / 'data' / 'tasks.jsonl'}",
         "engine.device=cpu",
         "routing.replay=off",
+        "rollout.max_new_tokens=24",
         f"rollout.agent_loop={__name__}:OwnProcess",
         f"rollout.reward={__name__}:length",
         "rollout.num_workers=1",

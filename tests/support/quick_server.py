@@ -31,7 +31,7 @@ class QuickServer(SGLangServer):
 
 
 class Policy:
-    """What it serves: answers of 24 tokens, one every few milliseconds."""
+    """What it serves: answers of all tokens asked for, one every few milliseconds."""
 
     def __init__(self, model_path: str, api_key: str, admin_key: str) -> None:
         self.version, self.path = "0", model_path
@@ -64,7 +64,7 @@ class Policy:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         aborted = self._aborted[body["rid"]] = asyncio.Event()
-        length = min(24, body["sampling_params"]["max_new_tokens"])
+        length = body["sampling_params"]["max_new_tokens"]
         try:
             for total in range(1, length + 1):
                 last = finish("abort") if aborted.is_set() else finish("length") if total == length else None
