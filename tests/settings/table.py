@@ -293,7 +293,7 @@ EFFECTS: Final[dict[str, str]] = {
     "placement.cpus_per_rollout_worker": "tests/unit/test_cluster_settings.py::test_a_rollout_worker_reserves_its_cpus_and_runs_where_its_resources_are",
     "placement.gpus_per_engine": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.gpus_per_engine=0.5]",
     "placement.gpus_per_rank": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.gpus_per_rank=0.5]",
-    "placement.shared": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[placement.shared=true]",
+    "placement.shared": "tests/unit/test_memory_check.py::test_an_engine_keeps_the_models_weights_on_its_host_when_it_shares_devices_and_loads_adapters",
     "placement.bind_numa": "tests/unit/test_placements.py::test_a_rank_is_bound_to_the_cores_beside_its_gpu[False]",
     "placement.resources_per_engine": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.resources_per_engine={fast: 2}]",
     "placement.resources_per_rank": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.resources_per_rank={fast: 2}]",

@@ -62,7 +62,6 @@ RUNS: Final[dict[str, Conditions]] = {
     "weights.timeout_s=0.02": _PLAIN,
     "trainer.groups_per_batch=3": _PLAIN,
     "trainer.checkpoint_every=1": _PLAIN,
-    "placement.shared=true": _PLAIN,
     "doctor.look_s=1": _PLAIN,
 }
 """Overrides of `small_run`, and the world in which each changes what happens."""
