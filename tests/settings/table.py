@@ -128,7 +128,7 @@ EFFECTS: Final[dict[str, str]] = {
     "engine.first_call_s": "tests/unit/test_health.py::test_the_first_call_after_a_restart_has_time_to_compile_kernels_and_later_ones_have_not",
     "engine.probe_s": "tests/simulation/test_engines_under_fire.py::test_a_stopped_engine_is_noticed_restarted_and_its_trajectories_go_on",
     "engine.probe_timeout_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.probe_timeout_s=0.2]",
-    "engine.probe_misses": "tests/unit/test_health.py::test_an_engine_is_left_after_as_many_missed_probes_as_the_config_says",
+    "engine.probe_misses": "tests/unit/test_health.py::test_an_engine_is_left_after_as_many_missed_probes_as_the_config_says[3-60.0]",
     "engine.max_prefill_tokens": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.max_prefill_tokens=50]",
     "engine.max_restarts": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.max_restarts=1]",
     "engine.restart_window_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.restart_window_s=1]",
