@@ -13,12 +13,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.util
+import json
 import logging
 import os
+import re
 import shutil
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import msgspec
@@ -40,8 +43,11 @@ log = logging.getLogger(__name__)
 _MAX_PAGES: Final = 100
 """The most pages of a server's list of tools, so that an endless list cannot block the start."""
 _MAX_BACKOFF_S: Final = 30.0
-_MAX_BLOCKS: Final = 1000
-"""The most blocks of a result: the client validates 100,000 a second, and nothing else runs meanwhile."""
+_MAX_OBJECTS: Final = 10_000
+"""The most JSON objects of a message. The client reads 100,000 a second, and nothing else runs meanwhile."""
+_OBJECT: Final = re.compile(r'\{\s*"')
+"""The beginning of an object. In a string the quotation mark would have a backslash before it."""
+_ID: Final = re.compile(r'"id"\s*:\s*(\d+|"[^"\\]*")')
 _MAX_TIMEOUTS: Final = 3
 """The connection is closed after this many timeouts in a row."""
 
@@ -308,6 +314,7 @@ class McpServer:
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
+        _bound_messages()
         spec = self._spec
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(spec.connect_timeout_s):
@@ -324,7 +331,7 @@ class McpServer:
                         )
                     )
                     transport = streamable_http_client(spec.url, http_client=http)
-                client = await stack.enter_async_context(Client(_bounded(transport)))
+                client = await stack.enter_async_context(Client(transport))
                 tools, cursor = [], None
                 for _ in range(_MAX_PAGES):
                     page = await client.list_tools(cursor=cursor)
@@ -336,43 +343,29 @@ class McpServer:
             yield client
 
 
-@asynccontextmanager
-async def _bounded(transport: Any) -> AsyncIterator[Any]:
-    """A transport whose results have at most `_MAX_BLOCKS` blocks; others are errors."""
-    async with transport as (incoming, outgoing):
-        yield _BoundedResults(incoming), outgoing
+@functools.cache
+def _bound_messages() -> None:
+    """Make the client answer messages of too many objects with an error instead of parsing them.
 
+    Both transports of the package parse with this adapter, on the event loop, and have no limit of their own.
+    """
+    from mcp_types import INVALID_REQUEST, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
-class _BoundedResults:
-    """The messages of a server, before the client validates them."""
+    parse = jsonrpc_message_adapter.validate_json
 
-    def __init__(self, messages: Any) -> None:
-        self._messages = messages
+    def parse_if_small(message: str | bytes, **options: Any) -> Any:
+        text = message.decode("utf-8", "replace") if isinstance(message, bytes) else message
+        if next(islice(_OBJECT.finditer(text), _MAX_OBJECTS, None), None) is None:
+            return parse(message, **options)
+        ids = _ID.findall(text[:200]) or _ID.findall(text[-200:])
+        why = f"the result has more than {_MAX_OBJECTS} objects or blocks, which are not read"
+        return JSONRPCError(
+            jsonrpc="2.0",
+            id=json.loads(ids[0]) if ids else None,
+            error=ErrorData(code=INVALID_REQUEST, message=why),
+        )
 
-    async def __aenter__(self) -> Self:
-        await self._messages.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> Any:
-        return await self._messages.__aexit__(*error)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        message = await self._messages.__anext__()
-        result = getattr(getattr(message, "message", None), "result", None)
-        if not isinstance(result, dict):
-            return message
-        blocks = result.get("content")
-        if isinstance(blocks, list) and len(blocks) > _MAX_BLOCKS:
-            text = f"the result has {len(blocks)} blocks, and at most {_MAX_BLOCKS} are read"
-            result.update(content=[{"type": "text", "text": text}], isError=True)
-            result.pop("structuredContent", None)
-        return message
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._messages, name)
+    jsonrpc_message_adapter.validate_json = parse_if_small  # type: ignore[method-assign, assignment]
 
 
 @functools.cache

@@ -81,9 +81,9 @@ async def test_tools_of_a_command_are_called_cut_and_restarted(monkeypatch: pyte
         assert await tools["secret"].call({}, timeout_s=LONG_S) == "token-7 None"
         with pytest.raises(ToolError, match=r"fail: .*out of paper"):
             await tools["fail"].call({}, timeout_s=LONG_S)
-        assert await tools["crowd"].call({"blocks": 1000}, timeout_s=LONG_S) == "\n".join("x" * 1000)
-        with pytest.raises(ToolError, match=r"crowd: the result has 1001 blocks, and at most 1000 are read"):
-            await tools["crowd"].call({"blocks": 1001}, timeout_s=LONG_S)
+        assert await tools["crowd"].call({"blocks": 5000}, timeout_s=LONG_S) == "\n".join("x" * 5000)
+        with pytest.raises(ToolError, match=r"crowd: .*more than 10000 objects or blocks"):
+            await tools["crowd"].call({"blocks": 10_001}, timeout_s=LONG_S)
         with pytest.raises(ToolError, match=r"add: .*a"):
             await tools["add"].call({"a": "two"}, timeout_s=LONG_S)
         with pytest.raises(ToolError, match=r"hang: no result within 0\.2 s$"):
@@ -113,6 +113,8 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
         await server.__aenter__()
         tools = by_name(server)
         assert await tools["far_add"].call({"a": 2}, timeout_s=LONG_S) == "3"
+        with pytest.raises(ToolError, match=r"far_crowd: .*more than 10000 objects or blocks"):
+            await tools["far_crowd"].call({"blocks": 10_001}, timeout_s=LONG_S)
         monkeypatch.setenv("MY_KEY", "wrong-8")
         with pytest.raises(EnvironmentNotReady, match="cannot be used") as refused:
             await McpServer(spec).__aenter__()
