@@ -85,11 +85,11 @@ class Checkpoints:
         """
         await self._settle_saved(wait=True)
         await self._before_write()
-        # The checkpoints of another driver are not overwritten.
-        _, cancelled = await run_uncancellable(None, partial(self._queue.flush_ledger, durable=True))
-        if cancelled is not None:
-            raise cancelled
         with waiting("checkpoint"):
+            # The checkpoints of another driver are not overwritten.
+            _, cancelled = await run_uncancellable(None, partial(self._queue.flush_ledger, durable=True))
+            if cancelled is not None:
+                raise cancelled
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
         self._writing = step
 

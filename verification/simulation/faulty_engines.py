@@ -505,7 +505,9 @@ class FaultyEngine(SimulatedEngine):
             await asyncio.Future()
         if fault == "die_in_update":
             self.die()
-        kept = self.weight_version
+        kept = max(
+            0, self.weight_version
+        )  # a server that has loaded no version has the model's files: version 0
         await super().update_weights(update, flush=flush)
         self._kept_version = kept if fault == "lying_version" else None
         if self._refuses_for_s:

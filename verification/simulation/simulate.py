@@ -549,7 +549,8 @@ class Simulation:
         path = self._run_dir / "ledger.sqlite"
         if self._orchestrator.queue is None or self._has_rival:
             return
-        if self._cluster.trainer.is_saving:
+        starts_checkpoint = any(wait.on == "checkpoint" for wait in self._orchestrator.waits.open_waits())
+        if starts_checkpoint or self._cluster.trainer.is_saving:
             self._injections.appendleft(replace(injection, step=self._steps + 1))
             return
         self._checker.met("second_driver")
