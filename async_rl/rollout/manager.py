@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -108,7 +108,7 @@ class RolloutManager:
         self._attempts = {name: n for left in queue.restored_groups for name, n in left.attempts.items()}
         self._backend = backend
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
-        self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
+        self._recent: deque[str] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
         self._policy = GroupPolicy.of(config.rollout)
         self._untrained = UntrainedGroups(config.rollout.max_filtered_groups, warn)
@@ -436,14 +436,16 @@ class RolloutManager:
 
     def _record_attempt(self, failed: AsyncRLError | None) -> None:
         """Record how an attempt ended, and end the run if most of them fail."""
-        self._recent.append(failed is not None)
+        self._recent.append("" if failed is None else type(failed).__name__)
         if failed is None:
             return
         self._last_error = failed
-        failures, share = sum(self._recent), self._config.rollout.max_failed_share
+        kinds = Counter(filter(None, self._recent))
+        failures, share = kinds.total(), self._config.rollout.max_failed_share
         if failures >= _MIN_FAILURES and failures > share * len(self._recent):
+            causes = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
             raise AsyncRLError(
-                f"{failures} of the last {len(self._recent)} trajectories failed, more than "
+                f"{failures} of the last {len(self._recent)} trajectories failed ({causes}), more than "
                 f"rollout.max_failed_share = {share} allows; the last one: {failed}"
             ) from failed
 

@@ -18,6 +18,7 @@ import asyncio
 import errno
 import logging
 import random
+import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from msgspec.structs import replace
 from async_rl.config import Config
 from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
+from async_rl.engines.request_refusals import MIN_TRAJECTORIES
 from async_rl.errors import (
     AsyncRLError,
     EngineError,
@@ -332,12 +334,18 @@ class Simulation:
         else:
             before = self._config.rollout
             # Engines that refuse all requests as wrong are believed, unless another one could accept them.
+            # Each is believed a few times before, which may be the last of failures with other causes.
             pool, wrong = self._orchestrator.pool, "wrong request" in str(cause)
+            if refused := re.search(r"(\d+) RequestRefused", str(cause)):
+                wrong = int(refused[1]) > MIN_TRAJECTORIES * len(pool.engines())
             states = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERVING)
+            reserved = self._config.evaluation.engines
+            rollout_engines = pool.engines()[: -reserved if isinstance(reserved, int) else None]
             others = [
                 engine
                 for engine in pool.engines(*states)
-                if isinstance(engine, FaultyEngine)
+                if engine in rollout_engines
+                and isinstance(engine, FaultyEngine)
                 and not (engine.refuses_requests or engine.has_refused_last)
                 and engine.holds_memory
             ]
