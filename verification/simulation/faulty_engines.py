@@ -505,11 +505,11 @@ class FaultyEngine(SimulatedEngine):
             await asyncio.Future()
         if fault == "die_in_update":
             self.die()
-        kept = max(
-            0, self.weight_version
-        )  # a server that has loaded no version has the model's files: version 0
+        kept = max(0, self.weight_version)  # before its first update it has the model's files, version 0
         await super().update_weights(update, flush=flush)
-        self._kept_version = kept if fault == "lying_version" else None
+        # The first engine that keeps its weights is not noticed: nothing says yet which sums are right.
+        keeps = fault == "lying_version" and self._checker.have_sums
+        self._kept_version = kept if keeps else None
         if self._refuses_for_s:
             self._checker.met("refuse_first")
             self._refuse_requests(self._refuses_for_s)
@@ -562,6 +562,7 @@ class FaultyEngine(SimulatedEngine):
         """Implements `Engine.checksums`: of the weights that it really has."""
         if self._kept_version is not None:
             return ({"weights": str(self._kept_version)},)
+        self._checker.have_sums = True
         return await super().checksums()
 
     async def health(self) -> EngineHealth:

@@ -131,6 +131,8 @@ class InvariantChecker:
         """Frames in the run's folder of which a power cut has taken something."""
         self.cut_off_folders: set[str] = set()
         """The names of the folders of workers that were cut off from the driver."""
+        self.have_sums = False
+        """Whether this driver knows the checksums of weights that an engine has really loaded."""
         self.deaf = False
         """While a killed driver's remains are cleared away: what they do never happened."""
         self.now: Callable[[], float] = lambda: 0.0
@@ -154,9 +156,9 @@ class InvariantChecker:
         """Until when loops may reach limits by a clock that does not know which engines serve."""
         self._recoveries: dict[str, list[str]] = defaultdict(list)
         """How each call for the missing rows of a trajectory ended."""
-        self._steps: dict[int, frozenset[str]] = {}
         self.unrecorded = set[int]()
         """Steps whose line in `metrics.jsonl` a power cut may have taken."""
+        self._steps: dict[int, frozenset[str]] = {}
         """What was trained in the steps that a restart may undo, or that the ledger still lists."""
         self._trained = CompactSet()
         """What was trained in all other steps."""
@@ -187,6 +189,7 @@ class InvariantChecker:
             now: Its clock, in virtual seconds.
         """
         self.engines_serve(False)
+        self.have_sums = False
         self._config, self.now = config, now
 
     # -- the trace ----------------------------------------------------------------------------------------

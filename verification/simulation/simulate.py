@@ -334,10 +334,11 @@ class Simulation:
         else:
             before = self._config.rollout
             # Engines that refuse all requests as wrong are believed, unless another one could accept them.
-            # Each is believed a few times before, which may be the last of failures with other causes.
+            # Each is believed a few times before, by all attempts of as many trajectories: failures with
+            # other causes may follow.
             pool, wrong = self._orchestrator.pool, "wrong request" in str(cause)
             if refused := re.search(r"(\d+) RequestRefused", str(cause)):
-                wrong = int(refused[1]) > MIN_TRAJECTORIES * len(pool.engines())
+                wrong = int(refused[1]) > MIN_TRAJECTORIES * len(pool.engines()) * before.max_attempts
             states = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERVING)
             reserved = self._config.evaluation.engines
             rollout_engines = pool.engines()[: -reserved if isinstance(reserved, int) else None]
@@ -347,6 +348,7 @@ class Simulation:
                 if engine in rollout_engines
                 and isinstance(engine, FaultyEngine)
                 and not (engine.refuses_requests or engine.has_refused_last)
+                and f"{engine.engine_id} answered 400" not in str(cause)
                 and engine.holds_memory
             ]
             # The tasks are as hard the next time: the user does what the error message says.
