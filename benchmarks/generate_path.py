@@ -34,10 +34,10 @@ from async_rl.engines.model_facts import facts_of
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
+from async_rl.store.journal import JournalEntry
 from async_rl.types import Task
 from benchmarks.support.paced_server import Counts, Pace, PacedEngine
 from benchmarks.support.tables import Row, argument_parser, other_process, report

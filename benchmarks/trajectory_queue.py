@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only mod
 
 from async_rl.codec import encode, encoded_size
 from async_rl.engine_protocol import EngineFacts
-from async_rl.queue.frames import read_columns
-from async_rl.queue.spool import Spool
 from async_rl.routing import make_trace
 from async_rl.staleness import Backlog
+from async_rl.store.frames import read_columns
+from async_rl.store.spool import Spool
 from async_rl.types import Context, Group, Outcome, Sampled, Trajectory
 from benchmarks.support.tables import Row, argument_parser, in_turns, other_process, report, row, timed
 from tests.support.payload_server import make_ids

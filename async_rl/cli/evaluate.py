@@ -37,13 +37,13 @@ from async_rl.observability.long_work import LongWork
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
 from async_rl.placement import rollout_workers
-from async_rl.queue import archive
-from async_rl.queue.archive import Archive
 from async_rl.run.folder import result_folder, run_in_folder
 from async_rl.run.folder import run_console as default_console
 from async_rl.run.preflight import check_config
 from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import print_text
+from async_rl.store import archive
+from async_rl.store.archive import Archive
 
 
 def evaluate(

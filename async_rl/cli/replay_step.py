@@ -26,12 +26,12 @@ from rich.table import Table
 from async_rl.config import Config, WeightsConfig, load_config
 from async_rl.config.reference import versions
 from async_rl.errors import AsyncRLError, CorruptFrame, DataError
-from async_rl.queue import frames, kept_batches
-from async_rl.queue.kept_batches import kept_steps, load_batch, load_result, step_folder
 from async_rl.run.captures import Capture, load_capture, number_ranges
 from async_rl.run.folder import result_folder, run_console, run_in_folder
 from async_rl.run.preflight import check_trainer
 from async_rl.runtime.printable import print_text
+from async_rl.store import frames, kept_batches
+from async_rl.store.kept_batches import kept_steps, load_batch, load_result, step_folder
 from async_rl.trainer_protocol import StepResult, Trainer
 from async_rl.types import TakenBatch, root_of
 

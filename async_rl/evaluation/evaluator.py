@@ -36,8 +36,6 @@ from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardErro
 from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.archive import Archive
-from async_rl.queue.spool import AnswerSpool
 from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, AttemptEnd, LostWorkers, attempt_boundary
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
@@ -45,6 +43,8 @@ from async_rl.rollout.workers.worker_backend import OpenWorker
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import acting, progressed, waiting
+from async_rl.store.archive import Archive
+from async_rl.store.spool import AnswerSpool
 from async_rl.types import StoredCompletion, StoredTrajectory, Task, without_turn_rewards
 
 log = logging.getLogger(__name__)

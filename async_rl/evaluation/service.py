@@ -43,12 +43,12 @@ from async_rl.observability.evaluation_record import (
     EvaluationRecord,
     evaluation_record_log,
 )
-from async_rl.queue import archive
-from async_rl.queue.archive import Archive
 from async_rl.runtime.shortages import wait_out_shortage, writing
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import acting, waiting
+from async_rl.store import archive
+from async_rl.store.archive import Archive
 
 log = logging.getLogger(__name__)
 

@@ -239,32 +239,32 @@ class FlowMetrics(Instruments):
 
     trajectories_dispatched_total = counter(
         "Trajectories handed to an agent loop.",
-        source="queue.outstanding, at dispatch",
+        source="store.outstanding, at dispatch",
         bad="Does not rise: admission is closed, which `oldest_wait_seconds` explains.",
     )
     trajectories_in_flight = gauge(
         "Trajectories dispatched and not yet finished with their group.",
-        source="queue.outstanding, at the scrape",
+        source="store.outstanding, at the scrape",
         bad="Far below `rollout.max_concurrent_trajectories`: the staleness bound holds work back, or the "
         "data has ended.",
         start=0,
     )
     trajectories_queued = gauge(
         "Trajectories of finished groups that wait for the trainer.",
-        source="queue.outstanding, at the scrape",
+        source="store.outstanding, at the scrape",
         bad="At its bound all the time: the trainer is the bottleneck. Always 0: the engines are.",
         start=0,
     )
     trajectories_trained_total = counter(
         "Trajectories consumed by a trainer step.",
-        source="queue.outstanding, when a batch is settled",
+        source="store.outstanding, when a batch is settled",
         bad="Dispatched minus in flight, queued, trained and dropped is not 0 for longer than a scrape: a "
         "bug of ours; please report it.",
     )
     trajectories_dropped_total = counter(
         "Trajectories that will never be trained, by reason.",
         "reason",
-        source="queue.outstanding, when they are dropped",
+        source="store.outstanding, when they are dropped",
         bad="Rises: work is lost; docs/design/staleness.md explains the reasons.",
     )
     queue_bytes = gauge(
@@ -299,7 +299,7 @@ class FlowMetrics(Instruments):
         "stage",
         buckets=SECONDS,
         unit="seconds",
-        source="engines.lease_dispatcher and queue.outstanding, when a wait ends",
+        source="engines.lease_dispatcher and store.outstanding, when a wait ends",
         bad="The stage with the long waits is the one before the bottleneck.",
     )
     trajectory_retries_total = counter(
@@ -403,32 +403,32 @@ class PartialMetrics(Instruments):
     journal_bytes = gauge(
         "Size of the journal of trajectories in flight.",
         unit="bytes",
-        source="queue.journal, after each write",
+        source="store.journal, after each write",
         bad="Above 8 bytes for each token in flight, times four: compaction does not keep up.",
         start=0,
     )
     journal_written_bytes_total = counter(
         "Bytes written to the journal, compaction included.",
         unit="bytes",
-        source="queue.journal, after each write",
+        source="store.journal, after each write",
         bad="Near what the disk can write: raise `queue.journal_s`.",
     )
     journal_corrupt_records_total = counter(
         "Records of the journal that failed their checksum at a restart.",
-        source="queue.journal_folders, at start",
+        source="store.journal_folders, at start",
         bad="Above 0: the disk corrupts data.",
     )
     attempts_restarted_total = counter(
         "Attempts that began again from their prompts, because no journal had a token of them, or the frames "
         "that they had made were lost with a node.",
-        source="queue.journal_folders, when an attempt goes on; queue.outstanding, when a node is lost",
+        source="store.journal_folders, when an attempt goes on; store.outstanding, when a node is lost",
         bad="More than a few when a process ends: a node was lost with its journal (`queue.journal_dir`) or "
         "with frames (`queue.spool_dir`).",
     )
     late_results_total = counter(
         "What counted for nothing because another owner has the trajectory: results of attempts and rewards "
         "that the driver no longer waited for, and trajectories in journals of earlier owners.",
-        source="rollout.workers.worker_backend, with a message; queue.journal_folders, for an attempt",
+        source="rollout.workers.worker_backend, with a message; store.journal_folders, for an attempt",
         bad="Grows although no worker ends and nothing is cancelled: two processes work on one trajectory.",
     )
     resumed_tokens_total = counter(
@@ -465,7 +465,7 @@ class RoutingMetrics(Instruments):
     replay_rejected_total = counter(
         "Times routing was rejected because it does not fit, by reason.",
         "reason",
-        source="rollout.session.routing_rows and queue.packing, when rows are checked",
+        source="rollout.session.routing_rows and store.packing, when rows are checked",
         bad="Above 0: the reasons are explained at `Misalignment` in `async_rl/errors.py`.",
     )
     routing_payloads_total = counter(

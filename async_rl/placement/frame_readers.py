@@ -37,11 +37,11 @@ from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, NodeActor
 from async_rl.placement.placements import node_addresses
 from async_rl.placement.ray_trainer import last_line
-from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
-from async_rl.queue.journal_folders import JournalSummary, read_journals
 from async_rl.runtime.processes import die_with_parent
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import Nursery
+from async_rl.store.frame_reader import FrameReader, LocalFrameReader
+from async_rl.store.journal_folders import JournalSummary, read_journals
 from async_rl.types import StoredTrajectory
 
 log = logging.getLogger(__name__)

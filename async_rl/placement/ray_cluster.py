@@ -31,7 +31,6 @@ from async_rl.placement.placements import LOG_AFTER_S, Placements, addresses_of,
 from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, make_worker
 from async_rl.placement.rollout_worker_actor import rollout_worker
 from async_rl.placement.shared_devices import Device, assign_devices, options_beside
-from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.cluster import Cluster
@@ -42,6 +41,7 @@ from async_rl.runtime.loading import IMPORT_FOLDERS
 from async_rl.runtime.processes import Process
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
+from async_rl.store.frame_reader import FrameReader
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta_delivery import HostFolder
 

@@ -28,8 +28,6 @@ from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, NodeActor, node_address
 from async_rl.placement.placements import MIN_CPUS, addresses_of, node_addresses
 from async_rl.placement.ray_trainer import cause_of, last_line
-from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.spool import AnswerFolder, FrameStore, SpoolFolder, folder_on_node
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
@@ -41,6 +39,8 @@ from async_rl.runtime.processes import Process, die_with_parent
 from async_rl.runtime.short_pauses import short_pauses
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.user_processes import end_leftovers, mark_all_children, write_reports
+from async_rl.store.archive import InspectedTrajectories
+from async_rl.store.spool import AnswerFolder, FrameStore, SpoolFolder, folder_on_node
 
 log = logging.getLogger(__name__)
 

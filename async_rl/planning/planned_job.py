@@ -47,9 +47,9 @@ from async_rl.planning.workload import (
     fluid_rate,
     no_reward,
 )
-from async_rl.queue.spool import no_other_nodes
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.orchestrator import Orchestrator, RunInputs
+from async_rl.store.spool import no_other_nodes
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import Int32Array, TakenBatch
 

@@ -29,10 +29,6 @@ from async_rl.errors import (
     SpoolFull,
     WorkerLost,
 )
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory
-from async_rl.queue.journal_folders import JournalClaim
-from async_rl.queue.progress import TrajectoryProgress
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.conversation import Conversation
@@ -40,6 +36,10 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery, contained, first_error
 from async_rl.runtime.user_processes import attempt_scope
 from async_rl.runtime.waits import waiting
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.journal_file import JournalledTrajectory
+from async_rl.store.journal_folders import JournalClaim
+from async_rl.store.progress import TrajectoryProgress
 from async_rl.types import (
     Outcome,
     Segment,

@@ -9,11 +9,6 @@ from typing import Protocol, Self
 
 from async_rl.config import Config
 from async_rl.errors import CorruptFrame, RewardError
-from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.frames import read_completion
-from async_rl.queue.journal import Journal
-from async_rl.queue.journal_folders import JournalReader
-from async_rl.queue.spool import FrameStore
 from async_rl.rollout.attempt import (
     Attempt,
     AttemptEnd,
@@ -34,6 +29,11 @@ from async_rl.rollout.teacher import Teacher
 from async_rl.runtime.model_questions import asking
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.threads import run_uncancellable
+from async_rl.store.archive import InspectedTrajectories
+from async_rl.store.frames import read_completion
+from async_rl.store.journal import Journal
+from async_rl.store.journal_folders import JournalReader
+from async_rl.store.spool import FrameStore
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task
 
 

@@ -26,8 +26,8 @@ import msgspec
 from async_rl.config import LossConfig, RolloutConfig
 from async_rl.errors import AsyncRLError
 from async_rl.observability.records import MANY_WITHOUT_SIGNAL, no_signal
-from async_rl.queue.progress import TrajectoryProgress
 from async_rl.staleness import StalenessPolicy
+from async_rl.store.progress import TrajectoryProgress
 from async_rl.types import StoredCompletion, StoredTrajectory, TakenBatch, Task, root_of
 
 log = logging.getLogger(__name__)

@@ -26,11 +26,6 @@ from async_rl.config import Config
 from async_rl.data.feeder import Feeder
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull
-from async_rl.queue.archive import Observer
-from async_rl.queue.journal_folders import JournalClaim, JournalFolders
-from async_rl.queue.outstanding import RestoredGroup
-from async_rl.queue.progress import ProgressReport, TrajectoryProgress
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, LostWorkers, attempt_boundary
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.groups import (
@@ -49,6 +44,11 @@ from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import acting, progressed, waiting
+from async_rl.store.archive import Observer
+from async_rl.store.journal_folders import JournalClaim, JournalFolders
+from async_rl.store.outstanding import RestoredGroup
+from async_rl.store.progress import ProgressReport, TrajectoryProgress
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Group, StoredTrajectory, root_of
 
 log = logging.getLogger(__name__)

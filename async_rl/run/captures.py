@@ -10,7 +10,7 @@ runs/NAME/
     checkpoint/step_00000040/     none: from the weights in model.path
 ```
 
-The driver decides which batches are kept, and the ranks keep them (`queue.kept_batches`). It captures a step
+The driver decides which batches are kept, and the ranks keep them (`store.kept_batches`). It captures a step
 that fails, that skips an update, or whose gradient norm or ppo_kl (`ppo_kl_bypass` where the engines'
 log-probs are the old ones) jumps; `async-rl capture` does so on request.
 """
@@ -35,11 +35,11 @@ from msgspec.structs import replace
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml
 from async_rl.errors import ConfigError, DataError
-from async_rl.queue import kept_batches
-from async_rl.queue.kept_batches import kept_steps, load_batch, load_result, step_folder
 from async_rl.run import checkpoints
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.threads import run_uncancellable
+from async_rl.store import kept_batches
+from async_rl.store.kept_batches import kept_steps, load_batch, load_result, step_folder
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
 

@@ -11,9 +11,9 @@ from typing import Final
 from async_rl.config import TrainerConfig
 from async_rl.errors import CheckpointError, StallError, TrainerError
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.trainer_protocol import Trainer
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from async_rl.engine_protocol import Engine
 from async_rl.engines.frozen_models import EngineProcesses
-from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
+from async_rl.store.frame_reader import FrameReader
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta_delivery import HostFolder
 

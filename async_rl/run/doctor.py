@@ -33,9 +33,9 @@ from async_rl.observability.diagnosis import (
 )
 from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.slots import Slots
 from async_rl.runtime.waits import WAIT_KINDS, Waits, acting, waiting
+from async_rl.store.trajectory_queue import TrajectoryQueue
 
 log = logging.getLogger(__name__)
 

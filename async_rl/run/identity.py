@@ -26,8 +26,8 @@ from async_rl.config import Config
 from async_rl.data.dataset import load_run_tasks
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.observability.sft_record import holds_sft_records
-from async_rl.queue.ledger import Ledger
 from async_rl.runtime.files import replace_file
+from async_rl.store.ledger import Ledger
 
 _FILE: Final = "identity.json"
 _SEQUENCE: Final = "sequence.u64"

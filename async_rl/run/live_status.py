@@ -15,13 +15,13 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.diagnosis import Diagnosis
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.view import EngineRow, Now, look
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.manager import RolloutManager
 from async_rl.run.doctor import Doctor
 from async_rl.run.run_log import RunLogger
 from async_rl.runtime.machine_limits import LimitUsage, descriptor_usage, memory_usage
 from async_rl.runtime.user_processes import read_reports
 from async_rl.runtime.waits import Waits, waiting
+from async_rl.store.trajectory_queue import TrajectoryQueue
 
 _DIAGNOSIS_MAX_AGE_S: Final = 5.0
 _DIAGNOSIS_MAX_SHARE: Final = 0.01

@@ -53,8 +53,6 @@ from async_rl.observability.page.view import TRAINING
 from async_rl.observability.records import Summary
 from async_rl.observability.trackers.choice import tracking
 from async_rl.observability.trackers.tracker import Trackers
-from async_rl.queue.journal_folders import OtherNodes
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
@@ -73,6 +71,8 @@ from async_rl.runtime.shortages import wait_for_files
 from async_rl.runtime.supervision import Nursery, cut_by, first_error, observer, services
 from async_rl.runtime.threads import call_until_cancelled
 from async_rl.runtime.waits import Waits, acting, waiting
+from async_rl.store.journal_folders import OtherNodes
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.checksums import ChecksumComparison
 from async_rl.weights.weight_sync import WeightSync

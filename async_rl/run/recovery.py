@@ -30,22 +30,22 @@ from async_rl.data.feeder import Feeder, TaskRetries
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AsyncRLError
 from async_rl.observability.metrics import Metrics
-from async_rl.queue import archive, spool
-from async_rl.queue.archive import Archive
-from async_rl.queue.frame_reader import FrameReader
-from async_rl.queue.frames import find_flaws
-from async_rl.queue.journal import Journal
-from async_rl.queue.journal_folders import JournalFolders, OtherNodes
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.progress import ProgressReport
-from async_rl.queue.restored_groups import frames_in_flight
-from async_rl.queue.spool import Spool, no_other_nodes
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import observer
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
+from async_rl.store import archive, spool
+from async_rl.store.archive import Archive
+from async_rl.store.frame_reader import FrameReader
+from async_rl.store.frames import find_flaws
+from async_rl.store.journal import Journal
+from async_rl.store.journal_folders import JournalFolders, OtherNodes
+from async_rl.store.ledger import Ledger
+from async_rl.store.progress import ProgressReport
+from async_rl.store.restored_groups import frames_in_flight
+from async_rl.store.spool import Spool, no_other_nodes
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import TakenBatch, Task, root_of
 
 log = logging.getLogger(__name__)

@@ -39,10 +39,10 @@ from async_rl.observability.records import (
     summarise,
 )
 from async_rl.observability.trackers.tracker import Trackers
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import count_groups_without_signal
 from async_rl.runtime.shortages import DISK_ERRORS, is_shortage, writing
 from async_rl.runtime.threads import run_uncancellable
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
 from async_rl.weights.weight_sync import SyncReport

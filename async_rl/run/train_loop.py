@@ -26,7 +26,6 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import NonFiniteLoss, TrainerError
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.run.captures import Captures
 from async_rl.run.checkpoints import Checkpoints
 from async_rl.run.device_sharing import Devices
@@ -34,6 +33,7 @@ from async_rl.run.engine_comparison import EngineComparison
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import progressed, waiting
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.trainer_protocol import StepResult, Trainer
 from async_rl.types import TakenBatch
 from async_rl.weights.weight_sync import SyncReport, WeightSync

@@ -35,11 +35,11 @@ from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import step_record_log
-from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.runtime.supervision import Nursery, services
+from async_rl.store.journal import JournalEntry
 from async_rl.types import Completion, Task
 from tests.support.engine_calls import call
 from tests.support.fake_sglang import facts

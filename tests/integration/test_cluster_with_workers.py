@@ -16,10 +16,10 @@ from async_rl import placement
 from async_rl.config import Config
 from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.records import step_record_log
-from async_rl.queue.journal import Journal
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery
+from async_rl.store.journal import Journal
 from async_rl.types import Completion, Context, StopReason, TakenBatch, Task
 from tests.support.quick_server import QuickServer
 from tests.support.ray_nodes import RayNodes

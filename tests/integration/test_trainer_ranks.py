@@ -14,8 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from async_rl.errors import AlignmentError, AsyncRLError
-from async_rl.queue.batching import read_trajectories
-from async_rl.queue.kept_batches import load_batch, load_result
+from async_rl.store.batching import read_trajectories
+from async_rl.store.kept_batches import load_batch, load_result
 from async_rl.types import SamplingMask
 from async_rl.weights.buckets import size_of
 from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states

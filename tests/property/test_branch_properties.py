@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.planning.virtual_time import run_virtual
-from async_rl.queue.journal import JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory
-from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery
+from async_rl.store.journal import JournalEntry
+from async_rl.store.journal_file import JournalledTrajectory
+from async_rl.store.ledger import Ledger
 from async_rl.types import Group, Segment, StoredTrajectory, Trajectory
 from tests.support.journals import continue_journals
 from tests.support.sessions import Bench, simulated

@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from async_rl.queue import journal as journal_module
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory, read_journal
+from async_rl.store import journal as journal_module
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.journal_file import JournalledTrajectory, read_journal
 from async_rl.types import Context, Sampled, SamplingSettings, VersionSpan
 from tests.support.journals import continue_journals, read_journals
 

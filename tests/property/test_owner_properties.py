@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import journal_files
-from async_rl.queue.journal_folders import JournalFolders, JournalReader
-from async_rl.queue.progress import ProgressReport
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.journal_file import journal_files
+from async_rl.store.journal_folders import JournalFolders, JournalReader
+from async_rl.store.progress import ProgressReport
 from async_rl.types import Sampled
 
 ROOT = "a"

@@ -17,8 +17,8 @@ from async_rl.cli.inspection.trajectory_view import view_trajectory
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
 from async_rl.observability.text_console import TextConsole
-from async_rl.queue.archive import ArchiveRow, without_routing
 from async_rl.runtime.printable import printable
+from async_rl.store.archive import ArchiveRow, without_routing
 from tests.support.trajectories import make_trajectory
 
 _PIECES = (

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from async_rl.queue.journal import Journal
-from async_rl.queue.journal_file import JournalledTrajectory
-from async_rl.queue.ledger import Ledger
+from async_rl.store.journal import Journal
+from async_rl.store.journal_file import JournalledTrajectory
+from async_rl.store.ledger import Ledger
 from async_rl.types import TrainBatch, root_of
 from tests.support.small_run import small_run
 from verification.simulation.__main__ import run_seed

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from async_rl.errors import CheckpointError
-from async_rl.queue.ledger import Ledger
 from async_rl.run.checkpoints import Checkpoints
 from async_rl.runtime.supervision import first_error
+from async_rl.store.ledger import Ledger
 from async_rl.trainer_protocol import Saved, TrainerState
 from tests.simulation.test_loop import assert_conserved, make_config, metrics_of_the_run, run
 from tests.simulation.test_trainer_restart import RestartedCluster, died

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.packing import Packer
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
+from async_rl.store.ledger import Ledger
+from async_rl.store.packing import Packer
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from tests.support.small_run import small_run
 from verification.simulation import simulate
 from verification.simulation.scenario import Scenario

@@ -20,10 +20,10 @@ from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
-from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.waits import acting
+from async_rl.store.archive import FILE, ArchiveReader
 from async_rl.types import Completion, Task, Trajectory
 from tests.support.local_cluster import LocalCluster
 from tests.support.run_config import MOE

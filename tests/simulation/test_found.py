@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import AsyncRLError
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.store.ledger import Ledger
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from tests.support.small_run import small_run
 from verification.simulation.scenario import Scenario
 from verification.simulation.simulate import simulate

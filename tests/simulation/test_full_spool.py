@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import SpoolFull
-from async_rl.queue import frame_reader
-from async_rl.queue.journal import Journal
-from async_rl.queue.journal_file import JournalledTrajectory
-from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.store import frame_reader
+from async_rl.store.journal import Journal
+from async_rl.store.journal_file import JournalledTrajectory
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from tests.support.small_run import small_run
 from verification.simulation.__main__ import run_seed, run_worker_seed
 from verification.simulation.scenario import NODES, Injection, Scenario

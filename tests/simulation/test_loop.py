@@ -16,9 +16,9 @@ from async_rl.errors import AsyncRLError, NonFiniteLoss
 from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
-from async_rl.queue.journal_folders import JournalFolders
 from async_rl.run import orchestrator
 from async_rl.runtime.supervision import first_error, was_stopped_at_start
+from async_rl.store.journal_folders import JournalFolders
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from async_rl.queue.outstanding import OutstandingGroups
-from async_rl.queue.spool import Spool
+from async_rl.store.outstanding import OutstandingGroups
+from async_rl.store.spool import Spool
 from tests.support.small_run import small_run
 from verification.simulation.faults import FaultKind
 from verification.simulation.scenario import NODES, Injection, Scenario, draw, evaluating, with_workers

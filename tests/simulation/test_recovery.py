@@ -24,12 +24,12 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedCall
 from async_rl.observability.metrics import Metrics
 from async_rl.planning.virtual_time import VirtualTimeLoop
-from async_rl.queue.frames import read_columns
-from async_rl.queue.journal_file import JournalledTrajectory
-from async_rl.queue.ledger import Conservation, Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error
+from async_rl.store.frames import read_columns
+from async_rl.store.journal_file import JournalledTrajectory
+from async_rl.store.ledger import Conservation, Ledger
 from async_rl.types import Completion, Sampled, StoredTrajectory, Task, TrainBatch
 from tests.support.journals import read_journals
 from tests.support.local_cluster import CheckingTrainer, LocalCluster

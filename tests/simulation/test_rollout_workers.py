@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.engines.pool import EnginePool
-from async_rl.queue.journal import Journal
-from async_rl.queue.journal_file import JournalledTrajectory
-from async_rl.queue.journal_folders import JournalClaim, JournalReader
+from async_rl.store.journal import Journal
+from async_rl.store.journal_file import JournalledTrajectory
+from async_rl.store.journal_folders import JournalClaim, JournalReader
 from tests.support.small_run import small_run
 from verification.simulation.__main__ import run_worker_seed
 from verification.simulation.cancellation_sweep import sweep

@@ -25,7 +25,6 @@ from async_rl.observability.diagnosis import Diagnosis
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
 from async_rl.planning.virtual_time import run_virtual
-from async_rl.queue.admission import Admission
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
@@ -33,6 +32,7 @@ from async_rl.rollout.slots import Slots
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import Nursery, first_error, service_of, services
 from async_rl.runtime.waits import acting
+from async_rl.store.admission import Admission
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import Completion, Task
 from tests.simulation.test_loop import assert_conserved, make_config

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from async_rl.errors import CheckpointError, EnvironmentNotReady, NonFiniteLoss, TrainerError
-from async_rl.queue.kept_batches import keep_frames, kept_steps, load_batch
-from async_rl.queue.ledger import Ledger
 from async_rl.run.captures import load_capture
 from async_rl.runtime.supervision import first_error
+from async_rl.store.kept_batches import keep_frames, kept_steps, load_batch
+from async_rl.store.ledger import Ledger
 from async_rl.trainer_protocol import StepResult, Trainer
 from async_rl.types import TakenBatch, TrainBatch
 from tests.simulation.test_loop import assert_conserved, make_config, metrics_of_the_run, run

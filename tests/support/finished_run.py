@@ -132,7 +132,7 @@ def write_run_folder(folder: Path, steps: list[StepRecord], *, max_steps: int = 
 LOG = f"""\
 2026-11-21 11:36:23,461 INFO    async_rl.run.run_log: bringing engines to the trainer's weights
 2026-11-21 11:36:23,479 INFO    async_rl.run.run_log: training
-2026-11-21 11:36:24,100 INFO    async_rl.queue.ledger: a detail of no interest
+2026-11-21 11:36:24,100 INFO    async_rl.store.ledger: a detail of no interest
 2026-11-21 11:41:02,117 WARNING async_rl.engines.pool: engine engine-1 is quarantined at version 75: silent
 2026-11-21 11:41:02,118 WARNING async_rl.rollout.manager: task {HOSTILE}, attempt 1: it raised
 2026-11-21 11:42:12,500 INFO    async_rl.engines.repair: engine engine-1 serves again

@@ -23,16 +23,16 @@ from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.planning.coarse_engine import CoarseEngine, EngineSpeed, mark
-from async_rl.queue.batching import read_trajectories
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.lengths import LengthDrift
-from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import services
+from async_rl.store.batching import read_trajectories
+from async_rl.store.ledger import Ledger
+from async_rl.store.lengths import LengthDrift
+from async_rl.store.spool import Spool
+from async_rl.store.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.types import Completion, TakenBatch, Task
 from tests.support.trajectories import roll_back
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from async_rl.config import Config, parse_config
-from async_rl.queue.journal import Journal
 from async_rl.run import orchestrator
+from async_rl.store.journal import Journal
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory, read_journal
-from async_rl.queue.journal_folders import newest_tree
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.journal_file import JournalledTrajectory, read_journal
+from async_rl.store.journal_folders import newest_tree
 from async_rl.types import Sampled, root_of
 
 

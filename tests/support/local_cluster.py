@@ -15,9 +15,9 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
-from async_rl.queue.batching import read_trajectories
-from async_rl.queue.frames import find_flaws
-from async_rl.queue.spool import no_other_nodes
+from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import find_flaws
+from async_rl.store.spool import no_other_nodes
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
 from verification.simulation.simulated_models import SimulatedModel

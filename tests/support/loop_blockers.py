@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import async_rl
-from async_rl.queue.ledger_tables import LedgerTables
+from async_rl.store.ledger_tables import LedgerTables
 
 _PACKAGE = f"{Path(async_rl.__file__).parent}/"
 _LIBRARY = (sysconfig.get_path("stdlib"), "<frozen")

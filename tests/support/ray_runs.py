@@ -12,7 +12,7 @@ from async_rl.config import Config, apply_override, parse_config
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import StepRecord
 from async_rl.observability.text_console import TextConsole
-from async_rl.queue.ledger import Ledger
+from async_rl.store.ledger import Ledger
 
 GROUP_SIZE = 4
 

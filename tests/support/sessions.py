@@ -16,10 +16,10 @@ from async_rl.engine_protocol import AdapterUpdate, DiskUpdate, Engine, EngineFa
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine, routing_rows
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import OpenBranchEntry, Transcript, entry_without_journal
+from async_rl.store.journal import JournalEntry
 from async_rl.types import RoutingTrace, Task, Trajectory
 
 PROMPT = 7

@@ -11,10 +11,10 @@ import numpy as np
 
 from async_rl.codec import Frame
 from async_rl.engine_protocol import EngineFacts
-from async_rl.queue import frames
-from async_rl.queue.batching import read_trajectories
-from async_rl.queue.packing import check_model
-from async_rl.queue.spool import Spool
+from async_rl.store import frames
+from async_rl.store.batching import read_trajectories
+from async_rl.store.packing import check_model
+from async_rl.store.spool import Spool
 from async_rl.types import (
     StoredRouting,
     StoredTrajectory,

@@ -15,7 +15,7 @@ from async_rl.config import SimulatedEngines
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import EngineFacts, InterruptMode
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.queue.journal import JournalEntry
+from async_rl.store.journal import JournalEntry
 from tests.support.sessions import Bench
 from tests.support.writer import Writer
 

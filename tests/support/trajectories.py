@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from async_rl.engine_protocol import EngineFacts
-from async_rl.queue.archive import Archive
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.spool import SpoolFolder
 from async_rl.routing import check, fit, make_trace
+from async_rl.store.archive import Archive
+from async_rl.store.ledger import Ledger
+from async_rl.store.spool import SpoolFolder
 from async_rl.types import (
     Context,
     Group,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rl.queue.admission import Admission
-from async_rl.queue.spool import Spool
 from async_rl.staleness import Backlog
+from async_rl.store.admission import Admission
+from async_rl.store.spool import Spool
 from tests.support.trajectories import make_group
 
 GUESS = 64 << 10

@@ -13,13 +13,13 @@ import pytest
 
 from async_rl.config import RolloutConfig
 from async_rl.errors import AgentLoopError, EnvironmentNotReady
-from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.attempt import run_agent_loop
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import first_error
+from async_rl.store.journal import JournalEntry
 from tests.support.scripted_session import make_task
 from tests.support.sessions import Bench
 from tests.support.talk import lines, talking

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from async_rl.errors import AgentLoopError, ConfigError
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.archive import Archive, ArchiveReader
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.run.recovery import RecoveredState, restore_progress
+from async_rl.store.archive import Archive, ArchiveReader
+from async_rl.store.ledger import Ledger
+from async_rl.store.spool import Spool
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import StoredTrajectory
 from tests.support.small_run import small_run
 from tests.support.trajectories import (

@@ -11,10 +11,10 @@ import pytest
 from async_rl.codec import ALIGNMENT
 from async_rl.errors import AlignmentError, CorruptFrame
 from async_rl.placement.frame_readers import SharedFrames
-from async_rl.queue.batching import read_trajectories
-from async_rl.queue.frames import verify_frame
-from async_rl.queue.packing import Packer, StoredGroup, check_model
 from async_rl.routing import fit, truncate
+from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import verify_frame
+from async_rl.store.packing import Packer, StoredGroup, check_model
 from async_rl.types import Group, StoredTrajectory, Trajectory, TurnRecord
 from tests.support.stored_batches import assemble_batch, store_trajectory, taken_batch
 from tests.support.trajectories import FACTS, make_group, make_rows, make_trajectory

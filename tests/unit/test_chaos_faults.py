@@ -9,7 +9,7 @@ import numpy as np
 import pybase64
 import pytest
 
-from async_rl.queue.journal import Journal
+from async_rl.store.journal import Journal
 from async_rl.types import Context, Sampled
 from verification.chaos.audit import Finding
 from verification.chaos.engine_faults import (

@@ -13,14 +13,14 @@ import pytest
 
 from async_rl.errors import DataError, NodeUnreachable, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue import delivery
-from async_rl.queue.frame_reader import LocalFrameReader
-from async_rl.queue.frames import find_flaws, read_completion, verify_frame
-from async_rl.queue.journal_folders import JournalFolders
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.spool import Spool, SpoolFolder
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
+from async_rl.store import delivery
+from async_rl.store.frame_reader import LocalFrameReader
+from async_rl.store.frames import find_flaws, read_completion, verify_frame
+from async_rl.store.journal_folders import JournalFolders
+from async_rl.store.ledger import Ledger
+from async_rl.store.spool import Spool, SpoolFolder
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch
 from tests.support.trajectories import FACTS, make_trajectory, roll_back
 from verification.simulation.simulated_workers import SimulatedNodes

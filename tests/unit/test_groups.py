@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from async_rl.config import LossConfig
 from async_rl.config.trainer_settings import TeacherConfig
 from async_rl.errors import AgentLoopError, AsyncRLError
-from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.groups import (
     GroupDecision,
     GroupInFlight,
@@ -24,6 +23,7 @@ from async_rl.rollout.groups import (
     has_signal,
 )
 from async_rl.staleness import StalenessPolicy
+from async_rl.store.journal import JournalEntry
 from async_rl.types import StoredCompletion, StoredTrajectory, TakenBatch, Task, TurnReward, VersionSpan
 from tests.support.trajectories import make_trajectory
 

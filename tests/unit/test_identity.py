@@ -11,8 +11,8 @@ import pytest
 
 from async_rl.config import load_config
 from async_rl.errors import ConfigError
-from async_rl.queue.ledger import Ledger
 from async_rl.run.identity import check_identity
+from async_rl.store.ledger import Ledger
 from tests.support.run_config import write_run
 
 

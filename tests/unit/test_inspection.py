@@ -18,8 +18,8 @@ from async_rl.config.reference import resolved_yaml
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import AgentLoopError
 from async_rl.observability.text_console import TextConsole
-from async_rl.queue.archive import Archive, without_routing
-from async_rl.queue.ledger import Ledger
+from async_rl.store.archive import Archive, without_routing
+from async_rl.store.ledger import Ledger
 from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory, TurnRecord
 from tests.support.run_config import write_run
 from tests.support.trajectories import archive_failure, archive_trajectory, make_trajectory

@@ -11,9 +11,9 @@ import pytest
 
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue import journal as journal_module
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import read_journal
+from async_rl.store import journal as journal_module
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.journal_file import read_journal
 from tests.support.journals import sampled
 
 

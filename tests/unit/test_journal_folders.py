@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from async_rl.observability.metrics import Metrics
-from async_rl.queue import journal_folders
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory, read_journal
-from async_rl.queue.journal_folders import (
+from async_rl.store import journal_folders
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.journal_file import JournalledTrajectory, read_journal
+from async_rl.store.journal_folders import (
     JournalClaim,
     JournalFolders,
     JournalReader,
     JournalSource,
     OtherNodes,
 )
-from async_rl.queue.ledger import Ledger
+from async_rl.store.ledger import Ledger
 from async_rl.types import Context, Sampled
 from tests.support.journals import sampled
 from tests.support.trajectories import roll_back

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import AsyncRLError, InvariantError
-from async_rl.queue.ledger import Conservation, DataPosition, Ledger
+from async_rl.store.ledger import Conservation, DataPosition, Ledger
 from async_rl.types import StoredTrajectory
 from tests.support.trajectories import make_trajectory, roll_back
 

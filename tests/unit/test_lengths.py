@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from async_rl.queue.lengths import MIN_SAMPLES, LengthDrift
+from async_rl.store.lengths import MIN_SAMPLES, LengthDrift
 
 
 def exact(ended: list[int], trained: list[int]) -> float:

@@ -21,8 +21,8 @@ from agent_loops.agent_program import OutputTail, last_words, program_name, with
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
-from async_rl.queue.journal import Journal
 from async_rl.runtime.supervision import Nursery
+from async_rl.store.journal import Journal
 from async_rl.types import Task
 from tests.support.journals import continue_journals, reopen_entry
 from tests.support.scripted import ScriptedEngine

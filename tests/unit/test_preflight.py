@@ -15,8 +15,8 @@ from async_rl.cli.main import main
 from async_rl.config import load_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import ConfigError
-from async_rl.queue.ledger import Ledger
 from async_rl.run.identity import check_identity
+from async_rl.store.ledger import Ledger
 from tests.support.run_config import write_run
 from tests.support.templates_of_models import chat_of
 

@@ -20,9 +20,9 @@ from async_rl.cli.main import main
 from async_rl.config import load_config
 from async_rl.config.reference import resolved_yaml
 from async_rl.errors import AgentLoopError, EngineError
-from async_rl.queue.archive import Archive
 from async_rl.run.folder import logging_to
 from async_rl.runtime.printable import print_exception, print_text, printable
+from async_rl.store.archive import Archive
 from tests.support.run_config import write_run
 from tests.support.trajectories import archive_failure, archive_trajectory, make_trajectory
 

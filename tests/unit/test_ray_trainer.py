@@ -28,7 +28,7 @@ from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightS
 from async_rl.placement import frame_readers
 from async_rl.placement.frame_readers import SharedFrames, map_frame
 from async_rl.placement.ray_trainer import CallFrameReader, RayTrainer
-from async_rl.queue.frames import read_columns
+from async_rl.store.frames import read_columns
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_group

@@ -11,10 +11,10 @@ from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.data.dataset import order_of
 from async_rl.data.feeder import TaskRetries
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.spool import Spool, SpoolFolder
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
 from async_rl.run.recovery import RecoveredState, restore_progress
+from async_rl.store.spool import Spool, SpoolFolder
 from async_rl.types import Group
 from tests.support.small_run import small_run
 from tests.support.trajectories import make_trajectory

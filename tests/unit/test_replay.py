@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from async_rl.engine_protocol import Engine, EngineFacts
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.journal_file import JournalledTrajectory
 from async_rl.types import Context, Sampled, Trajectory
 from tests.support.journals import continue_journals, reopen_entry
 from tests.support.scripted import Script, ScriptedEngine, sampled

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from async_rl.errors import InvariantError
-from async_rl.queue import frames
-from async_rl.queue.batching import read_trajectories
-from async_rl.queue.frames import read_columns
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.progress import ProgressReport
-from async_rl.queue.restored_groups import frames_in_flight
-from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
+from async_rl.store import frames
+from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import read_columns
+from async_rl.store.ledger import Ledger
+from async_rl.store.progress import ProgressReport
+from async_rl.store.restored_groups import frames_in_flight
+from async_rl.store.spool import Spool
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch, Trajectory
 from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory, roll_back
 

@@ -13,9 +13,9 @@ import torch
 from msgspec.structs import replace
 
 from async_rl.errors import RewardError
-from async_rl.queue.packing import Packer, StoredGroup
 from async_rl.rollout.rewards.signatures import parts_of
 from async_rl.runtime.reward_values import MAX_REWARD, reward_value
+from async_rl.store.packing import Packer, StoredGroup
 from async_rl.types import TurnRecord
 from tests.support.stored_batches import store_trajectory
 from tests.support.trajectories import make_trajectory

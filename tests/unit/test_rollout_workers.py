@@ -34,13 +34,6 @@ from async_rl.errors import (
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.planning.virtual_time import VirtualTimeLoop
-from async_rl.queue import journal as journal_module
-from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.frames import read_columns, verify_frame
-from async_rl.queue.journal_file import read_journal
-from async_rl.queue.journal_folders import JournalClaim, JournalFolders, JournalSource
-from async_rl.queue.progress import ProgressReport, TrajectoryProgress
-from async_rl.queue.spool import Spool
 from async_rl.rollout.attempt import Attempt, AttemptEnd, LostWorkers, UnscoredCompletion
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
@@ -68,6 +61,13 @@ from async_rl.rollout.workers.remote_progress import RemoteProgress
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import first_error
+from async_rl.store import journal as journal_module
+from async_rl.store.archive import InspectedTrajectories
+from async_rl.store.frames import read_columns, verify_frame
+from async_rl.store.journal_file import read_journal
+from async_rl.store.journal_folders import JournalClaim, JournalFolders, JournalSource
+from async_rl.store.progress import ProgressReport, TrajectoryProgress
+from async_rl.store.spool import Spool
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task, Trajectory
 from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 from tests.support.trajectories import make_trajectory

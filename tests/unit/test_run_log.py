@@ -23,12 +23,12 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.observability.text_console import TextConsole
-from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import OwnDevices
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.run.trainer_restarts import TrainerRestarts
 from async_rl.runtime.supervision import Nursery
+from async_rl.store.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import StoredTrajectory, TakenBatch, TokenSpan
 from async_rl.weights.weight_sync import SyncReport

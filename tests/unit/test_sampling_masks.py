@@ -14,9 +14,9 @@ from async_rl.config import parse_config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request
 from async_rl.errors import AlignmentError, ConfigError, EngineError, RequestRefused
-from async_rl.queue.batching import read_trajectories
-from async_rl.queue.journal import Journal
 from async_rl.run.preflight import check_temperature
+from async_rl.store.batching import read_trajectories
+from async_rl.store.journal import Journal
 from async_rl.types import SamplingMask, SamplingSettings, Trajectory, VersionSpan
 from tests.support.fake_sglang import GOOD_SERVER, FakeSGLang, event, finish
 from tests.support.journals import continue_journals, reopen_entry

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from async_rl.errors import AsyncRLError, CorruptFrame, SpoolFull
-from async_rl.queue import frame_reader
-from async_rl.queue.frames import encode_trajectory, read_columns, verify_frame
-from async_rl.queue.spool import Spool, SpoolFolder
+from async_rl.store import frame_reader
+from async_rl.store.frames import encode_trajectory, read_columns, verify_frame
+from async_rl.store.spool import Spool, SpoolFolder
 from tests.support.stored_batches import store_trajectory
 from tests.support.trajectories import make_group, make_trajectory
 

@@ -18,9 +18,9 @@ from async_rl.engine_protocol import Finish
 from async_rl.engines.simulated import Fault, scored_tokens
 from async_rl.errors import AlignmentError, ConfigError, RequestRefused, RolloutError
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue.batching import read_trajectories
 from async_rl.rollout.teacher import Teacher
 from async_rl.runtime.supervision import services
+from async_rl.store.batching import read_trajectories
 from async_rl.types import Context, Group, SamplingMask, Trajectory
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_trajectory

@@ -16,15 +16,15 @@ import pytest
 
 from async_rl.errors import AsyncRLError, CorruptFrame, DataError, InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
-from async_rl.queue import delivery, frames
-from async_rl.queue.batching import read_trajectories
-from async_rl.queue.frames import verify_frame
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import Waits, acting
 from async_rl.staleness import Backlog
+from async_rl.store import delivery, frames
+from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import verify_frame
+from async_rl.store.ledger import Ledger
+from async_rl.store.spool import Spool
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.loop_blockers import loop_blockers
 from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory, roll_back

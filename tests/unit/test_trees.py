@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config import parse_config
-from async_rl.queue.frames import find_flaws
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.restored_groups import frames_in_flight
-from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.groups import GroupInFlight
+from async_rl.store.frames import find_flaws
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.ledger import Ledger
+from async_rl.store.restored_groups import frames_in_flight
+from async_rl.store.spool import Spool
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Context, Sampled, Segment, StoredTrajectory, Task, Trajectory
 from tests.support.journals import continue_journals
 from tests.support.trajectories import MadeGroup, make_trajectory

@@ -12,7 +12,7 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.observability.records import step_record_log
-from async_rl.queue.ledger import REDISPATCHED
+from async_rl.store.ledger import REDISPATCHED
 from verification.audit_run import RunFiles
 from verification.chaos import reward
 from verification.chaos.engine_faults import EngineFaults

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from async_rl.queue.journal_file import JournalledTrajectory, read_journal
+from async_rl.store.journal_file import JournalledTrajectory, read_journal
 from async_rl.types import Int32Array, root_of
 from verification.chaos.engine_faults import SentCall
 

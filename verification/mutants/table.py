@@ -54,19 +54,19 @@ def _file(test: str) -> str:
 # -- conservation, staleness ------------------------------------------------------------------------
 
 
-@breaks("async_rl.queue.ledger:Ledger._drop", "simulation/seeds", "unit/ledger")
+@breaks("async_rl.store.ledger:Ledger._drop", "simulation/seeds", "unit/ledger")
 def drops_are_not_recorded(original, *args, **named):
     """A dropped trajectory stays counted where it was."""
 
 
-@breaks("async_rl.queue.ledger:Ledger.rollback", "simulation/seeds", "unit/ledger")
+@breaks("async_rl.store.ledger:Ledger.rollback", "simulation/seeds", "unit/ledger")
 def rollback_undoes_a_step_too_many(original, ledger, step):
     """A restart at the checkpoint of step N undoes N, too."""
     return original(ledger, max(step - 1, 0))
 
 
 @breaks(
-    "async_rl.queue.outstanding:OutstandingGroups.take_groups", "simulation/seeds", "unit/trajectory_queue"
+    "async_rl.store.outstanding:OutstandingGroups.take_groups", "simulation/seeds", "unit/trajectory_queue"
 )
 def groups_are_handed_out_twice(original, *args, **named):
     """The groups of a batch stay ready."""
@@ -167,20 +167,20 @@ def restored_turns_are_sampled_again(original, restored, *args):
     return [], None
 
 
-@breaks("async_rl.queue.ledger_tables:LedgerTables.flush", "simulation/recovery", "simulation/small_runs")
+@breaks("async_rl.store.ledger_tables:LedgerTables.flush", "simulation/recovery", "simulation/small_runs")
 def settled_steps_are_lost_with_the_power(original, tables, **_):
     """A checkpoint may be complete before the ledger is on disk."""
     return original(tables)
 
 
-@breaks("async_rl.queue.ledger_tables:LedgerTables._check_alone", "simulation/recovery", "unit/ledger")
+@breaks("async_rl.store.ledger_tables:LedgerTables._check_alone", "simulation/recovery", "unit/ledger")
 def two_drivers_write_one_ledger(original, tables):
     """A second driver is not noticed."""
     tables._num_commits = tables._read_commits()
 
 
 @breaks(
-    "async_rl.queue.trajectory_queue:TrajectoryQueue.flush_ledger",
+    "async_rl.store.trajectory_queue:TrajectoryQueue.flush_ledger",
     "simulation/recovery",
     "simulation/checkpoints",
 )
@@ -208,12 +208,12 @@ def one_bad_worker_fails_most_attempts(original, *args):
     """A worker in which all loops raise at once keeps its attempts, and gets more."""
 
 
-@breaks("async_rl.queue.outstanding:ChangeSignal.notify_all", "simulation/sweep", "unit/trajectory_queue")
+@breaks("async_rl.store.outstanding:ChangeSignal.notify_all", "simulation/sweep", "unit/trajectory_queue")
 def what_waits_is_not_woken(original, *args, **named):
     """What waits for a change of the queue waits forever."""
 
 
-@breaks("async_rl.queue.ledger:Ledger.rollback", "simulation/trainer_restart", "unit/ledger")
+@breaks("async_rl.store.ledger:Ledger.rollback", "simulation/trainer_restart", "unit/ledger")
 def checkpoints_keep_the_steps_after_them(original, *args, **named):
     """A trainer that restarts from its checkpoint does not undo later steps."""
 
@@ -426,7 +426,7 @@ def micro_batches_exceed_their_budget(original, share, padded, budget):
     return original(share, padded, 4 * budget)
 
 
-@breaks("async_rl.queue.kept_batches:keep_frames", "integration/step_replay", "unit/captures")
+@breaks("async_rl.store.kept_batches:keep_frames", "integration/step_replay", "unit/captures")
 def frames_of_a_capture_are_not_kept(original, *args, **named):
     """A capture lacks the frames of its batch."""
 
@@ -537,7 +537,7 @@ async def workers_that_are_silent_are_kept(original, *args, **named):
     """A rollout worker that sends nothing is never replaced."""
 
 
-@breaks("async_rl.queue.journal:Journal.write_entries", "simulation/rollout_workers", "unit/journal")
+@breaks("async_rl.store.journal:Journal.write_entries", "simulation/rollout_workers", "unit/journal")
 def journals_are_not_written(original, *args, **named):
     """What trajectories in flight have sampled is not journalled."""
 
@@ -660,7 +660,7 @@ def the_last_box_is_left_out(original, *args):
 
 
 @breaks(
-    "async_rl.queue.outstanding:OutstandingGroups.reopen_lost", "integration/ray_cluster", "unit/frame_nodes"
+    "async_rl.store.outstanding:OutstandingGroups.reopen_lost", "integration/ray_cluster", "unit/frame_nodes"
 )
 def lost_frames_stay_lost(original, *args):
     """A ready group stays ready although a node was lost with frames of it."""

@@ -56,10 +56,10 @@ from async_rl.errors import (
     VersionMismatch,
     WeightSyncError,
 )
-from async_rl.queue.frame_reader import FrameReader
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.recovery import node_folder
+from async_rl.store.frame_reader import FrameReader
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.delta_delivery import HostFolder

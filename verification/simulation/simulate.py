@@ -49,11 +49,11 @@ from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import Summary
 from async_rl.planning.virtual_time import NumberedTask, VirtualTimeLoop
-from async_rl.queue.ledger import Ledger
 from async_rl.rollout.workers import worker_backend
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error, observer
 from async_rl.runtime.waits import acting
+from async_rl.store.ledger import Ledger
 from verification.audit_run import audit
 from verification.simulation.faults import ENGINE_FAULTS, TRAINER_FAULTS
 from verification.simulation.faulty_engines import FaultyEngine, SimulatedCluster

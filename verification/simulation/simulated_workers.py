@@ -38,12 +38,6 @@ from async_rl.errors import (
     WorkerLost,
 )
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.frame_reader import FrameReader, LocalFrameReader
-from async_rl.queue.journal_file import journal_files
-from async_rl.queue.journal_folders import JournalSummary
-from async_rl.queue.progress import ProgressReport
-from async_rl.queue.spool import AnswerFolder, SpoolFolder, folder_on_node
 from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
@@ -64,6 +58,12 @@ from async_rl.rollout.workers.messages import (
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.store.archive import InspectedTrajectories
+from async_rl.store.frame_reader import FrameReader, LocalFrameReader
+from async_rl.store.journal_file import journal_files
+from async_rl.store.journal_folders import JournalSummary
+from async_rl.store.progress import ProgressReport
+from async_rl.store.spool import AnswerFolder, SpoolFolder, folder_on_node
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task, Trajectory
 from verification.simulation.invariant_checker import caller_is_given_up
 from verification.simulation.users import bad_environment

@@ -17,9 +17,9 @@ from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import ConfigError
 from async_rl.observability.formatting import abbreviate_ids
 from async_rl.observability.text_console import TextConsole
-from async_rl.queue.archive import FILE, ArchiveEvent, ArchiveReader, ArchiveRow
 from async_rl.run.folder import find_run_folder
 from async_rl.runtime.printable import print_text
+from async_rl.store.archive import FILE, ArchiveEvent, ArchiveReader, ArchiveRow
 
 Order = Literal["newest", "longest", "most-interrupted", "reward", "slowest"]
 ORDERS: Final[dict[Order, str]] = {

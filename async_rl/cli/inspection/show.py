@@ -17,7 +17,7 @@ from rich.text import Text
 
 from async_rl.cli.inspection.trajectory_view import LogProbs, Passage, TrajectoryView
 from async_rl.observability.text_console import TextConsole
-from async_rl.queue.archive import ArchiveRow
+from async_rl.store.archive import ArchiveRow
 
 _VERSION_STYLES: Final = ("green", "bright_blue", "magenta", "bright_yellow", "bright_cyan", "bright_red")
 """Colours of weight versions: consecutive versions differ."""

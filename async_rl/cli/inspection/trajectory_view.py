@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from async_rl.data.chat_format import ChatFormat
-from async_rl.queue.archive import ArchivedTrajectory, ArchiveEvent, RoutingCounts
+from async_rl.store.archive import ArchivedTrajectory, ArchiveEvent, RoutingCounts
 from async_rl.types import FinishReason, Sampled, Segment, Trajectory
 
 Decode = Callable[[Sequence[int]], str]

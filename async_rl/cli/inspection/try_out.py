@@ -49,10 +49,6 @@ from async_rl.errors import AsyncRLError, ConfigError, CorruptFrame, Environment
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
 from async_rl.placement import rollout_workers
-from async_rl.queue.archive import ArchivedTrajectory, ArchiveEvent, InspectedTrajectories, Observer
-from async_rl.queue.ledger import Ledger
-from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.attempt import user_frames
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
@@ -61,6 +57,10 @@ from async_rl.run.preflight import check_config
 from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import first_error, services
+from async_rl.store.archive import ArchivedTrajectory, ArchiveEvent, InspectedTrajectories, Observer
+from async_rl.store.ledger import Ledger
+from async_rl.store.spool import Spool
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Outcome, StoredTrajectory, Task, Trajectory
 
 OpenEngines = Callable[..., AbstractAsyncContextManager[list[Engine]]]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_rl.queue.journal_file import JournalledTrajectory, TurnNote
+from async_rl.store.journal_file import JournalledTrajectory, TurnNote
 from async_rl.types import Context, Int32Array, Sampled
 
 

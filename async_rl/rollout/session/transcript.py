@@ -38,7 +38,6 @@ from async_rl.engine_protocol import (
 )
 from async_rl.engines.engine_calls import CallLease
 from async_rl.errors import EngineBusy, EngineError, LocalShortage, VersionMismatch
-from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
 from async_rl.rollout.session.routing_rows import RoutingRows
@@ -51,6 +50,7 @@ from async_rl.rollout.session.tokens import (
     TokenWriter,
 )
 from async_rl.runtime.waits import waiting
+from async_rl.store.journal import JournalEntry
 from async_rl.types import (
     Context,
     FinishReason,

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
-from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.journal import Journal
-from async_rl.queue.journal_folders import JournalFolders
-from async_rl.queue.spool import AnswerSpool, Spool
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.worker_backend import OpenWorker, WorkerBackend
+from async_rl.store.archive import InspectedTrajectories
+from async_rl.store.journal import Journal
+from async_rl.store.journal_folders import JournalFolders
+from async_rl.store.spool import AnswerSpool, Spool
 
 
 def choose_backend(

@@ -45,12 +45,12 @@ from async_rl import codec
 from async_rl import errors as errors_of
 from async_rl.engine_protocol import EngineAddress
 from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
-from async_rl.queue.journal_folders import JournalClaim
-from async_rl.queue.progress import ProgressReport
 from async_rl.rollout.attempt import AttemptEnd, user_frames
 from async_rl.runtime.listeners import RepeatFilter
 from async_rl.runtime.printable import without_surrogates
 from async_rl.runtime.shortages import shortage_number
+from async_rl.store.journal_folders import JournalClaim
+from async_rl.store.progress import ProgressReport
 from async_rl.types import StoredCompletion, StoredTrajectory, Task
 
 log = logging.getLogger(__name__)

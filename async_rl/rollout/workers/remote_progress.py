@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.rollout.attempt import Attempt
+from async_rl.store.progress import ProgressReport, TrajectoryProgress
 
 _NOTHING = ProgressReport()
 

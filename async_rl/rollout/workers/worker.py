@@ -26,10 +26,6 @@ from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AsyncRLError, RewardError, SpoolFull, WorkerLost
 from async_rl.observability.diagnosis import phrase
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.progress import ProgressReport
-from async_rl.queue.spool import FrameStore
 from async_rl.rollout.attempt import Attempt, attempt_boundary
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.session.context import SessionContext
@@ -60,6 +56,10 @@ from async_rl.rollout.workers.remote_calls import ConnectEngine, ModelCalls, Rem
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
+from async_rl.store.archive import InspectedTrajectories
+from async_rl.store.journal import Journal, JournalEntry
+from async_rl.store.progress import ProgressReport
+from async_rl.store.spool import FrameStore
 
 log = logging.getLogger(__name__)
 

@@ -40,9 +40,6 @@ from async_rl.errors import (
     WorkerLost,
 )
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.archive import InspectedTrajectories
-from async_rl.queue.journal_folders import JournalFolders
-from async_rl.queue.spool import AnswerSpool, Spool
 from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.workers.messages import (
@@ -68,6 +65,9 @@ from async_rl.rollout.workers.worker import LEASE_S
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import Scope, waiting
+from async_rl.store.archive import InspectedTrajectories
+from async_rl.store.journal_folders import JournalFolders
+from async_rl.store.spool import AnswerSpool, Spool
 from async_rl.types import StoredCompletion, Task, root_of
 
 log = logging.getLogger(__name__)

@@ -35,10 +35,10 @@ import msgspec
 
 from async_rl.errors import NodeUnreachable
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal_file import JournalledTrajectory, read_journal
-from async_rl.queue.progress import ProgressReport, TrajectoryProgress
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.waits import waiting
+from async_rl.store.journal_file import JournalledTrajectory, read_journal
+from async_rl.store.progress import ProgressReport, TrajectoryProgress
 from async_rl.types import root_of
 
 log = logging.getLogger(__name__)

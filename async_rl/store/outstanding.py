@@ -12,15 +12,15 @@ import msgspec
 
 from async_rl.errors import InvariantError
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.admission import Admission, GroupWork
-from async_rl.queue.archive import Observer
-from async_rl.queue.finished_trajectories import FinishedTrajectories
-from async_rl.queue.ledger import GroupRecord, Ledger
-from async_rl.queue.lengths import LengthDrift
-from async_rl.queue.packing import StoredGroup, age_counts_from
-from async_rl.queue.spool import Spool
 from async_rl.runtime.waits import waiting
 from async_rl.staleness import Backlog
+from async_rl.store.admission import Admission, GroupWork
+from async_rl.store.archive import Observer
+from async_rl.store.finished_trajectories import FinishedTrajectories
+from async_rl.store.ledger import GroupRecord, Ledger
+from async_rl.store.lengths import LengthDrift
+from async_rl.store.packing import StoredGroup, age_counts_from
+from async_rl.store.spool import Spool
 from async_rl.types import StoredTrajectory, TakenBatch, root_of
 
 log = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ import msgspec
 
 from async_rl.codec import UNREADABLE
 from async_rl.errors import AsyncRLError, InvariantError
-from async_rl.queue.ledger_tables import LedgerTables
+from async_rl.store.ledger_tables import LedgerTables
 from async_rl.types import StoredTrajectory, root_of
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ with another attempt, after a restored trajectory took another course, or in a f
 record that is cut short at the end of a file was being written when the process died.
 
 A trajectory that goes on in another process has an owner with a higher number there. Of the files of several
-processes, only the records of its newest owner count (`read_tree`, `queue.journal_folders`).
+processes, only the records of its newest owner count (`read_tree`, `store.journal_folders`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 
 from async_rl import codec
 from async_rl.errors import CorruptFrame
-from async_rl.queue.progress import ProgressReport
 from async_rl.runtime.shortages import is_shortage
+from async_rl.store.progress import ProgressReport
 from async_rl.types import Context, Sampled, SamplingMask, Segment, cap_versions, root_of
 
 log = logging.getLogger(__name__)

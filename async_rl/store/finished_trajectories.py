@@ -15,8 +15,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from async_rl.queue.ledger import GroupRecord, Ledger
-from async_rl.queue.spool import Spool
+from async_rl.store.ledger import GroupRecord, Ledger
+from async_rl.store.spool import Spool
 from async_rl.types import StoredCompletion, StoredTrajectory, root_of
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 
 from async_rl import routing
 from async_rl.errors import AlignmentError
-from async_rl.queue import frames
+from async_rl.store import frames
 from async_rl.types import SamplingMask, StoredTrajectory, TakenBatch, TrainBatch
 
 

@@ -22,8 +22,8 @@ from typing import Final
 import msgspec
 
 from async_rl.errors import DataError
-from async_rl.queue import frames
 from async_rl.runtime.files import replace_file
+from async_rl.store import frames
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
 

@@ -40,18 +40,18 @@ from async_rl.errors import InvariantError, SpoolFull
 from async_rl.observability.diagnosis import QueueView
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import TrajectoryCounts
-from async_rl.queue.admission import Admission, GroupWork
-from async_rl.queue.archive import Observer
-from async_rl.queue.delivery import BatchDelivery
-from async_rl.queue.finished_trajectories import FinishedTrajectories
-from async_rl.queue.ledger import DataPosition, Ledger
-from async_rl.queue.lengths import LengthDrift
-from async_rl.queue.outstanding import ChangeSignal, OutstandingGroups, RestoredGroup
-from async_rl.queue.packing import Packer
-from async_rl.queue.progress import ProgressReport
-from async_rl.queue.restored_groups import GroupRestorer
-from async_rl.queue.spool import Spool
 from async_rl.staleness import Backlog, StalenessPolicy
+from async_rl.store.admission import Admission, GroupWork
+from async_rl.store.archive import Observer
+from async_rl.store.delivery import BatchDelivery
+from async_rl.store.finished_trajectories import FinishedTrajectories
+from async_rl.store.ledger import DataPosition, Ledger
+from async_rl.store.lengths import LengthDrift
+from async_rl.store.outstanding import ChangeSignal, OutstandingGroups, RestoredGroup
+from async_rl.store.packing import Packer
+from async_rl.store.progress import ProgressReport
+from async_rl.store.restored_groups import GroupRestorer
+from async_rl.store.spool import Spool
 from async_rl.types import Group, TakenBatch
 
 

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from async_rl.queue.admission import Admission
-from async_rl.queue.finished_trajectories import FinishedTrajectories
-from async_rl.queue.ledger import GroupRecord, Ledger
-from async_rl.queue.outstanding import OutstandingGroups, RestoredGroup
-from async_rl.queue.progress import ProgressReport
-from async_rl.queue.spool import Spool, relocated
+from async_rl.store.admission import Admission
+from async_rl.store.finished_trajectories import FinishedTrajectories
+from async_rl.store.ledger import GroupRecord, Ledger
+from async_rl.store.outstanding import OutstandingGroups, RestoredGroup
+from async_rl.store.progress import ProgressReport
+from async_rl.store.spool import Spool, relocated
 from async_rl.types import StoredTrajectory, root_of
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from async_rl.queue.spool import SMALLEST_GROUP, Spool
 from async_rl.staleness import Backlog
+from async_rl.store.spool import SMALLEST_GROUP, Spool
 
 
 class GroupWork(Protocol):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from async_rl.queue.journal_folders import JournalSummary, NodeJournals, read_journals
+from async_rl.store.journal_folders import JournalSummary, NodeJournals, read_journals
 
 log = logging.getLogger(__name__)
 

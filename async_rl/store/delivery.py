@@ -10,10 +10,10 @@ from functools import partial
 from typing import Final
 
 from async_rl.errors import DataError, InvariantError, NodeUnreachable
-from async_rl.queue.outstanding import OutstandingGroups
-from async_rl.queue.packing import Packed, Packer
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
+from async_rl.store.outstanding import OutstandingGroups
+from async_rl.store.packing import Packed, Packer
 from async_rl.types import TakenBatch, root_of
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@
 ```
 
 Each process that runs sessions, the driver or a rollout worker, writes a journal of its own, in its own
-folder; `queue.journal_folders` says how they make one journal of a run.
+folder; `store.journal_folders` says how they make one journal of a run.
 
 A session updates its entry at once; once per tick the journal visits all entries and writes their changes.
 It visits a few entries in each turn of the event loop, and encodes and writes them in its own thread: neither
-a tick nor a compaction blocks the loop, however much is in flight. `queue.journal_file` describes the file.
+a tick nor a compaction blocks the loop, however much is in flight. `store.journal_file` describes the file.
 When the file has grown to a multiple of what is in flight, the state is written to the next file and this one
 is deleted: disk use is bounded by what is in flight.
 
@@ -36,15 +36,15 @@ import msgspec
 
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal_file import (
+from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, wait_out_shortage
+from async_rl.store.journal_file import (
     JournalledTrajectory,
     JournalRecord,
     TurnNote,
     encode_records,
     journal_files,
 )
-from async_rl.queue.progress import ProgressReport
-from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, wait_out_shortage
+from async_rl.store.progress import ProgressReport
 from async_rl.types import (
     Float32Array,
     Int32Array,

@@ -38,8 +38,9 @@ import msgspec
 
 from async_rl.codec import Frame
 from async_rl.errors import NodeUnreachable, SpoolFull
-from async_rl.queue import frame_reader
-from async_rl.queue.frame_reader import (
+from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, is_shortage
+from async_rl.store import frame_reader
+from async_rl.store.frame_reader import (
     REUSABLE,
     FrameReader,
     LocalFrameReader,
@@ -47,8 +48,7 @@ from async_rl.queue.frame_reader import (
     files_in,
     folder_number,
 )
-from async_rl.queue.frames import encode_completion, encode_trajectory
-from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, is_shortage
+from async_rl.store.frames import encode_completion, encode_trajectory
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
 SMALLEST_GROUP = 64 << 10
