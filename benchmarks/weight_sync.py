@@ -7,7 +7,7 @@ alternately, as `WeightSync` does it: into an engine that runs nothing, prefix c
 back. The sender is `trainer.weights.weight_export`, from whole tensors in memory: gathering and renaming are
 the trainer's, and every transport has them.
 
-    publish   the engine goes on generating meanwhile: the files of `disk`
+    publish   the engine keeps generating meanwhile: the files of `disk`
     stall     the engine generates nothing: from the first request of the update to the version read back
     held      most bytes of tensors that the sender has at a time, beside the weights
     memcpy    into memory that has been written before; loopback: one TCP connection between two threads

@@ -981,7 +981,7 @@ class TrainerWorker:
 
 @contextmanager
 def _logging_failed_writes() -> Iterator[None]:
-    """Log that a batch cannot be kept: the step goes on, only its repetition is not possible."""
+    """Log that a batch cannot be kept: the step continues, only its repetition is not possible."""
     try:
         yield
     except OSError as error:

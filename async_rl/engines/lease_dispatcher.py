@@ -82,7 +82,7 @@ class LeaseDispatcher:
         self._num_asked = self._num_placed = 0
         self._waiting_line: list[tuple[str, int, Lease, Callable[[Lease], None]]] = []
         self._more: asyncio.Handle | None = None
-        """Goes on with `admit_waiting` in the next turn of the event loop."""
+        """Continues with `admit_waiting` in the next turn of the event loop."""
         self._pause: asyncio.TimerHandle | None = None
         self._pause_s = _SHORTAGE_PAUSE_S
         self._shortage = ""

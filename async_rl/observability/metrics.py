@@ -421,7 +421,7 @@ class PartialMetrics(Instruments):
     attempts_restarted_total = counter(
         "Attempts that began again from their prompts, because no journal had a token of them, or the frames "
         "that they had made were lost with a node.",
-        source="store.journal_folders, when an attempt goes on; store.outstanding, when a node is lost",
+        source="store.journal_folders, when an attempt continues; store.outstanding, when a node is lost",
         bad="More than a few when a process ends: a node was lost with its journal (`queue.journal_dir`) or "
         "with frames (`queue.spool_dir`).",
     )
@@ -434,7 +434,7 @@ class PartialMetrics(Instruments):
     resumed_tokens_total = counter(
         "Sampled tokens restored from the journal after a restart.",
         unit="tokens",
-        source="rollout, when a trajectory goes on",
+        source="rollout, when a trajectory continues",
         bad="0 after a restart that had work in flight: set `queue.journal_s`.",
     )
     resume_discarded_tokens_total = counter(
@@ -486,7 +486,7 @@ class RoutingMetrics(Instruments):
         "Share of the experts of an interrupted turn's tokens that the next weights replaced; a sample.",
         buckets=SHARES,
         unit="share",
-        source="rollout.session.routing_rows, when a turn goes on under new weights",
+        source="rollout.session.routing_rows, when a turn continues under new weights",
         bad="Near 1: the turn's old log-probs are of another function; lower the learning rate or "
         "`rollout.max_staleness`.",
     )
@@ -703,7 +703,7 @@ class TrainerMetrics(Instruments):
         "cause",
         source="observability.trackers, when it happens",
         bad="Above 0: the tracker's service or disk is slow or gone; the log has the first error. Training "
-        "goes on, `metrics.jsonl` has every step.",
+        "continues, `metrics.jsonl` has every step.",
     )
 
 
@@ -714,7 +714,7 @@ class HealthMetrics(Instruments):
         "Times a rollout worker was started again.",
         source="rollout.workers.worker_backend, when one has ended or fallen silent",
         bad="Rises: user code ends its process or blocks its event loop; the log names the worker, and its "
-        "own log the code. What it played goes on in another.",
+        "own log the code. What it played continues in another.",
     )
     user_processes_reaped_total = counter(
         "Trees of processes of user code that had outlived what started them and were ended, by kind "

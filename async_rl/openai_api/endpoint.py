@@ -286,7 +286,7 @@ class Endpoint:
     async def _read_request(
         self, request: web.Request, key: str, handler: RequestHandler
     ) -> tuple[ChatRequest, list[bytes]]:
-        """Receive and check a request; a large one in a thread, so that the event loop goes on."""
+        """Receive and check a request; a large one in a thread, so that the event loop continues."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             raise ApiError(415, f"Content-Encoding is {encoding!r}: send the body as it is")
         length = request.content_length

@@ -83,7 +83,7 @@ class attempt_boundary:
     """Turn every error of an attempt into one of `ATTEMPT_ERRORS`.
 
     What users' code, the policy and the machine cause belongs to the attempt. So does a `CancelledError` of
-    its own, as of a future that others share and have cancelled. A full spool does not: the attempt goes on
+    its own, as of a future that others share and have cancelled. A full spool does not: the attempt continues
     when there is space. An `InvariantError` and a failed assertion are bugs of this program and end the run.
 
     Raises:
@@ -245,7 +245,7 @@ class LostWorkers:
         self._blamed = self._all = self._reached = 0
 
     def may_go_on(self, error: AsyncRLError, attempt: Attempt) -> bool:
-        """Return whether an attempt with this error goes on in another worker, which counts as a loss."""
+        """Return whether an attempt with this error continues in another worker, which counts as a loss."""
         if not isinstance(error, WorkerLost):
             return False
         self._all += 1

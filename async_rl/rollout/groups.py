@@ -109,7 +109,7 @@ def has_signal(rewards: Sequence[Hashable]) -> bool:
     """Return whether the siblings' rewards differ; if not, all advantages and thus all gradients are zero.
 
     Source: dynamic sampling of DAPO, arXiv 2503.14476, section 3.2: prompts with all or no answers correct
-    are skipped, and sampling goes on until the batch is full.
+    are skipped, and sampling continues until the batch is full.
     """
     return any(reward != rewards[0] for reward in rewards)
 

@@ -368,7 +368,7 @@ class RolloutManager:
                 if not losses.may_go_on(error, attempt):
                     self._observer.failed(attempt.failed(error), number, error)
                     raise
-                log.warning("trajectory %s goes on in another worker: %s", trajectory_id, error)
+                log.warning("trajectory %s continues in another worker: %s", trajectory_id, error)
                 progressed()  # a bounded number of times
                 known = {name: ProgressReport.of(each) for name, each in attempt.progress.items()}
                 continue

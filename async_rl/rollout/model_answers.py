@@ -2,7 +2,7 @@
 
 ```
  messages ──► chat template of the model ──► calls of its engines until the turn is complete ──► text
-                                               ▲ an engine failed: the next lease goes on with its tokens
+                                               ▲ an engine failed: the next lease continues with its tokens
 ```
 """
 

@@ -113,7 +113,7 @@ class Checkpoints:
             await self._settle_saved(wait=True, last=True)
 
     async def _settle_saved(self, *, wait: bool, last: bool = False) -> None:
-        """Notify the ledger of a completed checkpoint. After a failure training goes on to the next one."""
+        """Notify the ledger of a completed checkpoint. After a failure training continues to the next one."""
         if self._writing is None:
             return
         with waiting("checkpoint"):

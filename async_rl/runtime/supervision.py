@@ -270,7 +270,7 @@ class _Droppable(Awaitable[T]):
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self.work = work
-        """The coroutine, which a look at where tasks wait goes on into."""
+        """The coroutine, which a look at where tasks wait follows."""
         self.dropped = False
 
     def drop(self) -> None:

@@ -60,7 +60,7 @@ _SWEEP_S: Final = 5.0
 _GRACE_S: Final = 5.0
 """How long a process may take to end after SIGTERM."""
 _SETTLE_S: Final = 8.0
-"""How long the end of a run waits until nothing is left over; the reaper goes on after it."""
+"""How long the end of a run waits until nothing is left over; the reaper continues after it."""
 _ENDING_S: Final = 0.1
 """Time for processes to end after SIGTERM, between two looks at them while the end of a run waits."""
 _MAX_OVER: Final = 10_000

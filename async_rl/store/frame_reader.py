@@ -164,7 +164,7 @@ class LocalFrameReader(FrameReader):
         return _nothing_left
 
     def end(self) -> None:
-        """Implements `FrameReader.end`: this process goes on."""
+        """Implements `FrameReader.end`: this process continues."""
 
     def _remove_folder(self, folder: str) -> None:
         with contextlib.suppress(OSError):  # it has frames still

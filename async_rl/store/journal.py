@@ -405,7 +405,7 @@ class Journal:
     async def write_in_thread(self, before: Callable[[], None] = lambda: None) -> None:
         """Write what is new, in the journal's own thread; then compact the file if it has grown large.
 
-        Cancelled, the next write goes on where this one ended.
+        Cancelled, the next write continues where this one ended.
 
         Args:
             before: Called in that thread before each write: the ledger must contain the journal's
@@ -518,7 +518,7 @@ class Journal:
                 raise
             raise SpoolFull(
                 f"the journal {self.directory} has {self.nbytes} bytes and no space for another "
-                f"{sum(map(len, data))}: {describe_disk_error(error)}, it goes on from what was written"
+                f"{sum(map(len, data))}: {describe_disk_error(error)}, it continues from what was written"
             ) from error
         if self._metrics is not None and data:
             self._metrics.journal_bytes.set(self.nbytes)

@@ -2,7 +2,7 @@
 
 ```
  journal/000003-rollout-worker-0-2/ ── killed ──► its trajectories: owner 3·2^40 + 17
-        │ read by the process that goes on with them
+        │ read by the process that continues with them
         ▼
  journal/000003-rollout-worker-1-1/               owner 3·2^40 + 46, which has everything once it is written
 ```
@@ -228,7 +228,7 @@ class _WantedTree:
 
 
 class JournalReader:
-    """Reads what other processes left of trajectories, for a process that goes on with them.
+    """Reads what other processes left of trajectories, for a process that continues with them.
 
     All attempts that wait for the same folder share one read of it, as when a rollout worker has ended.
     """

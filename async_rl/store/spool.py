@@ -391,7 +391,7 @@ class Spool(FrameStore):
             self._use(stored)
 
     def reopen_group(self, stored: Iterable[StoredTrajectory]) -> None:
-        """Count the frames of a group that goes on as those of one that has not ended."""
+        """Count the frames of a group that continues as those of one that has not ended."""
         with self._lock:
             for entry in stored:
                 if (frame := self._used.pop(entry.path, None)) is not None:

@@ -118,7 +118,7 @@ class EngineUpdater:
         self, engines: Sequence[Engine], version: int, times: list[EngineUpdateTimes]
     ) -> None:
         async def update_engine(engine: Engine) -> None:
-            if self._config.transport == "delta":  # while it goes on generating
+            if self._config.transport == "delta":  # while it keeps generating
                 path = await self._deltas.deliver_version(engine.engine_id, version)
             else:
                 path = str(self._publisher.path_of(version))

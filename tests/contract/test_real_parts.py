@@ -178,7 +178,7 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
         assert trajectory.outcome.num_failovers == 1
         assert trajectory.num_tokens == PROMPT + answer
         assert np.isfinite(trajectory.rollout_log_probs).all()
-    await engine.wait_ready()  # it goes on as if nothing had been, for the tests after this one
+    await engine.wait_ready()  # it continues as if nothing had been, for the tests after this one
     assert (await engine.health()).weight_version == 0
 
 

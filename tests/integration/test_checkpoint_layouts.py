@@ -1,4 +1,4 @@
-"""A checkpoint goes on under any layout of either layer spec, also when an earlier version named it."""
+"""A checkpoint continues under any layout of either layer spec, also when an earlier version named it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints have one set of names: what either layer spec wrote goes on under the other, bit for bit.
+"""Checkpoints have one set of names: what either layer spec wrote continues under the other, bit for bit.
 
 TransformerEngine's layers are emulated (`tests/support/emulated_te`), so that Megatron-Core's own classes of
 that spec say what their parameters are called, and both specs compute the same.

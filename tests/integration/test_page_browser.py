@@ -171,7 +171,7 @@ async def test_the_page_follows_the_run_to_its_end(tab: Tab) -> None:
 
         next(task for task in asyncio.all_tasks() if task.get_name() == "page").cancel()
         await tab.until("document.querySelector('#connection').textContent === 'ended'")
-        # Nothing says any more that the run goes on.
+        # Nothing says any more that the run continues.
         assert await text_of(tab, "#state") == "ended"
         assert await text_of(tab, "#time") == "· 70 min"
         chips = "[...document.querySelectorAll('main > :not(.tiles) .chip, header .chip')]"

@@ -53,7 +53,7 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
     assert summary.trajectories.dropped == {}  # with one attempt each: no attempt failed
     assert_conserved(summary)
     died = (fate / "died").read_text()
-    assert f"trajectory {died} goes on in another worker" in caplog.text
+    assert f"trajectory {died} continues in another worker" in caplog.text
     assert "it is restarted, and its attempts go on in other workers" in caplog.text
     processes = {int(path.name.partition("-")[2]) for path in fate.glob("process-*")}
     assert len(processes) >= 2

@@ -80,7 +80,7 @@ class World:
             if not self.journal._unvisited:
                 self.journal._begin_pass(compact=True)
             for _ in range(min(step.count - 1, len(self.journal._unvisited))):
-                self.journal._visit_entries()  # the next tick goes on with what is left
+                self.journal._visit_entries()  # the next tick continues with what is left
             self.note_told()
         elif step.what == "forget":
             self.entries.pop(name, None)

@@ -77,7 +77,7 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
     assert outcome.violations == ()
     assert outcome.incarnations[:2] == ("killed", "killed")
     again = journalled & {name for batch in trained.batches for name in batch}
-    assert any("." in name for name in again), "a branch goes on from the journal"
+    assert any("." in name for name in again), "a branch continues from the journal"
     assert trained.sizes.keys() == {5}, "a trunk and four branches"
     ledger = Ledger(max(tmp_path.glob("incarnation-*")) / "ledger.sqlite")
     counts = ledger.audit()

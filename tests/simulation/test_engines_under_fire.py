@@ -26,7 +26,7 @@ STEPS = 6
 
 
 RunIntervention = Callable[[LocalCluster], Coroutine[Any, Any, None]]
-"""What a test does to a run that goes on."""
+"""What a test does to a run that continues."""
 
 
 class Fragile(SimulatedEngine):

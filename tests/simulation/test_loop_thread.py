@@ -1,4 +1,4 @@
-"""Files, disk usage and SQLite keep to threads while a run goes on; with real time, files and threads."""
+"""Files, disk usage and SQLite keep to threads while a run continues; with real time, files and threads."""
 
 from __future__ import annotations
 

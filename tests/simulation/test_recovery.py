@@ -141,7 +141,7 @@ class World:
         kill: Callable[[float, LocalCluster], bool] = lambda now, cluster: False,
         loop_class: type[VirtualTimeLoop] = VirtualTimeLoop,
     ) -> Incarnation:
-        """One process, until the run has ended or `kill` says so; the next one goes on from its folder."""
+        """One process, until the run has ended or `kill` says so; the next one continues from its folder."""
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         cluster, metrics = LocalCluster(self.config, step_s=0.4), Metrics()
         trained = watch(cluster.trainer)

@@ -1,4 +1,4 @@
-"""Journals as processes leave them, one folder each, and a process that goes on with them."""
+"""Journals as processes leave them, one folder each, and a process that continues with them."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class ScriptedEngine:
         """The version whose log-probs it answers with, in place of its own."""
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
-        # The session's buffer goes on changing after the call.
+        # The session's buffer keeps changing after the call.
         self.requests.append(msgspec.structs.replace(request, input_ids=request.input_ids.copy()))
         script = self._answer_canary if request.request_id.endswith(CANARY_SUFFIX) else self.scripts.pop(0)
         for event in script(request):

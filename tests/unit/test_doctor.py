@@ -171,7 +171,7 @@ async def test_what_was_treated_has_time_to_move_before_the_run_ends(tmp_path: P
 
 
 async def test_a_loop_that_cleans_up_after_its_limit_is_no_stall(tmp_path: Path) -> None:
-    """A loop that swallows its cancellation has time to end; then it is dropped, and the run goes on."""
+    """A loop that swallows its cancellation has time to end; then it is dropped, and the run continues."""
 
     async def swallow() -> None:
         while True:

@@ -45,7 +45,7 @@ class Driver:
         self.posted: list[Message] = []
         self.leases = relayed_leases({"": self.pool}, self.posted, stall_s=limit_s)
         self.streams: dict[int, int] = {}
-        """By lease: what a call has received that goes on."""
+        """By lease: what a call has received that continues."""
         self._num_calls = 0
 
     @asynccontextmanager

@@ -77,7 +77,7 @@ async def ignores_refusals(task: Task, api: AgentAPI) -> None:
 
 
 async def fails_after_a_shorter_one(task: Task, api: AgentAPI) -> None:
-    """Is refused for its context, goes on with fewer messages, and fails for another reason."""
+    """Is refused for its context, continues with fewer messages, and fails for another reason."""
     for text in ("x" * 9000, "In short?"):
         messages: list[Any] = [{"role": "user", "content": text}]
         with suppress(openai.BadRequestError):

@@ -387,7 +387,7 @@ async def test_another_history_is_another_conversation_with_its_own_tokens(histo
     async with asked(lines("Hello.", "Second.", "Third."), max_branches=4) as a:
         first = await a.say("Hi")
         await a.say(*history)
-        await a.say("Hi", reply(first), "And now?")  # the first goes on where it was
+        await a.say("Hi", reply(first), "And now?")  # the first continues where it was
     main, other = await a.trajectories()
     assert main.trajectory_id + ".1" == other.trajectory_id
     written = [a.bench.chat.decode(t.token_ids[t.response_mask]) for t in (main, other)]

@@ -291,7 +291,7 @@ class WorkerBench:
         return tuple(each.trajectory for each in kept)
 
     def attempt(self, known: Mapping[str, TrajectoryProgress] | None = None) -> Attempt:
-        """An attempt that is journalled, and that goes on if something is known of it."""
+        """An attempt that is journalled, and that continues if something is known of it."""
         assert self.folders is not None
         name, folders = "0" * 32, self.folders
         claim = folders.claim_trajectory(name, (known or {}).values())
@@ -394,7 +394,7 @@ async def _undisturbed() -> list[int]:
 async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is cut off goes on to sample and write for as long as its leases last."""
+    """One that is cut off keeps sampling and writing for as long as its leases last."""
     monkeypatch.setattr(simulated_workers, "CUT_OFF_S", 0.0)
     async with WorkerBench(num_workers=2, journals=tmp_path, num_tokens=1500) as workers:
         loop = asyncio.get_running_loop()
@@ -651,7 +651,7 @@ async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
             workers.processes.cut_off(0)
             begin_s = loop.time()
             await playing
-        assert loop.time() - begin_s < 4.0  # the attempt goes on elsewhere at once
+        assert loop.time() - begin_s < 4.0  # the attempt continues elsewhere at once
         await asyncio.sleep(9.0 - (loop.time() - begin_s))
         assert lost.leases in workers.bench.pool.lease_holders
         await asyncio.sleep(3.0)
@@ -675,7 +675,7 @@ async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
                     await workers.run()
             await asyncio.sleep(1.0)
             assert Swallows.caught == ["CancelledError", "RuntimeError"] * count
-        assert len(workers.processes.metrics) == 1  # the worker goes on
+        assert len(workers.processes.metrics) == 1  # the worker continues
     assert sum("does not end when it is cancelled" in message for message in caplog.messages) == 1
 
 

@@ -303,7 +303,7 @@ class Chaos:
             self.strikes.strike(blow.kind)
             self._wait(blow.lasts_s)
             victim.send_signal(signal.SIGCONT)
-            self._note(f"driver {victim.pid} goes on after {blow.lasts_s:.1f} s")
+            self._note(f"driver {victim.pid} continues after {blow.lasts_s:.1f} s")
         else:
             self._send_signal(blow, victim)
 
@@ -343,7 +343,7 @@ class Chaos:
         self.strikes.lose_journal(blow.kind, lost)
 
     def _delay_worker(self, blow: Blow) -> None:
-        """Stop a rollout worker for less than `rollout.worker_stall_s`: it goes on with its leases."""
+        """Stop a rollout worker for less than `rollout.worker_stall_s`: it continues with its leases."""
         if (victim := self._pick_victim(blow)) is None:
             return
         lasts_s = min(blow.lasts_s, 0.75 * self.config.rollout.worker_stall_s)
@@ -354,7 +354,7 @@ class Chaos:
         except psutil.NoSuchProcess:
             self._note("it was gone already")
             return
-        self._note(f"rollout worker {victim.pid} goes on after {lasts_s:.1f} s")
+        self._note(f"rollout worker {victim.pid} continues after {lasts_s:.1f} s")
         self.strikes.strike(blow.kind, {"seconds": round(lasts_s)})
 
     def _counted(self, *names: str) -> int:
@@ -598,7 +598,7 @@ def _resume_tree(pid: int) -> int:
 
 
 def _is_alive(process: psutil.Process, *dead: str) -> bool:
-    """Whether a process goes on, and has none of these states either."""
+    """Whether a process continues, and has none of these states either."""
     try:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, *dead)
     except psutil.NoSuchProcess:

@@ -363,7 +363,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
         "user", ("progress", "conservation"), "the agent loop raises CancelledError by itself", share=0.1
     ),
     "swallow_cancel": FaultRow(
-        "user", ("progress", "conservation"), "the agent loop goes on when it is cancelled", share=0.2
+        "user", ("progress", "conservation"), "the agent loop continues when it is cancelled", share=0.2
     ),
     "kill": FaultRow("driver", ("conservation", "once"), "the driver is killed between two callbacks"),
     "kill_on_disk": FaultRow(

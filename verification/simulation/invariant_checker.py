@@ -414,7 +414,7 @@ class InvariantChecker:
         return AttemptLimit(self.served_s + remaining_s, self.now())
 
     def worker_is_unaware(self, for_s: float) -> None:
-        """A rollout worker goes on, and does not hear for so long that engines are held."""
+        """A rollout worker continues, and does not hear for so long that engines are held."""
         self._unaware_until_s = max(self._unaware_until_s, self.now() + for_s)
 
     def clock_jumps(self, by_s: float) -> None:

@@ -9,7 +9,7 @@
 
 After each callback of the loop the checker looks on, and what the scenario has for this step is done. A kill
 takes effect between two callbacks, or inside an operation on the disk: the folder is copied as it is at that
-moment, and the next incarnation goes on from the copy.
+moment, and the next incarnation continues from the copy.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class SimulatedTrainer:
             while not self.may_end():  # noqa: ASYNC110 - time is virtual
                 await asyncio.sleep(_ASKS_EVERY_S)
         finally:
-            # A step that remote ranks have begun goes on even if its caller stops waiting.
+            # A step that remote ranks have begun continues even if its caller stops waiting.
             if fault != "step_fails":
                 self._checker.trains(tokens, self._step, step)
                 self._note(trained(batch, tokens, step))

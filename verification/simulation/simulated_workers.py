@@ -452,7 +452,7 @@ def _raise(error: Exception) -> None:
 
 
 CUT_OFF_S: Final = 25.0
-"""How long a worker that is cut off from the driver goes on: longer than its leases are valid."""
+"""How long a worker that is cut off from the driver continues: longer than its leases are valid."""
 
 
 _MAX_REPEATED: Final = 50

@@ -89,7 +89,7 @@ def _check_stop(turn: Turn, stop: Sequence[str]) -> None:
     """Check that a turn ends with the token that completes a stop string, however it was interrupted."""
     words = turn.text.split(" ")
     if any(each in " ".join(words[:-1]) for each in stop):
-        raise InvariantError(f"the turn {turn.text} goes on after one of the stop strings {stop}")
+        raise InvariantError(f"the turn {turn.text} continues after one of the stop strings {stop}")
     if any(each in turn.text for each in stop):
         if turn.finish_reason != "stop":
             raise InvariantError(f"the turn {turn.text} ended by {turn.finish_reason} at a stop string")

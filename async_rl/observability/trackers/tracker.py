@@ -141,7 +141,7 @@ class _TrackerThread:
         if cause not in self._warned:
             self._warned.add(cause)
             log.warning(
-                "tracker %s lost a step (%s): %s. Training goes on, metrics.jsonl has every step; further "
+                "tracker %s lost a step (%s): %s. Training continues, metrics.jsonl has every step; further "
                 "ones are only counted, in async_rl_tracker_steps_lost_total",
                 self._name,
                 cause,

@@ -2,11 +2,11 @@
 
 ```
  the loop calls    the journal has              so
- start             the same prompt              the loop goes on
+ start             the same prompt              the loop continues
  generate          the whole turn               it is returned at once
  generate          the beginning of the turn    sampling resumes from there
- add_messages      the same tokens              the loop goes on
- anything else     something else, or nothing   the rest of the journal is discarded; the loop goes on live
+ add_messages      the same tokens              the loop continues
+ anything else     something else, or nothing   the rest of the journal is discarded; the loop continues live
 ```
 
 Agent loops keep no state that could be stored, so a restart runs them again from the beginning. A loop that

@@ -123,7 +123,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             post: Sends a message to the driver.
             connect: Makes the client of an engine.
             lease_s: How long leases are valid after a heartbeat.
-            report_s: How often the progress of a call is reported at most: it only tells that it goes on.
+            report_s: How often the progress of a call is reported at most: it only tells that the call is alive.
             metrics: Counts shortages of descriptors.
             clock: Monotonic seconds.
         """
@@ -220,7 +220,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             lease.granted.set_result(None)
 
     def drop_call(self, message: DropCall) -> None:
-        """End a call; its session goes on with the tokens received, unless they are of unknown weights."""
+        """End a call; its session continues with the tokens received, unless they are of unknown weights."""
         if (lease := self._leases.get(message.lease_id)) is not None:
             lease.drop((VersionMismatch if message.wrong_weights else CallLost)(message.why))
 

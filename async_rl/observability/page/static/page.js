@@ -104,7 +104,7 @@ function showNow(now) {
   }));
 }
 
-/** Shows that the run has ended: nothing on the page says any more that it goes on. */
+/** Shows that the run has ended: nothing on the page says any more that it is running. */
 function showEnd() {
   const finished = latest.step >= latest.max_steps;
   chip("state", finished ? "finished" : "ended");
