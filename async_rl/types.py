@@ -183,7 +183,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"
     """The tokens that truncated sampling kept at each of its n positions; None where sampling was not
     truncated. `rollout_log_probs` are those of the truncated distribution."""
     sampling: SamplingSettings | None = None
-    """How they were sampled, also if the run continues with other settings; None where it was not recorded."""
+    """How they were sampled, even if other settings are used later; None where it was not recorded."""
 
 
 Segment = Context | Sampled

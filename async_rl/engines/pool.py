@@ -14,8 +14,8 @@ weight updates skip it. A reserved engine serves evaluations only: it goes from 
 time.
 
 `LeaseDispatcher` gives calls to serving engines, `PoolStatistics` reports their load. Quarantine drops all
-calls of an engine at once: each ends with the engine's error, whatever it waits for, and its session continues
-with its tokens on another engine.
+calls of an engine at once: each ends with the engine's error, whatever it waits for, and its session
+continues with its tokens on another engine.
 """
 
 from __future__ import annotations

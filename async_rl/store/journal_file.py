@@ -5,8 +5,8 @@ ends the journal of its trajectory there: the next one does not continue what is
 with another attempt, after a restored trajectory took another course, or in a file that was compacted. A
 record that is cut short at the end of a file was being written when the process died.
 
-A trajectory that continues in another process has an owner with a higher number there. Of the files of several
-processes, only the records of its newest owner count (`read_tree`, `store.journal_folders`).
+A trajectory that continues in another process has an owner with a higher number there. Of the files of
+several processes, only the records of its newest owner count (`read_tree`, `store.journal_folders`).
 """
 
 from __future__ import annotations

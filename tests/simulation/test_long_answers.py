@@ -82,7 +82,7 @@ async def test_slow_prompts_come_again_when_they_were_dropped(tmp_path: Path) ->
 
 
 async def test_no_prompt_is_skipped_when_a_run_ends_amid_long_answers_and_is_resumed(tmp_path: Path) -> None:
-    """Who continues behind what was dispatched skips what was in flight: the long ones (NeMo-RL issue 3599)."""
+    """A run that continues behind what was dispatched would skip the long answers (NeMo-RL issue 3599)."""
     settings = {"tasks": slow_and_quick(64), "epochs": 1, "groups_per_batch": 4, "group_size": 2, "slots": 16}
     first = World(tmp_path, **settings)
     await first.train(100, kill_after_s=150.0)

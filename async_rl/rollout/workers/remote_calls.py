@@ -123,7 +123,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
             post: Sends a message to the driver.
             connect: Makes the client of an engine.
             lease_s: How long leases are valid after a heartbeat.
-            report_s: How often the progress of a call is reported at most: it only tells that the call is alive.
+            report_s: Shortest time between two progress reports of a call.
             metrics: Counts shortages of descriptors.
             clock: Monotonic seconds.
         """
