@@ -13,13 +13,11 @@ from async_rl.errors import InvariantError
 from tests.support.stored_batches import store_batch
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
-    differing,
     gradients,
     log_probs_of,
     started,
     trainer_config,
     trial,
-    weights,
 )
 
 pytestmark = pytest.mark.megatron
@@ -176,28 +174,6 @@ def test_rewarded_tokens_become_likelier_when_trained(two_layers):
             metrics = worker.train_on(replace(batch, rollout_log_probs=on_policy), step).metrics
             assert metrics["log_prob_abs_diff"] < 1e-6
     assert shares[-1] > 2 * shares[0]
-
-
-@pytest.mark.real
-def test_training_goes_on_bit_for_bit_when_resumed(two_layers, tmp_path):
-    batches = [random_batch(seed, layers=2) for seed in range(4)]
-    config = trainer_config(two_layers, optimizer={"lr": 1e-3, "warmup_steps": 3}, keep_checkpoints=2)
-    with started(config, tmp_path / "none") as worker:
-        for step in (1, 2):
-            worker.train_on(batches[step - 1], step)
-        worker.save_checkpoint(str(tmp_path), {"weight_version": 2, "note": "data position"})
-        # What follows does not reach the checkpoint, which is written meanwhile.
-        expected = [worker.train_on(batches[step - 1], step).metrics for step in (3, 4)]
-        expected_weights = weights(worker)
-    for folder in (tmp_path, tmp_path / "step_00000002"):
-        with started(config, folder) as worker:
-            assert worker.num_steps == 2
-            for step, metrics in zip((3, 4), expected, strict=True):
-                again = worker.train_on(batches[step - 1], step).metrics
-                assert {k: v for k, v in again.items() if k != "step_s"} == {
-                    k: v for k, v in metrics.items() if k != "step_s"
-                }
-            assert not differing(weights(worker), expected_weights)
 
 
 def test_batch_is_read_from_its_frames_when_trained(two_layers, tmp_path):

@@ -62,32 +62,6 @@ def queue(*in_flight: str, **more: Any) -> QueueView:
     )
 
 
-def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
-    serving = {"state": "serving", "running_calls": 17, "weight_version": 3, "patience_s": 60}
-    diagnosis = look(
-        wait(LOOP, "batch", age_s=412, why="1 of 8 groups in flight must go first"),
-        wait(WaitNode("group", "g"), "trajectories", age_s=411),
-        wait(WaitNode("trajectory", "g-0"), "agent loop", "loops:Mine", age_s=411),
-        wait(WaitNode("trajectory", "g-0"), "chunk", "engine-1", age_s=405),
-        wait(WaitNode("trajectory", "h-0"), "chunk", "engine-1", age_s=380),
-        actors=group("g") + group("h"),
-        queue=queue("h", "g", due=("g",)),
-        engines=[EngineView(engine_id="engine-1", **serving)],
-        unheard_s={"engine-1": 380.0},
-    )
-    assert diagnosis.text.splitlines() == [
-        "nothing has moved for 400 s",
-        "     train loop waits for a batch (412 s): 1 of 8 groups in flight must go first",
-        "  <- group g waits for its trajectories (411 s)",
-        "  <- trajectory g-0 waits for agent loop loops:Mine (411 s)",
-        "  <- trajectory g-0 waits for a chunk of engine-1 (405 s, limit 60 s)",
-        "  <- engine-1: serving at version 3, 17 calls, last heard of 380 s ago",
-        "likely cause: engine-1 sends no more chunks (2 waiting, the longest for 405 s, "
-        "over its limit of 60 s)",
-    ]
-    assert (diagnosis.state, diagnosis.causes[0].problem) == ("stalled", "silent")
-
-
 def test_a_group_is_not_lost_when_an_earlier_process_left_it_and_it_waits_for_a_slot() -> None:
     tool = wait(WaitNode("trajectory", "g-0"), "tool", "search")
     waits = [wait(LOOP, "batch"), wait(ROLLOUTS, "slot"), tool]

@@ -21,24 +21,6 @@ async def pool_of(*engines: str, **limits: int) -> AsyncIterator[ManualPool]:
         yield ManualPool(*engines, nursery=nursery, **limits)
 
 
-async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quarantined() -> None:
-    """A stopped engine sends no error: the pool must end the calls that wait for it."""
-    async with pool_of("a") as bench:
-        running, queued = bench.start("t1"), bench.start("t2")
-        await settle()
-        bench.engines["a"].say(0, tokens(3))
-        await settle()
-        bench.pool.quarantine_engine("a", EngineError("it does not answer"))
-        await settle()
-        assert running.done()
-        assert queued.done()
-        assert bench.tokens == {"t1": 3}
-        assert "it does not answer" in str(bench.ended["t1"])
-        assert isinstance(bench.ended["t2"], CallLost)
-        assert bench.engines["a"].left == 2  # the streams were closed, which ends the calls on the engine
-        assert asyncio.get_running_loop().time() == 0.0
-
-
 async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> None:
     async with pool_of("a", max_prefill_tokens=50) as bench:
         first, second = bench.start("t1", prompt=60), bench.start("t2", prompt=60)

@@ -3,8 +3,7 @@ from typing import cast
 import pytest
 
 from async_rl.engine_protocol import Engine
-from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.errors import EngineError
+from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 
 
@@ -41,16 +40,6 @@ async def test_a_trajectory_returns_to_its_engine_unless_that_is_clearly_busier(
         async with pool.lease(f"x{tokens}", tokens=tokens), pool.lease(f"y{tokens}", tokens=90):
             async with pool.lease("mine", tokens=10) as lease:
                 assert lease.engine.engine_id == expected
-
-
-async def test_no_call_is_given_to_an_engine_when_it_is_quarantined():
-    pool = make_pool("a", "b")
-    pool.quarantine_engine("a", EngineError("dead"))
-    for index in range(8):
-        async with pool.lease(str(index), tokens=1) as lease:
-            assert lease.engine.engine_id == "b"
-    assert [e.engine_id for e in pool.engines(EngineState.QUARANTINED)] == ["a"]
-    assert await pool.wait_for_repair() == "a"
 
 
 async def test_the_oldest_version_counts_engines_that_are_being_updated():

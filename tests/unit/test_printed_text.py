@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import sys
-import threading
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from async_rl.cli.main import main
-from async_rl.config import load_config
-from async_rl.config.reference import resolved_yaml
-from async_rl.errors import AgentLoopError, EngineError
+from async_rl.errors import EngineError
 from async_rl.run.folder import logging_to
 from async_rl.runtime.printable import print_exception, print_text, printable
-from async_rl.store.archive import Archive
-from tests.support.run_config import write_run
-from tests.support.trajectories import archive_failure, archive_trajectory, make_trajectory
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "[/x]\x1b]52;c;cm0gLXJm\x07\x1b[2J\x9b31m\x7f\r\x08\u202egnp.exe\u2066\u2028[bold]:warning:\x00"
@@ -45,85 +33,6 @@ def test_every_control_character_is_shown_as_an_escape() -> None:
     assert control_characters(shown) == set()
     assert printable("a\x1b\x9b\u202e\n\té😀\\[/x]") == "a\\u001b\\u009b\\u202e\n\té😀\\[/x]"
     assert printable(shown) == shown
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, calculator: Path) -> Path:
-    """The folder of a run whose dataset, policy and engine are hostile."""
-    folder = tmp_path / "runs" / "tiny"
-    folder.mkdir(parents=True)
-    config = load_config(write_run(tmp_path), [f"model.path={calculator / 'model'}"])
-    (folder / "config.yaml").write_text(resolved_yaml(config))
-    archive = Archive(folder / "trajectories.sqlite", keep=10)
-    hostile = replace(make_trajectory("0198aaaa"), task_id=HOSTILE, group_id=HOSTILE)
-    segments = [
-        replace(each, engine_id=HOSTILE) if hasattr(each, "engine_id") else each for each in hostile.segments
-    ]
-    outcome = replace(hostile.outcome, reward_parts={HOSTILE: 1.0})
-    archive_trajectory(archive, replace(hostile, segments=tuple(segments), outcome=outcome))
-    archive.dropped(["0198aaaa"], HOSTILE)
-    archive_failure(
-        archive, replace(make_trajectory("0198bbbb", reward=None), task_id="[/x]"), AgentLoopError(HOSTILE)
-    )
-    archive.close()
-    return folder
-
-
-@pytest.mark.parametrize("options", [[], ["0198aaaa"], ["0198bbbb"], ["0198aaaa", "--special"]])
-@pytest.mark.parametrize("as_json", [False, True])
-def test_inspect_prints_no_control_characters(
-    run_dir: Path, options: list[str], as_json: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(run_dir), *options, *(["--json"] if as_json else [])]) == 0
-    shown = capsys.readouterr().out
-    assert control_characters(shown) == set()
-    assert "\\u001b]52" in shown
-    assert "[/x]" in shown
-    if as_json:
-        assert json.loads(shown)
-
-
-def test_an_error_is_printed_without_control_characters(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(run_dir), HOSTILE]) == 2
-    assert main(["train", f"/{HOSTILE.replace(chr(0), '')}"]) == 2
-    shown = capsys.readouterr()
-    assert control_characters(shown.out + shown.err) == set()
-    assert "gnp.exe" in shown.err
-
-
-@contextmanager
-def answering(body: bytes) -> Iterator[str]:
-    """The address of a server that answers every request so."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Stay silent."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_doctor_prints_no_control_characters_of_a_hostile_server(capsys: pytest.CaptureFixture[str]) -> None:
-    diagnosis = {"state": "moving", "quiet_s": 0.0, "causes": []}
-    with answering(json.dumps({"phase": HOSTILE, "step": 1, "diagnosis": diagnosis}).encode()) as url:
-        assert main(["doctor", url]) == 0
-    shown = capsys.readouterr().out
-    assert control_characters(shown) == set()
-    assert "\\u001b]52" in shown
 
 
 def test_a_log_has_no_control_characters_and_no_forged_records(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import os
 import struct
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Set
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Self, cast
@@ -50,7 +49,6 @@ from async_rl.rollout.workers.messages import (
     GroupScored,
     Heartbeat,
     LeaseEnded,
-    LeaseGranted,
     LeaseWanted,
     Message,
     MetricIncrement,
@@ -72,7 +70,7 @@ from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task,
 from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 from tests.support.trajectories import make_trajectory
 from verification.simulation import simulated_workers
-from verification.simulation.simulated_workers import LinkFault, MemoryLink, SimulatedWorkers
+from verification.simulation.simulated_workers import SimulatedWorkers
 from verification.simulation.users import bad_environment
 
 HERE = __name__
@@ -145,12 +143,6 @@ class AddsObject:
 
 class OurOwnError(AgentLoopError):
     """An error class that the driver does not know."""
-
-
-class Raising:
-    async def run(self, task: Task, session: Session) -> None:
-        session.start(task.messages)
-        raise OurOwnError("the cat is on the keyboard")
 
 
 class CannotEnter(OneTurn):
@@ -381,12 +373,6 @@ async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker() 
         loop.call_later(1000.0, workers.bench.pool.serve_engine, engine_id, 0)
         assert len(await workers.trajectories()) == 4
     assert loop.time() > 1000.0
-
-
-async def _undisturbed() -> list[int]:
-    async with WorkerBench() as workers:
-        (trajectory,) = await workers.trajectories()
-    return trajectory.token_ids.tolist()
 
 
 @pytest.mark.real
@@ -775,12 +761,6 @@ async def test_workers_are_not_restarted_when_the_driver_stalls() -> None:
         assert len(workers.processes.metrics) == 1  # the first incarnation
 
 
-async def test_an_attempt_fails_in_the_driver_when_its_loop_fails_in_the_worker() -> None:
-    async with WorkerBench("Raising") as workers:
-        with pytest.raises(AgentLoopError, match="the cat is on the keyboard"):
-            await workers.run()
-
-
 def test_errors_keep_their_class_when_they_cross_the_link() -> None:
     for error in (PromptTooLong("long"), RewardError("none")):
         there = Failure.of(error).error
@@ -919,6 +899,7 @@ def _wrong_messages(request_id: int, own: str, folder: str) -> dict[str, Message
         "progress": Heartbeat(progress=(progress,)),
         "counts": Heartbeat(increments=(count,)),
         "model": LeaseWanted(lease_id=99, key=own, tokens=1, prompt=1, model="none"),
+        "message of the driver": CancelRequest(request_id=request_id),
     }
 
 
@@ -1148,52 +1129,3 @@ async def test_a_link_is_lost_when_a_message_is_missing_or_late(numbers: tuple[i
             theirs.transport.write(numbered(number))
         with pytest.raises(WorkerLost, match="messages are missing"):
             await numbers_received(ours, len(numbers))
-
-
-async def test_nothing_happens_twice_when_all_messages_arrive_twice() -> None:
-    async with WorkerBench("Everything") as workers:
-        await asyncio.sleep(0.1)
-        end = workers.processes.ends["rollout-worker-0"]
-        met: list[bool] = []
-        for by_peer in (False, True):
-            end.inject("repeat_message", partial(met.append, by_peer), by_peer=by_peer, times=10_000)
-        trajectories = await workers.trajectories()
-        await asyncio.sleep(5.0)
-        workers.spool.delete_discarded()
-        again = await workers.trajectories(attempt("1" * 32))
-        await asyncio.sleep(0.1)
-        assert [len(each.turns) for each in trajectories] == [len(each.turns) for each in again]
-        assert len(workers.processes.metrics) == 1  # the first incarnation
-        assert min(met.count(by_peer) for by_peer in (False, True)) > 20
-        assert workers.bench.pool.statistics.load_of("engine-0").calls == 0
-
-
-@pytest.mark.parametrize("fault", ["lose_message", "reorder_messages"])
-@pytest.mark.parametrize(
-    "kind", [AttemptEnded, LeaseGranted, LeaseEnded, StartAttempt], ids=lambda k: k.__name__
-)
-async def test_an_attempt_goes_on_elsewhere_when_a_message_of_it_is_lost(
-    fault: LinkFault, kind: type[Message], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    post, met = MemoryLink.post, list[str]()
-
-    def post_or_lose(link: MemoryLink, message: Message) -> None:
-        if isinstance(message, kind) and not met:
-            link.inject(fault, partial(met.append, fault), by_peer=False)
-        post(link, message)
-
-    monkeypatch.setattr(MemoryLink, "post", post_or_lose)
-    async with WorkerBench() as workers, asyncio.timeout(3.0):
-        with suppress(WorkerLost) if kind is LeaseEnded else pytest.raises(WorkerLost):
-            await workers.run()
-        (trajectory,) = await workers.trajectories()
-        assert met
-    assert trajectory.token_ids.tolist() == await _undisturbed()
-
-
-async def test_a_worker_is_lost_when_it_sends_a_message_of_the_driver() -> None:
-    async with WorkerBench() as workers:
-        await asyncio.sleep(1.0)
-        workers.processes.ends["rollout-worker-0"].post(CancelRequest(request_id=1))
-        await asyncio.sleep(5.0)
-        assert workers.bench.counted("rollout_worker_restarts_total") == 1

@@ -40,25 +40,6 @@ def ids_of(trajectory) -> list[int]:
     return trajectory.token_ids[PROMPT:].tolist()
 
 
-@pytest.mark.case(10)
-async def test_generation_resumes_with_its_tokens_and_a_smaller_budget_when_aborted():
-    b = bench(
-        [
-            lambda r: sampled(5, "abort", 0, prompt=PROMPT),
-            lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5, first=200),
-        ]
-    )
-    turn = await b.session.generate()
-    trajectory = await b.finish()
-    first, second = b.engines[0].requests
-    assert second.input_ids.tolist() == [*range(PROMPT), 100, 101, 102, 103, 104]
-    assert second.max_new_tokens == first.max_new_tokens - 5
-    assert first.request_id != second.request_id
-    assert turn.token_ids.tolist() == ids_of(trajectory) == [100, 101, 102, 103, 104, 200, 201, 202]
-    assert [s.weight_version for s in trajectory.sampled] == [0, 1]
-    assert trajectory.outcome.num_interruptions == trajectory.outcome.num_resumes == 1
-
-
 @pytest.mark.case(11)
 async def test_routing_is_replaced_and_never_concatenated_when_resumed():
     b = bench(
@@ -282,23 +263,6 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
         task.cancel()
     assert b.session.remaining_tokens == 64 - PROMPT - 3
     assert b.session.writer.tokens.segments[-1].token_ids.tolist() == [100, 101, 102]
-
-
-@pytest.mark.case(21)
-async def test_tool_tokens_are_context_and_get_rows_with_the_next_call():
-    b = bench(
-        [
-            lambda r: sampled(5, "stop", 0, prompt=PROMPT),
-            lambda r: sampled(2, "stop", 0, prompt=len(r.input_ids), first=200),
-        ]
-    )
-    await b.session.generate()
-    b.session.add_messages([{"role": "tool", "content": "4"}])
-    await b.session.generate()
-    trajectory = await b.finish()
-    assert ids_of(trajectory) == [100, 101, 102, 103, 104, 9, 9, 200, 201]
-    assert trajectory.response_mask[PROMPT:].tolist() == [True] * 5 + [False] * 2 + [True] * 2
-    assert trajectory.trace.valid.all()
 
 
 async def test_messages_are_rendered_together_when_they_are_added_one_by_one():

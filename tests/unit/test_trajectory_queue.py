@@ -675,18 +675,6 @@ async def test_a_damaged_or_lost_frame_of_an_earlier_process_is_found_with_its_b
         run.queue.close()
 
 
-async def test_a_frame_of_another_trajectory_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
-    first = Run(tmp_path)
-    await first.ready("a", "b", "c")
-    one, other = first.ledger.group("a").stored.values()
-    Path(other.path).rename(one.path)
-    second = first.again()
-    assert (await second.take()).group_ids == ("b", "c")
-    assert second.queue.statistics().dropped == {"corrupt": 2}
-    for run in (first, second):
-        run.queue.close()
-
-
 async def test_frames_are_found_when_the_run_was_moved(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     first = Run(tmp_path / "here")
