@@ -1,4 +1,4 @@
-"""Operations on the routing rows that engines report: replace, splice, fit, truncate and check.
+"""Operations on the routing rows that engines report: check, splice and fit.
 
 Row i of a trace belongs to the forward pass that was fed token i. The token sampled last was never fed, so T
 tokens have T-1 rows:
@@ -7,7 +7,6 @@ tokens have T-1 rows:
 tokens      p0 p1 p2 p3 | a0 a1 a2 | b0 b1 b2        4 read, 3 sampled, interrupted, 3 sampled on resume
 first trace  0  1  2  3   4  5                       6 rows: a2 was never fed
 second       0  1  2  3   4  5  6    7  8            9 rows: a full sequence again
-replace      second as a whole
 splice      rows 0-5 of the first, 6-8 of the second  row 6, the boundary, was first fed on resume
 ```
 
@@ -15,6 +14,10 @@ Traces are never concatenated: each is a full sequence, and `fit` refuses the re
 trace identifies its text by a hash and its layers by their numbers, so that rows of another text or model are
 refused even if their size fits. Ids stay as narrow as the number of experts allows. The functions are pure;
 results may share memory with their arguments.
+
+Rows are checked twice. `make_trace` checks all ids of an engine's answer, and `fit` that they belong to the
+trajectory's tokens. Later stages rely on it, because checksums protect the trajectory on disk. The trainer
+compares only the model that rows are of with its own, when it reads them.
 """
 
 from __future__ import annotations
@@ -102,22 +105,6 @@ def make_trace(
     )
 
 
-def replace(old: RoutingTrace | None, new: RoutingTrace | None) -> RoutingTrace | None:
-    """Return the newest full sequence as a whole; a response without rows changes nothing.
-
-    Raises:
-        AlignmentError: When the new trace is of another model, or shorter than the old one.
-    """
-    if old is None or new is None:
-        return new if old is None else old
-    _check_kin(old, new)
-    if len(new.rows) < len(old.rows):
-        raise AlignmentError(
-            f"{len(new.rows)} rows would replace {len(old.rows)}: a sequence only grows", "wrong_shape"
-        )
-    return new
-
-
 def splice(old: RoutingTrace | None, new: RoutingTrace | None, *, start: int = 0) -> RoutingTrace | None:
     """Keep the valid rows of the old trace and take all others from the new one.
 
@@ -179,80 +166,6 @@ def fit(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
     rows[:held] = trace.rows
     spans = _spans([*_parts(trace.spans), (held, wanted, NEVER_COMPUTED)])
     return msgspec.structs.replace(trace, rows=rows, spans=spans, prefix_hash=hash_tokens(token_ids[:wanted]))
-
-
-def truncate(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
-    """Return the rows of these tokens, with which a longer trajectory begins."""
-    end = min(len(trace.rows), max(len(token_ids) - 1, 0))
-    spans = _spans([(a, min(b, end), version) for a, b, version in _parts(trace.spans)])
-    return msgspec.structs.replace(
-        trace,
-        rows=trace.rows[:end],
-        spans=spans,
-        prefix_hash=hash_tokens(token_ids[:end]),
-        recomputed=tuple((a, min(b, end)) for a, b in trace.recomputed if a < end),
-    )
-
-
-def check(trace: RoutingTrace, num_tokens: int, moe_layers: Sequence[int]) -> None:
-    """Check everything about the trace of a finished trajectory except its text, which `fit` checks.
-
-    A session calls both once, when the trajectory ends. Later stages rely on it: checksums protect the
-    trajectory on disk, and the trainer checks the ids again before it uses them.
-
-    Args:
-        trace: The trace, with T-1 rows.
-        num_tokens: T, the tokens of the trajectory.
-        moe_layers: The layers of the model that have experts.
-
-    Raises:
-        AlignmentError: When the number of rows is not T-1, types or shapes are wrong, the rows are of other
-            layers, the spans do not partition the rows, or a valid row holds an id out of range or twice. A
-            layer that an engine left at zeros is found so as well, where a token has more than one expert.
-    """
-    wanted = max(num_tokens - 1, 0)
-    rows = trace.rows
-    if rows.ndim != 3 or len(rows) != wanted or 0 in rows.shape[1:]:
-        raise AlignmentError(
-            f"routing of shape {rows.shape} for {num_tokens} tokens, expected [{wanted}, L, K]",
-            "too_many_rows" if rows.ndim == 3 and len(rows) > wanted else "wrong_shape",
-        )
-    if not 1 <= trace.num_experts <= 1 << 16:
-        raise AlignmentError(f"routing among {trace.num_experts} experts", "out_of_range")
-    if rows.dtype != id_dtype(trace.num_experts) or not rows.flags.c_contiguous:
-        raise AlignmentError(
-            f"routing rows of {rows.dtype} for {trace.num_experts} experts, or not contiguous", "wrong_shape"
-        )
-    if len(trace.moe_layers) not in (0, rows.shape[1]):
-        raise AlignmentError(
-            f"routing of {rows.shape[1]} layers says that it is of {trace.moe_layers}", "wrong_layers"
-        )
-    if trace.moe_layers != tuple(moe_layers):
-        raise AlignmentError(
-            f"routing of the layers {trace.moe_layers}, expected {tuple(moe_layers)}", "wrong_layers"
-        )
-    position = 0
-    for span in trace.spans:
-        if span.start != position or span.end <= position:
-            raise AlignmentError(
-                f"version spans leave a gap or overlap at row {position}: {span}", "wrong_versions"
-            )
-        position = span.end
-    if position != wanted:
-        raise AlignmentError(f"version spans end at row {position} of {wanted}", "wrong_versions")
-    reported = rows if trace.valid.all() else rows[trace.valid]
-    _check_range(reported, trace.num_experts)
-    _check_unique(reported)
-
-
-def invalid_rows(trace: RoutingTrace) -> int:
-    """Return the number of rows that were never reported and are routed natively in training."""
-    return sum(span.end - span.start for span in trace.spans if span.weight_version == NEVER_COMPUTED)
-
-
-def recomputed_rows(trace: RoutingTrace) -> int:
-    """Return the number of rows that were computed anew: they may differ from those sampled with."""
-    return sum(end - start for start, end in trace.recomputed)
 
 
 def flip_ratio(old: ExpertIdArray, new: ExpertIdArray) -> float:

@@ -120,9 +120,8 @@ class Mixed:
         """The trajectory with its rows merged, or without any for `off`."""
         trace: RoutingTrace | None = None
         if merge != "off":
-            join = routing.replace if merge == "replace" else routing.splice
             for part in self.parts:
-                trace = join(trace, part.trace)
+                trace = part.trace or trace if merge == "replace" else routing.splice(trace, part.trace)
         segments = (Context(token_ids=self.prompt), *(part.sampled for part in self.parts))
         return real_parts.make_trajectory("0" * 8, segments, trace)
 

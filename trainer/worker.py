@@ -238,7 +238,7 @@ class TrainerWorker:
         """Implements `TrainerRank.read_batch`.
 
         Raises:
-            AlignmentError: When a frame does not hold what its reference says.
+            AlignmentError: When routing rows are of another model than the batch's.
             TrainerError: When a frame was damaged while it was read.
         """
         self._read = None
@@ -313,7 +313,7 @@ class TrainerWorker:
             Metrics and the tokens with the largest mismatch, the same on every rank.
 
         Raises:
-            AlignmentError: When routing rows do not match the batch or the model; no weight was changed.
+            AlignmentError: When routing rows are of another model; no weight was changed.
             NonFiniteLoss: When more than `trainer.max_skipped_updates` updates in a row had a loss or
                 gradient norm that is not finite, or a norm above the limit; the last update changed no
                 weight.
@@ -643,8 +643,7 @@ class TrainerWorker:
     def place_micro_batches(
         self, batch: TrainBatch, wanted: Targets, trajectories: Sequence[int]
     ) -> list[PlacedMicroBatch]:
-        """Plan the micro-batches of some trajectories, check this rank's routing rows and copy both to
-        the device.
+        """Plan the micro-batches of some trajectories, and copy their tokens and routing rows to the device.
 
         Args:
             batch: The batch.
@@ -656,9 +655,7 @@ class TrainerWorker:
         rows, valid = None, None
         if self.config.routing.replay == "r3":
             rows, valid = batch.routed_experts, batch.routing_valid
-            mine = [j for micro_batch in plan for j in micro_batch.trajectories]
-            with raise_on_all_ranks():
-                check_rows(batch, model.config, mine)
+            check_rows(batch, model.config)
         packings = [pack_micro_batch(micro_batch, batch.offsets, model.alignment) for micro_batch in plan]
         placed = []
         for packing in level_packings(packings) if model.level_lengths else packings:

@@ -25,8 +25,8 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
             rewards of all trajectories are known without.
 
     Raises:
-        CorruptFrame: When a frame is damaged or missing.
-        AlignmentError: When a frame does not hold what its reference says.
+        CorruptFrame: When a frame is damaged, missing, or not the one that its reference is of.
+        AlignmentError: When routing rows are of another model than the batch's.
     """
     trajectories = taken.trajectories
     offsets = np.concatenate([[0], np.cumsum(taken.lengths)]).astype(np.int64)
@@ -69,14 +69,10 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
         columns = frames.read_columns(trajectories[index])
         _copy_columns(batch, int(offsets[index]), int(offsets[index + 1]), trajectories[index], columns)
         if frames.MASK_COUNTS in columns:
-            masks[index] = _read_mask(trajectories[index], columns)
-        found = columns.get(frames.TEACHER_LOG_PROBS)
-        if found is not None and len(found) != taken.lengths[index]:
-            raise AlignmentError(
-                f"{trajectories[index].path} holds {len(found)} log-probs of a teacher for "
-                f"{taken.lengths[index]} tokens",
-                "wrong_shape",
+            masks[index] = SamplingMask(
+                counts=columns[frames.MASK_COUNTS], token_ids=columns[frames.MASK_TOKEN_IDS]
             )
+        found = columns.get(frames.TEACHER_LOG_PROBS)
         scores[offsets[index] : offsets[index + 1]] = np.nan if found is None else found
         any_scored = any_scored or found is not None
     if any_scored:
@@ -89,37 +85,22 @@ def read_trajectories(taken: TakenBatch, indices: Iterable[int] | None = None) -
     return msgspec.structs.replace(batch, sampling_mask=SamplingMask.joined(known))
 
 
-def _read_mask(trajectory: StoredTrajectory, columns: Mapping[str, np.ndarray]) -> SamplingMask:
-    mask = SamplingMask(counts=columns[frames.MASK_COUNTS], token_ids=columns[frames.MASK_TOKEN_IDS])
-    token_ids = columns[frames.TOKEN_IDS]
-    if len(mask) != len(token_ids) or int(mask.counts.sum(dtype=np.int64)) != len(mask.token_ids):
-        raise AlignmentError(
-            f"{trajectory.path} holds sampling masks of {len(mask)} tokens for {len(token_ids)} tokens",
-            "wrong_shape",
-        )
-    if not mask.keeps(token_ids).all():
-        raise AlignmentError(
-            f"{trajectory.path} holds a sampled token that its sampling mask excludes", "wrong_shape"
-        )
-    return mask
-
-
 def _copy_columns(
     batch: TrainBatch, start: int, end: int, trajectory: StoredTrajectory, columns: Mapping[str, np.ndarray]
 ) -> None:
-    token_ids, log_probs = columns[frames.TOKEN_IDS], columns[frames.ROLLOUT_LOG_PROBS]
-    if len(token_ids) != end - start or len(log_probs) != end - start:
-        raise AlignmentError(
-            f"{trajectory.path} holds {len(token_ids)} tokens and {len(log_probs)} log-probs, its reference "
-            f"says {end - start}",
-            "wrong_shape",
-        )
-    batch.token_ids[start:end] = token_ids
-    batch.rollout_log_probs[start:end] = log_probs
-    experts, valid = batch.routed_experts, batch.routing_valid
-    if experts is None or valid is None:
+    batch.token_ids[start:end] = columns[frames.TOKEN_IDS]
+    batch.rollout_log_probs[start:end] = columns[frames.ROLLOUT_LOG_PROBS]
+    experts, valid, described = batch.routed_experts, batch.routing_valid, trajectory.routing
+    if experts is None or valid is None or described is None:
         return
-    rows = columns.get(frames.ROUTED_EXPERTS)
-    if rows is not None:  # the token sampled last was never fed
+    found = described.num_experts, described.moe_layers, described.shape[2]
+    if found != (expected := (batch.num_experts, batch.moe_layers, experts.shape[2])):
+        raise AlignmentError(
+            f"trajectory {trajectory.trajectory_id} has routing rows of another model: experts, layers with "
+            f"experts and experts of a token are {found}, expected {expected}. The model of a run cannot "
+            "change: start a new one",
+            "wrong_layers",
+        )
+    if (rows := columns.get(frames.ROUTED_EXPERTS)) is not None:  # the token sampled last was never fed
         experts[start : end - 1] = rows
         valid[start : end - 1] = columns.get(frames.ROUTING_VALID, True)

@@ -1,4 +1,4 @@
-"""From finished groups to a batch: checks ages and routing, and leaves out what is too old.
+"""From finished groups to a batch: checks ages, and leaves out what is too old.
 
 It is the final check of the staleness bound: the trainer reads the batches that `Packer` makes. Everything is
 decided by the summaries of the trajectories. The ranks that read the frames verify them.
@@ -10,12 +10,9 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
-import numpy as np
 
-from async_rl import routing
 from async_rl.engine_protocol import EngineFacts
-from async_rl.errors import AlignmentError, DataError, InvariantError
-from async_rl.observability.metrics import Metrics
+from async_rl.errors import DataError, InvariantError
 from async_rl.runtime.reward_values import MAX_REWARD, reward_value
 from async_rl.staleness import StalenessPolicy
 from async_rl.types import StoredTrajectory, TakenBatch, root_of
@@ -68,7 +65,6 @@ class Packer:
         staleness_policy: StalenessPolicy,
         min_group_size: int,
         facts: EngineFacts | None,
-        metrics: Metrics | None,
     ) -> None:
         """Set the rules.
 
@@ -77,13 +73,11 @@ class Packer:
             staleness_policy: Whether older tokens are masked; otherwise there are none.
             min_group_size: A group with fewer trajectories left is not trained.
             facts: The model's facts when routing is replayed, else None.
-            metrics: Counts refused routing rows.
         """
         self._max_staleness = max_staleness
         self._staleness_policy = staleness_policy
         self._min_group_size = min_group_size
         self._facts = facts
-        self._metrics = metrics
 
     def pack_groups(self, version: int, stored: Sequence[StoredGroup]) -> Packed:
         """Make a batch of groups, to be consumed at `version`.
@@ -101,7 +95,6 @@ class Packer:
                 for trajectory in group.trajectories:
                     _check_versions(trajectory, version)
                     _check_values(trajectory)
-                    self._check_model(trajectory)
             except DataError as error:
                 log.warning("group %s cannot be trained on: %s", group.group_id, error)
                 unusable[group.group_id], flaw = "corrupt", str(error)
@@ -131,17 +124,6 @@ class Packer:
         )
         self._check_batch(batch)
         return Packed(batch=batch, too_stale=tuple(too_stale))
-
-    def _check_model(self, trajectory: StoredTrajectory) -> None:
-        """Refuse routing rows of another model, as a damaged frame is refused."""
-        if self._facts is None:
-            return
-        try:
-            check_model(trajectory, self._facts)
-        except AlignmentError as error:
-            if self._metrics is not None:
-                self._metrics.replay_rejected_total.labels(error.reason).inc()
-            raise
 
     def _check_batch(self, batch: TakenBatch) -> None:
         for trajectory, age in zip(batch.trajectories, batch.staleness, strict=True):
@@ -179,36 +161,6 @@ def _check_versions(trajectory: StoredTrajectory, trainer_version: int) -> None:
         raise DataError(
             f"trajectory {trajectory.trajectory_id} has tokens of weight version {newest}; the trainer is at "
             f"{trainer_version}"
-        )
-
-
-def check_model(trajectory: StoredTrajectory, facts: EngineFacts) -> None:
-    """Check that stored routing rows are of the model that is trained: a run may be resumed with another one.
-
-    Only types and shapes are compared. The session verified text and ids when the rows arrived, and the frame
-    has a checksum.
-
-    Raises:
-        AlignmentError: When they are not; names the trajectory, what was found and what was expected.
-    """
-    rows = trajectory.routing
-    if rows is None:
-        return
-    found = rows.shape, rows.dtype, rows.num_experts
-    shape = (trajectory.num_tokens - 1, len(facts.moe_layers), facts.top_k)
-    expected = shape, np.dtype(routing.id_dtype(facts.num_experts)).name, facts.num_experts
-    if found != expected:
-        raise AlignmentError(
-            f"trajectory {trajectory.trajectory_id}: "
-            + "routing of shape {}, {}, {} experts".format(*found)
-            + "; expected {}, {}, {}".format(*expected),
-            "too_many_rows" if rows.shape[0] > shape[0] else "wrong_shape",
-        )
-    if rows.moe_layers != facts.moe_layers:
-        raise AlignmentError(
-            f"trajectory {trajectory.trajectory_id}: routing of the layers {rows.moe_layers}, expected "
-            f"{facts.moe_layers}",
-            "wrong_layers",
         )
 
 

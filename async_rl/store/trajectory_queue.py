@@ -154,7 +154,6 @@ class TrajectoryQueue:
             staleness_policy=staleness_policy,
             min_group_size=min_group_size,
             facts=facts,
-            metrics=metrics,
         )
         self._delivery = BatchDelivery(self._groups, packer, self._threads, read_batch)
 

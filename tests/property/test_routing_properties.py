@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.routing import fit, invalid_rows, make_trace, replace, splice
+from async_rl.routing import fit, make_trace, splice
 from async_rl.types import NEVER_COMPUTED, RoutingTrace
 from tests.support.trajectories import make_rows, verify
 
@@ -25,25 +25,6 @@ def reported(num_tokens: int, version: int, start: int = 0) -> RoutingTrace:
 
 def version_of(trace: RoutingTrace) -> list[int]:
     return [span.weight_version for span in trace.spans for _ in range(span.start, span.end)]
-
-
-@given(st.integers(1, 4), calls)
-def test_rows_are_those_of_the_last_response_that_had_some_when_replaced(
-    prompt: int, calls: list[tuple[int, bool]]
-) -> None:
-    tokens, merged, last = prompt, None, None
-    for version, (sampled, has_rows) in enumerate(calls):
-        tokens += sampled
-        new = reported(tokens, version) if has_rows else None
-        merged, last = replace(merged, new), last if new is None else new
-    if last is None:
-        assert merged is None
-        return
-    assert merged is not None
-    fitted = fit(merged, TEXT[:tokens])
-    verify(fitted, TEXT[:tokens], LAYERS)
-    assert np.array_equal(fitted.rows[: len(last.rows)], last.rows)
-    assert invalid_rows(fitted) == tokens - 1 - len(last.rows)
 
 
 @given(st.integers(1, 4), calls, st.booleans())

@@ -13,7 +13,6 @@ from async_rl.codec import Frame
 from async_rl.engine_protocol import EngineFacts
 from async_rl.store import frames
 from async_rl.store.batching import read_trajectories
-from async_rl.store.packing import check_model
 from async_rl.store.spool import Spool
 from async_rl.types import (
     StoredRouting,
@@ -43,9 +42,6 @@ def taken_batch(
     """Store groups in a folder and make a batch of them."""
     spool = Spool(folder, None)
     stored = [spool.store_tree(group.trajectories) for group in groups]
-    for trajectory in (each for group in stored for each in group):
-        if facts is not None:
-            check_model(trajectory, facts)
     return TakenBatch(
         batch_id=batch_id,
         trainer_version=version,

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from async_rl.engine_protocol import EngineFacts
-from async_rl.routing import check, fit, make_trace
+from async_rl.routing import fit, make_trace
 from async_rl.store.archive import Archive
 from async_rl.store.ledger import Ledger
 from async_rl.store.spool import SpoolFolder
@@ -105,9 +105,14 @@ def make_group(group_id: str, size: int = 2, version: int = 0, tokens: int = 4, 
 
 
 def verify(trace: RoutingTrace, token_ids: np.ndarray, moe_layers: Sequence[int]) -> None:
-    """Check a finished trajectory's trace as a session does, and that no row is missing."""
-    check(trace, len(token_ids), moe_layers)
-    fit(trace, token_ids)
+    """Check the trace of a finished trajectory: its text, its layers, its ids and its versions."""
+    assert fit(trace, token_ids) is trace
+    assert trace.moe_layers == tuple(moe_layers)
+    reported = trace.rows[trace.valid]
+    assert make_trace(reported, trace.num_experts, 0, moe_layers=moe_layers).rows.dtype == trace.rows.dtype
+    bounds = [0, *(span.end for span in trace.spans)]
+    assert [span.start for span in trace.spans] == bounds[:-1]
+    assert bounds[-1] == len(trace.rows)
 
 
 def archive_trajectory(archive: Archive, trajectory: Trajectory, attempt: int = 1) -> None:

@@ -19,8 +19,8 @@ from async_rl.codec import (
     read_frame,
     write_frame,
 )
-from async_rl.errors import AlignmentError, CorruptFrame
-from async_rl.routing import check, fit, hash_tokens, invalid_rows, make_trace, truncate
+from async_rl.errors import CorruptFrame
+from async_rl.routing import fit, hash_tokens, make_trace
 from async_rl.types import RoutingTrace, TrainBatch, VersionSpan
 from tests.support.frames import seal, split
 from tests.support.trajectories import MadeGroup, make_group, verify
@@ -145,15 +145,6 @@ def test_ids_come_back_as_narrow_as_they_were_sent(experts: int, largest: int, d
     verify(back, np.arange(11, dtype=np.int32), range(4))
 
 
-@pytest.mark.case(26)
-def test_257_experts_do_not_fit_a_byte() -> None:
-    good = trace_of(257, 256)
-    wrapped = msgspec.structs.replace(good, rows=good.rows.astype(np.uint8))
-    with pytest.raises(AlignmentError, match="uint8 for 257 experts") as caught:
-        verify(decode(frame_of(wrapped), RoutingTrace), np.arange(11, dtype=np.int32), range(4))
-    assert caught.value.reason == "wrong_shape"
-
-
 @pytest.mark.real
 @pytest.mark.case(27)
 @pytest.mark.parametrize("held", [32767, 32000, 0])
@@ -162,13 +153,15 @@ def test_a_trace_takes_its_ids_and_at_most_4_kib(held: int, experts: int, width:
     text = np.arange(32768, dtype=np.int32) % 1000
     whole = trace_of(experts, experts - 1, 32767, layers)
     whole = msgspec.structs.replace(whole, prefix_hash=hash_tokens(text[:-1]))
-    trace = fit(truncate(whole, text[: held + 1]), text)
-    assert invalid_rows(trace) == 32767 - held
+    begun = msgspec.structs.replace(whole, rows=whole.rows[:held], prefix_hash=hash_tokens(text[:held]))
+    spans = (VersionSpan(start=0, end=held, weight_version=3),) if held else ()
+    trace = fit(msgspec.structs.replace(begun, spans=spans), text)
+    assert (~trace.valid).sum() == 32767 - held
     # Sixteen weight updates make the spans longer.
     bounds = [*range(0, held, max(held // 16, 1)), held] if held else []
-    spans = [(a, b, v) for v, (a, b) in enumerate(pairwise(bounds))] + [(held, 32767, -1)]
+    parts = [(a, b, v) for v, (a, b) in enumerate(pairwise(bounds))] + [(held, 32767, -1)]
     trace = msgspec.structs.replace(
-        trace, spans=tuple(VersionSpan(start=a, end=b, weight_version=v) for a, b, v in spans if a < b)
+        trace, spans=tuple(VersionSpan(start=a, end=b, weight_version=v) for a, b, v in parts if a < b)
     )
     size = len(frame_of(trace))
     payload = 32767 * layers * 8 * width
@@ -176,16 +169,6 @@ def test_a_trace_takes_its_ids_and_at_most_4_kib(held: int, experts: int, width:
     back = decode(frame_of(trace), RoutingTrace)
     assert back.valid.tolist() == [True] * held + [False] * (32767 - held)
     assert not back.valid.flags.writeable
-
-
-@pytest.mark.case(28)
-def test_a_trace_of_other_layers_is_refused_with_the_reason() -> None:
-    back = decode(frame_of(trace_of(256, 255)), RoutingTrace)
-    text = np.arange(11, dtype=np.int32)
-    verify(back, text, (0, 1, 2, 3))
-    with pytest.raises(AlignmentError, match=r"layers \(0, 1, 2, 3\), expected \(1, 2, 3, 4\)") as caught:
-        verify(back, text, (1, 2, 3, 4))
-    assert caught.value.reason == "wrong_layers"
 
 
 @pytest.mark.parametrize("sides", [(1 << 62, 1), (1 << 63, 1), (1 << 33, 1 << 33)])
@@ -196,16 +179,3 @@ def test_an_empty_array_is_refused_when_its_shape_cannot_be_counted(sides: tuple
     assert crafted != header
     with pytest.raises(CorruptFrame, match="outside 0 of payload"):
         decode(seal(crafted, payload), list)
-
-
-def test_a_trace_without_elements_is_refused_at_once_however_long_its_sides_are() -> None:
-    """A fuzzer's find: a shape of billions of rows of no expert took minutes to check."""
-    trace = trace_of(256, 255)
-    header, payload = split(trace)
-    sides = b"".join(side.to_bytes(8, "little") for side in trace.rows.shape)
-    assert sides in header
-    for shape in [(10, 1 << 39, 0), (1 << 39, 4, 0), (10, 0, 1 << 39)]:
-        crafted = header.replace(sides, b"".join(side.to_bytes(8, "little") for side in shape))
-        back = decode(seal(crafted, payload), RoutingTrace)
-        with pytest.raises(AlignmentError, match="expected \\[10, L, K\\]"):
-            check(back, 11, back.moe_layers)

@@ -73,7 +73,7 @@ def test_a_stored_group_with_an_impossible_reward_is_dropped_and_the_others_are_
         elif name == "bad":
             stored = replace(stored, reward=flaw["reward"])
         groups.append(StoredGroup(group_id=name, trajectories=(stored,)))
-    packer = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=None, metrics=None)
+    packer = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=None)
     packed = packer.pack_groups(0, groups)
     assert packed.unusable == {"bad": "corrupt"}
     assert packer.pack_groups(0, groups[:1]).batch is not None

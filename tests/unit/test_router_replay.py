@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from async_rl.errors import AlignmentError, ConfigError
-from async_rl.types import TrainBatch
 from tests.support.bare_routers import bare_adapter, bare_config, top_k
 from tests.support.train_batches import random_batch
 from trainer.megatron.replay import (
@@ -159,63 +157,25 @@ def test_layers_with_experts_are_those_of_the_pattern(
     assert moe_layer_numbers(bare_config(**fields)) == numbers  # type: ignore[arg-type]
 
 
-def _one_row_too_many(rows: Any, valid: Any, batch: TrainBatch) -> None:
-    valid[batch.offsets[2] - 1] = True
-
-
-def _zero_layer(rows: Any, valid: Any, batch: TrainBatch) -> None:
-    rows[batch.offsets[1] : batch.offsets[2], 1] = 0
-
-
-def _duplicate(rows: Any, valid: Any, batch: TrainBatch) -> None:
-    rows[20, 1] = 3
-
-
-def _out_of_range(rows: Any, valid: Any, batch: TrainBatch) -> None:
-    rows[8, 0, 1] = 8
-
-
-@pytest.mark.case(33, 36)
+@pytest.mark.case(33)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_one_row_too_many, "trajectory 1 has 7 tokens and as many routing rows"),
-        (_zero_layer, "trajectory 1 has only zeros in layer 4"),
-        (_duplicate, r"trajectory 2.*layer 4 names an expert twice: \[3, 3\]"),
-        (_out_of_range, "trajectory 0 has expert id 8, expected below 8"),
-        (lambda r, v, b: {"routed_experts": r[:, :1]}, "MoE layers"),
-        (lambda r, v, b: {"routed_experts": r[:-1]}, "routing rows are"),
-        (lambda r, v, b: {"routed_experts": r.astype(np.int32)}, "int32, expected uint8 or uint16"),
-        (lambda r, v, b: {"num_experts": 16}, "16 experts, but the trainer's has 8"),
-        (lambda r, v, b: {"moe_layers": (0, 4)}, r"of the layers \(0, 4\), but .* experts in \(1, 4\)"),
-        (lambda r, v, b: {"moe_layers": ()}, r"of the layers \(\), but"),
-        (lambda r, v, b: {"routed_experts": None, "routing_valid": None}, "carries no routing rows"),
+        ({"num_experts": 16}, r"are \(16, \(1, 4\), \(2, 2\)\), expected \(8, "),
+        ({"moe_layers": (0, 4)}, r"are \(8, \(0, 4\), "),
+        ({"moe_layers": ()}, "another model"),
+        ({"routed_experts": np.zeros((30, 1, 2), np.uint8)}, "another model"),
+        ({"routed_experts": np.zeros((30, 2, 3), np.uint8)}, "another model"),
+        ({"routed_experts": None}, "carries no routing rows"),
     ],
-    ids=[
-        *("row too many", "zero layer", "duplicate", "out of range", "layers", "rows", "type", "experts"),
-        *("other layers", "no layers", "none"),
-    ],
+    ids=["experts", "other layers", "no layers", "fewer layers", "experts of a token", "none"],
 )
-def test_a_batch_is_refused_when_its_rows_are_wrong(change: Callable[..., Any], words: str) -> None:
+def test_a_batch_is_refused_when_its_rows_are_of_another_model(change: dict[str, Any], words: str) -> None:
     config: Any = bare_config(num_moe_experts=8)
     batch = random_batch(layers=(1, 4))
     check_rows(batch, config)
-    assert batch.routed_experts is not None
-    assert batch.routing_valid is not None
-    rows, valid = batch.routed_experts.copy(), batch.routing_valid.copy()
-    fields = {"routed_experts": rows, "routing_valid": valid} | (change(rows, valid, batch) or {})
     with pytest.raises(AlignmentError, match=words):
-        check_rows(msgspec.structs.replace(batch, **fields), config)
-
-
-@pytest.mark.parametrize(("tokens", "refused"), [(6, False), (64, False), (65, True)])
-def test_rows_pass_when_a_top_1_trajectory_is_short_and_all_zero(tokens: int, refused: bool) -> None:
-    config: Any = bare_config(num_moe_experts=8, moe_router_topk=1)
-    batch = random_batch(layers=(1, 4), lengths=(tokens,), top_k=1)
-    assert batch.routed_experts is not None
-    batch.routed_experts[:] = 0
-    with pytest.raises(AlignmentError, match=r"only zeros in layer 1") if refused else nullcontext():
-        check_rows(batch, config)
+        check_rows(msgspec.structs.replace(batch, **change), config)
 
 
 @pytest.mark.case(33)
@@ -232,24 +192,3 @@ def test_rows_pass_when_a_top_1_trajectory_is_short_and_all_zero(tokens: int, re
 def test_replay_is_refused_when_the_router_would_not_obey(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         RouterReplayAdapter([], bare_config(**{field: value}))  # type: ignore[arg-type]
-
-
-def test_rows_that_are_not_valid_are_not_looked_at() -> None:
-    batch = random_batch(layers=(1, 4))
-    assert batch.routed_experts is not None
-    assert batch.routing_valid is not None
-    batch.routed_experts[5:9] = 255
-    batch.routing_valid[5:9] = False
-    check_rows(batch, bare_config(num_moe_experts=8))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("experts", "refused"), [(256, False), (257, True)])
-def test_rows_are_refused_when_their_type_cannot_name_every_expert(experts: int, refused: bool) -> None:
-    """Ids above 255 that became bytes name other experts. With one expert per token nothing else shows it."""
-    config: Any = bare_config(num_moe_experts=experts)
-    batch = msgspec.structs.replace(random_batch(layers=(1, 4)), num_experts=experts)
-    assert batch.routed_experts is not None
-    batch.routed_experts[3, 1] = (255, 0)
-    too_narrow = pytest.raises(AlignmentError, match="uint8, too narrow for 257 experts")
-    with too_narrow if refused else nullcontext():
-        check_rows(batch, config)

@@ -14,7 +14,6 @@ from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest, Retraction
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineBusy, EngineError, LocalShortage
-from async_rl.routing import invalid_rows, recomputed_rows
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
@@ -250,7 +249,7 @@ async def test_the_last_rows_count_when_some_answers_had_none(
     assert len(trace.rows) == wanted == PROMPT + 5 * len(rows) - 1
     assert row_versions(trace) == versions + [-1] * (wanted - valid)
     assert trace.valid.tolist() == [True] * valid + [False] * (wanted - valid)
-    assert invalid_rows(trace) == wanted - valid
+    assert int((~trace.valid).sum()) == wanted - valid
     assert (trace.rows[trace.valid][:, 0, 0] == np.array(versions, np.uint8)).all()
 
 
@@ -631,7 +630,9 @@ async def test_missing_rows_are_recovered_without_a_token_when_the_last_call_had
     # The engine caches whole pages of 16: what it had to prefill again, or under other weights, is not exact.
     assert finish.cached_tokens == (0 if bumped else 32)
     assert trajectory.trace.recomputed == ((max(start, finish.cached_tokens), 40),)
-    assert recomputed_rows(trajectory.trace) == 40 - max(start, finish.cached_tokens)
+    assert sum(end - start for start, end in trajectory.trace.recomputed) == 40 - max(
+        start, finish.cached_tokens
+    )
 
 
 @pytest.mark.parametrize(

@@ -173,13 +173,8 @@ def estimate_advantages(
         `[N] float32`.
 
     Raises:
-        DataError: A reward is not finite, or the estimator's result is not `[N]` finite numbers.
+        DataError: The estimator's result is not `[N]` finite numbers.
     """
-    if not np.isfinite(rewards).all():
-        where = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise DataError(
-            f"the reward of trajectory {where} of the batch is {rewards[where]}, expected a finite number"
-        )
     weights = np.ones(len(rewards)) if weights is None else weights.astype(np.float64)
     counted = weights > 0
     if not has_batch_baseline(estimator):

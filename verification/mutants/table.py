@@ -274,12 +274,6 @@ def held_time_counts(original, *args, **named):
 # -- routing ----------------------------------------------------------------------------------------
 
 
-@breaks("async_rl.routing:replace", "unit/acceptance", "unit/routing")
-def replace_splices(original, old, new):
-    """Rows of older weights are kept where newer ones replace them."""
-    return old if old is not None else original(old, new)
-
-
 @breaks("async_rl.routing:_check_text", "unit/acceptance", "unit/routing")
 def rows_of_another_text_fit(original, *args, **named):
     """Rows are taken for those of any text."""

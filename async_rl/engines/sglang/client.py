@@ -78,7 +78,7 @@ from async_rl.errors import (
     WeightSyncError,
 )
 from async_rl.runtime.untrusted_json import UNREADABLE
-from async_rl.types import RoutingTrace, VersionSpan
+from async_rl.types import RoutingTrace
 
 ABORT_RESEND_S: Final = (0.02, 1.0)
 """A request that is still in the server's HTTP process misses an abort, so the abort is repeated: first soon,
@@ -95,9 +95,6 @@ _NOT_SGLANG: Final = frozenset({401, 403, 404, 405, 501})
 
 REFUSED_S: Final = 3.0
 """How long they are waited for all the same: a proxy may give them while it learns of a server."""
-
-_PROBED_ROWS: Final = 512
-"""Rows of a long payload that are checked for distinct experts."""
 
 
 class _RankSums(msgspec.Struct):
@@ -382,9 +379,7 @@ class SGLangEngine:
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
         """Implements `Engine.decode_routing`. `payload.data` is base64, or rows that were already narrowed.
 
-        All ids are checked to exist, and a sample of a long payload to be distinct: a fault that makes an
-        engine repeat ids does so in every row. One stray row is found by `routing.check`, which checks each
-        row of a finished trajectory.
+        All ids are checked here: they exist, and are distinct within a row.
         """
         facts, data = self._facts, payload.data
         if not facts.is_moe:
@@ -397,19 +392,15 @@ class SGLangEngine:
         except AlignmentError as e:
             raise AlignmentError(f"{self._engine_id} sent unusable routing: {e}") from e
         try:
-            probe = rows[:: max(1, len(rows) // _PROBED_ROWS)]
             trace = routing.make_trace(
-                probe, facts.num_experts, payload.weight_version, moe_layers=facts.moe_layers
+                rows, facts.num_experts, payload.weight_version, moe_layers=facts.moe_layers
             )
         except AlignmentError:
             _check_layers_used(rows, facts, min_rows=1)
             raise
         if facts.top_k == 1:
             _check_layers_used(rows, facts, min_rows=routing.MIN_ROWS_TO_JUDGE_LAYER)
-        if not len(rows):
-            return trace
-        span = VersionSpan(start=0, end=len(rows), weight_version=payload.weight_version)
-        return msgspec.structs.replace(trace, rows=rows, spans=(span,))
+        return trace
 
     # -- interruption -------------------------------------------------------------------------------------
 

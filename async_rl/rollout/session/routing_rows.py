@@ -269,7 +269,6 @@ class RoutingRows:
                 token_ids=token_ids[:0],
             )
         merged = routing.fit(merged, token_ids)
-        routing.check(merged, len(token_ids), facts.moe_layers)
         return msgspec.structs.replace(merged, recomputed=tuple(self._recomputed()))
 
     def _recomputed(self) -> Iterator[tuple[int, int]]:
