@@ -98,9 +98,8 @@ def _panels() -> Iterator[dict[str, Any]]:
     """The panels at a glance, then each row's, from left to right and from top to bottom."""
     numbers, y = count(1), 0
     helps = {
-        PREFIX + name: f"{declaration.help} {declaration.bad}".strip()
-        for section in declared(Metrics)
-        for name, declaration in section.declarations.items()
+        PREFIX + name: f"{description.help} {description.bad}".strip()
+        for name, description in declared(Metrics).items()
     }
     for title, panels in {"": AT_A_GLANCE, **ROWS}.items():
         if title:

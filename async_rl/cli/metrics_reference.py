@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
-from async_rl.observability.metrics import PREFIX, Declaration, Metrics, declared
+from async_rl.observability.figures import Description
+from async_rl.observability.metrics import PREFIX, Instruments, Metrics, StepMetrics, declared
 from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY
 from async_rl.runtime.waits import WAIT_KINDS
+
+_PACKAGE: Final = Path(__file__).parents[1]
 
 _HEAD = f"""# Metrics
 
 Every metric of a run with its type, unit, labels, observer and the meaning of a bad value. `make docs`
-generates this page from `async_rl/observability/metrics.py` and `async_rl/observability/trackers/names.py`;
+generates this page from `metrics.py`, `records.py` and `trackers/names.py` in `async_rl/observability/`;
 change it there. [Watching a run](../guide/watching.md) explains which metrics answer which question.
 
 Prometheus scrapes them from the driver's `/metrics`; names there begin with `{PREFIX}`. A histogram `x` is
@@ -66,21 +72,32 @@ def _waits() -> Iterator[str]:
 
 
 def _sections() -> Iterator[str]:
-    for section in declared(Metrics):
-        yield f"\n## {section.title}\n\n"
+    code = {
+        str(file.relative_to(_PACKAGE).with_suffix("")).replace("/", "."): file.read_text(encoding="utf-8")
+        for file in sorted(_PACKAGE.rglob("*.py"))
+    }
+    for part in Metrics.__mro__:
+        own = vars(part).keys() & declared(Metrics).keys()
+        if not issubclass(part, Instruments) or not own:
+            continue
+        yield f"\n## {(part.__doc__ or '').splitlines()[0].rstrip('.')}\n\n"
         yield "| metric | what it is, and who observes it | a bad value, and what to do |\n|---|---|---|\n"
-        for name, declaration in section.declarations.items():
-            yield f"| {_signature(name, declaration)} | {_what(declaration)} | {_cell(declaration.bad)} |\n"
+        for name, described in declared(part).items():
+            if name in own:
+                observers = [
+                    module
+                    for module, text in code.items()
+                    if re.search(rf"\b(?:_?metrics|m|self)\.{name}\b", text)
+                ]
+                by = "each trainer step" if part is StepMetrics else ", ".join(observers)
+                what = f"{_cell(described.help)}<br>*{by}*"
+                yield f"| {_signature(name, described)} | {what} | {_cell(described.bad)} |\n"
 
 
-def _signature(name: str, declaration: Declaration) -> str:
-    labels = f"{{{','.join(declaration.labels)}}}" if declaration.labels else ""
-    unit = f", {declaration.unit}" if declaration.unit else ""
-    return f"`{name}{labels}`<br>{declaration.kind}{unit}"
-
-
-def _what(declaration: Declaration) -> str:
-    return f"{_cell(declaration.help)}<br>*{_cell(declaration.source)}*"
+def _signature(name: str, described: Description) -> str:
+    labels = f"{{{','.join(described.labels)}}}" if described.labels else ""
+    unit = f", {described.unit}" if described.unit else ""
+    return f"`{name}{labels}`<br>{described.kind}{unit}"
 
 
 def _names() -> Iterator[str]:

@@ -5,14 +5,14 @@ Each class below is a section of `docs/reference/metrics.md`, which is generated
 
 ```
 class Metrics(Instruments):
-    journal_bytes = gauge("Size of the journal ...", unit="bytes", source="...", bad="...")
+    journal_bytes = gauge("Size of the journal ...", bad="...")
         │
         ├─► an instance: an instrument of the client library, in the instance's own registry
-        └─► declared(Metrics): the declaration, for the metrics reference
+        └─► declared(Metrics): its `Description`
 ```
 
-Figures of a trainer step are declared on the fields of `records.StepRecord` instead (`with_step_figures`). To
-type checkers an attribute is the instrument, which it is on every instance.
+Figures of a trainer step are described on the fields of `records.StepRecord` instead. To type checkers an
+attribute is the instrument, which it is on every instance.
 """
 
 from __future__ import annotations
@@ -20,66 +20,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
-from async_rl.observability.records import BATCH, STEP_FIGURES, TRAINER, StepRecord, is_finite
-from async_rl.observability.step_figures import Section, StepFigure
+from async_rl.observability.figures import SECONDS, Description, counter, gauge, histogram
+from async_rl.observability.records import STEP_FIGURES, StepRecord, is_finite
 from async_rl.runtime.printable import without_surrogates
 
 PREFIX = "async_rl_"
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """The declaration of one instrument."""
-
-    kind: Literal["gauge", "counter", "histogram"]
-    help: str
-    """One sentence: what a value is."""
-    unit: str
-    """Unit of a value; empty for a bare number."""
-    source: str
-    """The module that observes it, and when."""
-    bad: str
-    """What a bad value looks like and what to do about it; empty if no value is bad by itself."""
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram."""
-    start: float = math.nan
-    """What a gauge without labels reads until it is first set: NaN, as 0 would look like a measurement."""
-
-    def make(self, name: str, registry: CollectorRegistry) -> Gauge | Counter | Histogram:
-        """Create the instrument and register it under its full name."""
-        if self.kind == "gauge":
-            made = Gauge(name, self.help, self.labels, registry=registry)
-            if not self.labels:
-                made.set(self.start)
-            return made
-        if self.kind == "counter":
-            return Counter(name, self.help, self.labels, registry=registry)
-        return Histogram(name, self.help, self.labels, buckets=self.buckets, registry=registry)
-
-
-def gauge(text: str, *labels: str, unit: str = "", source: str, bad: str, start: float = math.nan) -> Gauge:
-    """Declare a value that goes up and down; `start` is what it reads until it is first set."""
-    return cast(Gauge, Declaration("gauge", text, unit, source, bad, labels, start=start))
-
-
-def counter(text: str, *labels: str, unit: str = "", source: str, bad: str) -> Counter:
-    """Declare a counter; its name ends in `_total`."""
-    return cast(Counter, Declaration("counter", text, unit, source, bad, labels))
-
-
-def histogram(
-    text: str, *labels: str, buckets: Sequence[float], unit: str = "", source: str, bad: str
-) -> Histogram:
-    """Declare a distribution."""
-    return cast(Histogram, Declaration("histogram", text, unit, source, bad, labels, tuple(buckets)))
 
 
 def value_of(metric: Counter | Gauge) -> float:
@@ -103,69 +54,38 @@ class Instruments:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        for section in declared(type(self)):
-            for name, declaration in section.declarations.items():
-                setattr(self, name, declaration.make(PREFIX + name, self.registry))
+        for name, description in declared(type(self)).items():
+            setattr(self, name, description.make(PREFIX + name, self.registry))
 
 
-class MetricSection(NamedTuple):
-    """The instruments that one class declares."""
-
-    title: str
-    """First line of the class's docstring without its full stop."""
-    declarations: dict[str, Declaration]
-
-
-def declared(instruments: type[Instruments]) -> Iterator[MetricSection]:
-    """Yield the declarations of a class and its bases, in the order of its bases."""
-    for part in instruments.__mro__:
-        found = {name: value for name, value in vars(part).items() if isinstance(value, Declaration)}
-        if found:
-            yield MetricSection((part.__doc__ or part.__name__).splitlines()[0].rstrip("."), found)
+def declared(instruments: type[Instruments]) -> dict[str, Description]:
+    """Return the descriptions of a class and its bases by name, in the order of its bases."""
+    return {
+        name: value.named(name)
+        for part in instruments.__mro__
+        for name, value in vars(part).items()
+        if isinstance(value, Description)
+    }
 
 
 _MAX_TOOLS: Final = 100
 """The most tools that metrics tell apart: each adds 36 time series."""
 _MAX_TOOL_CHARS: Final = 100
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
-"""Buckets from the wake-up of a loop to a large trainer step."""
 TOKENS = tuple(float(1 << n) for n in range(4, 18))
 """Buckets from 16 to 131072 tokens."""
 SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Buckets for shares: zero, then from one in a thousand to all."""
 VERSIONS = tuple(float(n) for n in range(17))
 
-_EVERY_SECOND = "run.live_status, once a second"
+
+class StepMetrics(Instruments):
+    """Trainer steps, as of the last one."""
 
 
-C = TypeVar("C", bound=type[Instruments])
-
-
-def with_step_figures(section: Section) -> Callable[[C], C]:
-    """Add the instruments that fields of `StepRecord` declare for a section."""
-
-    def add(instruments: C) -> C:
-        for declared in STEP_FIGURES.values():
-            if declared.section == section and declared.kind:
-                declaration = Declaration(
-                    declared.kind,
-                    declared.help,
-                    declared.unit,
-                    declared.source or (TRAINER if declared.from_trainer else BATCH),
-                    declared.bad,
-                    tuple(declared.labels),
-                    SECONDS if declared.kind == "histogram" else (),
-                )
-                setattr(instruments, declared.metric, declaration)
-        return instruments
-
-    return add
-
-
-@with_step_figures("policy")
-class PolicyMetrics(Instruments):
-    """The policy, as of the last trainer step."""
+for _description in STEP_FIGURES.values():
+    if _description.metric and not hasattr(StepMetrics, _description.metric):
+        setattr(StepMetrics, _description.metric, _description)
 
 
 class EvaluationMetrics(Instruments):
@@ -174,7 +94,6 @@ class EvaluationMetrics(Instruments):
     evaluation_reward = gauge(
         "Mean reward over the tasks of a validation set.",
         "set",
-        source="run, after each evaluation",
         bad="Falls while the training reward rises: the policy fits its training tasks, or games their "
         "reward.",
     )
@@ -182,55 +101,31 @@ class EvaluationMetrics(Instruments):
         "Estimated pass@k of a validation set.",
         "set",
         "k",
-        unit="share",
-        source="run, after each evaluation",
         bad="pass@1 rises and pass@k of a large k falls: the policy narrows. Raise the entropy bonus, or the "
         "KL penalty.",
     )
     evaluation_weight_version = gauge(
         "Weight version of the last evaluation that came to its end.",
-        source="run, after each evaluation",
         bad="Stays behind `trainer_weight_version` by more than `evaluation.every`: they fail, or take too "
         "long.",
     )
     evaluation_seconds = histogram(
         "Duration of an evaluation, from its first question on.",
         buckets=(*SECONDS, 1000, 2500, 5000),
-        unit="seconds",
-        source="run, after each evaluation",
         bad="Longer than `evaluation.every` versions take: fewer answers, or more `evaluation.engines`.",
     )
     evaluations_total = counter(
         "Evaluations by result (done, missing).",
         "result",
-        source="run, after each evaluation",
         bad="`missing` rises: the log says why, as `evaluations.jsonl` does.",
     )
     evaluation_answers_total = counter(
         "Answers of evaluations by result (scored, or why one was dropped).",
         "result",
-        source="run, after each evaluation",
         bad="`mixed_version` above 0: somebody else loads weights into the engines.",
     )
 
 
-@with_step_figures("agreement")
-class AgreementMetrics(Instruments):
-    """Trainer against engines: the parts of the rollout KL."""
-
-    restart_log_prob_abs_diff_nats = gauge(
-        "Mean absolute trainer minus rollout log-prob in the last step before the newest restart of driver "
-        "or trainer, and in the first one after it (`when`), over all tokens or those of the trainer's own "
-        "version (`tokens`: all, lag0).",
-        "tokens",
-        "when",
-        unit="nats",
-        source="run.run_log, with the first step after a restart that measures it",
-        bad="Jumps from `before` to `after`: trainer or engines did not restore the weights that they had.",
-    )
-
-
-@with_step_figures("flow")
 class FlowMetrics(Instruments):
     """Trajectories from dispatch to settlement.
 
@@ -239,86 +134,65 @@ class FlowMetrics(Instruments):
 
     trajectories_dispatched_total = counter(
         "Trajectories handed to an agent loop.",
-        source="store.outstanding, at dispatch",
         bad="Does not rise: admission is closed, which `oldest_wait_seconds` explains.",
     )
     trajectories_in_flight = gauge(
         "Trajectories dispatched and not yet finished with their group.",
-        source="store.outstanding, at the scrape",
         bad="Far below `rollout.max_concurrent_trajectories`: the staleness bound holds work back, or the "
         "data has ended.",
         start=0,
     )
     trajectories_queued = gauge(
         "Trajectories of finished groups that wait for the trainer.",
-        source="store.outstanding, at the scrape",
         bad="At its bound all the time: the trainer is the bottleneck. Always 0: the engines are.",
         start=0,
     )
     trajectories_trained_total = counter(
         "Trajectories consumed by a trainer step.",
-        source="store.outstanding, when a batch is settled",
         bad="Dispatched minus in flight, queued, trained and dropped is not 0 for longer than a scrape: a "
         "bug of ours; please report it.",
     )
     trajectories_dropped_total = counter(
         "Trajectories that will never be trained, by reason.",
         "reason",
-        source="store.outstanding, when they are dropped",
         bad="Rises: work is lost; docs/design/staleness.md explains the reasons.",
     )
     queue_bytes = gauge(
         "Bytes of finished trajectories held in the spool, on the node that has the most.",
-        unit="bytes",
-        source=_EVERY_SECOND,
         bad="Near `queue.max_bytes`: dispatch stops there; raise it or lower `rollout.max_staleness`.",
     )
     trajectory_tokens = histogram(
         "Tokens of finished trajectories, prompt and all turns.",
         buckets=TOKENS,
-        unit="tokens",
-        source=BATCH,
         bad="Piles up at `rollout.max_context_tokens`: answers are cut.",
     )
     staleness_versions = histogram(
         "Trainer version minus oldest sampled version of each trained trajectory.",
         buckets=VERSIONS,
-        unit="versions",
-        source=BATCH,
         bad="Never above `rollout.max_staleness`. Mostly at it: rollouts are too far ahead; fewer engines "
         "or a faster trainer.",
     )
     max_staleness_versions = gauge(
         "`rollout.max_staleness` of the run: the bound of the above.",
-        unit="versions",
-        source="run.orchestrator, when the run begins",
         bad="None: it is what the config says.",
     )
     stage_wait_seconds = histogram(
         "Waiting of one piece of work in one stage (admission, engine, queue).",
         "stage",
-        buckets=SECONDS,
-        unit="seconds",
-        source="engines.lease_dispatcher and store.outstanding, when a wait ends",
         bad="The stage with the long waits is the one before the bottleneck.",
     )
     trajectory_retries_total = counter(
         "Attempts at trajectories after their first one failed.",
-        source="rollout.manager, before a retry",
         bad="Rises: a loop, tool or reward fails; the log says which.",
     )
     task_retries_total = counter(
         "Times a task was given out again because its group was lost.",
         "reason",
-        source="data.feeder, when a task goes back",
         bad="Rises: as `trajectories_dropped_total`.",
     )
     reward_seconds = histogram(
         "Duration of one call of a reward, however it ended.",
         "reward",
-        buckets=SECONDS,
-        unit="seconds",
-        source="rollout.rewards.reward_calls, after each call",
         bad="Close to its timeout: calls fail, and their trajectories with them, which hold slots meanwhile.",
     )
     reward_errors_total = counter(
@@ -326,14 +200,12 @@ class FlowMetrics(Instruments):
         "what it needs failed or was too slow (infrastructure).",
         "reward",
         "cause",
-        source="rollout.rewards.reward_calls, after the last retry",
         bad="Rises: the attempt is made again or dropped (`reward_error`, `reward_unavailable`), never "
         "scored 0; the log says why.",
     )
     reward_retries_total = counter(
         "Calls of a reward that were made again after one that failed.",
         "reward",
-        source="rollout.rewards.reward_calls, before a retry",
         bad="Rises: the server behind it is overloaded or gone.",
     )
     tool_calls_total = counter(
@@ -341,43 +213,32 @@ class FlowMetrics(Instruments):
         "after the first 100.",
         "tool",
         "status",
-        source="rollout, after each tool call",
         bad="`error` rises: tools that raise or time out; the model reads the error as text.",
     )
     tool_seconds = histogram(
         "Duration of a tool call, by tool.",
         "tool",
-        buckets=SECONDS,
-        unit="seconds",
-        source="rollout, after each tool call",
         bad="Near `rollout.tool_timeout_s`: calls are cut; make the tool faster or raise the limit.",
     )
     tool_wait_seconds = histogram(
         "Wait of a tool call for others of the same tool to end, by tool.",
         "tool",
-        buckets=SECONDS,
-        unit="seconds",
-        source="rollout, after each tool call",
         bad="As long as the calls themselves: raise the tool's `max_concurrent`, if it bears more.",
     )
     openai_requests_total = counter(
         "Requests of agents over OpenAI's API by result: answered, repeated (the earlier answer once more), "
         "another (a conversation begins), refused.",
         "result",
-        source="rollout.session.conversation, when a request comes",
         bad="`repeated` rises: clients lose connections or are impatient. `another` rises with an agent that "
         "should have one conversation: it edits its history. `refused`: the agent's log says why.",
     )
     openai_ignored_total = counter(
         "Parameters of such requests that were ignored, because they would change what is sampled.",
         "parameter",
-        source="rollout.session.conversation, when a request comes",
         bad="Not bad by itself: set `rollout.temperature` and the like if the agent's values are wanted.",
     )
     sampled_tokens_total = counter(
         "Tokens sampled by engines.",
-        unit="tokens",
-        source="rollout, after each engine call",
         bad="Does not rise while trajectories are in flight: see `seconds_since_progress`.",
     )
 
@@ -387,66 +248,51 @@ class PartialMetrics(Instruments):
 
     interruptions_total = counter(
         "Engine calls cut short by a weight update.",
-        source="rollout, when a call ends so",
         bad="No token is lost. Many per trajectory: updates are frequent for answers of this length.",
     )
     resumes_total = counter(
         "Engine calls that continued an interrupted turn.",
-        source="rollout, when a turn is continued",
         bad="Far below `interruptions_total`: interrupted work is not resumed.",
     )
     failovers_total = counter(
         "Engine calls moved to another engine because theirs failed.",
-        source="rollout, when a call fails",
         bad="Rises: engines fail; look at `engine_quarantined_total`.",
     )
     journal_bytes = gauge(
         "Size of the journal of trajectories in flight.",
-        unit="bytes",
-        source="store.journal, after each write",
         bad="Above 8 bytes for each token in flight, times four: compaction does not keep up.",
         start=0,
     )
     journal_written_bytes_total = counter(
         "Bytes written to the journal, compaction included.",
-        unit="bytes",
-        source="store.journal, after each write",
         bad="Near what the disk can write: raise `queue.journal_s`.",
     )
     journal_corrupt_records_total = counter(
         "Records of the journal that failed their checksum at a restart.",
-        source="store.journal_folders, at start",
         bad="Above 0: the disk corrupts data.",
     )
     attempts_restarted_total = counter(
         "Attempts that began again from their prompts, because no journal had a token of them, or the frames "
         "that they had made were lost with a node.",
-        source="store.journal_folders, when an attempt continues; store.outstanding, when a node is lost",
         bad="More than a few when a process ends: a node was lost with its journal (`queue.journal_dir`) or "
         "with frames (`queue.spool_dir`).",
     )
     late_results_total = counter(
         "What counted for nothing because another owner has the trajectory: results of attempts and rewards "
         "that the driver no longer waited for, and trajectories in journals of earlier owners.",
-        source="rollout.workers.worker_backend, with a message; store.journal_folders, for an attempt",
         bad="Grows although no worker ends and nothing is cancelled: two processes work on one trajectory.",
     )
     resumed_tokens_total = counter(
         "Sampled tokens restored from the journal after a restart.",
-        unit="tokens",
-        source="rollout, when a trajectory continues",
         bad="0 after a restart that had work in flight: set `queue.journal_s`.",
     )
     resume_discarded_tokens_total = counter(
         "Sampled tokens of the journal that were not used, because an agent loop acted differently.",
-        unit="tokens",
-        source="rollout, when a trajectory diverges from its journal",
         bad="A large share of the restored tokens: a tool or loop is not deterministic; "
         "docs/guide/recovering.md.",
     )
 
 
-@with_step_figures("routing")
 class RoutingMetrics(Instruments):
     """Routing replay."""
 
@@ -457,7 +303,6 @@ class RoutingMetrics(Instruments):
         "are not finite (`not_finite`), sampling masks that are missing or exclude their token "
         "(`wrong_mask`).",
         "reason",
-        source="rollout.session.transcript, when a call has ended; `wrong_mask` when tokens arrive",
         bad="Above 0: the engine gets a strike, and its log says more. `older_weights`: its server was "
         "restarted under a call, or answers a request of an earlier epoch. `unpublished_weights`: somebody "
         "else, such as another run, updates the engine.",
@@ -465,20 +310,18 @@ class RoutingMetrics(Instruments):
     replay_rejected_total = counter(
         "Times routing was rejected because it does not fit, by reason.",
         "reason",
-        source="rollout.session.routing_rows and store.packing, when rows are checked",
         bad="Above 0: the reasons are explained at `Misalignment` in `async_rl/errors.py`.",
     )
     routing_payloads_total = counter(
         "Answers that came with routing: of all tokens (full), of the end only (delta), for it alone "
         "(recovery).",
         "kind",
-        source="rollout.session.routing_rows, with each answer",
         bad="Mostly `full` with several turns: calls move between engines. Many `recovery`: calls end "
         "without rows, so engines die or aborts meet queued calls.",
     )
     routing_mixed_versions_total = counter(
         "Answers whose rows are of several weight versions, though updates flush the prefix cache.",
-        source="rollout.session.routing_rows, with each answer",
+        unit="answers",
         bad="Above 0: the flush did not happen, or weights changed under a running call. The engine gets a "
         "strike.",
     )
@@ -486,7 +329,6 @@ class RoutingMetrics(Instruments):
         "Share of the experts of an interrupted turn's tokens that the next weights replaced; a sample.",
         buckets=SHARES,
         unit="share",
-        source="rollout.session.routing_rows, when a turn continues under new weights",
         bad="Near 1: the turn's old log-probs are of another function; lower the learning rate or "
         "`rollout.max_staleness`.",
     )
@@ -498,32 +340,26 @@ class EngineMetrics(Instruments):
     engine_up = gauge(
         "1 while an engine takes requests, else 0.",
         "engine",
-        source="engines.pool, when its state changes",
         bad="0 for longer than a weight update: it failed; its log is in the run folder.",
     )
     engine_weight_version = gauge(
         "Weight version that an engine last verifiably served.",
         "engine",
-        unit="versions",
-        source="engines.pool, when it is verified",
         bad="Behind `trainer_weight_version` for longer than an update: the engine is left behind.",
     )
     engine_running_requests = gauge(
         "Open calls of an engine.",
         "engine",
-        source="engines.pool, at the scrape",
         bad="Very unequal between engines: see `engine_load_imbalance`.",
     )
     engine_quarantined_total = counter(
         "Times an engine was taken out of service.",
         "engine",
-        source="engines.pool, when it happens",
         bad="Rises: the engine fails again and again; see its log and docs/design/engines.md.",
     )
     engine_retractions_total = counter(
         "Times an engine took the KV cache of a running call for others and prefilled the call again later.",
         "engine",
-        source="rollout.session.routing_rows, with each answer",
         bad="Rises: its calls do not fit its memory. Their tokens are prefilled again, and the routing rows "
         "that sampled them are lost (`routing_rows_recomputed_total`); lower `engine.max_running_requests`.",
     )
@@ -531,19 +367,16 @@ class EngineMetrics(Instruments):
         "Calls that an engine refused because it takes no more for now (429, 503 with Retry-After, a full "
         "queue).",
         "engine",
-        source="engines.pool, when it happens",
         bad="Rises: the engine, or a proxy before it, takes fewer calls than it is given; raise its limit.",
     )
     local_shortages_total = counter(
         "Calls that the driver could not make for lack of file descriptors, ports or memory.",
-        source="engines.lease_dispatcher, when it happens",
         bad="Above 0: raise the limit of open files (`ulimit -n`), or run fewer trajectories at once.",
     )
     engine_restarts_total = counter(
         "Restarts of engines by result (ok, failed).",
         "engine",
         "result",
-        source="engines.repair, after each try",
         bad="`failed` rises: the machine cannot run it any more.",
     )
     engine_stalls_total = counter(
@@ -551,15 +384,11 @@ class EngineMetrics(Instruments):
         "stalls (call), or one does not begin (overtaken).",
         "engine",
         "kind",
-        source="engines.health, when it finds one",
         bad="Rises: docs/design/engines.md explains each kind and its limit.",
     )
     model_call_seconds = histogram(
         "Time of an answer of a further model: the scores of a trajectory, or a judge's text.",
         "model",
-        buckets=SECONDS,
-        unit="seconds",
-        source="rollout.teacher and judge calls, with each answer",
         bad="Grows: the model's engines are overloaded; raise `models.NAME.num_engines`.",
     )
     judge_answers_total = counter(
@@ -567,112 +396,88 @@ class EngineMetrics(Instruments):
         "(cached), or answered without a score (no_score).",
         "reward",
         "result",
-        source="rollout.rewards.judge_calls, with each question",
         bad="`no_score` rises: the judge does not follow the template; change it, or `score`.",
     )
     model_retries_total = counter(
         "Calls to the engines of a further model that failed and were made again.",
         "model",
-        source="rollout.teacher and judge calls, when one fails",
         bad="Rises: its engines fail; their logs are in `logs/NAME` of the run folder.",
     )
     engine_load_imbalance = gauge(
         "Highest load of a serving engine in tokens, over the mean of all.",
-        source="engines.health, at each look",
         bad="Above 2 for long: few, very long trajectories, or engines that came back.",
     )
     first_token_seconds = histogram(
         "From asking for an engine to the first token: of a new trajectory, the next call of one whose "
         "prefix is cached, or one that must be prefilled again.",
         "kind",
-        buckets=SECONDS,
-        unit="seconds",
-        source="engines.lease_dispatcher, with the first token of each call",
         bad="Grows: engines are overloaded, or prefixes are lost (`prefilled_again_tokens_total`).",
     )
     prefilled_again_tokens_total = counter(
         "Tokens whose keys and values had been computed before, by why they were lost (update, failover, "
         "moved, evicted).",
         "cause",
-        unit="tokens",
-        source="engines.lease_dispatcher, with the first token of each call",
         bad="`evicted` or `moved` rise: too little cache, or too little stickiness.",
     )
     engine_idle_ratio = gauge(
         "Share of engine time without any call, since the start of training.",
         unit="share",
-        source=BATCH,
         bad="High: rollouts wait for the trainer. More ranks, or fewer engines.",
     )
     hand_over_to_trainer_seconds = histogram(
         "Shared devices: from the end of the engines' phase until the trainer's memory is restored.",
-        buckets=SECONDS,
-        unit="seconds",
-        source="run.device_sharing, once a turn",
         bad="Far above the time to copy the trainer's state: an engine hangs; docs/guide/scaling-up.md.",
     )
     hand_over_to_engines_seconds = histogram(
         "Shared devices: from the last step of the trainer's phase until all engines serve its weights.",
-        buckets=SECONDS,
-        unit="seconds",
-        source="run.device_sharing, once a turn",
         bad="Mostly the publishing and loading of weights: put the run folder on a fast disk.",
     )
     engine_pause_seconds = histogram(
         "Time an engine took no requests in a weight update, beyond the transfer itself.",
-        buckets=SECONDS,
-        unit="seconds",
-        source="weights.weight_sync, after each update of an engine",
         bad="Above 0.1: aborting, verifying or resuming is slow; docs/design/weight-updates.md.",
     )
 
 
-@with_step_figures("trainer")
 class TrainerMetrics(Instruments):
     """Trainer, weights and trackers."""
 
     trainer_weight_version = gauge(
         "Weight version the trainer holds.",
-        unit="versions",
-        source=BATCH,
         bad="Does not rise: see `trainer_idle_ratio`.",
+    )
+    restart_log_prob_abs_diff_nats = gauge(
+        "Mean absolute trainer minus rollout log-prob in the last step before the newest restart of driver "
+        "or trainer, and in the first one after it (`when`), over all tokens or those of the trainer's own "
+        "version (`tokens`: all, lag0).",
+        "tokens",
+        "when",
+        bad="Jumps from `before` to `after`: trainer or engines did not restore the weights that they had.",
     )
     trainer_restarts_total = counter(
         "Times the trainer was started again from its newest checkpoint.",
-        source="run.trainer_restarts, before each restart",
         bad="Rises: ranks die or hang; the run ends after `trainer.max_restarts`.",
     )
     checkpoint_step = gauge(
         "Step of the newest checkpoint that stands on the disk.",
-        unit="steps",
-        source="run, when it has become whole",
         bad="Falls behind `trainer_weight_version` by more than two `trainer.checkpoint_every`: what lies "
         "between is lost if the trainer dies. The disk is slow, or see `checkpoint_failures_total`.",
     )
     checkpoint_pause_seconds = gauge(
         "How long the last checkpoint paused the trainer, to copy its state.",
-        unit="seconds",
-        source="run, when it has become whole",
         bad="Much above the state's bytes over the speed of memory: the host swaps.",
     )
     checkpoint_write_seconds = gauge(
         "How long the last checkpoint was written beside the training.",
-        unit="seconds",
-        source="run, when it has become whole",
         bad="Above the time of `trainer.checkpoint_every` steps: the next one waits for it. A faster disk, "
         "or rarer checkpoints.",
     )
     checkpoint_failures_total = counter(
         "Checkpoints that could not be written.",
-        source="run.checkpoints, when the trainer has told it",
         bad="Rises: the log says why; the run ends after `trainer.max_failed_checkpoints` in a row.",
     )
     weight_sync_seconds = histogram(
         "Duration of a weight update by phase (snapshot, interrupt, transfer, verify, total).",
         "phase",
-        buckets=SECONDS,
-        unit="seconds",
-        source="weights.weight_sync, after each update",
         bad="The longest phase is where the time goes; docs/design/weight-updates.md.",
     )
     served_weights_unchanged = gauge(
@@ -680,28 +485,24 @@ class TrainerMetrics(Instruments):
         "the trainer's weights had changed, when it was last compared (`weights.watch_every`).",
         "engine",
         unit="1",
-        source="weights.checksums, after each update to a version that is watched",
         bad="1: the engine samples from old weights under a new version; restart it, and set "
         "`weights.verify: checksum`.",
     )
     weight_delta_fallbacks_total = counter(
         "Updates of one engine by whole files in place of a delta.",
         "reason",
-        source="weights.delta_delivery, in each update with `weights.transport: delta`",
         bad="Rises with every version: deltas gain nothing, see the log; `no_actor`: external servers "
         "take no deltas.",
     )
     trainer_idle_ratio = gauge(
         "Share of time the trainer waited for a batch, since the start of training.",
         unit="share",
-        source=BATCH,
         bad="High: as `batch_wait_seconds`.",
     )
     tracker_steps_lost_total = counter(
         "Steps that did not reach a tracker, by why (failed, full).",
         "tracker",
         "cause",
-        source="observability.trackers, when it happens",
         bad="Above 0: the tracker's service or disk is slow or gone; the log has the first error. Training "
         "continues, `metrics.jsonl` has every step.",
     )
@@ -712,7 +513,6 @@ class HealthMetrics(Instruments):
 
     rollout_worker_restarts_total = counter(
         "Times a rollout worker was started again.",
-        source="rollout.workers.worker_backend, when one has ended or fallen silent",
         bad="Rises: user code ends its process or blocks its event loop; the log names the worker, and its "
         "own log the code. What it played continues in another.",
     )
@@ -722,83 +522,63 @@ class HealthMetrics(Instruments):
         "attempt_cancelled, run_ended, owner_ended (the driver or rollout worker was killed).",
         "kind",
         "reason",
-        source="rollout.loops, rollout.rewards.reward_calls and run.live_status, every few seconds",
         bad="An attempt_… rises: a loop or tool leaves processes behind; the log names them. owner_ended: "
         "look for why a driver or worker was killed.",
     )
     seconds_since_progress = gauge(
         "Seconds since the last progress: a token, the end of a trajectory, a step or an engine that serves.",
         unit="seconds",
-        source="run.doctor, at each look",
         bad="Above 300 (or the longest trainer step, where rollouts reach their bound during it): alert on "
         "this one; `async-rl doctor` names the wait.",
     )
     oldest_wait_seconds = gauge(
         "Age of the oldest open wait by kind; 0 if none is open.",
         "awaited",
-        unit="seconds",
-        source="run.doctor, at each look",
         bad="The wait whose age only rises holds up the run.",
     )
     stalls_total = counter(
         "Times the run stalled or a wait exceeded its limit, by kind of wait.",
         "awaited",
-        source="run.doctor, when it finds one",
         bad="Above 0: look into the log.",
     )
     disk_free_bytes = gauge(
         "Free bytes where the run folder lies.",
-        unit="bytes",
-        source=_EVERY_SECOND,
         bad="Below 10% of `disk_size_bytes`: free some. A full disk ends the run; what was done is kept.",
     )
     disk_size_bytes = gauge(
         "Size of the disk where the run folder lies.",
-        unit="bytes",
-        source=_EVERY_SECOND,
         bad="None: free space is a share of it.",
     )
     memory_used_bytes = gauge(
         "Memory in use where the driver runs, by all processes of its machine or container.",
-        unit="bytes",
-        source=_EVERY_SECOND,
         bad="Above 90% of `memory_limit_bytes`: the kernel is about to kill a process.",
     )
     memory_limit_bytes = gauge(
         "Memory of the driver's machine or container, whichever is closer to its limit.",
-        unit="bytes",
-        source=_EVERY_SECOND,
         bad="None: the memory in use is a share of it.",
     )
     open_descriptors = gauge(
         "Open file descriptors of the driver: connections, pipes and files.",
-        source=_EVERY_SECOND,
         bad="Above 80% of `max_descriptors`, or it grows for hours: calls will fail "
         "(`local_shortages_total`).",
     )
     max_descriptors = gauge(
         "The driver's limit of open file descriptors.",
-        source=_EVERY_SECOND,
         bad="None: the open ones are a share of it.",
     )
     event_loop_lag_seconds = histogram(
         "How late the event loop came to a tick of a second.",
-        buckets=SECONDS,
-        unit="seconds",
-        source="observability.loop_watchdog, each second",
         bad="A p99 above 1: blocking code in a tool, reward or loop.",
     )
     event_loop_blocked_total = counter(
         "Times the event loop was blocked for `doctor.blocked_s`.",
-        source="observability.loop_watchdog, when it happens",
         bad="Above 0: the log has the stack.",
     )
 
 
 class Metrics(
-    PolicyMetrics,
+    StepMetrics,
     EvaluationMetrics,
-    AgreementMetrics,
     FlowMetrics,
     PartialMetrics,
     RoutingMetrics,
@@ -864,15 +644,15 @@ class Metrics(
         Trajectory counts, engines, staleness and weight updates are reported where they happen.
         """
         self.trainer_weight_version.set(record.weight_version)
-        for name, declared in STEP_FIGURES.items():
-            if not declared.kind:
+        for name, figure in STEP_FIGURES.items():
+            if not figure.metric:
                 continue
-            value, instrument = getattr(record, declared.attribute or name), self._of_figure(declared)
-            if declared.kind == "counter":
+            value, instrument = getattr(record, figure.attribute or name), self._of_figure(figure)
+            if figure.kind == "counter":
                 instrument.inc(value)
-            elif declared.kind == "histogram":
+            elif figure.kind == "histogram":
                 instrument.observe(value)
-            elif is_finite(value) or not declared.keep_last:
+            elif is_finite(value) or not figure.keep_last:
                 instrument.set(math.nan if value is None else value)
 
     def restore(
@@ -883,16 +663,16 @@ class Metrics(
         Counters and histograms count from 0 in each process, as Prometheus expects.
         """
         self.trainer_weight_version.set(step)
-        for name, declared in STEP_FIGURES.items():
-            if declared.kind != "gauge":
+        for name, figure in STEP_FIGURES.items():
+            if not figure.metric or figure.kind != "gauge":
                 continue
-            measured = (getattr(record, declared.attribute or name) for record in reversed(records))
-            value = next(filter(is_finite, measured) if declared.keep_last else measured, None)
-            self._of_figure(declared).set(math.nan if value is None else value)
+            measured = (getattr(record, figure.attribute or name) for record in reversed(records))
+            value = next(filter(is_finite, measured) if figure.keep_last else measured, None)
+            self._of_figure(figure).set(math.nan if value is None else value)
         if ended := [record for record in evaluations if record.status != "missing"]:
             self._set_evaluation(ended[-1])
 
-    def _of_figure(self, declared: StepFigure) -> Any:
+    def _of_figure(self, figure: Description) -> Any:
         """Return the instrument of a figure of a step, or its child with the figure's labels."""
-        instrument = getattr(self, declared.metric)
-        return instrument.labels(**declared.labels) if declared.labels else instrument
+        instrument = getattr(self, figure.metric)
+        return instrument.labels(**figure.child) if figure.child else instrument

@@ -75,7 +75,7 @@ def test_every_figure_of_a_step_reaches_its_instrument() -> None:
     values = {
         name: float(number)
         for number, (name, figure) in enumerate(STEP_FIGURES.items(), start=2)
-        if figure.kind and not figure.attribute
+        if figure.metric and not figure.attribute
     }
     metrics = Metrics()
     metrics.observe_step(StepRecord(**({"step": 1, "weight_version": 1, "time_s": 1.0} | values)))
@@ -83,19 +83,20 @@ def test_every_figure_of_a_step_reaches_its_instrument() -> None:
     for name, value in values.items():
         figure = STEP_FIGURES[name]
         sample = f"async_rl_{figure.metric}" + ("_sum" if figure.kind == "histogram" else "")
-        assert metrics.registry.get_sample_value(sample, figure.labels) == value, name
+        assert metrics.registry.get_sample_value(sample, figure.child) == value, name
 
 
 def test_every_declared_metric_is_observed_and_documented() -> None:
-    declarations = {n: d for section in declared(Metrics) for n, d in section.declarations.items()}
-    assert len(declarations) == len(list(Metrics().registry.collect()))
+    descriptions = declared(Metrics)
+    assert len(descriptions) == len(list(Metrics().registry.collect()))
     code = "".join(file.read_text() for file in PACKAGE.rglob("*.py"))
     of_steps = {figure.metric for figure in STEP_FIGURES.values()}
     page = metrics_reference.markdown()
-    for name, declaration in declarations.items():
+    assert "<br>**" not in page
+    for name, description in descriptions.items():
         assert name in of_steps or re.search(rf"\.{name}\b", code), name
-        assert declaration.source, name
-        assert declaration.bad, name
+        assert description.help, name
+        assert description.bad, name
         assert re.search(rf"^\| `{name}[`{{]", page, re.MULTILINE), name
     for name in (*FIELDS, *DERIVED):
         assert f"\n| `{name}` | " in page

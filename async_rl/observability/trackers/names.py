@@ -16,7 +16,7 @@ from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.records import STEP_FIGURES, Figure, StepRecord, is_finite
 
 FIELDS: Final[Mapping[str, str]] = {
-    declared.tracker: field for field, declared in STEP_FIGURES.items() if declared.tracker
+    described.tracker: field for field, described in STEP_FIGURES.items() if described.tracker
 }
 """verl's name → the field of `StepRecord` that is the same."""
 

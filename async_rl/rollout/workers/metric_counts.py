@@ -77,9 +77,4 @@ def _summed(metrics: Metrics) -> Iterator[tuple[str, Any]]:
 @cache
 def _names_summed() -> dict[str, None]:
     """Return the names of counters and histograms, in order; heartbeats ask for them all the time."""
-    return {
-        name: None
-        for section in declared(Metrics)
-        for name, declaration in section.declarations.items()
-        if declaration.kind != "gauge"
-    }
+    return {name: None for name, described in declared(Metrics).items() if described.kind != "gauge"}
