@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.settings.test_runs import RUNS
+from tests.unit.test_dataset import NAMED_FIELDS
+
 EFFECTS: Final[dict[str, str]] = {
     "model.path": "tests/unit/test_server_command.py::test_a_server_loads_the_model_of_the_config",
     "model.dtype": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[model.dtype=float32]",
@@ -31,40 +34,16 @@ EFFECTS: Final[dict[str, str]] = {
     "data.metadata_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[metadata_key-data]",
     "data.path": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[data]",
     "data.datasets": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[datasets]",
-    "data.datasets[].schema": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[datasets]",
-    "data.datasets[].messages_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[messages_key-datasets]",
-    "data.datasets[].answer_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[answer_key-datasets]",
-    "data.datasets[].id_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[id_key-datasets]",
-    "data.datasets[].agent_loop_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[agent_loop_key-datasets]",
-    "data.datasets[].reward_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[reward_key-datasets]",
-    "data.datasets[].data_source_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[data_source_key-datasets]",
-    "data.datasets[].tools_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[tools_key-datasets]",
-    "data.datasets[].metadata_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[metadata_key-datasets]",
-    "data.datasets[].path": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[datasets]",
     "data.datasets[].name": "tests/unit/test_dataset.py::test_a_file_has_the_name_that_its_section_gives_it[datasets]",
     "data.datasets[].weight": "tests/unit/test_dataset.py::test_tasks_come_by_weight_when_datasets_have_one",
     "data.validation": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[validation]",
-    "data.validation[].schema": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[validation]",
-    "data.validation[].messages_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[messages_key-validation]",
-    "data.validation[].answer_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[answer_key-validation]",
-    "data.validation[].id_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[id_key-validation]",
-    "data.validation[].agent_loop_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[agent_loop_key-validation]",
-    "data.validation[].reward_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[reward_key-validation]",
-    "data.validation[].data_source_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[data_source_key-validation]",
-    "data.validation[].tools_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[tools_key-validation]",
-    "data.validation[].metadata_key": "tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[metadata_key-validation]",
-    "data.validation[].path": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[validation]",
     "data.validation[].name": "tests/unit/test_dataset.py::test_a_file_has_the_name_that_its_section_gives_it[validation]",
     "data.long_prompts": "tests/simulation/test_loop.py::test_prompts_are_dropped_when_they_are_longer_than_the_context",
     "data.max_prompt_tokens": "tests/unit/test_dataset.py::test_the_limit_of_prompts_is_the_configs_when_it_names_one",
-    "data.shuffle": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[data.shuffle=false]",
     "data.epochs": "tests/simulation/test_loop.py::test_a_run_ends_when_its_data_does",
     "run.name": "tests/unit/test_page.py::test_a_snapshot_is_the_whole_run",
     "run.dir": "tests/unit/test_sft.py::test_the_first_signal_ends_a_run_with_a_checkpoint",
-    "run.seed": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[run.seed=9]",
-    "run.max_steps": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[run.max_steps=4]",
     "run.resume": "tests/unit/test_train.py::test_a_folder_without_checkpoints_is_refused_when_resume_is_must",
-    "run.drain_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[run.drain_s=0]",
     "run.log_level": "tests/unit/test_sft.py::test_the_log_has_the_level_that_the_config_names",
     "run.keep_trajectories": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[run.keep_trajectories-None]",
     "rollout.agent_loop": "tests/simulation/test_stalls.py::test_an_attempt_is_made_again_when_it_hangs[rollout.agent_loop=tests.simulation.test_stalls:DreamingLoop-agent loop]",
@@ -97,12 +76,9 @@ EFFECTS: Final[dict[str, str]] = {
     "rollout.rewards_by_source": "tests/unit/test_rollout_rewards.py::test_a_task_has_the_reward_of_its_row_or_its_source_or_the_default",
     "rollout.trust_examples": "tests/unit/test_untrusted_examples.py::test_dotted_paths_of_examples_are_imported_when_the_config_trusts_them[example0]",
     "rollout.group_size": "tests/simulation/test_long_answers.py::test_the_policy_decides_on_a_group_when_siblings_failed[train_rest]",
-    "rollout.max_concurrent_trajectories": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.max_concurrent_trajectories=3]",
     "rollout.num_workers": "tests/unit/test_worker_count.py::test_auto_has_workers_where_the_driver_alone_would_not_do[placement8-engine8-3-16-3-as rollout.num_workers says]",
     "rollout.worker_stall_s": "tests/unit/test_rollout_workers.py::test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn[mute]",
     "rollout.worker_start_timeout_s": "tests/unit/test_cluster_settings.py::test_a_start_of_rollout_workers_ends_with_an_error_after_its_limit",
-    "rollout.max_staleness": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.max_staleness=1]",
-    "rollout.staleness_policy": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.staleness_policy=drop]",
     "rollout.max_context_tokens": "tests/unit/test_session.py::test_the_prompt_is_refused_when_it_fills_the_context",
     "rollout.max_new_tokens": "tests/unit/test_replay.py::test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed",
     "rollout.max_turns": "tests/unit/test_branches.py::test_lines_are_written_side_by_side_when_each_has_its_block",
@@ -112,9 +88,6 @@ EFFECTS: Final[dict[str, str]] = {
     "rollout.top_k": "tests/unit/test_session.py::test_the_policy_is_sampled_as_the_config_says[top_k]",
     "rollout.min_p": "tests/unit/test_session.py::test_the_policy_is_sampled_as_the_config_says[min_p]",
     "rollout.replay_sampling": "tests/unit/test_sampling_masks.py::test_no_masks_are_requested_when_sampling_is_not_truncated_or_not_replayed",
-    "rollout.trajectory_timeout_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.trajectory_timeout_s=0.5]",
-    "rollout.tool_timeout_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.tool_timeout_s=0.1]",
-    "rollout.reward_timeout_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[rollout.reward_timeout_s=0.2]",
     "rollout.max_attempts": "tests/simulation/test_long_answers.py::test_the_policy_decides_on_a_group_when_siblings_failed[train_rest]",
     "rollout.failed_siblings": "tests/simulation/test_long_answers.py::test_the_policy_decides_on_a_group_when_siblings_failed[drop]",
     "rollout.min_group_size": "tests/simulation/test_recovery.py::test_a_group_goes_without_its_stragglers_at_the_same_time_when_the_driver_is_killed_meanwhile[moments0]",
@@ -127,54 +100,32 @@ EFFECTS: Final[dict[str, str]] = {
     "engine.min_prefill_tokens_per_s": "tests/simulation/test_stalls.py::test_no_alarm_is_raised_when_an_engine_has_much_to_prefill",
     "engine.first_call_s": "tests/unit/test_health.py::test_the_first_call_after_a_restart_has_time_to_compile_kernels_and_later_ones_have_not",
     "engine.probe_s": "tests/simulation/test_engines_under_fire.py::test_a_stopped_engine_is_noticed_restarted_and_its_trajectories_go_on",
-    "engine.probe_timeout_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.probe_timeout_s=0.2]",
     "engine.probe_misses": "tests/unit/test_health.py::test_an_engine_is_left_after_as_many_missed_probes_as_the_config_says[3-60.0]",
-    "engine.max_prefill_tokens": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.max_prefill_tokens=50]",
-    "engine.max_restarts": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.max_restarts=1]",
-    "engine.restart_window_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.restart_window_s=1]",
-    "engine.restart_delay_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.restart_delay_s=1]",
-    "engine.restart_delay_max_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.restart_delay_max_s=0.05]",
     "engine.exhausted": "tests/unit/test_repair.py::test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so",
-    "engine.max_outage_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.max_outage_s=1]",
     "engine.urls_file": "tests/simulation/test_engines_under_fire.py::test_engines_join_and_leave_a_running_job",
     "engine.drain_s": "tests/simulation/test_engines_under_fire.py::test_engines_join_and_leave_a_running_job",
-    "engine.num_engines": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.num_engines=3]",
     "engine.urls": "tests/unit/test_trackers.py::test_devices_are_those_of_trainer_and_engines",
     "engine.device": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.device=cuda]",
     "engine.tp_size": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.tp_size=2]",
     "engine.num_nodes": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.num_nodes=2]",
     "engine.host": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.host=127.0.0.2]",
     "engine.context_length": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.context_length=5000]",
-    "engine.max_running_requests": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.max_running_requests=2]",
     "engine.max_total_tokens": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.max_total_tokens=7000]",
     "engine.start_timeout_s": "tests/unit/test_cluster_settings.py::test_a_start_of_servers_ends_with_an_error_after_its_limit",
     "engine.request_timeout_s": "tests/unit/test_sglang_engine.py::test_limits_of_a_client_are_those_of_the_config",
     "engine.extra_args": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.extra_args=[--schedule-policy=lpm]]",
     "engine.narrow_routing": "tests/unit/test_sglang_narrow.py::test_layers_and_experts_are_on_the_command_line_when_the_engine_is_to_narrow",
-    "engine.decode_step_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.decode_step_s=0.1]",
-    "engine.prefill_tokens_per_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.prefill_tokens_per_s=300]",
-    "engine.mean_new_tokens": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[engine.mean_new_tokens=4]",
-    "routing.replay": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[routing.replay=off]",
-    "routing.merge": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[routing.merge=splice]",
     "routing.flip_sample": "tests/unit/test_session_routing.py::test_flips_are_measured_when_a_trajectory_is_of_the_sample[replace]",
     "routing.probe_every": "tests/integration/test_kl_parts.py::test_each_injection_moves_its_own_part_only",
     "queue.max_bytes": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.max_bytes-2000000]",
     "queue.spool_dir": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.spool_dir-disk]",
     "queue.node_lost_s": "tests/unit/test_recovered_state.py::test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config[no-worker]",
-    "queue.journal_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[queue.journal_s=0.5]",
     "queue.journal_dir": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.journal_dir-fast]",
-    "weights.transport": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.transport=tensor]",
-    "weights.interrupt": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.interrupt=retract]",
-    "weights.rolling": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.rolling=true]",
-    "weights.overlap": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.overlap=true]",
     "weights.snapshot": "tests/integration/test_trainer_settings.py::test_a_snapshot_is_kept_where_the_config_says",
     "weights.bucket_bytes": "tests/unit/test_weight_sync.py::test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory_is_shared",
     "weights.full_every": "tests/unit/test_weight_sync.py::test_a_version_goes_out_whole_and_the_ones_after_it_as_deltas",
     "weights.local_dir": "tests/unit/test_placements.py::test_an_engines_copy_of_the_weights_is_where_the_config_says",
-    "weights.verify": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.verify=checksum]",
     "weights.watch_every": "tests/unit/test_weight_sync.py::test_an_engine_is_reported_when_its_weights_stay_and_the_trainers_change",
-    "weights.keep_versions": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.keep_versions=3]",
-    "weights.timeout_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[weights.timeout_s=0.02]",
     "trainer.worker": "tests/unit/test_cli.py::test_one_sentence_and_exit_code_2_when_the_config_cannot_work[trainer.worker=no_such_package.worker:Worker-no_such_package]",
     "trainer.num_ranks": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[trainer.num_ranks=3]",
     "trainer.device": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[trainer.device=cuda]",
@@ -187,7 +138,6 @@ EFFECTS: Final[dict[str, str]] = {
     "trainer.layout.etp": "tests/integration/test_trainer_settings.py::test_the_parallel_groups_have_the_sizes_of_the_layout",
     "trainer.layout.first_stage_layers": "tests/unit/test_trainer_validate.py::test_a_layout_is_refused_when_the_model_does_not_fit[layout5-leaves 0 of the model's 6 for 1 others]",
     "trainer.layout.last_stage_layers": "tests/unit/test_trainer_validate.py::test_a_layout_is_refused_when_the_model_does_not_fit[layout6-leaves 1 of the model's 6 for 0 others]",
-    "trainer.groups_per_batch": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[trainer.groups_per_batch=3]",
     "trainer.micro_batch_tokens": "tests/integration/test_trainer_settings.py::test_a_batch_is_cut_as_the_config_says",
     "trainer.updates_per_batch": "tests/integration/test_trainer_updates.py::test_the_proximal_policy_stays_when_a_batch_has_several_updates",
     "trainer.epochs_per_batch": "tests/integration/test_trainer_updates.py::test_the_proximal_policy_stays_when_a_batch_has_several_updates",
@@ -244,7 +194,6 @@ EFFECTS: Final[dict[str, str]] = {
     "trainer.critic.lr": "tests/integration/test_trainer_critic.py::test_the_critic_moves_by_its_own_learning_rate",
     "trainer.critic.warmup_steps": "tests/integration/test_trainer_critic.py::test_only_the_critic_trains_during_its_warm_up",
     "trainer.critic.value_clip": "tests/integration/test_trainer_critic.py::test_values_are_clipped_from_the_second_update_on",
-    "trainer.checkpoint_every": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[trainer.checkpoint_every=1]",
     "trainer.keep_checkpoints": "tests/integration/test_trainer_settings.py::test_checkpoints_are_kept_when_their_step_is_a_multiple",
     "trainer.keep_every": "tests/integration/test_trainer_settings.py::test_checkpoints_are_kept_when_their_step_is_a_multiple",
     "trainer.max_mismatch_nats": "tests/unit/test_engine_comparison.py::test_the_limit_is_the_setting",
@@ -309,10 +258,23 @@ EFFECTS: Final[dict[str, str]] = {
     "metrics.targets_dir": "tests/simulation/test_loop.py::test_a_run_is_served_and_announced_where_the_config_says",
     "doctor.action": "tests/unit/test_doctor.py::test_the_run_ends_at_the_second_look_when_that_is_asked_for",
     "doctor.stall_s": "tests/unit/test_doctor.py::test_the_run_ends_at_the_second_look_when_that_is_asked_for",
-    "doctor.look_s": "tests/settings/test_runs.py::test_a_run_changes_with_the_setting[doctor.look_s=1]",
     "doctor.blocked_s": "tests/unit/test_doctor.py::test_the_config_sets_from_when_on_an_event_loop_is_blocked",
 }
-"""The test of each setting, in the order of docs/reference/config.md. It fails when the program reads the default."""
+"""The test of each setting. It fails when the program reads the default."""
+
+for section in ("datasets", "validation"):
+    for key in NAMED_FIELDS:
+        EFFECTS[f"data.{section}[].{key}"] = (
+            f"tests/unit/test_dataset.py::test_a_field_is_read_from_the_key_that_its_section_names[{key}-{section}]"
+        )
+    for key in ("schema", "path"):
+        EFFECTS[f"data.{section}[].{key}"] = (
+            f"tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[{section}]"
+        )
+for override in RUNS:
+    EFFECTS[override.partition("=")[0]] = (
+        f"tests/settings/test_runs.py::test_a_run_changes_with_the_setting[{override}]"
+    )
 
 WITHOUT: Final[dict[str, str]] = {
     "engine.kind": "It chooses the class of the section, and the settings of a class exist only with it.",

@@ -21,7 +21,7 @@ ROOT: Final = Path(__file__).parent.parent.parent
 
 def test_every_setting_has_a_test_or_a_reason() -> None:
     keys = dict.fromkeys(key for key, *_ in describe_fields())
-    assert [key for key in keys if key in EFFECTS] == list(EFFECTS), "the table has the order of the config"
+    assert EFFECTS.keys() <= keys.keys()
     assert keys.keys() - EFFECTS.keys() == WITHOUT.keys()
     assert len(WITHOUT) <= 0.05 * len(keys)
     assert EFFECTS.keys() <= sections_of_settings().keys()

@@ -67,13 +67,6 @@ def test_rewards_of_turns_are_at_the_last_token_of_their_turn(tmp_path: Path) ->
     assert batch.turn_reward_values.tolist() == [0.5, -1.0]
 
 
-def test_versions_are_per_token_when_a_trajectory_was_interrupted() -> None:
-    trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5)))
-    batch = assemble_batch([group_of(trajectory)], 6, "batch", FACTS)
-    assert batch.weight_versions.tolist() == [-1, -1, 3, 3, 5, 5, 5]
-    assert batch.loss_mask.tolist() == [False] * 2 + [True] * 5
-
-
 def test_tokens_are_left_out_of_the_loss_when_older_weights_than_asked_for_sampled_them() -> None:
     """The bound is of each token: a trajectory's last version says nothing of its first (verl issue 7569)."""
     trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5), (1, 6)))
@@ -85,17 +78,6 @@ def test_tokens_are_left_out_of_the_loss_when_older_weights_than_asked_for_sampl
     assert batch.routing_valid is not None
     assert whole.routing_valid is not None
     assert np.array_equal(batch.routing_valid, whole.routing_valid)
-
-
-def test_a_branch_trains_only_what_it_has_not_inherited() -> None:
-    trunk = make_trajectory("t", prompt=2, sampled=((3, 5),))
-    branch = make_trajectory("t.1", prompt=2, sampled=((3, 5), (2, 6)))
-    branch = msgspec.structs.replace(
-        branch, segments=(*trunk.segments, *branch.segments[2:]), trace=None, num_inherited=2
-    )
-    batch = assemble_batch([group_of(trunk, branch)], 6, "batch", FACTS)
-    assert batch.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 5 + [True] * 2
-    assert batch.weight_versions.tolist() == [-1, -1, 5, 5, 5, -1, -1, 5, 5, 5, 6, 6]
 
 
 def test_there_is_no_routing_when_it_is_not_replayed() -> None:
@@ -115,11 +97,6 @@ def test_rows_are_invalid_when_none_were_reported() -> None:
     assert batch.routing_valid is not None
     valid = [batch.routing_valid[i : i + 7].tolist() for i in (0, 7, 14)]
     assert valid == [[True] * 6 + [False], [True] * 2 + [False] * 5, [False] * 7]
-
-
-def test_the_layers_are_named_when_routing_is_replayed() -> None:
-    assert assemble_batch([make_group("a")], 0, "batch", FACTS).moe_layers == FACTS.moe_layers == (1, 2)
-    assert assemble_batch([make_group("a")], 0, "batch").moe_layers == ()
 
 
 @pytest.mark.case(28)

@@ -51,12 +51,6 @@ def with_template(chat: ChatFormat, template: str | None) -> ChatFormat:
     return ChatFormat(tokenizer)
 
 
-def test_prompt_ends_where_the_policy_begins(chat: ChatFormat):
-    ids = chat.prompt_ids(QUESTION)
-    assert ids.dtype == np.int32
-    assert text_of(chat, ids) == ("<|im_start|>user\nWhat is 123 * 45?<|im_end|>\n<|im_start|>assistant\n")
-
-
 def test_a_prompt_is_tokenised_once_for_all_siblings(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch):
     chat = with_template(chat, chat.template)
     first = chat.prompt_ids(QUESTION)
@@ -99,13 +93,6 @@ def test_prompts_that_only_look_alike_are_tokenised_each(chat: ChatFormat):
     assert rendered(unusual).startswith("two")
 
 
-def test_appended_tokens_begin_after_the_end_of_turn_that_the_policy_wrote(chat: ChatFormat):
-    ids = chat.append_ids([{"role": "tool", "content": "5535"}])
-    assert text_of(chat, ids) == (
-        "\n<|im_start|>user\n<tool_response>\n5535\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_end_of_turn_is_put_in_when_the_policy_did_not_write_it(chat: ChatFormat):
     message = [{"role": "user", "content": "Go on."}]
     whole = chat.append_ids(message, after_length=True)
@@ -113,23 +100,10 @@ def test_end_of_turn_is_put_in_when_the_policy_did_not_write_it(chat: ChatFormat
     np.testing.assert_array_equal(whole[1:], chat.append_ids(message))
 
 
-def test_policy_is_asked_for_another_turn_when_nothing_is_appended(chat: ChatFormat):
-    assert text_of(chat, chat.append_ids([])) == "\n<|im_start|>assistant\n"
-
-
 def test_decoded_text_keeps_tool_call_tags_and_drops_special_tokens(chat: ChatFormat):
     ids = chat.tokenizer.encode("<tool_call>\n{}\n</tool_call><|im_end|>", add_special_tokens=False)
     assert chat.decode(ids) == "<tool_call>\n{}\n</tool_call>"
     assert chat.decode(np.asarray(ids, np.int32)) == chat.decode(ids)
-
-
-def test_loss_covers_what_the_assistant_wrote_and_its_end_of_turn(chat: ChatFormat):
-    ids, mask = chat.encode_conversation(CONVERSATION)
-    assert ids.dtype == np.int32
-    assert text_of(chat, ids[mask]) == (
-        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "123 * 45"}}\n</tool_call><|im_end|>'
-        "123 * 45 = 5535.<|im_end|>"
-    )
 
 
 def test_conversation_begins_with_the_very_tokens_of_the_prompt(chat: ChatFormat):

@@ -63,6 +63,17 @@ def lengths(left: dict[str, JournalledTrajectory]) -> dict[str, int]:
     return {name.removeprefix(NAME): state.num_tokens for name, state in left.items()}
 
 
+def test_branches_of_an_owner_before_are_gone_when_the_owner_has_taken_another_course(tmp_path: Path) -> None:
+    first = Journal(tmp_path / "000001-w0-1")
+    for name in (NAME, f"{NAME}.1"):
+        write(first, name, sampled(5), epoch=1)
+    first.close()
+    second = left_behind(tmp_path / "000001-w1-2", NAME, sampled(6), epoch=2, attempt=2)
+    assert lengths(read(claim_of(first.directory, second), attempt=2)[0]) == {"": 6}
+    branch = left_behind(tmp_path / "000001-w2-3", f"{NAME}.2", sampled(1), epoch=3, attempt=3)
+    assert lengths(read(claim_of(first.directory, second, branch), attempt=3)[0]) == {".2": 1}
+
+
 def test_an_attempt_begins_anew_when_nothing_of_it_is_left_or_it_is_older_than_is_known(
     tmp_path: Path,
 ) -> None:
@@ -92,6 +103,18 @@ def test_undone_versions_stay_undone_when_a_second_restart_reads_the_same_journa
     spans = [(s.weight_version, s.lag_unknown) for s in state.segments if isinstance(s, Sampled)]
     assert spans == [(4, False), (4, True)]
     ledger.close()
+
+
+def test_owners_are_newer_than_all_of_earlier_processes(tmp_path: Path) -> None:
+    """Also when an earlier one wrote nothing under its number yet: it may still do so."""
+    epochs: list[int] = []
+    for _ in range(3):
+        ledger = Ledger(tmp_path / "ledger.sqlite")
+        ledger.rollback(0)
+        folders = JournalFolders(tmp_path / "journal", ledger.incarnation, ledger.restarts)
+        epochs += [folders.claim_trajectory(NAME, []).owner_epoch for _ in range(2)]
+        ledger.close()
+    assert epochs == sorted(set(epochs))
 
 
 class Owner:
