@@ -20,8 +20,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.request import getproxies_environment
+
+import msgspec
+from msgspec import Meta
 
 from agent_loops.agent_program import AgentProgram, last_error_text, program_name, without_proxy
 from agent_loops.base import AgentLoop
@@ -95,6 +98,31 @@ class AgentAPI:
 AgentFunction = Callable[[Task, AgentAPI], Any | Awaitable[Any]]
 
 
+class _Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How `OpenAIAgentLoop` serves its API."""
+
+    opens_thought: bool
+    model: Annotated[str, Meta(min_length=1)] = "policy"
+    """The name under which the policy is served."""
+    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    """Address to bind to. Agents on other hosts need one that is not loopback; `0.0.0.0` binds to all."""
+    port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+    """The port; 0 takes a free one. Rollout workers of one node cannot share one."""
+    public_host: Annotated[str, Meta(min_length=1)] | None = None
+    """The name or address in the URLs that agents receive; by default `host`, or the node's address if that
+    means all."""
+    tls_certificate: str | None = None
+    """PEM file of a certificate: the API is served over TLS."""
+    tls_key: str | None = None
+    """PEM file of its key."""
+    max_body_bytes: Annotated[int, Meta(gt=0)] = MAX_BODY_BYTES
+    """The largest request body."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: set both")
+
+
 class OpenAIAgentLoop(AgentLoop):
     """Runs an agent that queries the policy through OpenAI's API and knows nothing about training.
 
@@ -112,15 +140,8 @@ class OpenAIAgentLoop(AgentLoop):
         parser: Format of tool calls: a name in `agent_loops.parsing.PARSERS`, or `module:Class`; by default
             the format that the model's chat template teaches.
         opens_thought: Whether the chat template itself opens `<think>` for each turn.
-        model: The name under which the policy is served.
-        host: Address to bind to. Agents on other hosts need one that is not loopback; `0.0.0.0` binds to all.
-        port: The port; 0 takes a free one. Each rollout worker serves on its own node, so several on a node
-            need 0.
-        public_host: The name or address in the URLs that agents receive; by default `host`, or the node's
-            address if that means all.
-        tls_certificate: PEM file of a certificate: the API is served over TLS.
-        tls_key: PEM file of its key.
-        max_body_bytes: The largest request body.
+        serving: How the API is served: model, host, port, public_host, tls_certificate, tls_key and
+            max_body_bytes.
 
     Raises:
         ConfigError: Neither or both of agent and command are given, one does not exist, or an argument has
@@ -137,13 +158,7 @@ class OpenAIAgentLoop(AgentLoop):
         nonzero_exit: Literal["fail", "zero"] = "fail",
         parser: str | None = None,
         opens_thought: bool = False,
-        model: str = "policy",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        public_host: str | None = None,
-        tls_certificate: str | None = None,
-        tls_key: str | None = None,
-        max_body_bytes: int = MAX_BODY_BYTES,
+        **serving: Any,
     ) -> None:
         if (agent is None) == (command is None):
             raise ConfigError(
@@ -166,45 +181,29 @@ class OpenAIAgentLoop(AgentLoop):
         self._reader = None if parser is None else CallReader(load_parser(parser))
         self._parser_name = parser
         self._opens_thought = opens_thought
-        if (tls_certificate is None) != (tls_key is None):
+        if nonzero_exit != "fail" and (nonzero_exit != "zero" or command is None):
             raise ConfigError(
-                "rollout.agent_loop_args: tls_certificate and tls_key belong together: set both"
+                f"rollout.agent_loop_args: nonzero_exit is {nonzero_exit!r}; "
+                "expected fail, or zero for a command"
             )
+        try:
+            settings = msgspec.convert({"opens_thought": opens_thought, **serving}, _Serving)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"rollout.agent_loop_args: {error}") from error
         tls: ssl.SSLContext | None = None
-        if tls_certificate is not None and tls_key is not None:
-            tls = load_certificate(Path(tls_certificate), Path(tls_key))
-        for name, value, fits, expected in (
-            ("opens_thought", opens_thought, isinstance(opens_thought, bool), "true or false"),
-            (
-                "nonzero_exit",
-                nonzero_exit,
-                nonzero_exit == "fail" or (nonzero_exit == "zero" and command is not None),
-                "fail, or zero for a command",
-            ),
-            ("model", model, isinstance(model, str) and model, "a name"),
-            ("host", host, isinstance(host, str) and host, "an address; 0.0.0.0 binds to all"),
-            ("port", port, type(port) is int and 0 <= port < 1 << 16, "0 to 65535; 0 takes a free one"),
-            (
-                "public_host",
-                public_host,
-                public_host is None or (isinstance(public_host, str) and public_host),
-                "a name or address, or null",
-            ),
-            (
-                "max_body_bytes",
-                max_body_bytes,
-                type(max_body_bytes) is int and max_body_bytes > 0,
-                "a number of bytes above 0",
-            ),
-        ):
-            if not fits:
-                raise ConfigError(f"rollout.agent_loop_args: {name} is {value!r}; expected {expected}")
-        self.fixed_port = port
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            tls = load_certificate(Path(settings.tls_certificate), Path(settings.tls_key))
+        self.fixed_port = settings.port
         """The port that only one process of a node can serve at; 0 if it takes a free one."""
-        self._certificate = tls_certificate
-        self._is_open = not is_loopback(host)
+        self._certificate = settings.tls_certificate
+        self._is_open = not is_loopback(settings.host)
         self.endpoint = Endpoint(
-            host, port, public_host=public_host, tls=tls, model=model, max_body_bytes=max_body_bytes
+            settings.host,
+            settings.port,
+            public_host=settings.public_host,
+            tls=tls,
+            model=settings.model,
+            max_body_bytes=settings.max_body_bytes,
         )
         self._serving = AsyncExitStack()
 

@@ -39,32 +39,33 @@ class ScriptedSession:
         tool_timeout_s: The longest tool call.
     """
 
+    trajectory_id = "scripted"
+    status = ""
+    remaining_tokens = 1000
+    remaining_turns = 100
+    remaining_s = 1000.0
+    remaining_branches = 100
+    num_turns = 0
+    tokens_per_message = 0
+    """How many `remaining_tokens` each message uses."""
+    chat_template = "<tool_call>"
+    """A template that teaches the format of Hermes."""
+    last_turn: Turn | None = None
+
     def __init__(
         self, *turns: str | tuple[str, str], task: Task | None = None, tool_timeout_s: float = 5.0
     ) -> None:
         self.task = task or make_task()
-        self.trajectory_id = "scripted"
         self.messages: list[dict[str, Any]] = []
         self.tool_timeout_s = tool_timeout_s
-        self.status = ""
-        self.remaining_tokens = 1000
-        self.remaining_turns = 100
-        self.remaining_s = 1000.0
-        self.remaining_branches = 100
-        self.num_turns = 0
-        self.tokens_per_message = 0
-        """How many `remaining_tokens` each message uses."""
         self.tools: list[dict[str, Any]] = []
         self.tool_calls: list[str] = []
         """`ok` or `error` for each call."""
         self.tools_called: list[str] = []
         """The tool's name for each call."""
-        self.chat_template = "<tool_call>"
-        """A template that teaches the format of Hermes."""
         self.stops: list[Sequence[str]] = []
         self.notes: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
-        self.last_turn: Turn | None = None
         self.branches: list[ScriptedSession] = []
         """Other conversations of the attempt, in the order in which they began."""
         self._turns = list(turns)

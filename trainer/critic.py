@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from async_rl.config import Config
@@ -39,20 +38,8 @@ class Critic:
         Raises:
             ConfigError: When model and layout are incompatible.
         """
-        trainer = config.trainer
-        self.settings = trainer.critic
-        self.model = MegatronModel(
-            config.model.path,
-            getattr(torch, config.model.dtype),
-            device,
-            msgspec.structs.replace(trainer.optimizer, lr=trainer.critic.lr),
-            layout=trainer.layout,
-            recompute=trainer.recompute,
-            overlap_grad_reduce=trainer.overlap_grad_reduce,
-            value_head=True,
-            passed=trainer.megatron,
-            offload_activations=trainer.offload_activations,
-        )
+        self.settings = config.trainer.critic
+        self.model = MegatronModel(config, device, is_critic=True)
 
     def compute_values(self, placed: Sequence[PlacedMicroBatch], num_tokens: int) -> Float32Array:
         """Compute the value of the context that each trained token follows, `[S]`, for this rank's tokens

@@ -1,12 +1,12 @@
 """Checks `trainer.megatron`: fields of Megatron-Core's own config classes, passed through by name.
 
 ```
-trainer.megatron ─ owned here? ─ known, right type? ─ fits model, layout, device? ─► class that has it
-                   OWNED         Megatron's source    NEEDS                          layout.py, model.py
+trainer.megatron ─ may be set? ─ right type?       ─ fits model, layout, device? ─► class that has it
+                   ALLOWED       Megatron's source   NEEDS                          layout.py, model.py
 ```
 
-Names and types are read from the source of the installed Megatron-Core, which is not imported: that would
-load torch. Where it is not installed only the other two checks are made; every rank makes all of them.
+Types are read from the source of the installed Megatron-Core, which is not imported: that would load torch.
+Where it is not installed only the other two checks are made; every rank makes all of them.
 """
 
 from __future__ import annotations
@@ -36,126 +36,39 @@ CLASSES: Final = {
 }
 """Megatron's classes whose fields can be set, and their files below `megatron/core`."""
 
-_OWNED: Final = {
-    "config.json of the model decides it, and engines serve the same model": """
-        num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels
-        add_bias_linear add_qkv_bias gated_linear_unit activation_func glu_linear_offset
-        activation_func_clamp_value layernorm_epsilon layernorm_zero_centered_gamma normalization
-        qk_layernorm qk_l2_norm softmax_scale softmax_type rotary_interleaved window_size
-        window_attn_skip_freq attention_output_gate no_rope_freq apply_residual_connection_post_layernorm
-        multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
-        rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast
-        beta_slow mscale mscale_all_dim mrope_section num_moe_experts moe_layer_freq moe_ffn_hidden_size
-        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
-        moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
-        moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
-        moe_latent_size moe_apply_probs_on_input""",
-    "no supported model has it": """
-        experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
-        dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim
-        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads is_hybrid_model
-        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
-        heterogeneous_block_specs hetereogenous_dist_checkpoint use_fused_weighted_squared_relu
-        memory_efficient_layer_norm persist_layer_norm""",
-    "multi-token prediction is not trained": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
-    "set trainer.layout instead": """
+_ALLOWED: Final = """
+    activation_func_fp8_input_store apply_rope_fusion apply_wd_to_qk_layernorm attention_backend
+    batch_invariant_mode bias_activation_fusion bias_dropout_fusion bucket_size
+    clone_scatter_output_in_embedding cp_comm_type deallocate_pipeline_outputs deterministic_mode
+    disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache exp_avg_dtype exp_avg_sq_dtype
+    first_last_layers_bf16 fp8 fp8_recipe fp8_wgrad fused_single_qkv_rope gradient_accumulation_fusion
+    moe_deepep_num_sms moe_enable_deepep moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms
+    moe_permute_fusion moe_router_dtype moe_router_fusion moe_shared_expert_overlap moe_token_dispatcher_type
+    num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 optimizer_cpu_offload optimizer_offload_fraction
+    overlap_cpu_optimizer_d2h_h2d pad_buckets_for_high_nccl_busbw pin_cpu_grads pin_cpu_params
+    recompute_modules use_precision_aware_optimizer use_te_activation_func use_torch_optimizer_for_cpu_offload
+"""
+ALLOWED: Final = frozenset(_ALLOWED.split())
+"""Fields that can be set. Each was reviewed: replay, export, checkpoints and the loss are right with it."""
+
+_INSTEAD: Final = {
+    "trainer.layout": """
         tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
         context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
-        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split moe_extended_tp
-        hierarchical_context_parallel_sizes""",
-    "trainer.device and trainer.layout decide how ranks are connected": """
-        pipeline_model_parallel_comm_backend num_distributed_optimizer_instances use_ring_exchange_p2p""",
-    "the trainer packs trajectories and cuts them by its own plan": """
-        hybrid_context_parallel max_seqlen_per_dp_cp_rank""",
-    "set model.dtype instead": """
-        fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype fp32_residual_connection
-        apply_query_key_layer_scaling""",
-    "only float16 needs it, which model.dtype does not allow": """
-        loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
-    "set trainer.optimizer instead": """
-        lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad min_lr decoupled_lr decoupled_min_lr""",
-    "the optimizer is AdamW: checkpoints hold its two moments": """
-        optimizer decoupled_weight_decay sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov
-        muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor qk_clip
-        qk_clip_alpha qk_clip_threshold""",
-    "checkpoints hold main weights in float32": "store_param_remainders",
-    "set trainer.recompute instead; routing replay must know which layers are computed again": """
-        recompute_granularity recompute_method recompute_num_layers moe_layer_recompute
-        distribute_saved_activations num_microbatches_with_partial_activation_checkpoints""",
-    "set trainer.overlap_grad_reduce instead": "overlap_grad_reduce",
-    "weights are published after every step: they would lack its update, or wait for the gather": """
-        overlap_param_gather align_param_gather overlap_param_gather_with_optimizer_step""",
-    "gradients are summed in float32 and divided once, by the tokens of the whole batch": """
-        calculate_per_token_loss grad_reduce_in_fp32 average_in_collective gradient_reduce_div_fusion
-        reduce_scatter_with_fp32_accumulation main_grads_dtype""",
-    "an update that is not finite is skipped and counted: see trainer.max_skipped_updates": """
-        check_for_nan_in_grad check_for_large_grads""",
-    "it is on where several ranks share parameters": "use_distributed_optimizer",
-    "export, checkpoints and offloading use the buffers of Megatron's DistributedDataParallel": """
-        use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy
-        suggested_communication_unit_size preserve_fp32_weights keep_fp8_transpose_cache fsdp_double_buffer
-        fsdp_manual_registration init_model_with_meta_device nccl_ub disable_symmetric_registration""",
-    "only the reward may change weights: it would act on the router's choice, not on the engine's": """
-        moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate
-        moe_router_force_load_balancing moe_per_layer_logging""",
-    "set routing.replay instead": "moe_enable_routing_replay",
-    "it changes which experts compute a token, and the engine's choice is replayed": """
-        moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping
-        moe_router_padding_for_quantization moe_router_padding_for_fp8""",
-    "log-probs must be those of the policy that sampled, without noise": """
-        hidden_dropout attention_dropout moe_input_jitter_eps""",
-    "log-probs and their gradients are computed without logits, by trainer.losses.log_probs": """
-        cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
-        wgrad_deferral_limit""",
-    "attention over packed trajectories has its own kernels, without it": """
-        masked_softmax_fusion attention_softmax_in_fp32 fp8_dot_product_attention fp8_multi_head_attention""",
-    "stages exchange micro-batches of varying lengths; other values fail, or give wrong gradients": """
-        variable_seq_lengths overlap_p2p_comm batch_p2p_comm batch_p2p_sync overlap_p2p_comm_warmup_flush
-        microbatch_group_size_per_vp_stage""",
-    "its buffers and graphs have one fixed size, and micro-batches have varying lengths": """
-        tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
-        tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
-        tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend enable_cuda_graph
-        cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
-        external_cuda_graph cuda_graph_impl cuda_graph_scope use_te_rng_tracker
-        fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
-        cpu_offloading_double_buffering""",
-    "its schedule calls layers instead of the model, which routing replay wraps": """
-        overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release""",
-    "it excludes recomputation and pipelines": """
-        cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights""",
-    "engines, checkpoints and exports get the parameters in model.dtype": """
-        fp8_param fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag fp4_param main_params_dtype""",
-    "its scales follow from earlier batches, which checkpoints do not hold: a resumed run would differ": """
-        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo tp_only_amax_red""",
-    "engines serve the model in model.dtype, too far from products of four bits": """
-        fp4 fp4_recipe fp4_quantizer_factory""",
-    "quantisation is that of fp8 and fp8_recipe": """
-        fp8_quantizer_factory use_kitchen use_kitchen_attention kitchen_attention_backend quant_recipe""",
-    "every weight is loaded": """
-        perform_initialization use_cpu_initialization init_method output_layer_init_method init_method_std
-        embedding_init_method embedding_init_method_std""",
-    "model.dtype, trainer.device and TransformerEngine decide which layers are built": """
-        transformer_impl moe_use_legacy_grouped_gemm""",
-    "it is for inference, which is the engines' task": """
-        flash_decode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers
-        inference_fuse_tp_communication symmetric_ar_type mlp_chunks_for_prefill cache_mla_latents""",
-    "the trainer sets it itself": """
-        timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
-        barrier_with_L1_time""",
-    "Megatron-Core ignores it": "async_tensor_model_parallel_allreduce",
-    "nothing would read the result: metrics are the trainer's own": """
-        log_num_zeros_in_grad log_max_attention_logit test_mode config_logger_dir""",
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage""",
+    "model.dtype": "fp16 bf16 params_dtype pipeline_dtype",
+    "trainer.optimizer": "lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad",
+    "trainer.recompute": "recompute_granularity recompute_method recompute_num_layers",
+    "trainer.overlap_grad_reduce": "overlap_grad_reduce",
+    "trainer.offload_activations": "cpu_offloading fine_grained_activation_offloading",
+    "routing.replay": "moe_enable_routing_replay",
 }
-
-OWNED: Final[Mapping[str, str]] = {name: reason for reason, names in _OWNED.items() for name in names.split()}
-"""Fields that this project sets or relies on, each with the reason why the config cannot."""
+"""Settings of this project, and the fields that they decide."""
 
 
 @functools.cache
 def megatron_fields() -> Mapping[str, str] | None:
-    """Return the fields of `CLASSES` with their types, as the installed Megatron-Core's source has them.
+    """Return the types of the fields of `CLASSES`, as the installed Megatron-Core's source has them.
 
     Returns:
         None where it is not installed.
@@ -448,14 +361,14 @@ def check_megatron_settings(config: Config, *, on_gpu: bool | None = None) -> No
         on_gpu: Whether the trainer runs on GPUs; None: by `trainer.device` and this machine.
 
     Raises:
-        ConfigError: A field is owned by this project, unknown, of another type, or does not fit the config.
+        ConfigError: A field may not be set, is of another type, or does not fit the config.
     """
     values = config.trainer.megatron
     if not values:
         return
     for name in values:
-        if name in OWNED:
-            raise ConfigError(f"trainer.megatron.{name} cannot be set: {OWNED[name]}")
+        if name not in ALLOWED:
+            raise ConfigError(f"trainer.megatron.{name} cannot be set: {_remedy(name)}")
     if (fields := megatron_fields()) is not None:
         for name, value in values.items():
             _check_field(fields, name, value)
@@ -491,13 +404,16 @@ def row_multiple(passed: Mapping[str, Any], tp: int) -> int:
     return 32 if recipe == "mxfp8" else 128 if recipe == "blockwise" and tp > 1 else 16
 
 
+def _remedy(name: str) -> str:
+    """Return what to do about a field that cannot be set."""
+    for setting, names in _INSTEAD.items():
+        if name in names.split():
+            return f"set {setting} instead"
+    near = difflib.get_close_matches(name, ALLOWED, n=3, cutoff=0.6)
+    return f"the trainer decides it, or it does not exist; near it are {', '.join(near) or 'no fields'}"
+
+
 def _check_field(fields: Mapping[str, str], name: str, value: Any) -> None:
-    if name not in fields:
-        near = difflib.get_close_matches(name, fields, n=3, cutoff=0.6)
-        raise ConfigError(
-            f"trainer.megatron.{name}: Megatron-Core has no such field in "
-            f"{', '.join(list(CLASSES)[1:])}; the nearest names are {', '.join(near) or 'too far away'}"
-        )
     try:
         msgspec.convert(value, plain_type(fields[name]))
     except msgspec.ValidationError as error:

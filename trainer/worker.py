@@ -40,7 +40,7 @@ from async_rl.trainer_protocol import Extreme, Saved, StepResult, TrainerState
 from async_rl.types import BoolArray, Float32Array, Int64Array, TakenBatch, TrainBatch
 from trainer import logprob_mismatch
 from trainer.checkpoints import loading
-from trainer.checkpoints.saving import CheckpointSaver, make_saver
+from trainer.checkpoints.saving import CheckpointSaver
 from trainer.collectives import raise_on_all_ranks
 from trainer.critic import Critic, ValueTargets
 from trainer.losses.advantages import (
@@ -187,20 +187,7 @@ class TrainerWorker:
             timeout_s=max(trainer.start_timeout_s, trainer.step_timeout_s),
             seed=config.run.seed,
         )
-        self._model = MegatronModel(
-            config.model.path,
-            getattr(torch, config.model.dtype),
-            device,
-            trainer.optimizer,
-            layout=trainer.layout,
-            recompute=trainer.recompute,
-            replay=config.routing.replay != "off",
-            overlap_grad_reduce=trainer.overlap_grad_reduce,
-            passed=trainer.megatron,
-            offload_activations=trainer.offload_activations,
-            lora=trainer.lora,
-            seed=config.run.seed,
-        )
+        self._model = MegatronModel(config, device)
         models = [self._model]
         if trainer.loss.advantages == "gae":
             self.critic = Critic(config, device)
@@ -218,7 +205,7 @@ class TrainerWorker:
         if trainer.loss.kl.coefficient:
             self._model.keep_reference()
         critic = None if self.critic is None else self.critic.model
-        self._saver = make_saver(config, self._model, self._layout, critic)
+        self._saver = CheckpointSaver(config, self._model, self._layout, critic)
         if checkpoint_dir is None:
             return TrainerState(step=0)
         state = loading.load_newest(

@@ -228,16 +228,13 @@ class ChatFormat:
         self._known_prompts = lru_cache(_NUM_PROMPTS)(
             lambda conversation: self._encode_prompt(*marshal.loads(conversation))
         )
-        self._keeping: dict[str, re.Pattern[str]] = {}
-        """What the text of messages may contain, by role."""
-        self._keeping_none = self._control.keeping([])
+        self._keeping = {"": self._control.keeping([])}
+        """What the text of messages may contain, by role; other roles are those of the empty name."""
         self._form = self._probe_form()
-        self._is_ended_by_next, ends = self._find_ends_of_turn()
-        self.end_of_turn_ids = tuple(ends)
+        self._is_ended_by_next, self._ends = self._find_ends_of_turn()
+        self.end_of_turn_ids = tuple(self._ends)
         """The tokens that end a turn of the policy: one, or those with which the next messages begin."""
-        self.end_of_turn_id, self._end_of_turn = next(iter(ends.items()))
-        self._ends = tuple(ends.values())
-        stops = {*ends, tokenizer.eos_token_id, *stop_token_ids}
+        stops = {*self._ends, tokenizer.eos_token_id, *stop_token_ids}
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(stop for stop in stops if stop is not None))
         self._tags |= {
             token_id: token.content
@@ -251,12 +248,17 @@ class ChatFormat:
             if not added[text][1].special and not has_control_shape(text) and text not in around
         ]
         as_mentioned = self._control.keeping(mentioned)
-        self._keeping = dict.fromkeys(_MENTIONING_ROLES, as_mentioned)
+        self._keeping |= dict.fromkeys(_MENTIONING_ROLES, as_mentioned)
         self._keeping["assistant"] = self._control.keeping([*mentioned, *self._tags.values()])
         self._keeping |= dict.fromkeys(trusted_roles, self._control.keeping(ids))
         self._is_probed = True
         if self._never_ends is not None:
             raise self._never_ends
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The token that ends a turn of the policy, the first of several."""
+        return self.end_of_turn_ids[0]
 
     @property
     def template(self) -> str:
@@ -518,7 +520,8 @@ class ChatFormat:
             if i not in trained:
                 text = before + content + text
                 continue
-            end = self._end_of_turn if text.startswith(self._end_of_turn) else ""
+            end_of_turn = self._ends[self.end_of_turn_id]
+            end = end_of_turn if text.startswith(end_of_turn) else ""
             yield before, False
             yield content + end, True
             text = text.removeprefix(end)
@@ -528,10 +531,10 @@ class ChatFormat:
         """Return what the policy would have written for this message, with its end-of-turn token."""
         prompt = self._render([_QUESTION], add_generation_prompt=True)
         rendered = self._render([_QUESTION, message], add_generation_prompt=False)
-        end_of_turn = self._end_of_turn
+        end_of_turn = self._ends[self.end_of_turn_id]
         if self._is_ended_by_next:
             after = self._append(following or [_QUESTION])
-            end_of_turn = next((end for end in self._ends if after.startswith(end)), end_of_turn)
+            end_of_turn = next((end for end in self._ends.values() if after.startswith(end)), end_of_turn)
             rendered += end_of_turn
         end = rendered.rfind(end_of_turn)
         if not rendered.startswith(prompt) or end < len(prompt):
@@ -625,7 +628,7 @@ class ChatFormat:
         return plain if self._control.find(plain) == self._control.find(rendered) else rendered
 
     def _mark(self, value: Any, role: str) -> Any:
-        return self._control.mark(value, self._keeping.get(role, self._keeping_none))
+        return self._control.mark(value, self._keeping.get(role, self._keeping[""]))
 
     def _apply_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool

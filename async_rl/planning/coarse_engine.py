@@ -54,6 +54,10 @@ _WHOLE = 1e-6
 """Tokens by which a sum of times may miss a whole one."""
 
 
+_numbers = count()
+"""Orders calls that end at the same progress."""
+
+
 class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """How fast one engine is, in the tokens of the simulation."""
 
@@ -128,10 +132,9 @@ class CoarseEngine:
 
     def __init__(self, engine_id: str, speed: EngineSpeed) -> None:
         """Start idle, at weight version 0, on the running loop's clock."""
-        self._engine_id = engine_id
+        self.engine_id = engine_id
         self._speed = speed
         self._loop = asyncio.get_running_loop()
-        self._version = 0
         self._marks: list[tuple[float, int]] = [(0.0, 0)]  # progress at which a version began
         self._progress = 0.0
         self._moment = self._loop.time()
@@ -139,20 +142,13 @@ class CoarseEngine:
         self._prefilling: deque[_CoarseCall] = deque()
         self._decoding: dict[_CoarseCall, None] = {}
         self._ends: list[tuple[float, int, _CoarseCall]] = []  # heap of progress; calls that left are skipped
-        self._numbers = count()
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._still = False
         self._timer: asyncio.TimerHandle | None = None
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # trajectory, or minus group: tokens
-        self._full_tokens_per_s = speed.tokens_per_s(speed.slots)
         self._usage = Usage()
-
-    @property
-    def engine_id(self) -> str:
-        """Implements `Engine.engine_id`."""
-        return self._engine_id
 
     @property
     def address(self) -> EngineAddress | None:
@@ -191,7 +187,7 @@ class CoarseEngine:
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
         """See `Engine.decode_routing`: there is none."""
-        raise AlignmentError(f"{self._engine_id} is a coarse engine and has no routing: replay is off here")
+        raise AlignmentError(f"{self.engine_id} is a coarse engine and has no routing: replay is off here")
 
     # -- time -------------------------------------------------------------------------------------------
 
@@ -212,7 +208,7 @@ class CoarseEngine:
             steps = passed / self._speed.step_s(running)
             self._progress += steps
             usage.decoded_tokens += steps * running
-            full_s = steps * running / self._full_tokens_per_s
+            full_s = steps * running / self._speed.tokens_per_s(self._speed.slots)
             usage.full_s += full_s
             usage.empty_s += passed - full_s
         else:
@@ -265,7 +261,7 @@ class CoarseEngine:
         """Its prefill is done."""
         call.begin = self._progress - call.sampled
         self._decoding[call] = None
-        heapq.heappush(self._ends, (call.begin + call.target, next(self._numbers), call))
+        heapq.heappush(self._ends, (call.begin + call.target, next(_numbers), call))
         if self._speed.shares_prompts and not call.sampled:
             self._remember(-call.group, call.prompt)
 
@@ -353,8 +349,7 @@ class CoarseEngine:
         await asyncio.sleep(self._speed.update_s)
         self._advance()
         self._still = was_still
-        self._version = update.weight_version
-        self._marks.append((self._progress, self._version))
+        self._marks.append((self._progress, update.weight_version))
         if flush:
             self._prefixes.clear()
 
@@ -368,11 +363,11 @@ class CoarseEngine:
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
         """Implements `Engine.checksums`."""
-        return ({"weights": str(self._version)},)
+        return ({"weights": str(self._marks[-1][1])},)
 
     async def health(self) -> EngineHealth:
         """Implements `Engine.health`."""
-        return EngineHealth(weight_version=self._version)
+        return EngineHealth(weight_version=self._marks[-1][1])
 
     async def wait_ready(self) -> None:
         """Implements `Engine.wait_ready`."""

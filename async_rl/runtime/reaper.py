@@ -60,6 +60,8 @@ class Reaper:
         """When a process was first signalled."""
         self._held: dict[int, tuple[int, str, list[str]]] = {}
         """Scope, kind and release command of resources that are not processes of this host."""
+        self._released: set[int] = set()
+        """Those of them whose command has been started."""
         self._releasing: list[tuple[subprocess.Popen[bytes], float]] = []
 
     @property
@@ -68,17 +70,13 @@ class Reaper:
         return len(self._ended) + len(self._releasing)
 
     def update(self, request: "dict[str, Any]") -> None:
-        """Learn which scopes have begun and ended, and what is held."""
-        self._upto = request["upto"]
-        self._live.update(request["begun"])
-        self._live.difference_update(request["ended"])
+        """Learn which scopes are live, and what is held."""
+        self._upto, self._live = request["upto"], set(request["live"])
         for pid, start in request["adopted"]:
             self._known[pid, start] = "0", "other"
             self._marked.add((pid, start))
-        for number, scope, kind, command in request["held"]:
-            self._held[number] = scope, kind, command
-        for number in request["released"]:
-            self._held.pop(number, None)
+        self._held = {number: (scope, kind, command) for number, scope, kind, command in request["held"]}
+        self._released &= self._held.keys()
 
     def sweep(self) -> list[tuple[str, str, str]]:
         """End the processes whose scope is over; return scope, kind and name of each tree that was found.
@@ -158,9 +156,9 @@ class Reaper:
     def _release(self, now: float) -> list[tuple[str, str, str]]:
         """Run the release commands of scopes that are over, and end those that take too long."""
         found = []
-        for number, (scope, kind, command) in list(self._held.items()):
-            if self._is_over(str(scope), {}):
-                del self._held[number]
+        for number, (scope, kind, command) in self._held.items():
+            if number not in self._released and self._is_over(str(scope), {}):
+                self._released.add(number)
                 found.append((str(scope), kind, command[0]))
                 try:
                     process = subprocess.Popen(

@@ -20,7 +20,7 @@ import asyncio
 import ctypes
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -61,8 +61,8 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
             raise ServiceExited(f"{name} returned while the run was still going")
 
     with ExitStack() as ending:
-        async with _TaskGroup() as group:
-            tasks = [group.create_task(supervise(name, loop), name=name) for name, loop in loops.items()]
+        async with Nursery() as group:
+            tasks = [group.start_task(name, supervise(name, loop)) for name, loop in loops.items()]
             try:
                 yield
             finally:
@@ -118,44 +118,6 @@ async def cut_by(stop: asyncio.Event) -> AsyncIterator[None]:
 def was_stopped_at_start(error: BaseException) -> bool:
     """Whether an error, or one in an exception group, is that a signal ended the start."""
     return any(isinstance(leaf, StoppedAtStart) for leaf in _leaves(error))
-
-
-class Nursery:
-    """A block that owns tasks: it ends when all have ended, and a failed task cancels the others."""
-
-    def __init__(self) -> None:
-        self._group = _TaskGroup()
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        await self._group.__aexit__(kind, error, traceback)
-        return None
-
-    def start_task(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that belongs to the block and mark its failure with the name.
-
-        Raises:
-            RuntimeError: The block has ended, or is ending because a task failed.
-        """
-        return self._group.create_task(work, name=name)
-
-    def cancel_tasks(self) -> None:
-        """Cancel every running task; the block then ends without an error."""
-        for task in self._group.running_tasks:
-            task.cancel()
-
-    @property
-    def running_tasks(self) -> list[str]:
-        """Return the names of the running tasks, for a stall report."""
-        return sorted(task.get_name() for task in self._group.running_tasks)
 
 
 async def finished(work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
@@ -295,22 +257,34 @@ class _Droppable(Awaitable[T]):
                 resume = partial(self.work.send, value)
 
 
-class _TaskGroup(asyncio.TaskGroup):
-    """A task group that keeps an outside cancellation that arrives while it ends because of an error.
+class Nursery(asyncio.TaskGroup):
+    """A block that owns tasks: it ends when all have ended, and a failed task cancels the others.
 
-    CPython before 3.13 drops that cancellation (`asyncio.TaskGroup.__aexit__`), so that the code that handles
-    the error continues as if it had not been cancelled.
-
-    It marks the error of a failed task with the task's name.
+    The error of a failed task is marked with the task's name. A cancellation from outside that arrives while
+    the block ends because of an error is kept: CPython before 3.13 drops it (`asyncio.TaskGroup.__aexit__`),
+    so that the code that handles the error continues as if it had not been cancelled.
     """
 
     _parent_cancel_requested: bool
     _tasks: set[asyncio.Task[Any]]
 
+    def start_task(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that belongs to the block and mark its failure with the name.
+
+        Raises:
+            RuntimeError: The block has ended, or is ending because a task failed.
+        """
+        return self.create_task(work, name=name)
+
+    def cancel_tasks(self) -> None:
+        """Cancel every running task; the block then ends without an error."""
+        for task in self._tasks:
+            task.cancel()
+
     @property
-    def running_tasks(self) -> Set[asyncio.Task[Any]]:
-        """The tasks that have not ended."""
-        return self._tasks
+    def running_tasks(self) -> list[str]:
+        """Return the names of the running tasks, for a stall report."""
+        return sorted(task.get_name() for task in self._tasks)
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         """Called once for each task: a further callback of each would cost another turn of the event loop."""

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -230,38 +230,34 @@ class _Owner:
         self.reports: Path | None = None
         self._token = secrets.token_hex(8)
         self._lock = threading.Condition()
-        self._live: dict[int, ProcessScope | None] = {0: None}
+        self._next = 1
+        self._live = {0}
+        """The scopes that have not ended; 0 is this process."""
         self._over: dict[int, ProcessScope] = {}
         """Scopes that have ended lately, the oldest first."""
-        self._begun, self._ended = {0}, set[int]()
-        self._next = 1
         self._held: dict[int, tuple[int, str, list[str]]] = {}
-        self._new_held, self._known_held, self._released = set[int](), set[int](), set[int]()
-        self._adopted, self._new_adopted = set[_Key](), set[_Key]()
+        self._adopted = set[_Key]()
+        self._known_upto = 0
+        """The reaper knows all scopes and held resources of smaller numbers."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._num_urgent = 0
         self._scopes_with_processes = set[int]()
         self._num_sweeps = 0
         self._num_over = 0
-        self._warned: set[str] = set()
 
     def begin_scope(self, scope: ProcessScope) -> int:
         _follow_children()
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._live[number] = scope
-            self._begun.add(number)
+            self._live.add(number)
         return number
 
     def end_scope(self, scope: ProcessScope) -> None:
         with self._lock:
-            if self._live.pop(scope.number, None) is None:
+            if scope.number not in self._live:
                 return
-            if scope.number in self._begun:
-                self._begun.discard(scope.number)  # the reaper never learns of it: a number not live is over
-            else:
-                self._ended.add(scope.number)
+            self._live.discard(scope.number)
             if self._thread is not None:
                 self._over[scope.number] = scope
                 while len(self._over) > _MAX_OVER:
@@ -276,28 +272,21 @@ class _Owner:
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._held[number] = scope, kind, command
-            self._new_held.add(number)
             self._start()
             self._wake.set()
-            self._lock.wait_for(lambda: number in self._known_held, _ANSWER_S)
+            self._lock.wait_for(lambda: number < self._known_upto, _ANSWER_S)
         return number
 
     def release(self, number: int) -> None:
         with self._lock:
-            if self._held.pop(number, None) is None:
-                return
-            for known in (self._new_held, self._known_held):
-                known.discard(number)
-            self._released.add(number)
+            self._held.pop(number, None)
         self._wake.set()
 
     def adopt(self, pid: int) -> None:
         """Let a process end with this one."""
         self._start()
         with suppress(OSError), self._lock:  # it may have ended already
-            key = pid, int(start_time(pid))
-            self._adopted.add(key)
-            self._new_adopted.add(key)
+            self._adopted.add((pid, int(start_time(pid))))
         self._wake.set()
 
     def forget_in_child(self) -> None:
@@ -307,7 +296,7 @@ class _Owner:
     @property
     def is_settled(self) -> bool:
         """Whether no scope that is over has ever started a process that was not swept up since."""
-        return self._scopes_with_processes <= self._live.keys()
+        return self._scopes_with_processes <= self._live
 
     def settle(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
@@ -320,7 +309,7 @@ class _Owner:
                     if not self._lock.wait(deadline - time.monotonic()):
                         return
                 if not self._num_over:
-                    self._scopes_with_processes &= self._live.keys()
+                    self._scopes_with_processes &= self._live
                 self._lock.wait(_ENDING_S)
 
     def _start(self) -> None:
@@ -348,10 +337,7 @@ class _Owner:
             self.reports.mkdir(parents=True, exist_ok=True)
             owner = {"boot": _BOOT.read_text(), "pid": pid, "started": started, "token": self._token}
             Path(report + ".owner").write_text(json.dumps(owner))
-        with self._lock:
-            self._begun, self._ended = set(self._live), set()
-            self._new_held, self._released = set(self._held), set()
-            self._new_adopted = set(self._adopted)
+        self._known_upto = 0
         reaper = _start_reaper(pid, started, f"{MARK}={self._token}:", report)
         try:
             yield reaper
@@ -368,21 +354,17 @@ class _Owner:
         while True:
             with self._lock:
                 sweep = self._num_urgent > 0 or time.monotonic() - swept_s >= _SWEEP_S
-                over = self._scopes_with_processes - self._live.keys()
-                request = {
+                over = self._scopes_with_processes - self._live
+                if sweep:
+                    self._adopted = {key for key in self._adopted if _runs(key)}
+                request: dict[str, Any] = {
                     "upto": self._next,
-                    "begun": sorted(self._begun),
-                    "ended": sorted(self._ended),
-                    "held": [[number, *self._held[number]] for number in sorted(self._new_held)],
-                    "released": sorted(self._released),
-                    "adopted": sorted(self._new_adopted),
+                    "live": list(self._live),
+                    "held": [[number, *held] for number, held in self._held.items()],
+                    "adopted": list(self._adopted),
                     "sweep": sweep,
                 }
                 self._num_urgent = max(0, self._num_urgent - 1)
-                for sent in (self._begun, self._ended, self._new_held, self._released, self._new_adopted):
-                    sent.clear()
-                if sweep:
-                    self._adopted = {key for key in self._adopted if _runs(key)}
             reaper.stdin.write(json.dumps(request).encode() + b"\n")
             reaper.stdin.flush()
             if not answers.poll(1000 * _ANSWER_S):
@@ -398,7 +380,7 @@ class _Owner:
                 self._num_over = answer["num_over"] if sweep else self._num_over
                 if sweep and not self._num_over:
                     self._scopes_with_processes -= over
-                self._known_held = self._held.keys() - self._new_held
+                self._known_upto = request["upto"]
                 self._lock.notify_all()
             if not self._num_urgent:
                 self._wake.wait(max(0.0, swept_s + _SWEEP_S - time.monotonic()))
@@ -409,16 +391,19 @@ class _Owner:
         reason = "attempt_ended" if scope is None else scope.reason
         where = "a worker process" if scope is None else scope.name
         log.info("%s (%s) had outlived %s (%s) and was ended", name, kind, where, reason)
-        if kind == "other" and name not in self._warned:
-            self._warned.add(name)
-            log.warning(
-                "%s, a process that user code started, had outlived %s and was ended. A process that several "
-                "trajectories share belongs to the agent loop: start it in `__aenter__`; this is logged once",
-                name,
-                where,
-            )
+        if kind == "other":
+            _warn_of_leftovers(name)
         if scope is not None:
             scope.on_reaped(kind, reason)
+
+
+@cache
+def _warn_of_leftovers(name: str) -> None:
+    log.warning(
+        "%s, a process that user code started, had outlived what started it and was ended. A process that "
+        "several trajectories share belongs to the agent loop: start it in `__aenter__`; this is logged once",
+        name,
+    )
 
 
 def _start_reaper(pid: int, started: int, mark: str, report: str) -> subprocess.Popen[bytes]:

@@ -81,7 +81,7 @@ def trial(worker: TrainerWorker, config: dict[str, Any]) -> Iterator[None]:
     """
     kept = worker.config, worker.num_steps, worker.critic
     worker.config = parse_config(config)
-    if worker.config.trainer.loss.kl.coefficient and not worker.model.has_reference:
+    if worker.config.trainer.loss.kl.coefficient and worker.model._reference is None:
         worker.model.keep_reference()
     models = [worker.model]
     if worker.config.trainer.loss.advantages == "gae":

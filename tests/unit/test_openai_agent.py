@@ -473,9 +473,9 @@ async def test_an_error_hides_the_key_when_it_quotes_a_request(
         ({"agent": f"{HERE}:two_turnz"}, "did you mean 'two_turns'"),
         ({"command": ["sh"], "nonzero_exit": "0"}, "nonzero_exit is '0'; expected fail, or zero for a comm"),
         ({"agent": f"{HERE}:two_turns", "nonzero_exit": "zero"}, "expected fail, or zero for a command"),
-        ({"agent": f"{HERE}:two_turns", "port": True}, "port is True; expected 0 to 65535"),
-        ({"agent": f"{HERE}:two_turns", "max_body_bytes": 0}, "max_body_bytes is 0; expected a number of b"),
-        ({"agent": f"{HERE}:two_turns", "opens_thought": "no"}, "opens_thought is 'no'; expected true or f"),
+        ({"agent": f"{HERE}:two_turns", "port": True}, r"`int`, got `bool` - at `\$.port`"),
+        ({"agent": f"{HERE}:two_turns", "max_body_bytes": 0}, r"`int` >= 1 - at `\$.max_body_bytes`"),
+        ({"agent": f"{HERE}:two_turns", "opens_thought": "no"}, r"`bool`, got `str` - at `\$.opens_thought`"),
     ],
 )
 def test_config_error_when_the_loops_arguments_cannot_work(arguments: dict[str, Any], error: str):

@@ -51,37 +51,6 @@ _ALIGNMENT: Final = 64
 _PACKAGES: Final = ("async-rl", "torch", "megatron-core")
 
 
-def make_saver(
-    config: Config,
-    model: MegatronModel,
-    layout: dict[str, int | None],
-    critic: MegatronModel | None = None,
-) -> CheckpointSaver:
-    """Build the saver that a config describes; called on all ranks.
-
-    Args:
-        config: The run's config.
-        model: The model whose state is saved.
-        layout: The model's number of ranks and parallel sizes.
-        critic: The value model, whose state is saved with it.
-    """
-    trainer = config.trainer
-    about = Manifest(
-        step=0,
-        extra={},
-        layout=layout,
-        model=str(Path(config.model.path).resolve()),
-        dtype=config.model.dtype,
-        optimizer_step=0,
-        lora=describe_lora(trainer.lora),
-        versions={name: version(name) for name in _PACKAGES},
-    )
-    keep, keep_every = trainer.keep_checkpoints, trainer.keep_every
-    return CheckpointSaver(
-        model, about, keep=keep, keep_every=keep_every, timeout_s=trainer.step_timeout_s, critic=critic
-    )
-
-
 class _RankFiles(msgspec.Struct, frozen=True, array_like=True):
     """The tensors and files that one rank wrote."""
 
@@ -97,26 +66,33 @@ class CheckpointSaver:
 
     def __init__(
         self,
+        config: Config,
         model: MegatronModel,
-        about: Manifest,
-        *,
-        keep: int,
-        keep_every: int | None,
-        timeout_s: float,
+        layout: dict[str, int | None],
         critic: MegatronModel | None = None,
     ) -> None:
-        """Open the process group of the writing thread.
+        """Open the process group of the writing thread; called on all ranks.
 
         Args:
+            config: The run's config.
             model: The model whose state is saved.
-            about: Template of every manifest: all but steps, `extra` and files.
-            keep: The number of newest checkpoints to keep.
-            keep_every: Checkpoints whose step is a multiple of this are never removed.
-            timeout_s: Longest wait for another rank, seconds.
-            critic: The value model, if there is one.
+            layout: The model's number of ranks and parallel sizes.
+            critic: The value model, whose state is saved with it.
         """
-        self._model, self._critic, self._about = model, critic, about
-        self._keep, self._keep_every = keep, keep_every
+        self._model, self._critic, trainer = model, critic, config.trainer
+        self._about = Manifest(
+            step=0,
+            extra={},
+            layout=layout,
+            model=str(Path(config.model.path).resolve()),
+            dtype=config.model.dtype,
+            optimizer_step=0,
+            lora=describe_lora(trainer.lora),
+            versions={name: version(name) for name in _PACKAGES},
+        )
+        """What every manifest has; step, `extra` and files are those of one checkpoint."""
+        self._keep, self._keep_every = trainer.keep_checkpoints, trainer.keep_every
+        timeout_s = trainer.step_timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending_write: Future[None] | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,7 +41,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
-from async_rl.config import LayoutConfig, LoraConfig, OptimizerConfig
+from async_rl.config import Config, TrainerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
 from trainer.losses.log_probs import KeptTokens, vocab_parallel_log_probs
 from trainer.megatron.activation_offload import LayerInputsOnHost
@@ -80,50 +80,37 @@ class MegatronModel:
     Invariant: outside `run_schedule`, gradients are those of its last call, and no replay target is pending.
     """
 
-    def __init__(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        optimizer: OptimizerConfig,
-        *,
-        layout: LayoutConfig | None = None,
-        recompute: str = "none",
-        replay: bool = False,
-        overlap_grad_reduce: bool = False,
-        value_head: bool = False,
-        passed: Mapping[str, Any] | None = None,
-        offload_activations: bool = False,
-        lora: LoraConfig | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Build the model and load the folder's weights. Process groups of the same layout must exist.
+    def __init__(self, config: Config, device: torch.device, *, is_critic: bool = False) -> None:
+        """Build the model and load the weights of `model.path`. Process groups of its layout must exist.
 
-        With `value_head` its output layer is a `ValueHead`, and no log-probs can be computed. `passed` is
-        `trainer.megatron`. With `lora` only adapters are trained, which are drawn from the seed.
+        A critic has a `ValueHead` as its output layer: no log-probs can be computed. It has no adapters, and
+        replays no routing.
 
         Raises:
             ConfigError: When model, layout and replay are incompatible.
         """
         self.device = device
         self._reference: list[torch.Tensor] | None = None
-        layout = layout or LayoutConfig()
-        passed, fused = passed or {}, fuses_layers(dtype)
-        fields = transformer_config(layout, recompute, replay, fused=fused)
-        self.bridge = HFBridge(path, dtype, **fields | fields_of(TransformerConfig, passed))
-        config, vocabulary = self.bridge.config, self.bridge.hf_config.vocab_size
+        trainer, dtype = config.trainer, getattr(torch, config.model.dtype)
+        replays = config.routing.replay != "off" and not is_critic
+        self.lora = None if is_critic else trainer.lora
+        passed, fused = trainer.megatron, fuses_layers(dtype)
+        fields = transformer_config(trainer.layout, trainer.recompute, replays, fused=fused)
+        self.bridge = HFBridge(config.model.path, dtype, **fields | fields_of(TransformerConfig, passed))
+        self.config, vocabulary = self.bridge.config, self.bridge.hf_config.vocab_size
         sizes = ModelSizes(
-            layers=config.num_layers,
-            heads=config.num_attention_heads,
-            groups=config.num_query_groups,
+            layers=self.config.num_layers,
+            heads=self.config.num_attention_heads,
+            groups=self.config.num_query_groups,
             vocabulary=vocabulary,
-            experts=config.num_moe_experts or 0,
+            experts=self.config.num_moe_experts or 0,
         )
-        check_layout(layout, sizes)
-        self.config = config
-        self._inputs_on_host = LayerInputsOnHost(config.hidden_size, device) if offload_activations else None
-        self._row_multiple = row_multiple(passed, layout.tp)
-        self.cost = sequence_cost(config, vocabulary, len(moe_layer_numbers(config)))
+        check_layout(trainer.layout, sizes)
+        self._inputs_on_host = (
+            LayerInputsOnHost(self.config.hidden_size, device) if trainer.offload_activations else None
+        )
+        self._row_multiple = row_multiple(passed, trainer.layout.tp)
+        self.cost = sequence_cost(self.config, vocabulary, len(moe_layer_numbers(self.config)))
         modules = self.bridge.build_chunks()
         for module in modules:
             for parameter in module.parameters():
@@ -132,63 +119,77 @@ class MegatronModel:
         if dtype != torch.float32:
             modules = [Float16Module(self.config, module) for module in modules]
         self.bridge.load_hf(modules)
-        self.lora = lora
         for module in modules:
-            if lora is not None:
-                attach_adapters(module, lora, seed)
+            if self.lora is not None:
+                attach_adapters(module, self.lora, config.run.seed)
             count_real_tokens(module)
             forget_probabilities(module)
             if fused and passed.get("gradient_accumulation_fusion", True):
                 accumulate_in_place(module)
-            if value_head:
+            if is_critic:
                 replace_output_layer(unwrap_model(module))
             elif get_attr_wrapped_model(module, "post_process"):
                 leave_out_output_layer(get_attr_wrapped_model(module, "output_layer"))
-        self.replay = RouterReplayAdapter(modules, self.config, device) if replay else None
+        self.replay = RouterReplayAdapter(modules, self.config, device) if replays else None
+        self.chunks = self._reduce_gradients(modules, trainer)
+        self._number = {chunk: number for number, chunk in enumerate(self.chunks)}
+        self.clip_grad = trainer.optimizer.clip_grad
+        self.optimizer = self._make_optimizer(
+            trainer, trainer.critic.lr if is_critic else trainer.optimizer.lr
+        )
 
+    def _reduce_gradients(
+        self, modules: list[torch.nn.Module], trainer: TrainerConfig
+    ) -> list[DistributedDataParallel]:
+        """Wrap modules so that their gradients are summed over data-parallel ranks."""
         sharded = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-        # Only Megatron's distributed optimizer can leave main weights to another one.
-        distributed = sharded or bool(passed.get("use_precision_aware_optimizer"))
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=distributed,
-            overlap_grad_reduce=overlap_grad_reduce and sharded,
+            # Only Megatron's distributed optimizer can leave main weights to another one.
+            use_distributed_optimizer=sharded or bool(trainer.megatron.get("use_precision_aware_optimizer")),
+            overlap_grad_reduce=trainer.overlap_grad_reduce and sharded,
             # It would delay updated parameters until the next forward pass, after weights are published.
             overlap_param_gather=False,
-            **fields_of(DistributedDataParallelConfig, passed),
+            **fields_of(DistributedDataParallelConfig, trainer.megatron),
         )
-        self.chunks = [DistributedDataParallel(self.config, ddp, module) for module in modules]
-        self._number = {chunk: number for number, chunk in enumerate(self.chunks)}
-        self.config.finalize_model_grads_func = finalize_model_grads if lora is None else _finalize_adapters
+        chunks = [DistributedDataParallel(self.config, ddp, module) for module in modules]
+        self.config.finalize_model_grads_func = (
+            finalize_model_grads if self.lora is None else _finalize_adapters
+        )
         if ddp.overlap_grad_reduce:  # gradients are reduced over ranks with the last micro-batch
-            waits = [chunk.no_sync for chunk in self.chunks]
+            waits = [chunk.no_sync for chunk in chunks]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
-        self.clip_grad = optimizer.clip_grad
+        return chunks
+
+    def _make_optimizer(self, trainer: TrainerConfig, learning_rate: float) -> MegatronOptimizer:
+        settings, dtype = trainer.optimizer, self.bridge.mbridge.dtype
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a rank without experts has a stub optimizer
-            self.optimizer: MegatronOptimizer = get_megatron_optimizer(
+            optimizer: MegatronOptimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="adam",
-                    lr=optimizer.lr,
-                    weight_decay=optimizer.weight_decay,
-                    adam_beta1=optimizer.beta1,
-                    adam_beta2=optimizer.beta2,
-                    adam_eps=optimizer.eps,
-                    clip_grad=optimizer.clip_grad,
+                    lr=learning_rate,
+                    weight_decay=settings.weight_decay,
+                    adam_beta1=settings.beta1,
+                    adam_beta2=settings.beta2,
+                    adam_eps=settings.eps,
+                    clip_grad=settings.clip_grad,
                     bf16=dtype == torch.bfloat16,
                     params_dtype=dtype,
-                    use_distributed_optimizer=distributed,
+                    use_distributed_optimizer=self.chunks[0].ddp_config.use_distributed_optimizer,
                     store_param_remainders=False,
-                    **{"optimizer_offload_fraction": 1.0} | fields_of(MegatronOptimizerConfig, passed),
+                    **{"optimizer_offload_fraction": 1.0}
+                    | fields_of(MegatronOptimizerConfig, trainer.megatron),
                 ),
                 self.chunks,
                 use_gloo_process_groups=False,
             )
-        for group in (group for inner in self.inner_optimizers for group in inner.param_groups):
+        for group in (group for inner in _torch_optimizers(optimizer) for group in inner.param_groups):
             # Megatron leaves norms and biases as they are, by a factor that only its scheduler applies.
-            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
-            if device.type == "cpu":  # one kernel a parameter instead of a dozen
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+            if self.device.type == "cpu":  # one kernel a parameter instead of a dozen
                 group["fused"], group["foreach"] = True, False
+        return optimizer
 
     def close(self) -> None:
         """Release the last autograd graph, and with it the model, which must not be used afterwards.
@@ -205,12 +206,7 @@ class MegatronModel:
     @property
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers, for dense parameters first; they hold this rank's main parameters."""
-        chained = (
-            self.optimizer.chained_optimizers
-            if isinstance(self.optimizer, ChainedOptimizer)
-            else [self.optimizer]
-        )
-        return [part.optimizer for part in chained if part.optimizer is not None]
+        return _torch_optimizers(self.optimizer)
 
     @property
     def data_parallel_size(self) -> int:
@@ -251,11 +247,6 @@ class MegatronModel:
         if self.config.context_parallel_size > 1:
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
         return values
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether there is a reference; of adapters it is the model without them."""
-        return self.lora is not None or self._reference is not None
 
     def keep_reference(self) -> None:
         """Copy the current weights to the host, as those of the reference policy; of adapters, nothing."""
@@ -533,6 +524,11 @@ class MegatronModel:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+def _torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part.optimizer for part in chained if part.optimizer is not None]
 
 
 def _finalize_adapters(chunks: list[torch.nn.Module], *rest: Any, **named: Any) -> None:
