@@ -26,22 +26,21 @@ class AgentLoop(ABC):
         A loop that asks the policy to check its own answer. In `check_twice.py` beside the config, it is
         `rollout.agent_loop: check_twice:CheckTwice`, with `rollout.agent_loop_args: {max_checks: 3}`.
 
-        ```python
-        from agent_loops.base import AgentLoop
-
-        class CheckTwice(AgentLoop):
-            def __init__(self, max_checks=1):
-                self.max_checks = max_checks
-
-            async def run(self, task, session):
-                session.start(task.messages)
-                turn = await session.generate()
-                for _ in range(self.max_checks):
-                    if turn.finish_reason == "length" or "sure" in turn.text:
-                        break
-                    session.add_messages([{"role": "user", "content": "Are you sure?"}])
-                    turn = await session.generate(max_new_tokens=64)
-        ```
+        >>> class CheckTwice(AgentLoop):
+        ...     def __init__(self, max_checks=1):
+        ...         self.max_checks = max_checks
+        ...
+        ...     async def run(self, task, session):
+        ...         session.start(task.messages)
+        ...         turn = await session.generate()
+        ...         for _ in range(self.max_checks):
+        ...             if turn.finish_reason == "length" or "sure" in turn.text:
+        ...                 break
+        ...             session.add_messages([{"role": "user", "content": "Are you sure?"}])
+        ...             turn = await session.generate(max_new_tokens=64)
+        >>> from agent_loops.testing import make_task, play
+        >>> (await play(CheckTwice(), make_task(), "5.", "I am sure.")).text
+        'I am sure.'
     """
 
     @abstractmethod

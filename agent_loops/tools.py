@@ -127,21 +127,21 @@ class StatefulTool(Tool):
     there is no state, and `execute` has no parameter for it.
 
     Example:
-        ```python
-        class Notebook:
-            name = "note"  # else the class's: `notebook`
-
-            def __init__(self, max_notes: int = 10):  # from `args` in the config, once a run
-                self.max_notes = max_notes
-
-            def create(self, task):
-                return []
-
-            def execute(self, state, text: str) -> str:
-                '''Write a note down.'''
-                state.append(text)
-                return f"{len(state)} notes"
-        ```
+        >>> class Notebook:
+        ...     name = "note"  # else the class's: `notebook`
+        ...
+        ...     def __init__(self, max_notes: int = 10):  # from `args` in the config, once a run
+        ...         self.max_notes = max_notes
+        ...
+        ...     def create(self, task):
+        ...         return []
+        ...
+        ...     def execute(self, state, text: str) -> str:
+        ...         '''Write a note down.'''
+        ...         state.append(text)
+        ...         return f"{len(state)} notes"
+        >>> await StatefulTool(Notebook()).call({"text": "Buy milk."}, timeout_s=5, state=[])
+        '1 notes'
 
     Raises:
         ConfigError: The class cannot be described to a model.

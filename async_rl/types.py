@@ -777,11 +777,6 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(sum(rewards) / len(rewards) for rewards in attempts.values())
 
     @property
-    def interruptions(self) -> tuple[int, ...]:
-        """How often weight updates interrupted the sampling."""
-        return tuple(each.num_interruptions for each in self.trajectories)
-
-    @property
     def resumes(self) -> tuple[int, ...]:
         """How many engine calls continued an interrupted turn."""
         return tuple(each.num_resumes for each in self.trajectories)

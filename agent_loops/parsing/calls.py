@@ -52,14 +52,14 @@ class ToolParser(ABC):
     Example:
         Calls that are lines like `!now`:
 
-        ```python
-        class BangParser(ToolParser):
-            opening = ("!",)
-
-            def read(self, text, tools):
-                names = [line[1:] for line in text.splitlines() if line.startswith("!")]
-                return [ToolCall(name=name, arguments={}) for name in names]
-        ```
+        >>> class BangParser(ToolParser):
+        ...     opening = ("!",)
+        ...
+        ...     def read(self, text, tools):
+        ...         names = [line[1:] for line in text.splitlines() if line.startswith("!")]
+        ...         return [ToolCall(name=name, arguments={}) for name in names]
+        >>> [call.name for call in BangParser().parse("What time is it? !now").calls]
+        ['now']
     """
 
     opening: ClassVar[tuple[str, ...]]

@@ -45,10 +45,6 @@ class TaskOrder:
         # Two, because a retried task may belong to the previous epoch.
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
-    def epoch_at(self, position: int) -> int:
-        """Return the number of complete epochs before a position."""
-        return position // self.num_tasks
-
     def task_at(self, position: int) -> int:
         """Implements `DataOrder.task_at`."""
         epoch, offset = divmod(position, self.num_tasks)

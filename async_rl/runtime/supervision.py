@@ -281,11 +281,6 @@ class Nursery(asyncio.TaskGroup):
         for task in self._tasks:
             task.cancel()
 
-    @property
-    def running_tasks(self) -> list[str]:
-        """Return the names of the running tasks, for a stall report."""
-        return sorted(task.get_name() for task in self._tasks)
-
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         """Called once for each task: a further callback of each would cost another turn of the event loop."""
         _mark(task)
