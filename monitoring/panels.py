@@ -1,15 +1,31 @@
 """What the Grafana dashboard shows: rows of panels, each a sentence and some PromQL.
 
-A new metric gets a query here; `make docs` then writes the dashboard's JSON and its picture. What a metric is
-need not be said again: each panel's description ends with the help sentences of its metrics.
+A panel of steps is described in `async_rl/observability/panels.py`, which the live page draws too;
+`_of_steps` asks Prometheus for the same figures. A new metric gets a query here; `make docs` then writes the
+dashboard's JSON and its picture. What a metric is need not be said again: each panel's description ends with
+the help sentences of its metrics.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from async_rl.observability.panels import PANELS
+from async_rl.observability.records import STEP_FIGURES
 
 GREEN, YELLOW, RED, BLUE, GREY, PURPLE = "green", "#EAB839", "red", "blue", "#8e8e8e", "purple"
+
+UNITS: Final = {
+    "": "none",
+    "nats": "suffix: nats",
+    "s": "s",
+    "tokens": "si:tok",
+    "tokens/s": "si:tok/s",
+    "trajectories": "short",
+    "versions": "none",
+}
+"""Grafana's names of units."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,36 @@ def _share(part: str, *others: str) -> str:
     return f"{part} / ({' + '.join((part, *others))})"
 
 
+def figure(name: str, legend: str = "") -> tuple[Query, ...]:
+    """Return the query for a field of `StepRecord`; none if it has no metric."""
+    known = STEP_FIGURES.get(name)
+    if known is None or not known.metric:
+        return ()
+    if known.kind == "histogram":
+        return (Query(mean(known.metric), legend),)
+    labels = "".join(f',{label}="{of}"' for label, of in known.child.items())
+    return (Query(f'async_rl_{known.metric}{{run="$run"{labels}}}', legend),)
+
+
+def _of_steps(name: str, *more: Query, title: str = "", **looks: Any) -> Panel:
+    """Return a panel of the live page with its fields' metrics; further queries follow."""
+    panel = PANELS[name]
+    lines = panel.lines | ({} if panel.band is None else {panel.band[1]: panel.band[0].split()[0]})
+    marks = ((panel.look, YELLOW), (panel.wrong, RED))
+    shown = {
+        "unit": UNITS[panel.unit] if panel.ceiling is None else "percentunit",
+        "limits": tuple((value, color) for value, color in marks if value is not None),
+        "maximum": panel.ceiling,
+        "below_zero": panel.floor is None,
+    }
+    queries = tuple(query for field, label in lines.items() for query in figure(field, label))
+    return Panel(title or panel.title, panel.note, (*queries, *more), **(shown | looks))
+
+
+def _stat(title: str, says: str, *queries: Query, unit: str = "none", limits: Any = ()) -> Panel:
+    return Panel(title, says, queries, unit, "stat", width=3, height=4, limits=limits)
+
+
 UNACCOUNTED: Final = (
     f"{value('trajectories_dispatched_total')} - {value('trajectories_in_flight')}"
     f" - {value('trajectories_queued')} - {value('trajectories_trained_total')}"
@@ -84,90 +130,51 @@ UNACCOUNTED: Final = (
 )
 
 AT_A_GLANCE: Final = (
-    Panel(
+    _stat(
         "Alerts",
         "Alerts of this run that fire now; the runbook is docs/guide/troubleshooting.md.",
-        (Query('count(ALERTS{alertstate="firing", run="$run"}) or vector(0)'),),
-        kind="stat",
-        width=3,
-        height=4,
-        unit="none",
+        Query('count(ALERTS{alertstate="firing", run="$run"}) or vector(0)'),
         limits=((1, RED),),
     ),
-    Panel(
+    _stat(
         "Step",
         "Finished trainer steps; each publishes a weight version.",
-        (Query(value("trainer_weight_version")),),
-        kind="stat",
-        width=3,
-        height=4,
-        unit="none",
+        Query(value("trainer_weight_version")),
     ),
-    Panel(
-        "Reward",
-        "Should rise. Flat from the start: all siblings of a group get the same reward.",
-        (Query(value("reward")),),
-        kind="stat",
-        width=3,
-        height=4,
-    ),
-    Panel(
-        "ppo_kl",
-        "How far the updates of a batch move the policy: 1e-4 to 1e-2 is healthy. None with one update.",
-        (Query(value("ppo_kl")), Query(value("ppo_kl_bypass"))),
-        kind="stat",
-        width=3,
-        height=4,
-        unit="sci",
-        limits=((0.02, YELLOW), (0.1, RED)),
-    ),
-    Panel(
+    _of_steps("reward", kind="stat", width=3, height=4, unit="short"),
+    _of_steps("ppo-kl", kind="stat", width=3, height=4, unit="sci"),
+    _stat(
         "Tokens per second",
         "Tokens that the engines sample.",
-        (Query(value("tokens_per_second")),),
-        kind="stat",
-        width=3,
-        height=4,
+        Query(value("tokens_per_second")),
+        unit="short",
     ),
-    Panel(
+    _stat(
         "Staleness, p95",
         "Age of trained trajectories in versions; never above rollout.max_staleness.",
-        (Query(quantile(0.95, "staleness_versions")),),
-        kind="stat",
-        width=3,
-        height=4,
-        unit="none",
+        Query(quantile(0.95, "staleness_versions")),
     ),
-    Panel(
+    _stat(
         "Engines that serve",
         "Share of the engines that accept requests.",
-        (Query(f"avg({value('engine_up')})"),),
-        kind="stat",
-        width=3,
-        height=4,
+        Query(f"avg({value('engine_up')})"),
         unit="percentunit",
         limits=((0, RED), (0.5, YELLOW), (1, GREEN)),
     ),
-    Panel(
+    _stat(
         "Since last progress",
         "Falls to zero again and again while the run is healthy.",
-        (Query(value("seconds_since_progress")),),
-        kind="stat",
-        width=3,
-        height=4,
+        Query(value("seconds_since_progress")),
         unit="s",
         limits=((120, YELLOW), (300, RED)),
     ),
 )
 
 FLOW: Final = (
-    Panel(
-        "Where trajectories are",
-        "A queue at its bound means that the trainer is the bottleneck, an empty one that rollouts are.",
-        (
-            Query(value("trajectories_in_flight"), "in flight"),
-            Query(value("trajectories_queued"), "queued"),
-        ),
+    _of_steps(
+        "outstanding",
+        Query(value("trajectories_in_flight"), "in flight"),
+        Query(value("trajectories_queued"), "queued"),
         stacked=True,
         colors={"in flight": BLUE, "queued": GREEN},
     ),
@@ -273,16 +280,12 @@ STALENESS: Final = (
         (Query(increase("staleness_versions_bucket", "le"), "{{le}}"),),
         kind="heatmap",
     ),
-    Panel(
-        "Staleness, versions",
-        "Age of trained trajectories. Near the bound, admission holds rollouts back.",
-        (
-            Query(quantile(0.5, "staleness_versions"), "p50"),
-            Query(quantile(0.95, "staleness_versions"), "p95"),
-            Query(mean("staleness_versions"), "mean"),
-            Query(value("max_staleness_versions"), "bound"),
-        ),
-        unit="none",
+    _of_steps(
+        "staleness",
+        Query(quantile(0.5, "staleness_versions"), "p50"),
+        Query(quantile(0.95, "staleness_versions"), "p95"),
+        Query(mean("staleness_versions"), "mean"),
+        Query(value("max_staleness_versions"), "bound"),
         colors={"bound": RED},
     ),
     Panel(
@@ -493,49 +496,18 @@ ROUTING: Final = (
 )
 
 TRAINER: Final = (
-    Panel("Reward", "Mean of each batch.", (Query(value("reward"), "reward"),), below_zero=True),
-    Panel(
-        "ppo_kl",
-        "How far each step moves the policy. A spike: look at the gradient norm; a steady rise: lower "
-        "trainer.optimizer.lr.",
-        (Query(value("ppo_kl"), "ppo_kl"), Query(value("ppo_kl_bypass"), "bypass")),
-        unit="suffix: nats",
-        limits=((0.02, YELLOW), (0.1, RED)),
+    _of_steps("reward"),
+    _of_steps("ppo-kl"),
+    _of_steps("kl-lag"),
+    _of_steps("kl-parts"),
+    _of_steps(
+        "log-prob-diff",
+        *figure("log_prob_diff", "all tokens, signed"),
+        *figure("old_log_prob_abs_diff", "trainer's two passes"),
+        Query(value("restart_log_prob_abs_diff_nats"), "{{when}} the restart, {{tokens}} tokens"),
         below_zero=True,
     ),
-    Panel(
-        "rollout_kl by lag",
-        "Lag 0 is the engine mismatch; what later lags add is staleness.",
-        (Query(value("rollout_kl"), "lag {{lag}}"),),
-        unit="suffix: nats",
-        below_zero=True,
-    ),
-    Panel(
-        "Parts of the KL",
-        "Half the mean squared log-prob difference. A spike of mismatch: damaged weights or wrong rows. Of "
-        "staleness: data is too old. Of routing: replay removes more; below 0 the rows are wrong.",
-        (
-            Query(value("kl_mismatch_nats"), "engine mismatch"),
-            Query(value("kl_staleness_nats"), "staleness"),
-            Query(value("kl_routing_nats"), "routing"),
-        ),
-        unit="suffix: nats",
-        below_zero=True,
-    ),
-    Panel(
-        "Trainer against rollout",
-        "At equal versions it is the pure engine mismatch and must stay flat.",
-        (
-            Query(value("log_prob_abs_diff_nats"), "all tokens, absolute"),
-            Query(value("lag0_log_prob_abs_diff_nats"), "equal versions, absolute"),
-            Query(value("restart_log_prob_abs_diff_nats"), "{{when}} the restart, {{tokens}} tokens"),
-            Query(value("log_prob_diff_nats"), "all tokens, signed"),
-            Query(value("old_log_prob_abs_diff_nats"), "trainer's two passes"),
-            Query(value("routing_probe_abs_diff_nats"), "probe, {{routing}} routing"),
-        ),
-        unit="suffix: nats",
-        below_zero=True,
-    ),
+    _of_steps("routing"),
     Panel(
         "Single tokens",
         "The largest difference of a batch. A jump without one of the means: extremes in metrics.jsonl names "
@@ -543,58 +515,22 @@ TRAINER: Final = (
         (Query(value("log_prob_diff_extreme_nats"), "largest, absolute"),),
         unit="suffix: nats",
     ),
-    Panel(
-        "Importance ratio",
-        "1 when on policy; far from it, data is too old.",
-        (
-            Query(value("importance_ratio_mean"), "mean"),
-            Query(value("importance_ratio"), "quantile {{quantile}}"),
-        ),
-        unit="none",
-    ),
-    Panel(
-        "Effective samples",
-        "Share of the trained tokens that contribute to the gradient, after truncation.",
-        (Query(value("effective_sample_share"), "share"),),
-        unit="percentunit",
-        limits=((0.5, YELLOW),),
-        maximum=1,
-    ),
-    Panel(
-        "Clipped and rejected tokens",
-        "Clipped above about 20%: the policy moves too far in a step, or data is too old. Rejected above "
-        "10%: answers are too far from the policy.",
-        (
-            Query(value("clip_fraction"), "clipped"),
-            Query(value("importance_rejected_fraction"), "rejected"),
-        ),
-        unit="percentunit",
-        limits=((0.2, YELLOW),),
-    ),
+    _of_steps("ratio", *figure("importance_ratio_mean", "mean")),
+    _of_steps("ess"),
+    _of_steps("clip-fraction", *figure("importance_rejected_fraction", "rejected"), unit="percentunit"),
     Panel(
         "Groups without a baseline",
         "Groups that added nothing to the loss: trainer.loss.reject left them fewer than two attempts.",
         (Query(value("groups_without_baseline"), "groups"),),
         unit="none",
     ),
-    Panel(
-        "Entropy, distance from reference and teacher",
-        "The entropy falls slowly; a fall to zero is a collapse. The KL divergence from model.path is there "
-        "where trainer.loss.kl asks for it, that from the teacher where trainer.loss.teacher does.",
-        (
-            Query(value("entropy_nats"), "entropy"),
-            Query(value("reference_kl_nats"), "KL from the reference"),
-            Query(value("teacher_kl_nats"), "reverse KL from the teacher"),
-        ),
-        unit="suffix: nats",
+    _of_steps(
+        "entropy",
+        *figure("reference_kl", "KL from the reference"),
+        *figure("teacher_kl", "reverse KL from the teacher"),
     ),
-    Panel("Loss", "Value at each step.", (Query(value("loss"), "loss"),), unit="none", below_zero=True),
-    Panel(
-        "Gradient norm",
-        "Before clipping. An update that is not finite is skipped; several in a row end the run.",
-        (Query(value("grad_norm"), "norm"),),
-        unit="none",
-    ),
+    _of_steps("loss"),
+    _of_steps("grad-norm"),
     Panel(
         "Critic: explained variance, clipped values",
         "Share of the variance of returns that values explain; near 0 a critic is no better than a constant. "
@@ -618,33 +554,16 @@ TRAINER: Final = (
         (Query(value("learning_rate"), "rate"),),
         unit="sci",
     ),
-    Panel(
-        "Step and wait, mean; the last checkpoint",
-        "The wait is for a batch. A checkpoint pauses the trainer while its state is copied; it is "
-        "written beside the steps.",
-        (
-            Query(mean("train_step_seconds"), "step"),
-            Query(mean("batch_wait_seconds"), "wait"),
-            Query(value("checkpoint_pause_seconds"), "checkpoint: pause"),
-            Query(value("checkpoint_write_seconds"), "checkpoint: written beside"),
-        ),
-        unit="s",
+    _of_steps(
+        "step-time",
+        Query(value("checkpoint_pause_seconds"), "checkpoint: pause"),
+        Query(value("checkpoint_write_seconds"), "checkpoint: written beside"),
         colors={"step": GREEN, "wait": GREY},
     ),
-    Panel(
-        "Idle",
-        "Since the start of training, and in the window. High: more engines, or a larger "
-        "rollout.max_staleness.",
-        (
-            Query(value("trainer_idle_ratio"), "since the start"),
-            Query(
-                _share(rate("batch_wait_seconds_sum"), rate("train_step_seconds_sum")),
-                "lately",
-            ),
-        ),
-        unit="percentunit",
-        maximum=1,
-        limits=((0.8, YELLOW),),
+    _of_steps(
+        "idle",
+        Query(value("trainer_idle_ratio"), "trainer, since the start"),
+        Query(_share(rate("batch_wait_seconds_sum"), rate("train_step_seconds_sum")), "trainer, lately"),
     ),
 )
 
@@ -726,20 +645,8 @@ HEALTH: Final = (
 )
 
 EVALUATION: Final = (
-    Panel(
-        "Reward of the validation sets",
-        "Should rise with the training reward. Where it falls while that one rises, the policy fits its "
-        "training tasks.",
-        (Query(value("evaluation_reward"), "{{set}}"),),
-    ),
-    Panel(
-        "pass@k",
-        "Share of tasks that one of k answers solves. A large k that falls while k = 1 rises: the policy "
-        "narrows.",
-        (Query(value("evaluation_pass_share"), "{{set}}, k = {{k}}"),),
-        unit="percentunit",
-        maximum=1,
-    ),
+    _of_steps("validation-reward", Query(value("evaluation_reward"), "{{set}}")),
+    _of_steps("validation-pass", Query(value("evaluation_pass_share"), "{{set}}, k = {{k}}")),
     Panel(
         "Evaluations",
         "Completed and cancelled evaluations in the window, their mean duration, dropped answers.",

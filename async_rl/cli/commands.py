@@ -1,14 +1,15 @@
 """The commands of `async-rl`: their arguments, their help texts, and what they start.
 
 `--help` imports this module and must answer at once, so nothing heavy is imported at its top: each command
-imports what it needs when it runs. To add a command, write `_add_NAME_options` and `_run_NAME`, and append a
-`Command` to `COMMANDS`.
+imports what it needs when it runs. To add a command, write `_add_NAME_options` and the function that it calls
+(`_calling`, or `_run_NAME`), and append a `Command` to `COMMANDS`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,18 +40,25 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _calling(function: str, *first: str) -> Callable[[argparse.Namespace], int]:
+    """Return what runs a command: a function that gets these options in order, and all others by name."""
+
+    def run(parsed: argparse.Namespace) -> int:
+        options = {name: value for name, value in vars(parsed).items() if name != "run_command"}
+        arguments = [options.pop(name) for name in first]
+        module, _, name = function.partition(":")
+        code: int = getattr(import_module(module), name)(*arguments, **options)
+        return code
+
+    return run
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     """Add the argument `run`, for `find_run_folder(parsed.run)`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, or its name in runs/")
 
 
 # -- train, check, sft ------------------------------------------------------------------------------------
-
-
-def _run_train(parsed: argparse.Namespace) -> int:
-    from async_rl.cli.train import train
-
-    return train(parsed.config, parsed.overrides)
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
@@ -127,12 +135,6 @@ def _run_check(parsed: argparse.Namespace) -> int:
     if parsed.resolved:
         print_text(resolved_yaml(config), end="")
     return 0
-
-
-def _run_sft(parsed: argparse.Namespace) -> int:
-    from async_rl.sft.sft_run import sft
-
-    return sft(parsed.config, parsed.overrides)
 
 
 # -- new-loop ---------------------------------------------------------------------------------------------
@@ -250,27 +252,20 @@ def _run_plan(parsed: argparse.Namespace) -> int:
 
 def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--n", type=int, default=5, metavar="N", help="trajectories; default: 5")
     parser.add_argument(
-        "--task", metavar="ID", help="run all of them on this task; default: each on the next task"
+        "--n", dest="number", type=int, default=5, metavar="N", help="trajectories; default: 5"
+    )
+    parser.add_argument(
+        "--task",
+        dest="task_id",
+        metavar="ID",
+        help="run all of them on this task; default: each on the next task",
     )
     parser.add_argument("--special", action="store_true", help="show special tokens")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each trajectory")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write these lines into a file (.jsonl)")
-
-
-def _run_rollout(parsed: argparse.Namespace) -> int:
-    from async_rl.cli.inspection.try_out import rollout
-
-    return rollout(
-        parsed.config,
-        parsed.overrides,
-        number=parsed.n,
-        task_id=parsed.task,
-        special=parsed.special,
-        as_json=parsed.json,
-        save=parsed.save,
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="print a line of JSON for each trajectory"
     )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write these lines into a file (.jsonl)")
 
 
 def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
@@ -281,13 +276,7 @@ def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="keep the record and the answers, for async-rl inspect"
     )
-    parser.add_argument("--json", action="store_true", help="print the record as JSON")
-
-
-def _run_evaluate(parsed: argparse.Namespace) -> int:
-    from async_rl.cli.evaluate import evaluate
-
-    return evaluate(parsed.config, parsed.overrides, model=parsed.model, out=parsed.out, as_json=parsed.json)
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print the record as JSON")
 
 
 def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
@@ -367,19 +356,7 @@ def _add_replay_step_options(parser: argparse.ArgumentParser) -> None:
         help="rollout: only verify and show the batch, without a trainer; default: step",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="for logs; default: CAPTURE/replay")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-
-
-def _run_replay_step(parsed: argparse.Namespace) -> int:
-    from async_rl.cli.replay_step import replay_step
-
-    return replay_step(
-        parsed.capture,
-        parsed.overrides,
-        until_rollout=parsed.until == "rollout",
-        out=parsed.out,
-        as_json=parsed.json,
-    )
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON lines")
 
 
 # -- report, export, doctor, schema -----------------------------------------------------------------------
@@ -512,7 +489,7 @@ COMMANDS: tuple[Command, ...] = (
         "Writes a Hugging Face folder, for model.path of `async-rl train`. The first Ctrl-C writes a "
         "checkpoint.",
         _add_config,
-        _run_sft,
+        _calling("async_rl.sft.sft_run:sft", "config", "overrides"),
     ),
     Command(
         "train",
@@ -520,7 +497,7 @@ COMMANDS: tuple[Command, ...] = (
         "The run's files are in <run.dir>/<run.name>. The first Ctrl-C lets running work end and writes "
         "a checkpoint, the second aborts.",
         _add_config,
-        _run_train,
+        _calling("async_rl.cli.train:train", "config", "overrides"),
     ),
     Command(
         "check",
@@ -545,7 +522,7 @@ COMMANDS: tuple[Command, ...] = (
         "Starts one engine as the config says, or takes engine.urls or the simulated engine, runs the loop "
         "on the first tasks and shows the trajectories as they end. Exit code 1 when one failed.",
         _add_rollout_options,
-        _run_rollout,
+        _calling("async_rl.cli.inspection.try_out:rollout", "config", "overrides"),
     ),
     Command(
         "evaluate",
@@ -553,7 +530,7 @@ COMMANDS: tuple[Command, ...] = (
         "Starts one engine as the config says, or takes engine.urls or the simulated engine, has every task "
         "of data.validation answered evaluation.samples times, and shows reward and pass@k with intervals.",
         _add_evaluate_options,
-        _run_evaluate,
+        _calling("async_rl.cli.evaluate:evaluate", "config", "overrides"),
     ),
     Command(
         "inspect",
@@ -578,7 +555,7 @@ COMMANDS: tuple[Command, ...] = (
         "gradient norm and log-probs must be equal bit for bit, with another layout within 1e-5; exit code 1 "
         "if they are not.",
         _add_replay_step_options,
-        _run_replay_step,
+        _calling("async_rl.cli.replay_step:replay_step", "capture", "overrides"),
     ),
     Command(
         "report",

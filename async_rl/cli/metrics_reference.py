@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from async_rl.observability.figures import Description
-from async_rl.observability.metrics import PREFIX, Instruments, Metrics, StepMetrics, declared
+from async_rl.observability.metrics import PREFIX, Metrics, StepMetrics, declared
 from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY
 from async_rl.runtime.waits import WAIT_KINDS
 
@@ -72,26 +73,26 @@ def _waits() -> Iterator[str]:
 
 
 def _sections() -> Iterator[str]:
-    code = {
-        str(file.relative_to(_PACKAGE).with_suffix("")).replace("/", "."): file.read_text(encoding="utf-8")
-        for file in sorted(_PACKAGE.rglob("*.py"))
-    }
+    observers, described = _observers(), declared(Metrics)
+    head = "| metric | what it is, and who observes it | a bad value, and what to do |\n|---|---|---|\n"
     for part in Metrics.__mro__:
-        own = vars(part).keys() & declared(Metrics).keys()
-        if not issubclass(part, Instruments) or not own:
-            continue
-        yield f"\n## {(part.__doc__ or '').splitlines()[0].rstrip('.')}\n\n"
-        yield "| metric | what it is, and who observes it | a bad value, and what to do |\n|---|---|---|\n"
-        for name, described in declared(part).items():
-            if name in own:
-                observers = [
-                    module
-                    for module, text in code.items()
-                    if re.search(rf"\b(?:_?metrics|m|self)\.{name}\b", text)
-                ]
-                by = "each trainer step" if part is StepMetrics else ", ".join(observers)
-                what = f"{_cell(described.help)}<br>*{by}*"
-                yield f"| {_signature(name, described)} | {what} | {_cell(described.bad)} |\n"
+        names = [name for name in described if name in vars(part)]
+        if names:
+            yield f"\n## {(part.__doc__ or '').splitlines()[0].rstrip('.')}\n\n{head}"
+        for name in names:
+            by = "each trainer step" if part is StepMetrics else ", ".join(observers[name])
+            what = f"{_cell(described[name].help)}<br>*{by}*"
+            yield f"| {_signature(name, described[name])} | {what} | {_cell(described[name].bad)} |\n"
+
+
+def _observers() -> dict[str, dict[str, None]]:
+    """Return the modules that use each attribute of metrics, in order."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        module = str(file.relative_to(_PACKAGE).with_suffix("")).replace("/", ".")
+        for name in re.findall(r"\b(?=(?:_?metrics|m|self)\.(\w+))", file.read_text(encoding="utf-8")):
+            found[name][module] = None
+    return found
 
 
 def _signature(name: str, described: Description) -> str:

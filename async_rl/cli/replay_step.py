@@ -16,7 +16,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -89,7 +89,7 @@ def replay_step(
     path: Path,
     overrides: Sequence[str] = (),
     *,
-    until_rollout: bool = False,
+    until: Literal["rollout", "step"] = "step",
     out: Path | None = None,
     as_json: bool = False,
     open_trainer: OpenTrainer = start_trainer,
@@ -99,7 +99,7 @@ def replay_step(
     Args:
         path: The folder of the capture.
         overrides: `dotted.key=value` changes to the run's config, such as another layout.
-        until_rollout: Only verify and show the batch; needs neither trainer nor model.
+        until: rollout: only verify and show the batch, which needs neither trainer nor model.
         out: Where logs go; None: into the capture.
         as_json: Print JSON lines.
         open_trainer: Starts the ranks.
@@ -113,7 +113,7 @@ def replay_step(
         ReplayDiffers: The step is not reproduced.
     """
     capture = load_capture(path)
-    if until_rollout:
+    if until == "rollout":
         return _show_batch(load_batch(_batch_folder(path, capture.step)), capture, as_json)
     captured = load_config(path / "config.yaml")
     config = _config_of_replay(load_config(path / "config.yaml", overrides))

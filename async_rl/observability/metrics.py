@@ -419,11 +419,6 @@ class EngineMetrics(Instruments):
         "cause",
         bad="`evicted` or `moved` rise: too little cache, or too little stickiness.",
     )
-    engine_idle_ratio = gauge(
-        "Share of engine time without any call, since the start of training.",
-        unit="share",
-        bad="High: rollouts wait for the trainer. More ranks, or fewer engines.",
-    )
     hand_over_to_trainer_seconds = histogram(
         "Shared devices: from the end of the engines' phase until the trainer's memory is restored.",
         bad="Far above the time to copy the trainer's state: an engine hangs; docs/guide/scaling-up.md.",

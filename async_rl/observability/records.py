@@ -496,8 +496,15 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
     """Dropped since the start of the run, all reasons."""
     dropped_reasons: dict[str, int] = {}
     """The same by reason."""
-    engine_idle_share: Figure = None
-    """Share of the engines' time without any call, since training began."""
+    engine_idle_share: Annotated[
+        Figure,
+        Description(
+            "Share of the engines' time without any call, since the start of training.",
+            metric="engine_idle_ratio",
+            unit="share",
+            bad="High: rollouts wait for the trainer. More ranks, or fewer engines.",
+        ),
+    ] = None
     tokens_per_s: Annotated[
         float,
         Description(
@@ -512,6 +519,12 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
     def lag0_step(self) -> int | None:
         """This step if it trained tokens of the trainer's own version; otherwise it has no mismatch."""
         return self.step if is_finite(self.lag0_log_prob_abs_diff) else None
+
+    @property
+    def trainer_idle_share(self) -> Figure:
+        """Share of the step in which the trainer waited for its batch."""
+        seconds = self.wait_s + self.step_s + self.handover_s
+        return self.wait_s / seconds if seconds > 0 else None
 
     @property
     def log_prob_diff_extreme(self) -> Figure:

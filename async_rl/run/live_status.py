@@ -11,7 +11,6 @@ from typing import Any, Final
 import msgspec
 
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.observability.console_report import RunProgress
 from async_rl.observability.diagnosis import Diagnosis
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.view import EngineRow, Now, look
@@ -39,40 +38,34 @@ class LiveStatus:
         pool: EnginePool,
         waits: Waits,
         metrics: Metrics,
-        clock: Callable[[], float],
         run_dir: Path,
         *,
         queue: Callable[[], TrajectoryQueue | None],
         manager: Callable[[], RolloutManager | None],
         max_steps: int,
-        progress: RunProgress | None = None,
     ) -> None:
         """Connect the components.
 
         Args:
-            run_log: Phase and records of the run.
+            run_log: Phase and records of the run; shows the state on the terminal.
             doctor: Diagnoses what the run waits for.
             pool: The engines of the run.
-            waits: The waits of the run.
+            waits: The waits of the run, with its clock.
             metrics: The metrics of the run.
-            clock: Monotonic seconds.
             run_dir: The run's folder, whose disk is measured.
             queue: Returns the current queue; None before the trainer has started.
             manager: Returns the current rollout manager; None before the trainer has started.
             max_steps: `run.max_steps`.
-            progress: Shows the state on the terminal; None shows nothing.
         """
         self._run_log = run_log
         self._doctor = doctor
         self._pool = pool
         self._waits = waits
         self._metrics = metrics
-        self._clock = clock
         self._dir = run_dir
         self._max_steps = max_steps
         self._queue = queue
         self._manager = manager
-        self._progress = progress
         self._diagnosis: Diagnosis | None = None
         self._diagnose_again_s = 0.0
 
@@ -93,10 +86,10 @@ class LiveStatus:
 
     def _recent_diagnosis(self) -> Diagnosis:
         """Return a diagnosis for the live page and `/health`."""
-        now, known = self._clock(), self._diagnosis
+        now, known = self._waits.clock(), self._diagnosis
         if known is None or known.state != "moving" or self._doctor.is_quiet or now >= self._diagnose_again_s:
             self._diagnosis = known = self._doctor.diagnosis()
-            taken_s = self._clock() - now
+            taken_s = self._waits.clock() - now
             self._diagnose_again_s = now + max(_DIAGNOSIS_MAX_AGE_S, taken_s / _DIAGNOSIS_MAX_SHARE)
         return known
 
@@ -116,7 +109,7 @@ class LiveStatus:
 
     async def update_gauges(self) -> None:
         """Update the gauges and the terminal panel once a second; never returns."""
-        m, queue, progress = self._metrics, self._queue(), self._progress
+        m, queue = self._metrics, self._queue()
         assert queue is not None, "the service runs while there is a queue"
         while True:
             counts = queue.statistics()
@@ -130,12 +123,7 @@ class LiveStatus:
             m.memory_limit_bytes.set(memory.limit)
             m.open_descriptors.set(descriptors.used)
             m.max_descriptors.set(descriptors.limit)
-            if progress is not None:
-                progress.flow(
-                    in_flight=counts.in_flight,
-                    queued=counts.queued,
-                    waiting_for=self._doctor.waiting_for(),
-                )
+            self._run_log.show_flow(counts.in_flight, counts.queued, self._doctor.waiting_for)
             with waiting("idle"):
                 await asyncio.sleep(1.0)
 

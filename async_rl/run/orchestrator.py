@@ -263,12 +263,10 @@ class Orchestrator:
             pool,
             self.waits,
             metrics,
-            clock,
             run_dir,
             queue=lambda: self.queue,
             manager=lambda: self._manager,
             max_steps=config.run.max_steps,
-            progress=progress,
         )
         # Kept when the trainer is restarted: engines may have other weights than its first ones then.
         self._checksums = ChecksumComparison()

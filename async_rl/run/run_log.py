@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -101,8 +100,6 @@ class RunLogger:
         self.phase = "starting"
         self.records = self._step_records.read()
         """All records on disk until the trainer has started, for the live page; then those up to its step."""
-        self._waited_s = 0.0
-        """The time that the trainer has waited for batches in `records`, once the trainer has started."""
         self.evaluations = evaluation_record_log(run_dir / evaluations.FILE).read()
         """Evaluation records, limited like `records`."""
         self._unrecorded: dict[int, StepRecord] = {}
@@ -112,10 +109,8 @@ class RunLogger:
         """What the last step before a restart measured, until the first step after it measures the same."""
         self._run_begin_s: float | None = None
         """Start of the run on the clock, moved back by the seconds of earlier incarnations."""
-        self._last_record_s = 0.0
-        """Time on the clock at which the last step was recorded."""
-        self._tokens_at_last_record = 0.0
-        """Tokens sampled by then."""
+        self._last_record = 0.0, 0.0
+        """The time on the clock at which the last step was recorded, and the tokens sampled by then."""
 
     @property
     def elapsed_s(self) -> float | None:
@@ -135,6 +130,11 @@ class RunLogger:
         if self._progress is not None:
             self._progress.phase(phase)
 
+    def show_flow(self, in_flight: int, queued: int, waiting_for: Callable[[], str]) -> None:
+        """Show on the terminal, between two steps, where trajectories are and what the run waits for."""
+        if self._progress is not None:
+            self._progress.flow(in_flight=in_flight, queued=queued, waiting_for=waiting_for())
+
     async def load_records_until(self, step: int) -> None:
         """Load the records of the steps up to the one that the trainer continues from; remove all others."""
         self._unrecorded.clear()
@@ -144,7 +144,6 @@ class RunLogger:
             return self._step_records.read()
 
         self.records, cancelled = await run_uncancellable(None, load_records)
-        self._waited_s = sum(record.wait_s for record in self.records)
         self._before_restart = {
             tokens: value
             for tokens, figure in _COMPARED_OVER_RESTARTS.items()
@@ -161,17 +160,13 @@ class RunLogger:
         """Start measuring at a step; seconds, tokens and rates are those of the whole run."""
         self._metrics.restore(step, self.records, self.evaluations)
         if self.records:
-            last = self.records[-1]
-            self._metrics.trainer_idle_ratio.set(self._trainer_idle_share(last))
-            self._metrics.engine_idle_ratio.set(
-                math.nan if last.engine_idle_share is None else last.engine_idle_share
-            )
+            self._metrics.trainer_idle_ratio.set(self._trainer_idle_share(self.records[-1]))
         now, sampled = self._clock(), self._metrics.sampled_tokens_total
         if self._run_begin_s is None:
             self._run_begin_s = now - (self.records[-1].time_s if self.records else 0.0)
             sampled.inc(_sampled_before(self.records))
             self._pool.statistics.restart_idle_clock()
-        self._last_record_s, self._tokens_at_last_record = now, value_of(sampled)
+        self._last_record = now, value_of(sampled)
 
     def hold_step(self, done: TrainedStep, queue: TrajectoryQueue) -> None:
         """Hold the record of a step that the ledger has settled, for `log_step` or a checkpoint."""
@@ -192,10 +187,8 @@ class RunLogger:
     async def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
         """Show a step after the update of the engines' weights, and write its record."""
         self._unrecorded[done.result.step] = record = self._record(done, report, queue)
-        self._last_record_s = self._clock()
-        self._tokens_at_last_record = value_of(self._metrics.sampled_tokens_total)
+        self._last_record = self._clock(), value_of(self._metrics.sampled_tokens_total)
         self.records.append(record)
-        self._waited_s += record.wait_s
         if self._trackers is not None:
             self._trackers.log(record)
         self._observe_step(done.batch, record)
@@ -268,14 +261,14 @@ class RunLogger:
 
     def _record(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> StepRecord:
         assert self._run_begin_s is not None, "training has begun"
-        now = self._clock()
-        tokens = value_of(self._metrics.sampled_tokens_total) - self._tokens_at_last_record
+        now, (last_s, tokens_before) = self._clock(), self._last_record
+        tokens = value_of(self._metrics.sampled_tokens_total) - tokens_before
         return _step_record(
             done,
             report,
             counts=queue.statistics().counts,
             time_s=now - self._run_begin_s,
-            tokens_per_s=tokens / max(now - self._last_record_s, 1e-9),
+            tokens_per_s=tokens / max(now - last_s, 1e-9),
             length_ks=queue.length_ks,
             engine_idle_share=self._pool.statistics.idle_share,
             groups_without_signal=count_groups_without_signal(done.batch, self._config.trainer.loss),
@@ -293,11 +286,10 @@ class RunLogger:
         observe_all(m.staleness_versions, batch.staleness)
         observe_all(m.trajectory_tokens, batch.lengths)
         m.trainer_idle_ratio.set(self._trainer_idle_share(record))
-        m.engine_idle_ratio.set(self._pool.statistics.idle_share)
 
     def _trainer_idle_share(self, record: StepRecord) -> float:
         """Return the share of the run up to its last step in which the trainer waited for batches."""
-        return self._waited_s / max(record.time_s, 1e-9)
+        return sum(each.wait_s for each in self.records) / max(record.time_s, 1e-9)
 
 
 _COMPARED_OVER_RESTARTS: Final = {"all": "log_prob_abs_diff", "lag0": "lag0_log_prob_abs_diff"}

@@ -41,7 +41,6 @@ def answers_in(doctor: SlowDoctor, seconds: int) -> int:
         pool,
         Waits(lambda: doctor.now_s),
         Metrics(),
-        lambda: doctor.now_s,
         Path(),
         queue=lambda: None,
         manager=lambda: None,

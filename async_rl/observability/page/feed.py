@@ -26,9 +26,10 @@ import msgspec
 from async_rl import __version__
 from async_rl.config import Config
 from async_rl.observability.evaluation_record import EvaluationRecord
-from async_rl.observability.page.charts import RECENT, Section, sections
+from async_rl.observability.page.charts import Section, sections
 from async_rl.observability.page.tiles import Tile, tiles
 from async_rl.observability.page.view import Now
+from async_rl.observability.panels import RECENT
 from async_rl.observability.records import Figure, StepRecord, is_finite
 from async_rl.runtime.threads import call_in_thread
 from async_rl.runtime.waits import acting, waiting

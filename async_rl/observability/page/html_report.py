@@ -28,8 +28,9 @@ from async_rl.observability.evaluation_record import FILE as EVALUATIONS
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.formatting import format_duration
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
-from async_rl.observability.page.charts import RECENT, sections, sft_sections
+from async_rl.observability.page.charts import sections, sft_sections
 from async_rl.observability.page.tiles import FlowStage, compact, sft_tiles, stages, tiles
+from async_rl.observability.panels import RECENT
 from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, step_record_log
 from async_rl.observability.sft_record import SftRecord, holds_sft_records, sft_record_log
 from async_rl.runtime import yaml12

@@ -98,7 +98,7 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
         Tile(
             name="trainer-idle",
             label="trainer idle",
-            value=format_percent(trainer_idle(last)),
+            value=format_percent(last.trainer_idle_share),
             note=f"waited {last.wait_s:.1f} s for its batch",
         ),
     ]
@@ -157,12 +157,6 @@ def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
     ]
     verdicts = {"loss": judge_sft_loss(records), "grad-norm": judge_sft_gradient(records)}
     return [_judged(tile, verdicts.get(tile.name)) for tile in shown]
-
-
-def trainer_idle(record: StepRecord) -> Figure:
-    """Return the share of a step in which the trainer waited for its batch."""
-    seconds = record.wait_s + record.step_s + record.handover_s
-    return record.wait_s / seconds if seconds > 0 else None
 
 
 class FlowStage(msgspec.Struct, frozen=True, kw_only=True):
