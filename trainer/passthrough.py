@@ -2,7 +2,7 @@
 
 ```
 trainer.megatron ─ may be set? ─ right type?       ─ fits model, layout, device? ─► class that has it
-                   ALLOWED       Megatron's source   NEEDS                          layout.py, model.py
+                   ALLOWED       Megatron's source   _problems                      layout.py, model.py
 ```
 
 Types are read from the source of the installed Megatron-Core, which is not imported: that would load torch.
@@ -16,7 +16,7 @@ import difflib
 import functools
 import importlib.util
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple
@@ -148,209 +148,149 @@ _FUSED: Final = frozenset(_DEVICES["layers"].split())
 _GPU: Final = frozenset(_DEVICES["GPU"].split()) | _FUSED
 
 
-_MOMENTS: Final = ("exp_avg_dtype", "exp_avg_sq_dtype")
-_OF_OFFLOAD: Final = (
-    "optimizer_offload_fraction",
-    "use_torch_optimizer_for_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-)
-
-
-class Need(NamedTuple):
-    """What a value of a field needs beside it."""
-
-    name: str
-    asks: Callable[[Any], bool]
-    """Whether a value has the need."""
-    holds: Callable[[Situation], bool]
-    text: str
-
-
-def _given(value: Any) -> bool:
-    return bool(value)
-
-
-def _is_flex(at: Situation) -> bool:
-    return at.value("moe_token_dispatcher_type", "alltoall") == "flex"
-
-
-NEEDS: Final = (
-    Need(
-        "moe_token_dispatcher_type",
-        lambda value: value == "allgather",
-        lambda at: False,
-        "Megatron-Core's all-gather does not exchange micro-batches of varying lengths: use alltoall or flex",
-    ),
-    Need(
-        "moe_token_dispatcher_type",
-        lambda value: value == "flex",
-        lambda at: at.on_gpu,
-        "DeepEP and HybridEP are kernels for GPUs: use alltoall on a CPU",
-    ),
-    Need(
-        "moe_token_dispatcher_type",
-        lambda value: value == "flex",
-        lambda at: at.config.trainer.layout.ep * at.config.trainer.layout.etp > 1,
-        "it exchanges tokens between ranks: set trainer.layout.ep above 1, or use alltoall",
-    ),
-    Need(
-        "moe_token_dispatcher_type",
-        lambda value: value == "flex",
-        lambda at: at.precise_router,
-        "it sends gates as float32: set moe_router_dtype=fp32, so that they are not rounded before",
-    ),
-    Need("moe_enable_deepep", _given, _is_flex, "set moe_token_dispatcher_type=flex"),
-    Need(
-        "moe_enable_deepep",
-        _given,
-        lambda at: at.value("moe_flex_dispatcher_backend", "deepep") == "deepep",
-        "moe_flex_dispatcher_backend names another backend: leave one of them out",
-    ),
-    Need("moe_flex_dispatcher_backend", _given, _is_flex, "set moe_token_dispatcher_type=flex"),
-    Need(
-        "moe_shared_expert_overlap",
-        _given,
-        lambda at: not _is_flex(at),
-        "Megatron-Core overlaps shared experts with moe_token_dispatcher_type=alltoall only",
-    ),
-    Need(
-        "moe_shared_expert_overlap",
-        _given,
-        lambda at: bool(at.model.get("n_shared_experts") or at.model.get("shared_expert_intermediate_size")),
-        "the model has no shared experts: leave it out",
-    ),
-    Need(
-        "moe_router_fusion",
-        _given,
-        lambda at: at.config.routing.replay == "off",
-        "the fused router ignores replayed choices: set routing.replay=off, or leave it out",
-    ),
-    Need(
-        "apply_rope_fusion",
-        _given,
-        lambda at: not at.model.get("kv_lora_rank"),
-        "the kernel for latent attention is experimental, and for YaRN only: leave it out",
-    ),
-    Need(
-        "fp8",
-        _given,
-        lambda at: at.value("fp8_recipe", "delayed") in ("tensorwise", "blockwise", "mxfp8"),
-        "set fp8_recipe to tensorwise, blockwise or mxfp8: the scales of Megatron's default, delayed, follow "
-        "from earlier batches, which checkpoints do not hold",
-    ),
-    Need(
-        "fp8",
-        _given,
-        lambda at: at.config.trainer.lora is None,
-        "adapters would be rounded to eight bits with every product: leave it out, or set trainer.lora=null",
-    ),
-    Need(
-        "moe_shared_expert_overlap",
-        _given,
-        lambda at: "mlp" not in (at.config.trainer.lora.targets if at.config.trainer.lora else ()),
-        "shared experts exchange tokens apart from their projections then, so that these cannot have "
-        "adapters: leave it out, or mlp out of trainer.lora.targets",
-    ),
-    Need("fp8_recipe", _given, lambda at: bool(at.value("fp8")), "set fp8 to e4m3 or hybrid"),
-    Need(
-        "fp8",
-        _given,
-        lambda at: at.value("fp8_recipe") != "blockwise" or at.model["hidden_size"] % 128 == 0,
-        "blocks have 128 values, which must divide the model's hidden size: take another fp8_recipe",
-    ),
-    Need(
-        "optimizer_cpu_offload",
-        _given,
-        lambda at: at.fused and bool(at.value("use_precision_aware_optimizer")),
-        "set use_precision_aware_optimizer=true and model.dtype=bfloat16: main weights would stay on the "
-        "device otherwise",
-    ),
-    Need(
-        "optimizer_cpu_offload",
-        _given,
-        lambda at: not at.config.placement.shared or at.value("optimizer_offload_fraction", 1.0) == 1.0,
-        "with placement.shared the device must be empty between steps: set optimizer_offload_fraction=1.0",
-    ),
-    *(
-        Need(
-            name,
-            _given,
-            lambda at: bool(at.value("optimizer_cpu_offload")),
-            "it divides the work of optimizer_cpu_offload: set that",
+def _problems(at: Situation) -> Iterator[tuple[str, str]]:
+    """Yield each field whose value does not fit the rest of the config, and why."""
+    trainer, lora = at.config.trainer, at.config.trainer.lora
+    flex = at.value("moe_token_dispatcher_type") == "flex"
+    if at.value("moe_token_dispatcher_type") == "allgather":
+        yield (
+            "moe_token_dispatcher_type",
+            "Megatron-Core's all-gather does not exchange micro-batches of varying lengths: use alltoall or "
+            "flex",
         )
-        for name in _OF_OFFLOAD
-    ),
-    Need(
+    if flex and not at.on_gpu:
+        yield (
+            "moe_token_dispatcher_type",
+            "DeepEP and HybridEP are kernels for GPUs: use alltoall on a CPU",
+        )
+    if flex and trainer.layout.ep * trainer.layout.etp <= 1:
+        yield (
+            "moe_token_dispatcher_type",
+            "it exchanges tokens between ranks: set trainer.layout.ep above 1, or use alltoall",
+        )
+    if flex and not at.precise_router:
+        yield (
+            "moe_token_dispatcher_type",
+            "it sends gates as float32: set moe_router_dtype=fp32, so that they are not rounded before",
+        )
+    for name in ("moe_enable_deepep", "moe_flex_dispatcher_backend"):
+        if at.value(name) and not flex:
+            yield name, "set moe_token_dispatcher_type=flex"
+    if at.value("moe_enable_deepep") and at.value("moe_flex_dispatcher_backend", "deepep") != "deepep":
+        yield (
+            "moe_enable_deepep",
+            "moe_flex_dispatcher_backend names another backend: leave one of them out",
+        )
+    if at.value("moe_shared_expert_overlap"):
+        name = "moe_shared_expert_overlap"
+        if flex:
+            yield name, "Megatron-Core overlaps shared experts with moe_token_dispatcher_type=alltoall only"
+        if not (at.model.get("n_shared_experts") or at.model.get("shared_expert_intermediate_size")):
+            yield name, "the model has no shared experts: leave it out"
+        if lora is not None and "mlp" in lora.targets:
+            yield (
+                name,
+                "shared experts exchange tokens apart from their projections then, so that these cannot have "
+                "adapters: leave it out, or mlp out of trainer.lora.targets",
+            )
+    if at.value("moe_router_fusion") and at.config.routing.replay != "off":
+        yield (
+            "moe_router_fusion",
+            "the fused router ignores replayed choices: set routing.replay=off, or leave it out",
+        )
+    if at.value("apply_rope_fusion") and at.model.get("kv_lora_rank"):
+        yield (
+            "apply_rope_fusion",
+            "the kernel for latent attention is experimental, and for YaRN only: leave it out",
+        )
+    if at.value("bucket_size") and not trainer.overlap_grad_reduce:
+        yield (
+            "bucket_size",
+            "gradients are summed in buckets during the backward pass: set trainer.overlap_grad_reduce=true",
+        )
+    yield from _problems_of_fp8(at)
+    yield from _problems_of_optimizer(at)
+    yield from _problems_of_recomputation(at)
+
+
+def _problems_of_fp8(at: Situation) -> Iterator[tuple[str, str]]:
+    recipe = at.value("fp8_recipe", "delayed")
+    if not at.value("fp8"):
+        for name in ("fp8_recipe", "first_last_layers_bf16"):
+            if at.value(name):
+                yield name, "set fp8 to e4m3 or hybrid"
+        return
+    if recipe not in ("tensorwise", "blockwise", "mxfp8"):
+        yield (
+            "fp8",
+            "set fp8_recipe to tensorwise, blockwise or mxfp8: the scales of Megatron's default, delayed, "
+            "follow from earlier batches, which checkpoints do not hold",
+        )
+    if at.config.trainer.lora is not None:
+        yield (
+            "fp8",
+            "adapters would be rounded to eight bits with every product: leave it out, or set "
+            "trainer.lora=null",
+        )
+    if recipe == "blockwise" and at.model["hidden_size"] % 128:
+        yield (
+            "fp8",
+            "blocks have 128 values, which must divide the model's hidden size: take another fp8_recipe",
+        )
+
+
+def _problems_of_optimizer(at: Situation) -> Iterator[tuple[str, str]]:
+    offload, precise = at.value("optimizer_cpu_offload"), at.value("use_precision_aware_optimizer")
+    fraction = at.value("optimizer_offload_fraction", 1.0)
+    if offload and not (at.fused and precise):
+        yield (
+            "optimizer_cpu_offload",
+            "set use_precision_aware_optimizer=true and model.dtype=bfloat16: main weights would stay on the "
+            "device otherwise",
+        )
+    if offload and at.config.placement.shared and fraction != 1.0:
+        yield (
+            "optimizer_cpu_offload",
+            "with placement.shared the device must be empty between steps: set "
+            "optimizer_offload_fraction=1.0",
+        )
+    for name in (
         "optimizer_offload_fraction",
-        lambda value: not 0 < value <= 1,
-        lambda at: False,
-        "expected a fraction above 0, at most 1",
-    ),
-    *(
-        Need(
+        "use_torch_optimizer_for_cpu_offload",
+        "overlap_cpu_optimizer_d2h_h2d",
+    ):
+        if at.value(name) and not offload:
+            yield name, "it divides the work of optimizer_cpu_offload: set that"
+    if fraction is not None and not 0 < fraction <= 1:
+        yield "optimizer_offload_fraction", "expected a fraction above 0, at most 1"
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        moment = at.value(name) or "float32"
+        if moment != "float32" and not precise:
+            yield name, "set use_precision_aware_optimizer=true"
+        if moment != "float32" and offload:
+            yield name, "the optimizer of the host, torch's AdamW, keeps its moments in float32"
+        if moment not in ("float32", "bfloat16"):
+            yield name, "such moments have scales, which checkpoints do not hold: set bfloat16"
+
+
+def _problems_of_recomputation(at: Situation) -> Iterator[tuple[str, str]]:
+    modules, name = at.value("recompute_modules") or (), "recompute_modules"
+    if modules and at.config.trainer.recompute != "selective":
+        yield name, "it names what trainer.recompute=selective computes again: set that"
+    if "moe_act" in modules and not at.fused:
+        yield (
             name,
-            lambda value: value != "float32",
-            lambda at: bool(at.value("use_precision_aware_optimizer")),
-            "set use_precision_aware_optimizer=true",
+            "moe_act is of grouped experts, which need a GPU, TransformerEngine and model.dtype=bfloat16",
         )
-        for name in _MOMENTS
-    ),
-    *(
-        Need(
+    if "mla_up_proj" in modules and not at.model.get("kv_lora_rank"):
+        yield name, "mla_up_proj is of latent attention, which the model does not have"
+    if "shared_experts" in modules and at.value("moe_shared_expert_overlap"):
+        yield (
             name,
-            lambda value: value != "float32",
-            lambda at: not at.value("optimizer_cpu_offload"),
-            "the optimizer of the host, torch's AdamW, keeps its moments in float32",
+            "shared_experts cannot be computed again with moe_shared_expert_overlap: leave one of them out",
         )
-        for name in _MOMENTS
-    ),
-    *(
-        Need(
-            name,
-            lambda value: value not in ("float32", "bfloat16"),
-            lambda at: False,
-            "such moments have scales, which checkpoints do not hold: set bfloat16",
-        )
-        for name in _MOMENTS
-    ),
-    Need(
-        "bucket_size",
-        _given,
-        lambda at: at.config.trainer.overlap_grad_reduce,
-        "gradients are summed in buckets during the backward pass: set trainer.overlap_grad_reduce=true",
-    ),
-    Need(
-        "recompute_modules",
-        _given,
-        lambda at: at.config.trainer.recompute == "selective",
-        "it names what trainer.recompute=selective computes again: set that",
-    ),
-    Need(
-        "recompute_modules",
-        lambda value: "moe_act" in value,
-        lambda at: at.fused,
-        "moe_act is of grouped experts, which need a GPU, TransformerEngine and model.dtype=bfloat16",
-    ),
-    Need(
-        "recompute_modules",
-        lambda value: "mla_up_proj" in value,
-        lambda at: bool(at.model.get("kv_lora_rank")),
-        "mla_up_proj is of latent attention, which the model does not have",
-    ),
-    Need(
-        "recompute_modules",
-        lambda value: "shared_experts" in value,
-        lambda at: not at.value("moe_shared_expert_overlap"),
-        "shared_experts cannot be computed again with moe_shared_expert_overlap: leave one of them out",
-    ),
-    Need(
-        "recompute_modules",
-        lambda value: not {"moe", "moe_act", "shared_experts"}.isdisjoint(value),
-        lambda at: at.num_experts > 0,
-        "the model has no experts: name core_attn, mlp or layernorm",
-    ),
-    Need("first_last_layers_bf16", _given, lambda at: bool(at.value("fp8")), "set fp8 to e4m3 or hybrid"),
-)
+    if not at.num_experts and not {"moe", "moe_act", "shared_experts"}.isdisjoint(modules):
+        yield name, "the model has no experts: name core_attn, mlp or layernorm"
 
 
 def check_megatron_settings(config: Config, *, on_gpu: bool | None = None) -> None:
@@ -377,10 +317,8 @@ def check_megatron_settings(config: Config, *, on_gpu: bool | None = None) -> No
         if name.startswith("moe_") and not at.num_experts:
             raise ConfigError(f"trainer.megatron.{name} is set, but the model has no experts: leave it out")
         _check_device(at, name, value)
-    for need in NEEDS:
-        value = values.get(need.name)
-        if value is not None and need.asks(value) and not need.holds(at):
-            raise ConfigError(f"trainer.megatron.{need.name} is {value!r}: {need.text}")
+    for name, problem in _problems(at):
+        raise ConfigError(f"trainer.megatron.{name} is {values[name]!r}: {problem}")
 
 
 def situation_of(config: Config, on_gpu: bool | None = None) -> Situation:
