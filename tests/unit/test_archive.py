@@ -163,17 +163,6 @@ async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) 
     queue.close()
 
 
-def test_a_reader_sees_what_is_written_while_the_run_goes_on(path: Path) -> None:
-    archive = Archive(path, keep=3)
-    reader = ArchiveReader(path)
-    assert reader.count_trajectories() == 0
-    archive_trajectory(archive, make_trajectory("a"))
-    assert reader.count_trajectories() == 0
-    archive.write_notes()
-    assert reader.count_trajectories() == 1
-    archive.close()
-
-
 def test_the_run_goes_on_when_the_archive_cannot_be_written(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,6 @@ from async_rl.errors import EngineBusy, EngineError, InvariantError, WeightSyncE
 from async_rl.types import VersionSpan
 from tests.support.engine_calls import Call, call, request
 
-ROOT = Path(__file__).parents[2]
 ALL: tuple[MemoryPart, ...] = ("kv_cache", "cuda_graph", "weights")
 
 
@@ -112,13 +109,3 @@ async def test_the_simulated_engine_dies_when_it_is_asked_what_kills_a_server() 
             await wrong(subject)
         with pytest.raises(EngineError, match="cannot be reached"):
             await subject.health()
-
-
-def test_no_other_module_touches_the_memory_of_an_engine() -> None:
-    """The states prove something only while they are the one way."""
-    found = {
-        path.name
-        for path in (ROOT / "async_rl").rglob("*.py")
-        if re.search(r"\.(release|resume)_memory\(", path.read_text())
-    }
-    assert found == {"device_memory.py"}

@@ -101,18 +101,6 @@ def frozen_model(folder: Path, *, num_engines: int = 2) -> tuple[FrozenModel, Si
     return FrozenModel("judge", config, processes, Metrics(), clock), processes
 
 
-async def test_an_engine_that_dies_is_restarted_and_serves_the_same_weights(tmp_path: Path) -> None:
-    model, processes = frozen_model(tmp_path)
-    await model.start_engines()
-    async with services(**model.services):
-        await asyncio.sleep(0.1)
-        processes.kill_engine(0, noticed=True)
-        assert len(model.pool.engines(EngineState.SERVING)) == 1
-        await asyncio.sleep(1.0)
-        assert len(model.pool.engines(EngineState.SERVING)) == 2
-        assert {model.pool.version_of(name) for name in ("judge-0", "judge-1")} == {0}
-
-
 async def test_an_engine_with_other_weights_than_before_does_not_serve(tmp_path: Path) -> None:
     """Somebody else has changed them."""
     model, processes = frozen_model(tmp_path, num_engines=1)

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from async_rl.config import LossConfig
 from async_rl.config.trainer_settings import TeacherConfig
-from async_rl.errors import AgentLoopError, AsyncRLError
 from async_rl.rollout.groups import (
     GroupDecision,
     GroupInFlight,
@@ -83,25 +82,6 @@ def test_stragglers_are_dropped_when_half_of_the_group_has_finished(
     finished: int, size: int, may: bool
 ) -> None:
     assert can_drop_stragglers(finished, size, REST) is may
-
-
-def test_filtering_ends_with_the_remedy_when_no_group_carries_signal() -> None:
-    untrained = UntrainedGroups(limit=3)
-    for decision in (NO_SIGNAL, NO_SIGNAL, NO_SIGNAL, TRAIN, NO_SIGNAL, NO_SIGNAL, NO_SIGNAL):
-        untrained.record_group(decision, {}, None)
-    with pytest.raises(AsyncRLError, match=r"4 groups in a row .* rollout\.dynamic_filtering=false"):
-        untrained.record_group(NO_SIGNAL, {}, None)
-
-
-def test_the_run_ends_with_the_last_cause_when_failures_and_filters_leave_no_group() -> None:
-    untrained = UntrainedGroups(limit=3)
-    cause = AgentLoopError("the cat is on the keyboard")
-    for decision in (NO_SIGNAL, TOO_FEW, TOO_FEW):
-        untrained.record_group(decision, {"a": "agent_loop_error"}, cause)
-    for _ in range(9):  # these lost stragglers only
-        untrained.record_group(TOO_FEW, {"a": "straggler"}, cause)
-    with pytest.raises(AsyncRLError, match=r"4 groups .*too_few_siblings: 3, no_signal: 1.*the cat is on"):
-        untrained.record_group(TOO_FEW, {"a": "agent_loop_error", "b": "straggler"}, cause)
 
 
 class Call:

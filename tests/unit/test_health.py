@@ -95,21 +95,6 @@ async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterat
             yield bench
 
 
-async def test_a_stopped_engine_is_noticed_and_left_when_its_calls_say_nothing() -> None:
-    """SIGSTOP: connections stay open, nothing comes, and requests are not answered."""
-    async with watched("a") as bench:
-        running = bench.start("t1")
-        await settle()
-        bench.engines["a"].say(0, tokens(3))
-        await asyncio.sleep(1.0)
-        bench.engines["a"].answers.clear()
-        await asyncio.wait([running])
-        assert asyncio.get_running_loop().time() < 45.0  # by its missing answers, before 60 s of silence
-        assert bench.state("a") is EngineState.QUARANTINED
-        assert bench.tokens == {"t1": 3}
-        assert bench.counted("engine_stalls_total", engine="a", kind="unreachable") == 1
-
-
 @pytest.mark.parametrize(("misses", "noticed_s"), [(3, 60.0), (5, 80.0)])
 async def test_an_engine_is_left_after_as_many_missed_probes_as_the_config_says(
     misses: int, noticed_s: float

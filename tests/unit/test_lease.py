@@ -85,17 +85,6 @@ async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_c
         assert bench.pool.statistics.load_of("a").calls == 0
 
 
-async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> None:
-    async with pool_of("a") as bench:
-        for number in range(3):
-            assert bench.state("a") is EngineState.SERVING
-            bench.start(f"t{number}")
-            await settle()
-            bench.engines["a"].say(number, CallLost("connection reset"))
-            await settle()
-        assert bench.state("a") is EngineState.QUARANTINED
-
-
 async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
     async with pool_of("a") as bench:
         for _ in range(9):

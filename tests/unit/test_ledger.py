@@ -59,16 +59,6 @@ def rows(path: Path, statement: str) -> list[tuple[Any, ...]]:
         return database.execute(statement).fetchall()
 
 
-def test_a_trajectory_is_counted_once_wherever_it_is(ledger: Ledger) -> None:
-    dispatch(ledger, 0, 1, 2, 3)
-    queue(ledger, 0, 1)
-    train(ledger, 1, "g0")
-    ledger.drop_trajectories(["g2-0"], "error")
-    expected = Conservation(dispatched=8, in_flight=3, queued=2, trained=2, dropped={"error": 1})
-    assert ledger.counts() == expected
-    assert ledger.audit() == expected
-
-
 def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Ledger) -> None:
     dispatch(ledger, 0, 1, 2)
     queue(ledger, 1, 2)
@@ -96,16 +86,6 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
         with pytest.raises(InvariantError):
             forbidden()
     assert ledger.audit() == before
-
-
-def test_the_group_can_be_queued_without_those_that_were_dropped(ledger: Ledger) -> None:
-    dispatch(ledger, 0, size=3)
-    ledger.drop_trajectories(["g0-2"], "error")
-    queue(ledger, 0, size=2)
-    train(ledger, 1, "g0")
-    assert ledger.audit() == Conservation(
-        dispatched=3, in_flight=0, queued=0, trained=2, dropped={"error": 1}
-    )
 
 
 def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: Ledger) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config import SimulatedEngines
-from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EngineState
 from async_rl.engines.repair import EngineRepair, RestartBackoff
 from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.runtime.supervision import first_error, services
-from tests.support.manual_engines import ManualEngine, ManualPool, manual_pool, settle
+from tests.support.manual_engines import ManualPool, manual_pool, settle
 
 CONFIG = SimulatedEngines(
     max_restarts=4, restart_window_s=1000.0, restart_delay_s=2.0, restart_delay_max_s=5.0, max_outage_s=600.0
@@ -115,20 +114,6 @@ async def workshop(*names: str, **config: Any) -> AsyncIterator[Workshop]:
             yield made
 
 
-async def test_an_engine_that_half_applies_its_weights_is_never_served() -> None:
-    async with workshop("a", "b") as shop:
-        shop.refuses.add("a")
-        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
-        for _ in range(50):
-            await asyncio.sleep(1.0)
-            assert shop.bench.state("a") is not EngineState.SERVING
-        assert len(shop.restarts) == 4
-        shop.refuses.clear()
-        await asyncio.sleep(1000.0)  # the first restart leaves the window
-        assert shop.bench.state("a") is EngineState.SERVING
-        assert shop.bench.pool.version_of("a") == 7
-
-
 async def test_others_come_back_while_one_cannot_be_restarted() -> None:
     async with workshop("a", "b", "c", "d") as shop:
         shop.broken = {"a": None, "b": EnvironmentNotReady("no GPU")}
@@ -167,18 +152,6 @@ async def test_the_run_ends_with_every_cause_when_no_engine_serves_for_long() ->
     assert "no GPU; no model" in message
 
 
-async def test_the_run_goes_on_when_an_outage_ends_in_time() -> None:
-    async with workshop("a") as shop:
-        shop.broken = {"a": EnvironmentNotReady("rebooting")}
-        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
-        await asyncio.sleep(3.0)
-        shop.broken = {}
-        await asyncio.sleep(20.0)
-        assert shop.bench.state("a") is EngineState.SERVING
-        shop.bench.pool.hold_engine("a")  # an update is no outage
-        await asyncio.sleep(9999.0)
-
-
 async def test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so() -> None:
     restarts: list[tuple[str, float]] = []
 
@@ -193,23 +166,3 @@ async def test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so() -
     assert len(restarts) == 4
     assert "engine.max_restarts is 4" in message
     assert "a has half of them" in message
-
-
-async def test_a_newcomer_is_brought_to_the_weights_before_it_serves() -> None:
-    async with workshop("a") as shop:
-        joined = ManualEngine("z")
-        shop.bench.pool.add_engine(cast(Engine, joined), newcomer=True)
-        await settle()
-        assert shop.loaded == ["z"]
-        assert shop.bench.pool.version_of("z") == 7
-        assert shop.bench.counted("engine_quarantined_total", engine="z") == 0
-
-
-async def test_nothing_is_repaired_that_has_left() -> None:
-    async with workshop("a", "b") as shop:
-        shop.broken = {"a": EnvironmentNotReady("gone")}
-        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
-        await settle()
-        shop.bench.pool.remove_engine("a")
-        await asyncio.sleep(9999.0)
-        assert len(shop.restarts) == 1

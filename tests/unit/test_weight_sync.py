@@ -113,15 +113,6 @@ def replace_update(engine: ScriptedEngine, update: Callable[..., Awaitable[None]
     engine.update_weights = replaced  # type: ignore[method-assign]
 
 
-async def test_engines_serve_the_new_version_when_all_took_it(tmp_path):
-    bench = await started(tmp_path)
-    report = await bench.sync.update_engines(1)
-    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
-    assert report.weight_version == 1
-    assert bench.engines[0].log == ["interrupt", "update flush", "health", "resume"]
-    assert bench.trainer.calls == [("publish", (str(tmp_path / "version_1"), 1))]
-
-
 async def test_the_cache_stays_and_sessions_expect_the_version_when_interrupted_in_place(tmp_path):
     """Calls that go on in place can report it before their engine serves again."""
     bench = await started(tmp_path, interrupt="in_place")
@@ -161,21 +152,6 @@ async def test_the_job_goes_on_when_no_engine_took_the_update(tmp_path):
     bench.pool.rejoin_engine("engine-0")
     await bench.sync.catch_up_engine("engine-0")
     assert bench.serving() == {"engine-0": 1}
-
-
-async def test_one_engine_serves_while_the_other_is_updated_when_rolling(tmp_path):
-    bench = await started(tmp_path, rolling=True)
-    serving_during: list[int] = []
-
-    async def update(original, change):
-        serving_during.append(len(bench.serving()))
-        await original(change)
-
-    for engine in bench.engines:
-        replace_update(engine, update)
-    await bench.sync.update_engines(1)
-    assert serving_during == [1, 1]
-    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
 
 
 async def test_old_versions_leave_the_disk_when_newer_ones_are_published(tmp_path):
@@ -305,13 +281,6 @@ async def test_the_engine_is_quarantined_when_an_update_hangs(tmp_path):
     assert "weights.timeout_s" in str(bench.pool.error_of("engine-0"))
 
 
-async def test_start_publishes_when_training_resumes_from_a_checkpoint(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.sync.start_from_version(7, None)
-    assert bench.serving() == {"engine-0": 7, "engine-1": 7}
-    assert ("publish", (str(tmp_path / "version_7"), 7)) in bench.trainer.calls
-
-
 async def test_start_fails_with_the_cause_when_an_engine_does_not_take_the_first_weights(tmp_path):
     bench = Bench(tmp_path, engines=1)
     bench.engines[0].fail_in, bench.engines[0].error = "health", EngineError("not there")
@@ -358,14 +327,6 @@ async def test_no_engine_serves_an_unknown_version_when_an_update_is_cancelled(t
         assert not served or (standing.weight_version == engine.weight_version == 1)
     assert bench.pool.snapshot_of("engine-0").state is EngineState.QUARANTINED
     assert "was cut short" in str(bench.pool.error_of("engine-0"))
-
-
-async def test_an_engine_is_quarantined_when_it_has_no_group_to_receive_in(tmp_path):
-    bench = await started(tmp_path, transport="distributed")
-    await bench.sync.remove_engine("engine-0")
-    await bench.sync.update_engines(1)
-    assert bench.serving() == {"engine-1": 1}
-    assert bench.pool.snapshot_of("engine-0").state is EngineState.QUARANTINED
 
 
 async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
