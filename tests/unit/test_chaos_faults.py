@@ -1,13 +1,11 @@
 """The parts of the chaos tests that need no model: faults inside a server, shortages, the table."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pybase64
-import pytest
 
 from async_rl.store.journal import Journal
 from async_rl.types import Context, Sampled
@@ -15,15 +13,12 @@ from verification.chaos.audit import Finding
 from verification.chaos.engine_faults import (
     EngineFaults,
     FaultMiddleware,
-    SentCall,
     row_digests,
 )
 from verification.chaos.lost_journals import (
     LostJournal,
-    calls_under_way,
     count_left,
     left_in,
-    oldest_loss_s,
     read_journals,
 )
 from verification.chaos.plan import DECK
@@ -63,16 +58,13 @@ def _call(faults: EngineFaults) -> None:
         assert message["type"].startswith("http.response")
 
     app = FaultMiddleware(_server, faults, MOE_LAYERS, 2, lambda: None)
-    scope = {"type": "http", "method": "POST", "path": "/generate", "client": ("127.0.0.1", 4711)}
+    scope = {"type": "http", "method": "POST", "path": "/generate"}
     asyncio.run(app(scope, receive, send))
 
 
-def test_calls_that_were_sent_are_known_with_their_tokens_rows_and_times(tmp_path) -> None:
-    faults, begin_s = EngineFaults(tmp_path), time.time()
+def test_rows_that_were_sent_are_known_with_the_tokens_before_them(tmp_path) -> None:
+    faults = EngineFaults(tmp_path)
     _call(faults)
-    [call] = faults.calls()
-    assert (call.port, call.num_prompt, call.token_ids) == (4711, len(PROMPT), PROMPT + ANSWER)
-    assert begin_s <= call.begin_s <= call.sent_s[0] <= call.sent_s[1] <= call.end_s <= time.time()
     tokens, rows = np.array(PROMPT + ANSWER), ROWS[:, list(MOE_LAYERS)].astype(np.uint8)
     trained = row_digests(tokens, rows, 0)
     assert set(trained) == set(faults.sent_rows())
@@ -115,17 +107,6 @@ def _write_journal(folder: Path, owner_epoch: int, answers: dict[str, list[int]]
     journal.close()
 
 
-def _sent(answer: list[int], sent_s: list[float], prompt: list[int] = PROMPT, port: int = 4711) -> SentCall:
-    return SentCall(
-        port=port,
-        begin_s=sent_s[0] - 0.1,
-        end_s=sent_s[-1] + 0.1,
-        num_prompt=len(prompt),
-        token_ids=[*prompt, *answer],
-        sent_s=sent_s,
-    )
-
-
 def test_a_journal_counts_for_the_trajectories_that_no_other_worker_has_taken_over(tmp_path) -> None:
     _write_journal(tmp_path / "a", 1, {"t0": [8, 9], "t1": [8], "t2": [9, 8, 8]})
     _write_journal(tmp_path / "b", 2, {"t1": [8, 8, 8]})
@@ -138,42 +119,16 @@ def test_a_journal_counts_for_the_trajectories_that_no_other_worker_has_taken_ov
     assert left_in(tmp_path / "c", journals) == {}
 
 
-def test_the_age_of_a_loss_is_that_of_the_oldest_token_in_no_journal(tmp_path) -> None:
-    killed_s = 100.0
-    call = _sent([8, 9, 8, 9], [97.0, 98.0, 99.0, 100.5])
-    others = [_sent([7], [90.0]), _sent([8, 9, 8], [99.5, 99.6, 99.7], port=4712)]
-    calls = [_sent([8], [80.0]), call, *others]
-    cut = calls_under_way(calls, {4711}, killed_s)
-    assert cut == [call]
-    _write_journal(tmp_path / "a", 1, {"t0": [7, 7, 7], "t1": [8, 9]})
-
-    def loss_s(*calls: SentCall) -> float:
-        return oldest_loss_s(cut, calls, read_journals(tmp_path).values(), killed_s)
-
-    assert loss_s(*calls) == pytest.approx(0.3), "another call was sent the same tokens, and later"
-    assert loss_s(call) == pytest.approx(1.0)
-    _write_journal(tmp_path / "a", 1, {"t1": [8, 9, 8]})
-    assert loss_s(call) == 0.0, "the last token was sent after the kill"
-    _write_journal(tmp_path / "a", 1, {"t0": [7]})
-    assert loss_s(call) == pytest.approx(3.0)
-    turns = [_sent([8, 9], [90.0, 91.0]), _sent([7], [99.5], prompt=[*PROMPT, 8, 9, 5])]
-    assert oldest_loss_s(turns[1:], turns, [], killed_s) == pytest.approx(10.0)
-
-
-def test_a_run_fails_that_loses_more_of_a_worker_than_a_tick() -> None:
-    kind = ("rollout worker", "SIGKILL")
-
-    def holds(*journals: LostJournal) -> list[bool]:
+def test_a_run_fails_that_does_not_use_the_journal_of_a_lost_worker() -> None:
+    def holds(*journals: LostJournal) -> bool:
         strikes = Strikes()
         for lost in journals:
-            strikes.lose_journal(kind, lost)
-        return [finding.holds for finding in strikes.journals(journal_s=1.0)]
+            strikes.lose_journal(("rollout worker", "SIGKILL"), lost)
+        return strikes.journals().holds
 
-    sound = LostJournal(num_left=654, num_used=630, num_calls=8, oldest_loss_s=1.2)
-    little = LostJournal(num_left=654, num_used=3, num_calls=8, oldest_loss_s=1.2)
-    assert holds() == holds(sound) == [True, True]
-    assert holds(sound, little) == holds(little, sound) == [False, True], "others' tokens make up for nothing"
-    never_written = LostJournal(num_left=0, num_used=5, num_calls=8, oldest_loss_s=6.5)
-    assert holds(sound, never_written) == [True, False]
-    stopped = LostJournal(num_left=654, num_used=700, num_calls=0, oldest_loss_s=0.0)
-    assert holds(stopped) == [True, True]
+    sound, little = LostJournal(num_left=654, num_used=630), LostJournal(num_left=654, num_used=3)
+    assert holds()
+    assert holds(sound)
+    assert not holds(sound, little)
+    assert not holds(little, sound), "others' tokens make up for nothing"
+    assert holds(LostJournal(num_left=0, num_used=5))

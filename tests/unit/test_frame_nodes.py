@@ -319,27 +319,6 @@ async def test_only_what_was_lost_of_a_ready_group_is_sampled_again(opened: Node
     assert opened.nodes.spool.used_bytes == 0
 
 
-async def test_it_is_sampled_again_after_a_restart_that_comes_before(nodes: Nodes) -> None:
-    first = NodesQueue(nodes)
-    await lose_part_of_a_group(first)
-    first.close()
-    second = NodesQueue(nodes.again())
-    await finish_lost_part(second)
-    second.close()
-
-
-async def test_a_lost_node_that_the_ledger_names_is_found_after_a_restart(nodes: Nodes) -> None:
-    first = NodesQueue(nodes)
-    await first.put_two(*nodes.store("g-0"), *here(nodes, "g-1"))
-    first.close()
-    second = NodesQueue(nodes.again())
-    assert second.queue.statistics().groups_ready == 2  # no reader was asked yet
-    second.nodes.lose()
-    second.queue.follow_nodes()
-    await finish_lost_part(second)
-    second.close()
-
-
 async def test_what_a_node_does_not_have_any_more_that_is_back_is_sampled_again(
     opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

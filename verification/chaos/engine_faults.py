@@ -1,10 +1,9 @@
-"""Faults inside a real SGLang server, and its own account of the tokens and routing rows that it sent.
+"""Faults inside a real SGLang server, and its own account of the routing rows that it sent.
 
 ```
  harness ── request file ──► middleware in the server's process ──► SGLang
     ▲                             │
     └────── evidence.jsonl ◄──────┘     sent-<pid>.bin: a digest of each routing row sent
-                                        calls-<pid>.jsonl: the tokens of each call, and when they were sent
 ```
 
 `sitecustomize` installs the middleware in the server, so that a fault strikes exactly where it is meant to:
@@ -50,20 +49,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     bytes_sent: int = 0
     """The bytes of the event that left the server before it was stopped."""
     bytes_left: int = 0
-
-
-class SentCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A generate call that was sent tokens, also if its caller left. Times are in seconds since the epoch."""
-
-    port: int
-    """That of the caller's end of the connection."""
-    begin_s: float
-    end_s: float
-    num_prompt: int
-    token_ids: list[int]
-    """Those of the prompt, then those sent."""
-    sent_s: list[float]
-    """When each of the latter was sent."""
 
 
 class TooBusy(msgspec.Struct, frozen=True):
@@ -125,14 +110,6 @@ class EngineFaults:
             return msgspec.json.Decoder(Evidence).decode_lines(whole) if whole else []
         return []
 
-    def calls(self) -> list[SentCall]:
-        """Return all calls that have ended so far."""
-        decoder, calls = msgspec.json.Decoder(SentCall), list[SentCall]()
-        for path in self.folder.glob("calls-*.jsonl"):
-            whole, _, _ = path.read_bytes().rpartition(b"\n")
-            calls += decoder.decode_lines(whole)
-        return calls
-
     def sent_rows(self) -> np.ndarray:
         """Return the digests of all routing rows that servers sent: `[rows]` uint64, sorted."""
         return _digests(self.folder.glob("sent-*.bin"))
@@ -182,7 +159,7 @@ def row_digests(token_ids: np.ndarray, rows: np.ndarray, start: int) -> np.ndarr
 
 
 class CallRecord:
-    """What one generate call was sent, and which rows it received."""
+    """The tokens that one generate call was sent, and the digests of the rows that it received."""
 
     def __init__(self, body: bytes) -> None:
         """Read the request."""
@@ -190,8 +167,6 @@ class CallRecord:
         self._tokens: list[int] = list(request["input_ids"])
         self._num_prompt = len(self._tokens)
         self._start = int(request.get("routed_experts_start_len") or 0)
-        self._begin_s = time.time()
-        self._sent_s: list[float] = []
 
     def digests(self, event: bytes, moe_layers: tuple[int, ...], num_layers: int) -> np.ndarray | None:
         """Return the digests of the rows that an event delivers, None if it delivers none.
@@ -209,7 +184,6 @@ class CallRecord:
         new = self._num_prompt + completed - len(self._tokens)
         if new > 0:  # an abort after a retraction repeats its last token
             self._tokens += document["output_ids"][-new:]
-            self._sent_s += [time.time()] * new
         text = meta.get("routed_experts")
         if not text:
             return None
@@ -220,20 +194,9 @@ class CallRecord:
         rows = ids.reshape(num_rows, num_layers, -1)[:, list(moe_layers)]
         return row_digests(np.array(self._tokens), rows, self._start)
 
-    def ended(self, port: int) -> SentCall:
-        """Return what was sent of the call, which ends now."""
-        return SentCall(
-            port=port,
-            begin_s=self._begin_s,
-            end_s=time.time(),
-            num_prompt=self._num_prompt,
-            token_ids=self._tokens,
-            sent_s=self._sent_s,
-        )
-
 
 class FaultMiddleware:
-    """Stops payloads in the middle, answers 429, and records all tokens and rows that a server sends."""
+    """Stops payloads in the middle, answers 429, and records all rows that a server sends."""
 
     def __init__(
         self,
@@ -276,15 +239,6 @@ class FaultMiddleware:
     async def _generate(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         body = bytearray()
         record: CallRecord | None = None
-        has_ended = False
-
-        def end() -> None:
-            nonlocal has_ended
-            if record is None or has_ended:
-                return
-            has_ended = True
-            call = record.ended((scope.get("client") or ("", 0))[1])
-            append(self._faults.folder / f"calls-{self._pid}.jsonl", msgspec.json.encode(call) + b"\n")
 
         async def receive_and_note() -> Message:
             message = await receive()
@@ -303,13 +257,8 @@ class FaultMiddleware:
                         self._faults.withdraw("stuck_payload", self._pid)
                         message = await self._send_half(message, event, send)
             await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                end()  # SGLang does other things for seconds before the request is over
 
-        try:
-            await self._app(scope, receive_and_note, send_and_note)
-        finally:
-            end()  # its caller has left
+        await self._app(scope, receive_and_note, send_and_note)
 
     async def _send_half(self, message: Message, event: bytes, send: Send) -> Message:
         """Send the first half of a payload, stop this server, and return the rest when it is resumed."""

@@ -31,12 +31,9 @@ from verification.chaos.evidence import LedgerWatch, Processes
 from verification.chaos.exposure import Exposure
 from verification.chaos.lost_journals import (
     LostJournal,
-    calls_under_way,
     count_left,
     journal_of,
     left_in,
-    oldest_loss_s,
-    ports_of,
     read_journals,
 )
 from verification.chaos.plan import Blow, Kind, last
@@ -211,8 +208,7 @@ class Chaos:
             by_itself = Finding(
                 "the driver never ended by itself", not self._ends, "; ".join(self._ends) or "never"
             )
-            journals = self.strikes.journals(self.config.queue.journal_s or 0.0)
-            return [*findings, by_itself, self.strikes.finding(required), *journals]
+            return [*findings, by_itself, self.strikes.finding(required), self.strikes.journals()]
         finally:
             self._clean_up()
 
@@ -313,8 +309,7 @@ class Chaos:
             return
         names = "resumed_tokens_total", "resume_discarded_tokens_total"
         before, used = self._counted(*names), 0
-        folder, ports = journal_of(victim), ports_of(victim)
-        killed_s = time.time()
+        folder = journal_of(victim)
         self._send_signal(blow, victim)
         journals = read_journals(self._run_dir / "journal")
         left = {} if folder is None else left_in(folder, journals)
@@ -335,10 +330,7 @@ class Chaos:
         self._wait(2.0)  # not all of them continue at once
         is_used()
         self.ledger.look()
-        calls = self._faults.calls()
-        cut = calls_under_way(calls, ports, killed_s) if blow.how == "SIGKILL" else []
-        loss_s = oldest_loss_s(cut, calls, journals.values(), killed_s)
-        lost = LostJournal(num_left(), used, len(cut), loss_s)
+        lost = LostJournal(num_left(), used)
         self._note(f"of its journal: {lost}")
         self.strikes.lose_journal(blow.kind, lost)
 

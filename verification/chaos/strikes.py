@@ -14,9 +14,6 @@ USED_SHARE: Final = 0.8
 """Attempts use at least this share of what a lost worker's journal has of trajectories that go on. The rest
 is of attempts that had just failed and begun again, which the journal did not know yet."""
 
-JOURNAL_DELAY_S: Final = 5.0
-"""On a busy machine tokens may be in the journal so much later than after `queue.journal_s`."""
-
 
 class Strikes:
     """The faults of one run.
@@ -54,7 +51,7 @@ class Strikes:
         """Add what is known of the journal of a rollout worker that a fault has ended."""
         self._journals.append(lost)
         evidence = {"tokens in journals": lost.num_left, "of them used": min(lost.num_left, lost.num_used)}
-        self.add_evidence(kind, evidence | {"calls cut": lost.num_calls})
+        self.add_evidence(kind, evidence)
 
     def table(self) -> list[str]:
         """Return the table of all faults."""
@@ -78,25 +75,11 @@ class Strikes:
             f"{self._struck.total()} of {self._planned.total()}, never: {', '.join(missed) or 'none'}",
         )
 
-    def journals(self, journal_s: float) -> list[Finding]:
-        """Return whether journals of lost rollout workers were used, and had all but the newest tokens.
-
-        Args:
-            journal_s: `queue.journal_s` of the run.
-        """
+    def journals(self) -> Finding:
+        """Return whether attempts used the journals of lost rollout workers."""
         used = [(min(each.num_used, each.num_left), each.num_left) for each in self._journals]
-        cut = [each for each in self._journals if each.num_calls]
-        losses_s = [each.oldest_loss_s for each in cut]
-        return [
-            Finding(
-                "journals of lost rollout workers were used",
-                all(num_used >= USED_SHARE * num_left for num_used, num_left in used),
-                f"tokens: {', '.join(f'{num_used} of {num_left}' for num_used, num_left in used) or 'none'}",
-            ),
-            Finding(
-                "their journals lacked only the newest tokens",
-                all(loss_s <= journal_s + JOURNAL_DELAY_S for loss_s in losses_s),
-                f"age of the oldest token in none, at the kill: "
-                f"{', '.join(f'{loss_s:.1f} s' for loss_s in losses_s) or 'no call was cut'}",
-            ),
-        ]
+        return Finding(
+            "journals of lost rollout workers were used",
+            all(num_used >= USED_SHARE * num_left for num_used, num_left in used),
+            f"tokens: {', '.join(f'{num_used} of {num_left}' for num_used, num_left in used) or 'none'}",
+        )
