@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from async_rl.config import RolloutConfig, RoutingConfig
+from async_rl.config import Config, ModelConfig, RolloutConfig, RoutingConfig
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Chunk, GenerateRequest, SamplingParams
 from async_rl.engines.model_facts import facts_of
@@ -94,21 +94,23 @@ class _Chat:
         return ""
 
 
-_ROLLOUT = RolloutConfig(max_context_tokens=2048, max_new_tokens=TOKENS)
+_CONFIG = Config(
+    model=ModelConfig(path="m"),
+    rollout=RolloutConfig(max_context_tokens=2048, max_new_tokens=TOKENS),
+    routing=RoutingConfig(replay="off"),
+)
 
 
 async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
     """One turn of an agent loop."""
     context = SessionContext(
+        config=_CONFIG,
         chat=cast(ChatFormat, _Chat()),
-        rollout=_ROLLOUT,
         metrics=metrics,
         clock=time.monotonic,
         serving_clock=pool.serving_clock,
         calls=pool,
         facts=FACTS,
-        routing=RoutingConfig(replay="off"),
-        interrupt="abort",
         new_id=lambda: f"{number:032x}",
     )
     transcript = Transcript(context, JournalEntry(f"{number:032x}"))

@@ -37,6 +37,7 @@ from async_rl.observability.long_work import LongWork
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
 from async_rl.placement import rollout_workers
+from async_rl.rollout.session.context import SessionContext
 from async_rl.run.folder import result_folder, run_in_folder
 from async_rl.run.folder import run_console as default_console
 from async_rl.run.preflight import check_config
@@ -112,19 +113,26 @@ async def _evaluate_sets(
         open_models(config, folder / "logs", open_engines, models),
         open_engines(config, folder / "logs") as engines,
     ):
-        evaluator = Evaluator(
-            config,
-            load_validation(config.data, prompt_rule(config)),
+        metrics, versions = Metrics(), set[int]()
+        pool = EnginePool(metrics, time.monotonic, max_prefill_tokens=config.engine.max_prefill_tokens)
+        context = SessionContext(
+            config=config,
             chat=load_chat_format(config.model.path, config.model.trusted_roles),
             facts=load_facts(config.model.path),
-            new_id=new_id,
+            metrics=metrics,
             clock=time.monotonic,
-            open_worker=open_worker,
-            completions=folder / "completions",
-            metrics=Metrics(),
+            serving_clock=pool.serving_clock,
+            calls=pool,
+            new_id=new_id,
             models=models,
         )
-        pool, versions = evaluator.new_pool(), set[int]()
+        evaluator = Evaluator(
+            context,
+            load_validation(config.data, prompt_rule(config)),
+            open_worker=open_worker,
+            completions=folder / "completions",
+            models=models,
+        )
         for engine in engines:
             health = await engine.health()
             check_served_model(config, engine.engine_id, health.model_path)

@@ -16,20 +16,19 @@ trainer's queue or ledger. Every requested answer is scored, or dropped with its
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec.structs import replace
 
 from async_rl.config import Config, RoutingConfig, TeacherConfig
 from async_rl.config.worker_count import workers_needed
-from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import Dataset
-from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardError
@@ -90,70 +89,47 @@ def evaluation_config(config: Config) -> Config:
     )
 
 
-class _EvaluationInputs(NamedTuple):
-    """What all evaluations of an evaluator share."""
-
-    config: Config
-    """The settings of the run, as changed by `evaluation`."""
-    datasets: Sequence[Dataset]
-    chat: ChatFormat
-    facts: EngineFacts
-    new_id: Callable[[], str]
-    clock: Callable[[], float]
-    open_worker: OpenWorker
-    completions: Path
-    metrics: Metrics
-    models: Mapping[str, EnginePool]
-
-
 class Evaluator:
     """Evaluates weight versions on the validation sets of a config."""
 
     def __init__(
         self,
-        config: Config,
+        context: SessionContext,
         datasets: Sequence[Dataset],
         *,
-        chat: ChatFormat,
-        facts: EngineFacts,
-        new_id: Callable[[], str],
-        clock: Callable[[], float],
         open_worker: OpenWorker,
         completions: Path,
-        metrics: Metrics,
         models: Mapping[str, EnginePool] | None = None,
     ) -> None:
         """Store the inputs of every evaluation.
 
         Args:
-            config: The run's config.
+            context: What sessions of the run share. Its metrics count what evaluations do to the machine.
             datasets: The validation sets.
-            chat: The model's chat format.
-            facts: What the model's config says about it.
-            new_id: Returns fixed-width unique ids.
-            clock: Monotonic seconds.
             open_worker: Starts a rollout worker, where the config has some.
             completions: A folder that all nodes see, for answers that one call scores together. It is
                 deleted with each evaluation.
-            metrics: Those of the run, which count what evaluations do to the machine.
-            models: The engines of judges, by the model's name.
+            models: The engines of judges, which `context` has too, by the model's name.
         """
-        config = evaluation_config(config)
-        self._inputs = _EvaluationInputs(
-            config, datasets, chat, facts, new_id, clock, open_worker, completions, metrics, models or {}
-        )
+        self.config = evaluation_config(context.config)
+        """The settings of the run, as changed by `evaluation`."""
+        self.context = context
+        self.datasets = datasets
+        self.open_worker = open_worker
+        self.completions = completions
+        self.models = models or {}
 
     @property
     def num_answers(self) -> int:
         """Number of answers of one evaluation."""
-        samples = self._inputs.config.evaluation.samples
-        return samples * sum(len(dataset.tasks) for dataset in self._inputs.datasets)
+        samples = self.config.evaluation.samples
+        return samples * sum(len(dataset.tasks) for dataset in self.datasets)
 
     def new_pool(self) -> EnginePool:
         """Return an empty pool for the engines of one evaluation, with metrics of its own."""
-        limit = self._inputs.config.engine.max_prefill_tokens
-        metrics = Metrics().share(self._inputs.metrics, _SHARED)
-        return EnginePool(metrics, self._inputs.clock, max_prefill_tokens=limit)
+        limit = self.config.engine.max_prefill_tokens
+        metrics = Metrics().share(self.context.metrics, _SHARED)
+        return EnginePool(metrics, self.context.clock, max_prefill_tokens=limit)
 
     async def evaluate_sets(
         self,
@@ -175,10 +151,10 @@ class Evaluator:
             EngineError: No engine is left, or the evaluation exceeds `evaluation.timeout_s`.
             AsyncRLError: A loop or a reward cannot be loaded.
         """
-        evaluation, clock = self._inputs.config.evaluation, self._inputs.clock
+        evaluation, clock = self.config.evaluation, self.context.clock
         began_s = clock()
         engines = tuple(engine.engine_id for engine in pool.engines())
-        run = _EvaluationRun(self._inputs, pool, weight_version, archive)
+        run = _EvaluationRun(self, pool, weight_version, archive)
         limit_s = evaluation.timeout_s
         try:
             await run.delete_completions()  # of one that was killed
@@ -210,38 +186,31 @@ class _EvaluationRun:
     """One evaluation of one weight version."""
 
     def __init__(
-        self, inputs: _EvaluationInputs, pool: EnginePool, weight_version: int, archive: Archive | None
+        self, evaluator: Evaluator, pool: EnginePool, weight_version: int, archive: Archive | None
     ) -> None:
-        self._inputs = inputs
+        self._config = evaluator.config
+        self._datasets = evaluator.datasets
         self._pool = pool
         self._weight_version = weight_version
-        self._metrics = Metrics().share(inputs.metrics, _SHARED)
         self._archive = archive
-        context = SessionContext(
-            chat=inputs.chat,
-            rollout=inputs.config.rollout,
-            metrics=self._metrics,
-            clock=inputs.clock,
+        self._context = dataclasses.replace(
+            evaluator.context,
+            config=evaluator.config,
+            metrics=Metrics().share(evaluator.context.metrics, _SHARED),
             serving_clock=pool.serving_clock,
             calls=pool,
-            facts=inputs.facts,
-            routing=inputs.config.routing,
-            interrupt=inputs.config.weights.interrupt,
-            new_id=inputs.new_id,
-            models=inputs.models,
         )
-        self._spool = AnswerSpool(inputs.completions)
+        self._spool = AnswerSpool(evaluator.completions)
         self._backend = choose_backend(
-            inputs.config,
-            context,
+            self._context,
             pool,
             self._spool,
-            inputs.open_worker,
+            evaluator.open_worker,
             inspected=None if archive is None else archive.inspected,
-            models=inputs.models,
+            models=evaluator.models,
             name="evaluation-worker",
         )
-        self._capacity = asyncio.Semaphore(inputs.config.evaluation.max_concurrent)
+        self._capacity = asyncio.Semaphore(self._config.evaluation.max_concurrent)
         self.answers: list[EvaluatedAnswer] = []
         self.dropped: Counter[str] = Counter()
         self._last_error = ""
@@ -262,9 +231,9 @@ class _EvaluationRun:
 
     async def answer_all(self, show_ended: Callable[[int], None] | None) -> None:
         """Get all answers; returns when each is scored or dropped."""
-        config, new_id = self._inputs.config, self._inputs.new_id
+        config, context = self._config, self._context
         samples = config.evaluation.samples
-        health = HealthWatch(self._pool, config.engine, self._metrics, self._inputs.clock)
+        health = HealthWatch(self._pool, config.engine, context.metrics, context.clock)
 
         async def show_each_second(show: Callable[[int], None]) -> None:
             while True:
@@ -278,13 +247,13 @@ class _EvaluationRun:
             self._backend,
             Nursery() as nursery,
         ):
-            for dataset in self._inputs.datasets:
+            for dataset in self._datasets:
                 for task in dataset.tasks:
-                    group = _AnswerGroup(new_id(), dataset.name, task, samples)
+                    group = _AnswerGroup(context.new_id(), dataset.name, task, samples)
                     for _ in range(samples):
                         with waiting("evaluation"):
                             await self._capacity.acquire()
-                        name = new_id()
+                        name = context.new_id()
                         nursery.start_task(f"answer {name}", self._answer(name, group))
 
     async def _watch(self) -> None:
@@ -309,7 +278,7 @@ class _EvaluationRun:
         progressed()
 
     async def _attempts(self, name: str, group: _AnswerGroup) -> None:
-        limit = self._inputs.config.rollout.max_attempts
+        limit = self._config.rollout.max_attempts
         for number in range(1, limit + 1):
             try:
                 end = await self._run_attempt(name, number, group)
@@ -332,7 +301,7 @@ class _EvaluationRun:
         """Run an attempt; if its worker ends, run it again in another one, from the prompt."""
         losses = LostWorkers()
         while True:
-            attempt = Attempt(group.task, name, group.group_id, number, started_s=self._inputs.clock())
+            attempt = Attempt(group.task, name, group.group_id, number, started_s=self._context.clock())
             try:
                 with attempt_boundary():
                     end = await self._backend.run_attempt(attempt)

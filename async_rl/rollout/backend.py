@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from async_rl.config import Config
 from async_rl.errors import CorruptFrame, RewardError
 from async_rl.rollout.attempt import (
     Attempt,
@@ -85,7 +84,6 @@ class LocalBackend(RolloutBackend):
 
     def __init__(
         self,
-        config: Config,
         context: SessionContext,
         frames: FrameStore,
         inspected: InspectedTrajectories | None = None,
@@ -95,7 +93,6 @@ class LocalBackend(RolloutBackend):
         Until `journal` is set, no attempt is journalled.
 
         Args:
-            config: The settings of the run.
             context: What all sessions share.
             frames: Stores the trajectories of attempts that succeeded.
             inspected: Keeps a copy of each trajectory for inspection.
@@ -103,6 +100,7 @@ class LocalBackend(RolloutBackend):
         Raises:
             ConfigError: One of them cannot be loaded.
         """
+        config = context.config
         self._config = config.rollout
         self._context = context
         self.journal: Journal | None = None
@@ -112,13 +110,8 @@ class LocalBackend(RolloutBackend):
         self._inspected = inspected
         self.loops = AgentLoops(config.rollout, context.metrics)
         teacher = config.trainer.loss.teacher.model
-        self._teacher = None
-        if teacher is not None:
-            calls = context.models[teacher]
-            self._teacher = Teacher(teacher, calls, context.new_id, context.metrics, context.clock)
-        self._answers = ModelAnswers(
-            config, context.models, context.chat, context.new_id, context.metrics, context.clock
-        )
+        self._teacher = None if teacher is None else Teacher(teacher, context)
+        self._answers = ModelAnswers(context)
         self._rewards = Rewards(
             config, decode=context.chat.decode, metrics=context.metrics, clock=context.clock
         )

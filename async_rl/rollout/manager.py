@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from async_rl.config import Config
 from async_rl.data.feeder import Feeder
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull
@@ -66,7 +65,6 @@ class RolloutManager:
 
     def __init__(
         self,
-        config: Config,
         context: SessionContext,
         *,
         feeder: Feeder,
@@ -81,7 +79,6 @@ class RolloutManager:
         """Prepare to dispatch, first of all the groups that an earlier process left in flight.
 
         Args:
-            config: The settings of the run.
             context: What all sessions of the run share.
             feeder: Supplies tasks.
             pool: The engines, whose oldest version is that of a new group.
@@ -93,7 +90,7 @@ class RolloutManager:
             observer: Receives each trajectory when its attempt ends.
             warn: Tells a person that the run trains nothing.
         """
-        self._config = config
+        config = self._config = context.config
         self._context = context
         self._feeder = feeder
         self._pool = pool

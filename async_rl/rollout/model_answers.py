@@ -9,20 +9,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat, load_chat_format
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
-from async_rl.engines.engine_calls import EngineCalls
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError, EngineError, RequestRefused, RolloutError, VersionMismatch
-from async_rl.observability.metrics import Metrics
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.tokenising import can_fit, size_of, tokenise
 from async_rl.runtime.waits import waiting
 
@@ -30,36 +28,23 @@ from async_rl.runtime.waits import waiting
 class ModelAnswers:
     """Asks the models of `models`."""
 
-    def __init__(
-        self,
-        config: Config,
-        calls: Mapping[str, EngineCalls],
-        chat: ChatFormat,
-        new_id: Callable[[], str],
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        """Ask models of a config; their chat templates are read when they are asked for the first time.
+    def __init__(self, context: SessionContext) -> None:
+        """Read the chat template of a model when it is asked for the first time.
 
-        Args:
-            config: The settings of the run.
-            calls: The engines of each model, by its name.
-            chat: The policy's chat format, for a model that is in the same folder.
-            new_id: Returns a unique id for each engine request.
-            metrics: Times the answers.
-            clock: Monotonic seconds.
+        A model in the same folder as the policy has the policy's.
         """
+        config = context.config
         self._config = config
-        self._calls = calls
+        self._calls = context.models
         self._chats: dict[str, ChatFormat] = {
-            name: chat for name, model in config.models.items() if model.path == config.model.path
+            name: context.chat for name, model in config.models.items() if model.path == config.model.path
         }
         self._limits = {name: model.context_length for name, model in config.models.items()}
         """The context length of each model, where the config says it or, once it is asked, the folder."""
         self._loading = asyncio.Lock()
-        self._new_id = new_id
-        self._metrics = metrics
-        self._clock = clock
+        self._new_id = context.new_id
+        self._metrics = context.metrics
+        self._clock = context.clock
 
     async def ask(
         self,

@@ -12,16 +12,15 @@ those of the finished trajectory, so an interruption or a restart before it leav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import msgspec
 import numpy as np
 
 from async_rl.engine_protocol import Finish, GenerateRequest, SamplingParams
-from async_rl.engines.engine_calls import EngineCalls
 from async_rl.errors import EngineError, RequestRefused, RolloutError
-from async_rl.observability.metrics import Metrics
+from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.waits import waiting
 from async_rl.types import Float32Array, Sampled, Trajectory
@@ -30,28 +29,13 @@ from async_rl.types import Float32Array, Sampled, Trajectory
 class Teacher:
     """Scores trajectories."""
 
-    def __init__(
-        self,
-        name: str,
-        calls: EngineCalls,
-        new_id: Callable[[], str],
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        """Score with the engines of a model.
-
-        Args:
-            name: Its name in `models`.
-            calls: Gives leases of its engines.
-            new_id: Returns a unique id for each engine request.
-            metrics: Times the scoring.
-            clock: Monotonic seconds.
-        """
+    def __init__(self, name: str, context: SessionContext) -> None:
+        """Score with the engines of a model, by its name in `models`."""
         self._name = name
-        self._calls = calls
-        self._new_id = new_id
-        self._metrics = metrics
-        self._clock = clock
+        self._calls = context.models[name]
+        self._new_id = context.new_id
+        self._metrics = context.metrics
+        self._clock = context.clock
 
     async def score_trajectories(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         """Return trajectories with their `teacher_log_probs`; those without a sampled token as they are.

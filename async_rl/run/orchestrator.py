@@ -372,25 +372,21 @@ class Orchestrator:
         queue = recovered.queue
         context = SessionContext(
             chat=inputs.chat,
-            rollout=config.rollout,
+            config=config,
             metrics=metrics,
             clock=clock,
             serving_clock=self.pool.serving_clock,
             calls=self.pool,
             facts=inputs.facts,
-            routing=config.routing,
-            interrupt=config.weights.interrupt,
             new_id=inputs.new_id,
             models=self._models,
         )
         manager = RolloutManager(
-            config,
             context,
             feeder=recovered.feeder,
             pool=self.pool,
             queue=queue,
             backend=choose_backend(
-                config,
                 context,
                 self.pool,
                 recovered.spool,
@@ -419,7 +415,7 @@ class Orchestrator:
         loop = choose_train_loop(config)(
             config, self._stop, trainer, queue, sync, self.devices, checkpoints, captures, self.run_log, clock
         )
-        evaluation = self._evaluation(sync, step) if inputs.validation else None
+        evaluation = self._evaluation(sync, context, step) if inputs.validation else None
         return _Incarnation(trainer, sync, recovered, manager, checkpoints, loop, evaluation)
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:
@@ -440,17 +436,12 @@ class Orchestrator:
             comparison=self._checksums,
         )
 
-    def _evaluation(self, sync: WeightSync, step: int) -> EvaluationService:
+    def _evaluation(self, sync: WeightSync, context: SessionContext, step: int) -> EvaluationService:
         evaluator = Evaluator(
-            self._config,
+            context,
             self._inputs.validation,
-            chat=self._inputs.chat,
-            facts=self._inputs.facts,
-            new_id=self._inputs.new_id,
-            clock=self._clock,
             open_worker=self._cluster.rollout_worker,
             completions=self._dir / evaluation_service.FOLDER / "completions",
-            metrics=self._metrics,
             models=self._models,
         )
         return EvaluationService(

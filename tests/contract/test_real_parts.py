@@ -19,9 +19,9 @@ import pytest
 
 from async_rl import placement
 from async_rl.config import (
+    Config,
     ModelConfig,
     RolloutConfig,
-    RoutingConfig,
     SGLangEngines,
     SimulatedEngines,
     parse_config,
@@ -135,14 +135,15 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
     ids = iter(f"f{number:031x}" for number in range(1000))
     context = SessionContext(
         chat=cast(ChatFormat, NeverStops()),
-        rollout=RolloutConfig(max_context_tokens=1024, max_new_tokens=answer),
+        config=Config(
+            model=ModelConfig(path="m"),
+            rollout=RolloutConfig(max_context_tokens=1024, max_new_tokens=answer),
+        ),
         metrics=metrics,
         clock=time.monotonic,
         serving_clock=pool.serving_clock,
         calls=pool,
         facts=sglang_world.facts,
-        routing=RoutingConfig(),
-        interrupt="abort",
         new_id=lambda: next(ids),
     )
 

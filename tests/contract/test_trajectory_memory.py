@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,7 +80,7 @@ async def run_attempts(config: Config, folder: Path, url: str) -> int:
     chat = cast(ChatFormat, LongChat())
     limits = {"max_context_tokens": TOKENS, "max_new_tokens": 1}
     bench = Bench(engine, facts=FACTS, chat=chat, **limits)
-    backend = LocalBackend(config, bench.context, SpoolFolder(folder / "frames"), None)
+    backend = LocalBackend(replace(bench.context, config=config), SpoolFolder(folder / "frames"), None)
     (folder / "journal").mkdir()
     backend.journal = Journal(folder / "journal", Metrics())
     gc.collect()

@@ -188,19 +188,16 @@ class World:
         self.position = self.queue.restore_groups()
         chat = cast(ChatFormat, _Chat())
         context = SessionContext(
+            config=self.config,
             chat=chat,
-            rollout=self.config.rollout,
             metrics=self.metrics,
             clock=clock,
             serving_clock=self.pool.serving_clock,
             calls=self.pool,
             facts=_FACTS,
-            routing=self.config.routing,
-            interrupt=self.config.weights.interrupt,
             new_id=(f"{step:04d}-{n:010d}" for n in count()).__next__,
         )
         self.manager = RolloutManager(
-            self.config,
             context,
             feeder=Feeder(
                 self.tasks,
@@ -212,7 +209,7 @@ class World:
             ),
             pool=self.pool,
             queue=self.queue,
-            backend=LocalBackend(self.config, context, spool),
+            backend=LocalBackend(context, spool),
         )
         self.batches: list[TakenBatch] = []
 

@@ -10,7 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from async_rl.config import RolloutConfig, RoutingConfig, SimulatedEngines
+from async_rl.config import (
+    Config,
+    ModelConfig,
+    RolloutConfig,
+    RoutingConfig,
+    SimulatedEngines,
+    WeightsConfig,
+)
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import AdapterUpdate, DiskUpdate, Engine, EngineFacts, InterruptMode
 from async_rl.engines.pool import EnginePool
@@ -87,15 +94,18 @@ class Bench:
             self.pool.serve_engine(engine.engine_id, 0)
         self.chat = chat or cast(ChatFormat, PlainChat())
         self.context = SessionContext(
+            config=Config(
+                model=ModelConfig(path="m"),
+                rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
+                routing=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
+                weights=WeightsConfig(interrupt=interrupt),
+            ),
             chat=self.chat,
-            rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
             metrics=self.metrics,
             clock=lambda: 0.0,
             serving_clock=self.pool.serving_clock,
             calls=self.pool,
             facts=facts,
-            routing=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
-            interrupt=interrupt,
             new_id=lambda: f"b{next(_numbers):031x}",
         )
         transcript = Transcript(self.context, entry or JournalEntry("0" * 32), open_branch_entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,14 +144,15 @@ async def test_only_an_attempt_can_ask() -> None:
 def answers_of(folder: Path, model: Any, metrics: Metrics | None = None) -> ModelAnswers:
     numbers = iter(range(1 << 20))
     tree = {"model": {"path": str(folder)}, "models": {"judge": {"path": str(folder)}}}
-    return ModelAnswers(
-        parse_config(tree),
-        {"judge": model.pool},
-        SimulatedChat(),  # type: ignore[arg-type]
-        lambda: f"{next(numbers):032x}",
-        metrics or Metrics(),
-        asyncio.get_running_loop().time,
+    context: Any = SimpleNamespace(
+        config=parse_config(tree),
+        models={"judge": model.pool},
+        chat=SimulatedChat(),
+        new_id=lambda: f"{next(numbers):032x}",
+        metrics=metrics or Metrics(),
+        clock=asyncio.get_running_loop().time,
     )
+    return ModelAnswers(context)
 
 
 QUESTION = [{"role": "user", "content": "11 12 13"}]
@@ -163,7 +165,15 @@ async def test_a_judge_is_not_asked_what_cannot_fit_into_its_context(tmp_path: P
     }
     chat: Any = SimulatedChat()
     chat.prompt_ids = None
-    answers = ModelAnswers(parse_config(tree), {"judge": Any}, chat, str, Metrics(), lambda: 0.0)  # type: ignore[dict-item]
+    context: Any = SimpleNamespace(
+        config=parse_config(tree),
+        models={"judge": None},
+        chat=chat,
+        new_id=str,
+        metrics=Metrics(),
+        clock=lambda: 0.0,
+    )
+    answers = ModelAnswers(context)
     with pytest.raises(RolloutError, match=r"'judge' is asked about \d+ bytes, .* context of 1024 tokens"):
         await answers.ask("judge", [{"role": "user", "content": "x" * 10_000_000}])
 

@@ -266,7 +266,7 @@ class WorkerBench:
 
     def local_backend(self) -> LocalBackend:
         """The backend that runs loops in this process."""
-        return LocalBackend(self.config, self.context, self.spool, self.inspected)
+        return LocalBackend(self.context, self.spool, self.inspected)
 
     async def run(self, of: Attempt | None = None) -> AttemptEnd:
         """Run an attempt in a worker."""
@@ -301,7 +301,7 @@ class WorkerBench:
     @property
     def context(self) -> SessionContext:
         """What sessions of this process share."""
-        return replace(self.bench.context, rollout=self.config.rollout, routing=self.config.routing)
+        return replace(self.bench.context, config=self.config)
 
 
 def attempt(name: str = "0" * 32, group: str = "g") -> Attempt:

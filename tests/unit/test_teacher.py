@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,7 +38,13 @@ NEW_ID = iter(range(1 << 20)).__next__
 
 def teacher_of(model, metrics: Metrics | None = None) -> Teacher:
     clock = asyncio.get_running_loop().time
-    return Teacher("judge", model.pool, lambda: f"{NEW_ID():032x}", metrics or Metrics(), clock)
+    context: Any = SimpleNamespace(
+        models={"judge": model.pool},
+        new_id=lambda: f"{NEW_ID():032x}",
+        metrics=metrics or Metrics(),
+        clock=clock,
+    )
+    return Teacher("judge", context)
 
 
 async def started_teacher(folder: Path, num_engines: int = 2) -> tuple[Teacher, SimulatedModel]:

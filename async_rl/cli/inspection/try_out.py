@@ -221,14 +221,12 @@ async def try_out(
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
     context = SessionContext(
         chat=chat,
-        rollout=config.rollout,
+        config=config,
         metrics=metrics,
         clock=clock,
         serving_clock=pool.serving_clock,
         calls=pool,
         facts=facts,
-        routing=config.routing,
-        interrupt=config.weights.interrupt,
         new_id=new_id,
         models=(models := {name: EnginePool(metrics, clock) for name in config.models}),
     )
@@ -245,14 +243,11 @@ async def try_out(
             open_engines(config, folder / "logs") as engines,
         ):
             manager = RolloutManager(
-                config,
                 context,
                 feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
                 pool=pool,
                 queue=queue,
-                backend=choose_backend(
-                    config, context, pool, spool, open_worker, inspected=inspected, models=models
-                ),
+                backend=choose_backend(context, pool, spool, open_worker, inspected=inspected, models=models),
                 observer=_TrajectoryReporter(inspected, ended),
             )
             for engine in engines:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from async_rl.config import RolloutConfig, RoutingConfig
+from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
-from async_rl.engine_protocol import EngineFacts, InterruptMode
+from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.engine_calls import EngineCalls
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
@@ -20,27 +20,19 @@ and their prefills must not displace the generation of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversationContext:
-    """What a conversation needs in any process."""
+class SessionContext:
+    """The settings of sessions, and what they use in their process."""
 
+    config: Config
     chat: ChatFormat
-    rollout: RolloutConfig
+    facts: EngineFacts
     metrics: Metrics
     clock: Callable[[], float]
     """Monotonic seconds."""
     serving_clock: ServingClock
     """Measures the limits of agent loops, tools and trajectories."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionContext(ConversationContext):
-    """What a session needs that also calls engines."""
-
     calls: EngineCalls
-    facts: EngineFacts
-    routing: RoutingConfig
-    interrupt: InterruptMode
-    """How weight updates interrupt engine calls."""
+    """The policy's engines."""
     new_id: Callable[[], str]
     """Returns a unique id for each engine request."""
     models: Mapping[str, EngineCalls] = field(default_factory=dict)

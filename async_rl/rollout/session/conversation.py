@@ -31,7 +31,7 @@ import numpy as np
 
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.rollout.session.api import Turn
-from async_rl.rollout.session.context import ConversationContext
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.tokenising import MAX_BLOCKING_BYTES, can_fit, size_of, tokenise
 from async_rl.rollout.session.tokens import GrowingText, TokenWriter
 from async_rl.runtime.printable import as_json
@@ -131,7 +131,7 @@ class Conversation(Generic[Writer]):
 
     def __init__(
         self,
-        context: ConversationContext,
+        context: SessionContext,
         task: Task,
         writer: Writer,
         *,
@@ -145,7 +145,7 @@ class Conversation(Generic[Writer]):
             writer: Writes the tokens of this conversation, and of no other.
             tree: The tree to which a branch belongs; None makes this session the root of a new one.
         """
-        rollout = context.rollout
+        rollout = context.config.rollout
         self.writer = writer
         self.task = task
         self.trajectory_id = writer.trajectory_id
@@ -201,7 +201,7 @@ class Conversation(Generic[Writer]):
     @property
     def remaining_turns(self) -> int:
         """Turns left of `rollout.max_turns`."""
-        return self._context.rollout.max_turns - len(self._turns)
+        return self._context.config.rollout.max_turns - len(self._turns)
 
     @property
     def remaining_s(self) -> float:
@@ -259,7 +259,7 @@ class Conversation(Generic[Writer]):
             raise ValueError(
                 f"session.generate: stop is {list(stop)!r:.200}, expected strings, none of them empty"
             )
-        tokens, rollout, chat = self._tokens, self._context.rollout, self._context.chat
+        tokens, rollout, chat = self._tokens, self._context.config.rollout, self._context.chat
         if not tokens.segments and self._unread is None:
             raise RuntimeError("session.generate was called before session.start")
         if self.remaining_turns < 1:
@@ -377,7 +377,7 @@ class Conversation(Generic[Writer]):
     @property
     def sampling(self) -> dict[str, float]:
         """Temperature, top_p, top_k and min_p by which the policy is sampled."""
-        rollout = self._context.rollout
+        rollout = self._context.config.rollout
         return {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
@@ -625,7 +625,7 @@ class Conversation(Generic[Writer]):
     @property
     def _tokens_left(self) -> int:
         """Tokens left of the context before messages that no turn has read."""
-        return self._context.rollout.max_context_tokens - len(self._tokens)
+        return self._context.config.rollout.max_context_tokens - len(self._tokens)
 
     def _check_fits(self, token_ids: Int32Array) -> None:
         """Refuse messages that leave no tokens for a turn.
@@ -633,7 +633,7 @@ class Conversation(Generic[Writer]):
         Raises:
             PromptTooLong: They do.
         """
-        limit, left = self._context.rollout.max_context_tokens, self._tokens_left
+        limit, left = self._context.config.rollout.max_context_tokens, self._tokens_left
         if len(token_ids) < left:
             return
         if not self._tokens.segments:
@@ -658,7 +658,7 @@ class Conversation(Generic[Writer]):
         Raises:
             PromptTooLong: They are too long.
         """
-        limit, left = self._context.rollout.max_context_tokens, self._tokens_left
+        limit, left = self._context.config.rollout.max_context_tokens, self._tokens_left
         num_bytes = before + size_of(messages)
         if not can_fit(num_bytes, left):
             raise self._exceed(
@@ -722,7 +722,7 @@ class Conversation(Generic[Writer]):
 
     def begin_limit(self) -> None:
         """Count `remaining_s` from now, when the agent loop is called."""
-        self._tree.deadline_s = self.serving_clock.now() + self._context.rollout.trajectory_timeout_s
+        self._tree.deadline_s = self.serving_clock.now() + self._context.config.rollout.trajectory_timeout_s
 
     def has_exceeded(self, error: BaseException) -> bool:
         """Return whether an error says that a budget of this trajectory is used up."""

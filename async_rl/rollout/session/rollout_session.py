@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from async_rl.rollout.session.context import ConversationContext
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.conversation import Conversation, SessionTree
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.types import (
@@ -29,7 +29,7 @@ class RolloutSession(Conversation[Transcript]):
 
     def __init__(
         self,
-        context: ConversationContext,
+        context: SessionContext,
         task: Task,
         writer: Transcript,
         *,

@@ -23,16 +23,15 @@ import asyncio
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from async_rl import routing
-from async_rl.config import RoutingConfig
-from async_rl.engine_protocol import Engine, EngineFacts, Finish, InterruptMode, Retraction, RoutingPayload
+from async_rl.engine_protocol import Engine, Finish, Retraction, RoutingPayload
 from async_rl.errors import AlignmentError, EngineError
-from async_rl.observability.metrics import Metrics
+from async_rl.rollout.session.context import SessionContext
 from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -68,33 +67,17 @@ class RoutingRows:
     All methods but `build_trace` are synchronous, so that they also run during a cancellation.
     """
 
-    def __init__(
-        self,
-        trajectory_id: str,
-        *,
-        config: RoutingConfig,
-        interrupt: InterruptMode,
-        facts: EngineFacts,
-        metrics: Metrics,
-        strike: Callable[[str, EngineError], None],
-    ) -> None:
-        """Start without rows.
-
-        Args:
-            trajectory_id: Its hash decides whether flips are measured.
-            config: How rows are merged, and for which share of trajectories flips are measured.
-            interrupt: How weight updates interrupt calls, which decides whether engines recompute rows.
-            facts: The model's MoE layers and experts.
-            metrics: Counts fetches, rejections, mixed versions and flips.
-            strike: Called with the id of an engine whose answer is invalid, and the error.
-        """
+    def __init__(self, trajectory_id: str, context: SessionContext) -> None:
+        """Start without rows; the hash of the trajectory's id decides whether flips are measured."""
+        config = context.config
         self._trajectory_id = trajectory_id
-        self._splices = config.merge == "splice"
-        self._interrupt = interrupt
-        self._facts = facts
-        self._metrics = metrics
-        self._strike = strike
-        self._measures_flips = unit_hash(trajectory_id) < config.flip_sample
+        self._splices = config.routing.merge == "splice"
+        self._interrupt = config.weights.interrupt
+        """Decides whether engines recompute rows after a weight update."""
+        self._facts = context.facts
+        self._metrics = context.metrics
+        self._strike = context.calls.record_strike
+        self._measures_flips = unit_hash(trajectory_id) < config.routing.flip_sample
         self._held: list[_HeldRows] = []
         self._replaced: list[_HeldRows] = []
 

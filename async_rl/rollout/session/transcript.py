@@ -206,19 +206,12 @@ class Transcript(TokenWriter):
             open_branch_entry: Makes the entry of a branch.
         """
         self.trajectory_id = entry.trajectory_id
-        self.tokens = TokenLog(entry.segments, context.rollout.max_context_tokens)
+        self.tokens = TokenLog(entry.segments, context.config.rollout.max_context_tokens)
         self._context = context
         self._entry = entry
         self._open_branch_entry = open_branch_entry
         self._restored = None if entry.restored is None else RestoredTurns(entry.restored)
-        self._rows = RoutingRows(
-            entry.trajectory_id,
-            config=context.routing,
-            interrupt=context.interrupt,
-            facts=context.facts,
-            metrics=context.metrics,
-            strike=context.calls.record_strike,
-        )
+        self._rows = RoutingRows(entry.trajectory_id, context)
 
     def open_branch(self, trajectory_id: str, *, inherits: bool) -> Transcript:
         """Return the transcript of another trajectory of the same attempt.
@@ -266,7 +259,7 @@ class Transcript(TokenWriter):
         Raises:
             EngineError: Engines kept ending its calls without a token.
         """
-        rollout, tokens = self._context.rollout, self.tokens
+        rollout, tokens = self._context.config.rollout, self.tokens
         sampling = SamplingParams(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -327,8 +320,8 @@ class Transcript(TokenWriter):
                 lease.engine.engine_id,
                 lease.weight_version,
                 sampling.settings,
-                one_version=self._context.interrupt == "abort",
-                masked=self._context.rollout.replay_sampling and sampling.truncates,
+                one_version=self._context.config.weights.interrupt == "abort",
+                masked=self._context.config.rollout.replay_sampling and sampling.truncates,
             )
             if resumed:
                 tokens.num_resumes += 1
@@ -447,7 +440,11 @@ class Transcript(TokenWriter):
         self, lease: CallLease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
     ) -> GenerateRequest:
         """Build a call that continues the first `num_tokens` tokens and requests the missing routing rows."""
-        token_ids, wanted, start = self.tokens.token_ids[:num_tokens], self._context.routing.from_engine, 0
+        token_ids, wanted, start = (
+            self.tokens.token_ids[:num_tokens],
+            self._context.config.routing.from_engine,
+            0,
+        )
         if wanted:
             start = self._rows.next_start(token_ids, lease.engine.engine_id, lease.weight_version)
         return GenerateRequest(
@@ -455,7 +452,9 @@ class Transcript(TokenWriter):
             input_ids=token_ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            return_mask=max_new_tokens > 0 and self._context.rollout.replay_sampling and sampling.truncates,
+            return_mask=max_new_tokens > 0
+            and self._context.config.rollout.replay_sampling
+            and sampling.truncates,
             return_routing=wanted,
             routing_start=start,
             rows_if_aborted=self._rows.needs_aborted,
@@ -533,7 +532,7 @@ class Transcript(TokenWriter):
         Raises:
             AlignmentError: The routing does not fit the tokens.
         """
-        if not self._context.routing.from_engine:
+        if not self._context.config.routing.from_engine:
             return None
         needed = self._num_rows_needed()
         if self._rows.num_held(self.tokens.token_ids) < needed:

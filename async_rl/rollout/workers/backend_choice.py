@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.context import SessionContext
@@ -16,7 +15,6 @@ from async_rl.store.spool import AnswerSpool, Spool
 
 
 def choose_backend(
-    config: Config,
     context: SessionContext,
     pool: EnginePool,
     spool: Spool | AnswerSpool,
@@ -31,8 +29,7 @@ def choose_backend(
     """Return the backend that the config asks for.
 
     Args:
-        config: The settings of its sessions; `num_workers` of it says where they run.
-        context: What sessions in this process share.
+        context: What sessions in this process share; `num_workers` of its config says where they run.
         pool: The engines that sessions call.
         spool: Stores finished trajectories.
         open_worker: Starts a rollout worker.
@@ -45,9 +42,9 @@ def choose_backend(
     Raises:
         ConfigError: Agent loop or reward cannot be loaded in this process.
     """
-    if config.num_workers:
+    if context.config.num_workers:
         return WorkerBackend(
-            config,
+            context.config,
             open_worker,
             context.metrics,
             pool,
@@ -58,6 +55,6 @@ def choose_backend(
             inspected=inspected,
             name=name,
         )
-    backend = LocalBackend(config, context, spool, inspected)
+    backend = LocalBackend(context, spool, inspected)
     backend.journal = journal
     return backend

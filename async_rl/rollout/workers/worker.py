@@ -139,19 +139,17 @@ class RolloutWorker:
         )
         context = SessionContext(
             chat=chat,
-            rollout=config.rollout,
+            config=config,
             metrics=metrics,
             clock=clock,
             serving_clock=self._serving_clock,
             calls=self._calls,
             facts=facts,
-            routing=config.routing,
-            interrupt=config.weights.interrupt,
             new_id=new_id,
             models={name: ModelCalls(self._calls, name) for name in config.models},
         )
         self._metrics = metrics
-        self._backend = LocalBackend(config, context, frames, inspected)
+        self._backend = LocalBackend(context, frames, inspected)
         self._attempts: dict[int, Attempt] = {}
         self._reported: dict[int, dict[str, _Reported]] = {}
         """What the driver knows of attempts, by request and trajectory."""
