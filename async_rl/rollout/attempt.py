@@ -31,7 +31,6 @@ from async_rl.errors import (
 )
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
-from async_rl.rollout.session.conversation import Conversation
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery, contained, first_error
 from async_rl.runtime.user_processes import attempt_scope
@@ -289,7 +288,7 @@ class AttemptEntries:
 
 
 async def run_agent_loop(
-    task: Task, session: Conversation[Any], loops: AgentLoops, rollout: RolloutConfig
+    task: Task, session: RolloutSession, loops: AgentLoops, rollout: RolloutConfig
 ) -> None:
     """Run the agent loop of a task in a session, until it and its branches have ended.
 
@@ -349,7 +348,7 @@ async def run_agent_loop(
     session.end_session(_stop_reason(name, returned))
 
 
-async def _call_loop(name: str, loop: Any, task: Task, session: Conversation[Any]) -> Any:
+async def _call_loop(name: str, loop: Any, task: Task, session: RolloutSession) -> Any:
     running = loop.run(task, session)
     if not inspect.isawaitable(running):
         raise AgentLoopError(
@@ -381,7 +380,7 @@ def _described(value: Any) -> str:
 
 
 async def score_sources(
-    task: Task, tree: Sequence[Conversation[Any]], rewards: Rewards
+    task: Task, tree: Sequence[RolloutSession], rewards: Rewards
 ) -> Mapping[str, dict[str, float]]:
     """Score a session and its branches concurrently, each reward source once.
 

@@ -199,7 +199,7 @@ async def live(world: World, engine: Fate) -> Trajectory:
 
 
 def edit(bench: Bench, place: int) -> None:
-    tokens = bench.session.writer.tokens
+    tokens = bench.session.transcript.tokens
     place %= len(tokens)
     tokens.token_ids[place] += 1
     begin = 0

@@ -262,7 +262,7 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
         await started.wait()
         task.cancel()
     assert b.session.remaining_tokens == 64 - PROMPT - 3
-    assert b.session.writer.tokens.segments[-1].token_ids.tolist() == [100, 101, 102]
+    assert b.session.transcript.tokens.segments[-1].token_ids.tolist() == [100, 101, 102]
 
 
 async def test_messages_are_rendered_together_when_they_are_added_one_by_one():

@@ -567,7 +567,7 @@ async def test_rows_are_recovered_when_the_history_was_edited_after_the_last_tur
 
 def edit(bench: Bench, place: int) -> None:
     """Change a token of the history behind the session's back, as a re-tokenised prompt would."""
-    tokens = bench.session.writer.tokens
+    tokens = bench.session.transcript.tokens
     tokens.token_ids[place] = 5
     begin = 0
     for index, segment in enumerate(tokens.segments):

@@ -590,7 +590,7 @@ def answers_are_lost(original, example, key):
 
 
 @breaks(
-    "async_rl.rollout.session.conversation:Conversation.add_tool_result",
+    "async_rl.rollout.session.rollout_session:RolloutSession.add_tool_result",
     "unit/agent_loop_docs",
     "unit/agent_loop_docs",
     "unit/session",

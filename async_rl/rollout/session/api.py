@@ -49,12 +49,18 @@ class Session(Protocol):
     task: Task
     trajectory_id: str
     """Globally unique and the same after a restart: a key for data that a loop keeps elsewhere."""
-    messages: list[dict[str, Any]]
-    """The conversation so far, as text; `generate` appends the assistant's message itself."""
-    tool_timeout_s: float
-    """The time limit of one tool call."""
     status: str
     """What the attempt is doing, in words, which the error of a time limit shows; its branches share it."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far, as text; `generate` appends the assistant's message itself."""
+        ...
+
+    @property
+    def tool_timeout_s(self) -> float:
+        """The time limit of one tool call."""
+        ...
 
     @property
     def sampling(self) -> dict[str, float]:

@@ -1,15 +1,9 @@
-"""The tokens of one trajectory, the interface of what writes them, and their text while a turn grows.
-
-```
- Conversation ── append_context, write_turn, open_branch ──► TokenWriter ──► TokenLog
-                                                              Transcript: calls engines
-```
-"""
+"""The tokens of one trajectory, and their text while a turn grows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -147,40 +141,6 @@ class TokenListener(Protocol):
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
         """Receive more tokens."""
-        ...
-
-
-class TokenWriter(Protocol):
-    """Writes the tokens of one trajectory on behalf of its conversation."""
-
-    trajectory_id: str
-    tokens: TokenLog
-
-    def append_context(self, token_ids: Int32Array) -> None:
-        """Append tokens that the policy did not write."""
-        ...
-
-    async def write_turn(
-        self, budget: int, stop: Sequence[str], listener: TokenListener | None
-    ) -> Literal["stop", "length"]:
-        """Let the policy write one turn.
-
-        Args:
-            budget: The most tokens of the turn.
-            stop: Strings that end the turn.
-            listener: Receives the tokens as they are sampled.
-
-        Returns:
-            How the turn ended.
-        """
-        ...
-
-    def open_branch(self, trajectory_id: str, *, inherits: bool) -> Self:
-        """Return a writer for another trajectory of the same attempt, with all tokens so far or with none."""
-        ...
-
-    def discard_rows(self) -> None:
-        """Free the routing rows: there will be no trajectory."""
         ...
 
 

@@ -47,7 +47,6 @@ from async_rl.rollout.session.tokens import (
     GrowingMask,
     TokenListener,
     TokenLog,
-    TokenWriter,
 )
 from async_rl.runtime.waits import waiting
 from async_rl.store.journal import JournalEntry
@@ -189,7 +188,7 @@ class _RunningCall:
         self.versions = [VersionSpan(start=0, end=num, weight_version=self.since_version)] if num else []
 
 
-class Transcript(TokenWriter):
+class Transcript:
     """Writes the tokens of one trajectory by calling engines, and collects their routing rows."""
 
     def __init__(
@@ -229,7 +228,7 @@ class Transcript(TokenWriter):
         return other
 
     def discard_rows(self) -> None:
-        """Implements `TokenWriter.discard_rows`."""
+        """Free the routing rows: there will be no trajectory."""
         self._rows.discard()
 
     def append_context(self, token_ids: Int32Array) -> None:
