@@ -24,11 +24,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from async_rl import routing
-from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.config import Config, ModelConfig, RunConfig, SGLangEngines
 from async_rl.engine_protocol import DiskUpdate, EngineFacts, GenerateRequest
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
+from async_rl.engines.sglang.server_checks import ServerNeeds
 from async_rl.types import (
     Context,
     Float32Array,
@@ -99,22 +100,21 @@ def random_prompts(count: int, *, seed: int, lengths: tuple[int, int] = (16, 32)
 @contextlib.asynccontextmanager
 async def serving(model: Path, logs: Path, *, dtype: str, seed: int = 0) -> AsyncIterator[SGLangEngine]:
     """Run a real SGLang server with the model of a folder during the block."""
-    server = SGLangServer(
-        SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
-        ModelConfig(path=str(model), dtype=dtype),
-        routing=True,
-        index=0,
-        log_dir=logs,
-        seed=seed,
+    settings = SGLangEngines(
+        max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH, start_timeout_s=300
     )
+    config = Config(
+        engine=settings, model=ModelConfig(path=str(model), dtype=dtype), run=RunConfig(seed=seed)
+    )
+    server = SGLangServer(config, index=0, log_dir=logs)
     engine = SGLangEngine(
         "engine-0",
         server.url,
         load_facts(model),
+        settings,
+        ServerNeeds(routing=True),
         api_key=server.api_key,
         admin_key=server.admin_key,
-        routing=True,
-        start_timeout_s=300,
         died=server.died,
     )
     await server.start()

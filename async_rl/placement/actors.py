@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import ray
 
-from async_rl.config import SGLangEngines, parse_config
+from async_rl.config import parse_config
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
@@ -138,19 +138,9 @@ class EngineActor(NodeActor):
     ) -> None:
         die_with_parent()
         parsed = parse_config(config)
-        assert isinstance(parsed.engine, SGLangEngines)
         self._index = index
         self._server = server(
-            parsed.engine,
-            parsed.model,
-            routing=parsed.routing.from_engine,
-            index=index,
-            log_dir=Path(log_dir),
-            seed=parsed.run.seed,
-            shared=parsed.placement.shared,
-            adapters=parsed.adapters,
-            node_address=node_address(),
-            node_rank=node_rank,
+            parsed, index=index, log_dir=Path(log_dir), node_address=node_address(), node_rank=node_rank
         )
         run = hashlib.sha256(str(Path(log_dir).absolute()).encode()).hexdigest()[:16]
         # The next incarnation of the run uses the same names and removes what this one left.

@@ -450,7 +450,7 @@ class RayCluster(Cluster):
                 engine = self._client(engine_id, url, (api_key, admin_key), self._exit_reason_of(engine_id))
                 self._engines[engine_id] = engine
             elif isinstance(engine, SGLangEngine):
-                engine.move_to(url, api_key, admin_key)
+                engine.http.move_to(url, api_key, admin_key)
         assert engine is not None, "an engine has an actor or a URL"
         await engine.wait_ready()
 

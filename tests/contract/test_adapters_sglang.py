@@ -106,7 +106,7 @@ def asking(version: int, prompt: Sequence[int] = PROMPT, max_new_tokens: int = 1
 
 async def loaded(engine: SGLangEngine) -> list[str]:
     """The names of the adapters that the server has."""
-    listed = await engine._http.get_info("v1/models", dict)
+    listed = await engine.http.get_info("v1/models", dict)
     return [card["id"] for card in listed["data"] if card["parent"]]
 
 

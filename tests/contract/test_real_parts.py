@@ -22,7 +22,6 @@ from async_rl.config import (
     Config,
     ModelConfig,
     RolloutConfig,
-    SGLangEngines,
     SimulatedEngines,
     parse_config,
 )
@@ -191,8 +190,8 @@ class FailingServer(SGLangServer):
 
 
 async def test_the_end_of_its_log_is_reported_when_a_server_does_not_start(tmp_path: Path) -> None:
-    model = ModelConfig(path=str(tmp_path / "nowhere"))
-    server = FailingServer(SGLangEngines(), model, routing=True, index=2, log_dir=tmp_path, seed=0)
+    config = Config(model=ModelConfig(path=str(tmp_path / "nowhere")))
+    server = FailingServer(config, index=2, log_dir=tmp_path)
     engine = SGLangEngine("engine-2", server.url, facts(), died=server.died)
     await server.start()
     try:

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.config import Config, ModelConfig, PlacementConfig, SGLangEngines, TrainerConfig
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
+from async_rl.engines.sglang.server_checks import ServerNeeds
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 
 VOCAB_SIZE = 512
@@ -54,28 +55,28 @@ async def serving(
     model: Path, logs: Path, *, shared: bool = False, share: float = 0.3
 ) -> AsyncIterator[SGLangEngine]:
     """Run a server on the GPU during the block; it uses `share` of the memory."""
-    server = SGLangServer(
-        SGLangEngines(
-            device="cuda",
-            max_running_requests=8,
-            context_length=2048,
-            extra_args=[f"--mem-fraction-static={share}"],
-        ),
-        ModelConfig(path=str(model), dtype="bfloat16"),
-        routing=True,
-        index=0,
-        log_dir=logs,
-        seed=0,
-        shared=shared,
+    settings = SGLangEngines(
+        device="cuda",
+        max_running_requests=8,
+        context_length=2048,
+        start_timeout_s=600,
+        extra_args=[f"--mem-fraction-static={share}"],
     )
+    config = Config(
+        engine=settings,
+        model=ModelConfig(path=str(model), dtype="bfloat16"),
+        trainer=TrainerConfig(device="cuda"),
+        placement=PlacementConfig(shared=shared),
+    )
+    server = SGLangServer(config, index=0, log_dir=logs)
     engine = SGLangEngine(
         "engine-0",
         server.url,
         load_facts(model),
+        settings,
+        ServerNeeds(routing=True),
         api_key=server.api_key,
         admin_key=server.admin_key,
-        routing=True,
-        start_timeout_s=600,
         died=server.died,
     )
     await server.start()

@@ -9,10 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import replace
 
+from async_rl.config import SGLangEngines
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.model_facts import facts_of
 from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server_checks import ServerNeeds
 
 HANG = b"hang"
 """Among a stream's parts: say nothing more until the client goes."""
@@ -63,6 +66,22 @@ def event(
 def finish(reason: str, **more: Any) -> dict[str, Any]:
     """The value of `finish_reason`."""
     return {"type": reason} | more
+
+
+def new_client(
+    url: str,
+    known: EngineFacts,
+    client: type[SGLangEngine] = SGLangEngine,
+    *,
+    config: SGLangEngines | None = None,
+    needs: ServerNeeds | None = None,
+    **changes: Any,
+) -> SGLangEngine:
+    """Return a client whose settings and needs are changed by name; other names are arguments of it."""
+    config, needs = config or SGLangEngines(), needs or ServerNeeds()
+    asked = {name: changes.pop(name) for name in needs.__struct_fields__ if name in changes}
+    given = {name: changes.pop(name) for name in config.__struct_fields__ if name in changes}
+    return client("engine-0", url, known, replace(config, **given), replace(needs, **asked), **changes)
 
 
 class FakeSGLang:
@@ -138,7 +157,7 @@ class FakeSGLang:
         """Serve, with a client of it."""
         async with self.serve():
             known = settings.pop("facts", facts())
-            engine = SGLangEngine("engine-0", self.url, known, api_key="api", admin_key="admin", **settings)
+            engine = new_client(self.url, known, api_key="api", admin_key="admin", **settings)
             try:
                 yield engine
             finally:

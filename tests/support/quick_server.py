@@ -25,7 +25,7 @@ class QuickServer(SGLangServer):
     """Starts one of these where an SGLang server would be started."""
 
     def command(self) -> list[str]:
-        path = ["--model-path", self._model.path]
+        path = ["--model-path", self._config.model.path]
         address = ["--host", self._bind, "--port", str(self._port)]
         return [sys.executable, "-m", "tests.support.quick_server", *path, *address]
 

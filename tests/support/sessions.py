@@ -6,13 +6,13 @@ import asyncio
 import random
 from collections.abc import Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 
 from async_rl.config import (
     Config,
-    ModelConfig,
     RolloutConfig,
     RoutingConfig,
     SimulatedEngines,
@@ -93,13 +93,13 @@ class Bench:
             self.pool.add_engine(engine)
             self.pool.serve_engine(engine.engine_id, 0)
         self.chat = chat or cast(ChatFormat, PlainChat())
+        sections = SimpleNamespace(  # which need not fit together
+            rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
+            routing=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
+            weights=WeightsConfig(interrupt=interrupt),
+        )
         self.context = SessionContext(
-            config=Config(
-                model=ModelConfig(path="m"),
-                rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
-                routing=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
-                weights=WeightsConfig(interrupt=interrupt),
-            ),
+            config=cast(Config, sections),
             chat=self.chat,
             metrics=self.metrics,
             clock=lambda: 0.0,

@@ -13,12 +13,22 @@ import aiohttp
 import numpy as np
 import torch
 
-from async_rl.config import LoraConfig, ModelConfig, SGLangEngines
+from async_rl.config import (
+    Config,
+    LoraConfig,
+    ModelConfig,
+    PlacementConfig,
+    RoutingConfig,
+    SGLangEngines,
+    TrainerConfig,
+)
 from async_rl.engine_protocol import DiskUpdate, Engine
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
+from async_rl.engines.sglang.server_checks import ServerNeeds
 from tests.support.engine_calls import call
+from tests.support.fake_sglang import new_client
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 
 VOCAB_SIZE = 300
@@ -56,7 +66,6 @@ class SGLangWorld:
         **engine: Any,
     ) -> None:
         """Write the weights; `engine` are fields of `SGLangEngines`."""
-        self._adapters, self._routing = adapters, routing
         self.weights = [folder / f"weights_{version}" for version in range(2)]
         for seed, path in enumerate(self.weights):
             build(
@@ -71,29 +80,28 @@ class SGLangWorld:
             never_stop(path)
         self.facts = load_facts(self.weights[0])
         capacity = {"max_running_requests": MAX_RUNNING, "max_total_tokens": 4 * CONTEXT_LENGTH}
-        self._config = SGLangEngines(**{**capacity, **engine})
-        self.server = SGLangServer(
-            self._config,
-            ModelConfig(path=str(self.weights[0]), dtype="float32"),
-            routing=routing,
-            index=index,
-            log_dir=folder,
-            seed=0,
-            adapters=adapters,
-            shared=shared,
+        self._config = SGLangEngines(**{**capacity, "start_timeout_s": 400, **engine})
+        self._needs = ServerNeeds(routing=routing, adapters=adapters)
+        config = Config(
+            engine=self._config,
+            model=ModelConfig(path=str(self.weights[0]), dtype="float32"),
+            routing=RoutingConfig(replay="r3" if routing else "off"),
+            trainer=TrainerConfig(lora=adapters),
+            placement=PlacementConfig(shared=shared),
         )
+        self.server = SGLangServer(config, index=index, log_dir=folder)
 
     def engine(self, client: type[SGLangEngine] = SGLangEngine, **options: Any) -> SGLangEngine:
         """A client of the server."""
-        fixed = {
-            "routing": self._routing,
-            "narrow_routing": self._config.narrow_routing,
-            "adapters": self._adapters,
-            "start_timeout_s": 400,
-            "died": self.server.died,
-        }
         keys = {"api_key": self.server.api_key, "admin_key": self.server.admin_key}
-        return client("engine-0", self.server.url, self.facts, **keys, **{**fixed, **options})
+        return new_client(
+            self.server.url,
+            self.facts,
+            client,
+            config=self._config,
+            needs=self._needs,
+            **{**keys, "died": self.server.died, **options},
+        )
 
     async def load(self, engine: Engine, version: int, *, flush: bool = True) -> None:
         """Load a version into the server."""

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from agent_loops.parsing import PARSERS, load_parser
 from agent_loops.sandbox import Limits, Sandbox
-from async_rl.config import SGLangEngines, parse_config
+from async_rl.config import RoutingConfig, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import ConfigError, WorkerLost
@@ -177,10 +178,8 @@ def test_a_chat_template_reaches_no_code() -> None:
 
 def test_engines_get_no_option_to_run_a_models_code(tmp_path: Path) -> None:
     config = parse_config({"model": {"path": "m"}, "data": {"path": "x.jsonl"}})
-    assert isinstance(config.engine, SGLangEngines)
-    command = SGLangServer(
-        config.engine, config.model, routing=False, index=0, log_dir=tmp_path, seed=0
-    ).command()
+    config = replace(config, routing=RoutingConfig(replay="off"))  # no facts of the model are needed
+    command = SGLangServer(config, index=0, log_dir=tmp_path).command()
     assert "--model-path=m" in command
     assert [argument for argument in command if "remote" in argument] == []
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.config import Config, ModelConfig, RoutingConfig, SGLangEngines
 from async_rl.engines.sglang import guard
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
@@ -157,14 +157,12 @@ class SleepingServer(SGLangServer):
 def sleeping_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SleepingServer:
     """Return one that has not started, whether SGLang is installed or not."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15")
-    return SleepingServer(
-        SGLangEngines(device="cpu"),
-        ModelConfig(path=str(folder)),
-        routing=False,
-        index=0,
-        log_dir=folder,
-        seed=0,
+    config = Config(
+        engine=SGLangEngines(device="cpu"),
+        model=ModelConfig(path=str(folder)),
+        routing=RoutingConfig(replay="off"),
     )
+    return SleepingServer(config, index=0, log_dir=folder)
 
 
 @pytest.mark.real_time

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
-from async_rl.config import LoraConfig, SGLangEngines, apply_override, parse_config
+from async_rl.config import LoraConfig, apply_override, parse_config
 from async_rl.engines.sglang.server import SGLangServer
 from tests.support.run_config import MOE
 
@@ -29,10 +30,7 @@ def command_of(folder: Path, *overrides: str) -> list[str]:
     tree: dict[str, Any] = {"model": {"path": str(folder)}, "engine": {"device": "cpu"}}
     for override in overrides:
         apply_override(tree, override)
-    config = parse_config(tree)
-    assert isinstance(config.engine, SGLangEngines)
-    server = SGLangServer(config.engine, config.model, routing=False, index=0, log_dir=folder, seed=0)
-    return server.command()
+    return SGLangServer(parse_config(tree), index=0, log_dir=folder).command()
 
 
 @pytest.mark.parametrize("override", OPTIONS)
@@ -44,15 +42,21 @@ def test_a_setting_is_on_the_command_line_when_it_differs_from_its_default(
     assert OPTIONS[override] in command_of(tmp_path, before, override)
 
 
+def server_of(folder: Path, device: str, *, shared: bool, adapters: LoraConfig | None = None) -> SGLangServer:
+    """Return a server of a run that may share devices with a trainer, which may send adapters."""
+    config = parse_config({"model": {"path": str(folder)}, "engine": {"device": device}})
+    placement, trainer = (
+        replace(config.placement, shared=shared),
+        replace(config.trainer, lora=adapters, device=device),
+    )
+    return SGLangServer(replace(config, placement=placement, trainer=trainer), index=0, log_dir=folder)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_server_has_a_gate_where_it_shares_its_device(tmp_path: Path, device: str, shared: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MOE))
-    config = parse_config({"model": {"path": str(tmp_path)}, "engine": {"device": device}})
-    assert isinstance(config.engine, SGLangEngines)
-    command = SGLangServer(
-        config.engine, config.model, routing=False, index=0, log_dir=tmp_path, seed=0, shared=shared
-    ).command()
+    command = server_of(tmp_path, device, shared=shared).command()
     gate = "async_rl.engines.sglang.memory_gate"
     assert (gate in command) == (shared and device == "cuda")  # the launcher for a CPU always installs it
     assert ("sglang.launch_server" in command) == (not shared and device == "cuda")
@@ -64,10 +68,7 @@ def test_a_server_keeps_its_weights_where_it_shares_its_device_and_loads_adapter
     tmp_path: Path, shared: bool, adapters: LoraConfig | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MOE))
-    config = parse_config({"model": {"path": str(tmp_path)}, "engine": {"device": "cuda"}})
-    assert isinstance(config.engine, SGLangEngines)
-    options = {"routing": False, "index": 0, "log_dir": tmp_path, "seed": 0}
-    server = SGLangServer(config.engine, config.model, shared=shared, adapters=adapters, **options)
+    server = server_of(tmp_path, "cuda", shared=shared, adapters=adapters)
     keeps = shared and adapters is not None
     assert ("--enable-weights-cpu-backup" in server.command()) == keeps
     assert ("TMS_RETAIN_CPU_BACKUP" in server.environment(tmp_path)) == keeps
@@ -80,9 +81,7 @@ def test_a_server_loads_the_model_of_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 20261128, 2**62 - 1])
 def test_engines_have_seeds_of_their_own_that_numpy_takes(tmp_path: Path, seed: int) -> None:
     config = parse_config({"model": {"path": str(tmp_path)}, "run": {"seed": seed}})
-    assert isinstance(config.engine, SGLangEngines)
-    options = {"routing": False, "log_dir": tmp_path, "seed": config.run.seed}
-    servers = [SGLangServer(config.engine, config.model, index=index, **options) for index in range(3)]
+    servers = [SGLangServer(config, index=index, log_dir=tmp_path) for index in range(3)]
     words = [word for server in servers for word in server.command() if word.startswith("--random-seed=")]
     found = {int(word.partition("=")[2]) for word in words}
     assert len(found) == 3

@@ -47,7 +47,7 @@ from async_rl.errors import (
 )
 from async_rl.types import RoutingTrace, VersionSpan
 from tests.support.engine_calls import Call, call, request
-from tests.support.fake_sglang import CUT, GOOD_SERVER, HANG, FakeSGLang, event, facts, finish
+from tests.support.fake_sglang import CUT, GOOD_SERVER, HANG, FakeSGLang, event, facts, finish, new_client
 
 pytestmark = pytest.mark.real_time
 
@@ -388,7 +388,7 @@ async def raw_server(answer: Answer, **settings: float) -> AsyncIterator[tuple[S
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    engine = SGLangEngine("engine-0", url, facts(), **settings)
+    engine = new_client(url, facts(), **settings)
     try:
         yield engine, connections
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.config import Config, ModelConfig, RoutingConfig, SGLangEngines
 from async_rl.engines.sglang import narrow_launcher
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
@@ -51,14 +51,12 @@ def make_server(folder: Path, *, narrow: bool, routing: bool = True) -> SGLangSe
     )
     config += '"mlp_only_layers": [1], "vocab_size": 10, "max_position_embeddings": 64}'
     (folder / "config.json").write_text(config)
-    return SGLangServer(
-        SGLangEngines(narrow_routing=narrow, device="cpu"),
-        ModelConfig(path=str(folder)),
-        routing=routing,
-        index=0,
-        log_dir=folder,
-        seed=0,
+    settings = Config(
+        engine=SGLangEngines(narrow_routing=narrow, device="cpu"),
+        model=ModelConfig(path=str(folder)),
+        routing=RoutingConfig(replay="r3" if routing else "off"),
     )
+    return SGLangServer(settings, index=0, log_dir=folder)
 
 
 async def test_no_server_is_started_when_another_version_is_installed(

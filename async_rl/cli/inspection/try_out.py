@@ -334,7 +334,9 @@ async def engines_from(config: Config, log_dir: Path, name: str = "engine") -> A
         ConfigError: The file of URLs has none.
         EnvironmentNotReady: An engine did not start.
     """
-    config = replace(config, trainer=replace(config.trainer, lora=None))  # there is no adapter to load
+    # There is no adapter to load, and no trainer to share a device with.
+    placement = replace(config.placement, shared=False)
+    config = replace(config, trainer=replace(config.trainer, lora=None), placement=placement)
     engine, facts = config.engine, load_facts(config.model.path)
     if not isinstance(engine, SGLangEngines):
         yield [SimulatedEngine(f"{name}-0", engine, seed=config.run.seed, facts=facts)]
@@ -364,14 +366,7 @@ async def engines_from(config: Config, log_dir: Path, name: str = "engine") -> A
                 await client.close()
         return
     check_weights(config.model.path, facts)
-    server = SGLangServer(
-        engine,
-        config.model,
-        routing=config.routing.from_engine,
-        index=0,
-        log_dir=log_dir,
-        seed=config.run.seed,
-    )
+    server = SGLangServer(config, index=0, log_dir=log_dir)
     print_text(f"starting an SGLang server for {config.model.path}", file=sys.stderr, flush=True)
     try:
         await server.start()

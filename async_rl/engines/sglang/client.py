@@ -26,7 +26,7 @@ import numpy as np
 import pybase64
 
 from async_rl import routing
-from async_rl.config import LoraConfig
+from async_rl.config import SGLangEngines
 from async_rl.engine_protocol import (
     AdapterUpdate,
     Chunk,
@@ -46,9 +46,7 @@ from async_rl.engine_protocol import (
     WeightUpdate,
 )
 from async_rl.engines.control_requests import wait_out
-from async_rl.engines.sglang.adapter_flags import target_modules
 from async_rl.engines.sglang.generate_call import (
-    SENT_SETTINGS,
     CallAccount,
     adapter_name,
     choose_stream_interval,
@@ -64,11 +62,16 @@ from async_rl.engines.sglang.routing_payload import (
     RoutingText,
     RoutingWire,
 )
+from async_rl.engines.sglang.server_checks import (
+    ServerInfo,
+    ServerNeeds,
+    check_preferred_sampling,
+    check_server,
+)
 from async_rl.engines.sglang.sse import EventReader, EventTooLong
 from async_rl.errors import (
     AlignmentError,
     CallLost,
-    ConfigError,
     EngineError,
     EngineTimeout,
     EnvironmentNotReady,
@@ -77,7 +80,6 @@ from async_rl.errors import (
     VersionMismatch,
     WeightSyncError,
 )
-from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.types import RoutingTrace
 
 ABORT_RESEND_S: Final = (0.02, 1.0)
@@ -95,6 +97,10 @@ _NOT_SGLANG: Final = frozenset({401, 403, 404, 405, 501})
 
 REFUSED_S: Final = 3.0
 """How long they are waited for all the same: a proxy may give them while it learns of a server."""
+
+_DEFAULTS: Final = SGLangEngines()
+_NO_NEEDS: Final = ServerNeeds()
+
 
 
 class _RankSums(msgspec.Struct):
@@ -131,27 +137,6 @@ class _ModelInfo(msgspec.Struct):
     """Settings of the server for calls that do not have them; as text, JSON."""
 
 
-class _ServerInfo(msgspec.Struct):
-    version: str = ""
-    context_length: int | None = None
-    max_total_num_tokens: int | None = None
-    enable_return_routed_experts: bool = False
-    incremental_streaming_output: bool = False
-    enable_hierarchical_cache: bool = False
-    pp_size: int = 1
-    speculative_algorithm: str | None = None
-    speculative_eagle_topk: int | None = None
-    speculative_accept_threshold_single: float = 1.0
-    speculative_accept_threshold_acc: float = 1.0
-    moe_runner_backend: str | None = None
-    disaggregation_mode: str = "null"
-    sampling_mask_max_tokens: int | None = None
-    sampling_backend: str | None = None
-    enable_lora: bool | None = False
-    max_lora_rank: int | None = None
-    lora_target_modules: list[str] | None = None
-
-
 class _RemoteCall(AbstractContextManager[None]):
     """A call of another process while the block runs; a generator would take ten times as long."""
 
@@ -180,16 +165,11 @@ class SGLangEngine:
         engine_id: str,
         url: str,
         facts: EngineFacts,
+        config: SGLangEngines = _DEFAULTS,
+        needs: ServerNeeds = _NO_NEEDS,
         *,
         api_key: str | None = None,
         admin_key: str | None = None,
-        routing: bool = False,
-        mask_top_k: int | None = None,
-        narrow_routing: bool = False,
-        adapters: LoraConfig | None = None,
-        request_timeout_s: float = 60.0,
-        stall_s: float = 60.0,
-        start_timeout_s: float = 600.0,
         died: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
         """Remember the server's address; connect later.
@@ -198,32 +178,21 @@ class SGLangEngine:
             engine_id: Name in logs, metrics and segments.
             url: `http://host:port`.
             facts: The model's dimensions, against which routing payloads are checked.
+            config: Time limits, and the format of routing (`engine.narrow_routing`).
+            needs: What the run needs; `wait_ready` refuses a server that lacks it.
             api_key: Key of the server, None when it asks for none.
             admin_key: Key of its control endpoints; None takes `api_key`.
-            routing: Whether calls will ask for routed experts; `wait_ready` then checks that the server can
-                return them.
-            mask_top_k: The `top_k` of calls that will ask for sampling masks, which `wait_ready` then checks
-                the server for; None if none will.
-            narrow_routing: Whether the server was started to send narrow ids (`engine.narrow_routing`).
-            adapters: The adapters that it serves on top of the weights it was started with, which
-                `wait_ready` then checks the server for; None if it is given whole weights.
-            request_timeout_s: Longest reply to a control request, except weight updates, which their caller
-                bounds.
-            stall_s: Longest silence in the middle of a routing payload.
-            start_timeout_s: Longest `wait_ready`.
             died: Returns the exit reason of the server's process when it has ended, else None.
         """
         self._engine_id = engine_id
         self._facts = facts
-        self._routing = routing
-        self._mask_top_k = mask_top_k
-        self._wire = RoutingWire(facts=facts, narrow=narrow_routing)
-        self._adapters = adapters
-        self._request_timeout_s = request_timeout_s
-        self._start_timeout_s = start_timeout_s
+        self._config = config
+        self._needs = needs
+        self._wire = RoutingWire(facts=facts, narrow=config.narrow_routing)
         self._died = died
-        self._http = SGLangHttpClient(engine_id, url, api_key, admin_key, timeout_s=request_timeout_s)
-        self.payload_gate = PayloadGate(engine_id, stall_s)
+        self.http = SGLangHttpClient(engine_id, url, api_key, admin_key, timeout_s=config.request_timeout_s)
+        """Sends its requests, to an address that can change."""
+        self.payload_gate = PayloadGate(engine_id, config.stall_s)
         """Bounds how many payloads are read at a time."""
         self._context_length = self._longest = facts.context_length
         self._num_pieces = 0
@@ -235,10 +204,6 @@ class SGLangEngine:
         self.num_short_chunks = 0
         """Chunks whose tokens and log-probs differed in number and were cut to the shorter."""
 
-    def move_to(self, url: str, api_key: str | None, admin_key: str | None) -> None:
-        """Use another address of the server; connections to the old one end with their calls."""
-        self._http.move_to(url, api_key, admin_key)
-
     @property
     def engine_id(self) -> str:
         """Implements `Engine.engine_id`."""
@@ -247,7 +212,7 @@ class SGLangEngine:
     @property
     def address(self) -> EngineAddress:
         """Implements `Engine.address`."""
-        return EngineAddress(url=str(self._http.url), api_key=self._http.api_key)
+        return EngineAddress(url=str(self.http.url), api_key=self.http.api_key)
 
     # -- generation ---------------------------------------------------------------------------------------
 
@@ -269,8 +234,8 @@ class SGLangEngine:
         try:
             schedule = ReadSchedule.of_running_loop()
             interval = choose_stream_interval(schedule.num_open)
-            encoded = encode_request(request, interval, adapter=self._adapters is not None)
-            response = await self._http.post_generate(encoded)
+            encoded = encode_request(request, interval, adapter=self._needs.adapters is not None)
+            response = await self.http.post_generate(encoded)
             body = EventStream(response, schedule)
             self._bodies.add(body)
             while data := await (body.read() if arrival is None else arrival.read_piece(body.read)):
@@ -314,7 +279,7 @@ class SGLangEngine:
         except EventTooLong as e:
             raise EngineError(f"{self._engine_id} sends {e}") from e
         except aiohttp.ClientError as e:
-            raise self._http.connection_error(e) from e
+            raise self.http.connection_error(e) from e
         finally:
             await permit.aclose()
             self.num_short_chunks += call.cut_short
@@ -354,7 +319,7 @@ class SGLangEngine:
         """Free the slot of a call whose stream was closed. SGLang also notices by itself, within seconds."""
         try:
             async with asyncio.timeout(1.0):
-                await self._http.request_reply("abort_request", {"rid": request_id})
+                await self.http.request_reply("abort_request", {"rid": request_id})
         except (EngineError, TimeoutError):
             return  # the server has ended, or is too busy to answer
         except RuntimeError:
@@ -413,36 +378,36 @@ class SGLangEngine:
         """
         if mode != "abort":
             self._paused = True
-            await self._http.send_command("pause_generation", {"mode": mode})
+            await self.http.send_command("pause_generation", {"mode": mode})
             return
         self.read_at_once()
         silent_s, read, (delay_s, max_delay_s) = 0.0, self._num_pieces, ABORT_RESEND_S
-        await self._http.send_command("abort_request", {"abort_all": True})
+        await self.http.send_command("abort_request", {"abort_all": True})
         while self._running:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._idle.wait()
                     return
             silent_s = silent_s + delay_s if read == self._num_pieces else 0.0
-            if silent_s >= self._request_timeout_s:
+            if silent_s >= self._config.request_timeout_s:
                 raise EngineTimeout(
                     f"{self._engine_id} still runs {self._running} calls and has sent nothing for "
-                    f"{self._request_timeout_s} s after they were aborted"
+                    f"{self._config.request_timeout_s} s after they were aborted"
                 )
             read, delay_s = self._num_pieces, min(2 * delay_s, max_delay_s)
-            await self._http.send_command("abort_request", {"abort_all": True})
+            await self.http.send_command("abort_request", {"abort_all": True})
 
     async def resume_generation(self, mode: InterruptMode) -> None:
         """Implements `Engine.resume_generation`. After `abort` there is nothing to resume."""
         if mode != "abort":
-            await self._http.send_command("continue_generation", {"torch_empty_cache": False})
+            await self.http.send_command("continue_generation", {"torch_empty_cache": False})
         self._paused = False
 
     # -- weights ------------------------------------------------------------------------------------------
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
         """Implements `Engine.join_weight_group`."""
-        await self._http.send_slow_command(
+        await self.http.send_slow_command(
             "init_weights_update_group",
             {
                 "master_address": invite.host,
@@ -456,7 +421,7 @@ class SGLangEngine:
 
     async def leave_weight_group(self, group_name: str) -> None:
         """Implements `Engine.leave_weight_group`."""
-        await self._http.send_slow_command("destroy_weights_update_group", {"group_name": group_name})
+        await self.http.send_slow_command("destroy_weights_update_group", {"group_name": group_name})
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         """Implements `Engine.update_weights`. The caller bounds the time."""
@@ -484,7 +449,7 @@ class SGLangEngine:
         The server keys its prefix cache by adapter, and frees nothing of an adapter that was unloaded: the
         flush does. An adapter of the same name may be there, of a trainer that has restarted since.
         """
-        listed = await self._http.get_info("v1/models", _ModelList)
+        listed = await self.http.get_info("v1/models", _ModelList)
         for card in listed.data:
             if card.parent is not None:
                 await self._change_adapters("unload_lora_adapter", {"lora_name": card.id})
@@ -497,14 +462,14 @@ class SGLangEngine:
                 f"{self._engine_id} holds the adapters {loaded}, expected {name} from {update.path} alone"
             )
         await self._flush_cache()
-        await self._http.send_slow_command(
+        await self.http.send_slow_command(
             "update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
 
     async def _change_adapters(self, endpoint: str, body: dict[str, str]) -> dict[str, str]:
         """Load or unload an adapter; returns all that are loaded afterwards."""
-        status, text = await self._http.post_admin(endpoint, body)
-        reply = self._http.parse_reply(text, endpoint, _AdapterReply)
+        status, text = await self.http.post_admin(endpoint, body)
+        reply = self.http.parse_reply(text, endpoint, _AdapterReply)
         if status != 200 or not reply.success:
             raise WeightSyncError(
                 f"{self._engine_id} refused /{endpoint} of {body['lora_name']} ({status}): "
@@ -543,7 +508,7 @@ class SGLangEngine:
     @asynccontextmanager
     async def _update_session(self) -> AsyncIterator[None]:
         """Let the server take weights in pieces within the block."""
-        await self._http.send_slow_command("begin_weight_update", {})
+        await self.http.send_slow_command("begin_weight_update", {})
         done = False
         try:
             yield
@@ -552,27 +517,27 @@ class SGLangEngine:
             # Also after a failure: an open session would refuse every later update. Bounded: an engine that
             # waits in a broadcast which is never sent does not answer.
             try:
-                await self._http.send_command("end_weight_update", {})
+                await self.http.send_command("end_weight_update", {})
             except EngineError:
                 if done:
                     raise
 
     async def _load(self, endpoint: str, body: dict[str, Any], version: str) -> None:
-        status, reply = await self._http.request_reply(endpoint, body)
+        status, reply = await self.http.request_reply(endpoint, body)
         if status == 200 and reply.success:
             return
         if "Weights were updated" not in reply.message:
             raise WeightSyncError(f"{self._engine_id} refused weight version {version}: {reply.explain()}")
         # The server has the new weights, but refused the flush and did not count the version: do both.
         await self._flush_cache()
-        await self._http.send_slow_command(
+        await self.http.send_slow_command(
             "update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
 
     async def _flush_cache(self) -> None:
         try:
-            async with asyncio.timeout(_FLUSH_LIMIT_S + self._request_timeout_s):
-                status, text = await self._http.post_admin("flush_cache", timeout=_FLUSH_LIMIT_S)
+            async with asyncio.timeout(_FLUSH_LIMIT_S + self._config.request_timeout_s):
+                status, text = await self.http.post_admin("flush_cache", timeout=_FLUSH_LIMIT_S)
         except (EngineError, TimeoutError) as e:
             raise WeightSyncError(
                 f"{self._engine_id} did not answer to a flush of its prefix cache: {e!r}"
@@ -586,10 +551,10 @@ class SGLangEngine:
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
         """Implements `Engine.checksums`. The caller bounds the time."""
-        status, text = await self._http.post_admin("weights_checker", {"action": "checksum"})
+        status, text = await self.http.post_admin("weights_checker", {"action": "checksum"})
         if status != 200:
             raise EngineError(f"{self._engine_id} answered {status} to /weights_checker: {text[:300]!r}")
-        ranks = self._http.parse_reply(text, "weights_checker", _WeightSums).ranks
+        ranks = self.http.parse_reply(text, "weights_checker", _WeightSums).ranks
         return tuple(rank.checksums for rank in ranks)
 
     # -- memory -------------------------------------------------------------------------------------------
@@ -600,17 +565,17 @@ class SGLangEngine:
         The scheduler asserts that it is idle. `memory_gate` in the server's process ensures that it is, and
         stays so until `resume_memory` has returned the last part.
         """
-        await self._http.send_slow_command("release_memory_occupation", {"tags": list(parts)})
+        await self.http.send_slow_command("release_memory_occupation", {"tags": list(parts)})
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Implements `Engine.resume_memory`. The caller bounds the time."""
-        await self._http.send_slow_command("resume_memory_occupation", {"tags": list(parts)})
+        await self.http.send_slow_command("resume_memory_occupation", {"tags": list(parts)})
 
     # -- health -------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
         """Implements `Engine.health`."""
-        info = await self._http.get_info("model_info", _ModelInfo)
+        info = await self.http.get_info("model_info", _ModelInfo)
         version = parse_version(self._engine_id, info.weight_version)
         return EngineHealth(weight_version=version, model_path=info.model_path)
 
@@ -623,12 +588,12 @@ class SGLangEngine:
         """
         delay_s, refused_s = 0.02, 0.0
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(self._config.start_timeout_s):
                 while (status := await self._ready_status()) != 200:
                     refused_s = refused_s + delay_s if status in _NOT_SGLANG else 0.0
                     if refused_s > REFUSED_S:
                         raise EnvironmentNotReady(
-                            f"{self._engine_id} at {self._http.url} answers GET /ready with {status}, so it "
+                            f"{self._engine_id} at {self.http.url} answers GET /ready with {status}, so it "
                             "is no SGLang server, or behind a proxy that refuses us: check the URL"
                         )
                     exit_reason = await self._died() if self._died is not None else None
@@ -639,15 +604,15 @@ class SGLangEngine:
                     delay_s = min(delay_s * 1.5, 0.5)
         except TimeoutError as e:
             raise EnvironmentNotReady(
-                f"{self._engine_id} at {self._http.url} did not answer within engine.start_timeout_s = "
-                f"{self._start_timeout_s}"
+                f"{self._engine_id} at {self.http.url} did not answer within engine.start_timeout_s = "
+                f"{self._config.start_timeout_s}"
             ) from e
         try:
-            self._check_server(await self._http.get_info("server_info", _ServerInfo))
-            info = await self._http.get_info("model_info", _ModelInfo)
-            self._check_preferred_sampling(info.preferred_sampling_params)
+            await self._check_server()
+            info = await self.http.get_info("model_info", _ModelInfo)
+            check_preferred_sampling(self._server_name, info.preferred_sampling_params)
             if not (info.weight_version or "").isdecimal():
-                await self._http.send_command(
+                await self.http.send_command(
                     "update_weight_version", {"new_version": "0", "abort_all_requests": False}
                 )
         except EngineError as e:
@@ -659,122 +624,25 @@ class SGLangEngine:
         It takes none while it starts or is paused. An update that was cut short, by us or by an earlier
         driver, may have left it paused, so it is resumed.
         """
-        status = await self._http.get_status("ready")
+        status = await self.http.get_status("ready")
         if status == 503:
             with suppress(EngineError):
                 await self.resume_generation("retract")
         return status
 
-    def _check_server(self, info: _ServerInfo) -> None:
-        server = f"{self._engine_id} at {self._http.url}"
-        if not info.incremental_streaming_output:
-            raise ConfigError(
-                f"{server} repeats all sampled tokens with every token: start it with "
-                f"--incremental-streaming-output"
-            )
-        thresholds = {
-            "single": info.speculative_accept_threshold_single,
-            "acc": info.speculative_accept_threshold_acc,
-        }
-        for name, threshold in thresholds.items():
-            if info.speculative_algorithm is not None and threshold != 1:
-                raise ConfigError(
-                    f"{server} runs with --speculative-accept-threshold-{name} {threshold:g}, expected 1: it "
-                    f"accepts drafts more often than their probability, so that tokens come from another "
-                    f"distribution than their log-probs; start it without"
-                )
-        if self._routing:
-            if not info.enable_return_routed_experts:
-                raise ConfigError(
-                    f"{server} would silently leave out the routing: start it with "
-                    f"--enable-return-routed-experts, or set routing.replay=off"
-                )
-            incompatible = {
-                "--enable-hierarchical-cache (rows of loaded-back prefixes are stale)": (
-                    info.enable_hierarchical_cache
-                ),
-                f"--pp-size {info.pp_size} (rows of the stages are not gathered)": info.pp_size > 1,
-                "tree speculation (the cache moves, the rows do not)": (
-                    info.speculative_algorithm is not None and (info.speculative_eagle_topk or 1) > 1
-                ),
-                f"--moe-runner-backend {info.moe_runner_backend} (it bypasses the recorded top-k)": any(
-                    name in (info.moe_runner_backend or "") for name in ("trtllm", "mxfp4")
-                ),
-                f"--disaggregation-mode {info.disaggregation_mode} (the decoding server was never fed the "
-                f"prompt, so it has no rows for it)": info.disaggregation_mode != "null",
-            }
-            for option, found in incompatible.items():
-                if found:
-                    raise ConfigError(
-                        f"{server} runs with {option}, which gives wrong routing: start it without, or set "
-                        f"routing.replay=off"
-                    )
-        if self._mask_top_k is not None:
-            self._check_masks(server, info, self._mask_top_k)
-        if self._adapters is not None:
-            self._check_adapters(server, info, self._adapters)
+    @property
+    def _server_name(self) -> str:
+        return f"{self._engine_id} at {self.http.url}"
+
+    async def _check_server(self) -> None:
+        """Refuse a server that lacks what the run needs, and store how long its calls may be."""
+        info = await self.http.get_info("server_info", ServerInfo)
+        check_server(self._server_name, info, self._needs, self._facts)
         if info.context_length is not None:
             self._context_length = info.context_length
         # A server with less memory than context ends sequences where its memory does.
         pool = info.max_total_num_tokens or self._context_length
         self._longest = self._context_length if pool >= self._context_length else 0
-
-    def _check_preferred_sampling(self, preferred: dict[str, Any] | str | None) -> None:
-        """Refuse a server with sampling settings of its own that a call does not override.
-
-        Source: `sglang/srt/managers/tokenizer_manager.py`, which merges them under those of the call.
-        """
-        settings = preferred or {}
-        if isinstance(settings, str):
-            try:
-                settings = msgspec.json.decode(settings, type=dict[str, Any])
-            except (*UNREADABLE, msgspec.ValidationError):
-                settings = {str(preferred): "unreadable"}
-        others = [f"{name} = {value}" for name, value in settings.items() if name not in SENT_SETTINGS]
-        if others:
-            raise ConfigError(
-                f"{self._engine_id} at {self._http.url} runs with --preferred-sampling-params "
-                f"{', '.join(others)}: it would sample from another distribution than the trainer computes: "
-                "start it without"
-            )
-
-    def _check_masks(self, server: str, info: _ServerInfo, top_k: int) -> None:
-        """Refuse a server that cannot return the sampling masks that a run needs.
-
-        Source: `sglang/srt/managers/scheduler.py`, where requests with `return_sampling_mask` are checked.
-        """
-        remedy = "or disable top_k, top_p and min_p (or set rollout.replay_sampling=false: biased gradients)"
-        if info.sampling_mask_max_tokens is None:
-            raise ConfigError(f"{server} returns no sampling masks: use SGLang 0.5.23, {remedy}")
-        if top_k > info.sampling_mask_max_tokens:
-            raise ConfigError(
-                f"{server} returns at most {info.sampling_mask_max_tokens} kept tokens per position, below "
-                f"rollout.top_k = {top_k}: start it with --sampling-mask-max-tokens {top_k}, {remedy}"
-            )
-        if info.speculative_algorithm is not None:
-            raise ConfigError(
-                f"{server} runs with --speculative-algorithm, whose drafts have no sampling masks: start it "
-                f"without, {remedy}"
-            )
-        if info.sampling_backend == "ascend":
-            raise ConfigError(f"{server} runs with --sampling-backend ascend, which has no masks: {remedy}")
-
-    def _check_adapters(self, server: str, info: _ServerInfo, adapters: LoraConfig) -> None:
-        """Refuse a server that cannot load the adapters of a run."""
-        modules, served = target_modules(adapters, self._facts), set(info.lora_target_modules or ())
-        missing = [] if "all" in served else [name for name in modules if name not in served]
-        if info.enable_lora and (info.max_lora_rank or 0) >= adapters.rank and not missing:
-            return
-        found = (
-            f"--max-lora-rank {info.max_lora_rank} --lora-target-modules {' '.join(sorted(served))}"
-            if info.enable_lora
-            else "no --enable-lora"
-        )
-        raise ConfigError(
-            f"{server} runs with {found}, so it cannot load the adapters of trainer.lora: start it with "
-            f"--enable-lora --max-lora-rank {adapters.rank} --lora-target-modules {' '.join(modules)}, or "
-            "set trainer.lora.sync=merged"
-        )
 
     async def close(self) -> None:
         """Implements `Engine.close`. A server that runs on is not left paused."""
@@ -782,7 +650,7 @@ class SGLangEngine:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(_FLUSH_LIMIT_S):
                     await self.resume_generation("retract")
-        await self._http.close()
+        await self.http.close()
 
 
 def _check_layers_used(rows: np.ndarray, facts: EngineFacts, *, min_rows: int) -> None:

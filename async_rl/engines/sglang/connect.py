@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from async_rl.config import Config, SGLangEngines
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server_checks import ServerNeeds
 from async_rl.errors import ConfigError
 from async_rl.runtime.addresses import is_loopback
 
@@ -100,14 +101,9 @@ def sglang_client(
         engine_id,
         url,
         facts,
+        engine,
+        ServerNeeds.of(config),
         api_key=api_key,
         admin_key=admin_key,
-        routing=config.routing.from_engine,
-        mask_top_k=config.rollout.top_k if config.rollout.needs_masks else None,
-        narrow_routing=engine.narrow_routing,
-        adapters=config.adapters,
-        start_timeout_s=engine.start_timeout_s,
-        request_timeout_s=engine.request_timeout_s,
-        stall_s=engine.stall_s,
         died=died,
     )

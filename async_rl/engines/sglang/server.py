@@ -25,7 +25,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from async_rl.config import LoraConfig, ModelConfig, SGLangEngines
+from async_rl.config import Config, SGLangEngines
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang import aborted_rows, guard, narrow_launcher
 from async_rl.engines.sglang.adapter_flags import adapter_flags
@@ -67,44 +67,29 @@ class SGLangServer:
 
     def __init__(
         self,
-        config: SGLangEngines,
-        model: ModelConfig,
+        config: Config,
         *,
-        routing: bool,
         index: int,
         log_dir: Path,
-        seed: int,
-        shared: bool = False,
-        adapters: LoraConfig | None = None,
         node_address: str | None = None,
         node_rank: int = 0,
     ) -> None:
         """Choose address and keys; start nothing.
 
         Args:
-            config: The engine section.
-            model: The model to serve.
-            routing: Whether the server must be able to return routed experts.
+            config: The run's config, with SGLang engines, or `Config.of_model` of it.
             index: Number of this engine; names its log.
             log_dir: Folder for `engine-<index>.log`.
-            seed: Seed of the run; the engines' own seeds are derived from it.
-            shared: Whether it shares its device with the trainer, and must be able to release its memory.
-            adapters: The adapters it must be able to load; None if it is given whole weights.
             node_address: Address of this host in a cluster, to which `engine.host: auto` binds; None on a
                 single machine.
             node_rank: Which of the engine's `num_nodes` nodes this is; the first one answers requests.
         """
         self._config = config
-        self._model = model
-        self._routing = routing
-        self._narrow = routing and config.narrow_routing
         self._index = index
-        self._seed = seed
-        self._shared = shared
-        self._adapters = adapters
-        self._device = detect_device() if config.device == "auto" else config.device
+        engine = self._engine
+        self._device = detect_device() if engine.device == "auto" else engine.device
         here = node_address or "127.0.0.1"
-        self._bind = here if config.host == "auto" else config.host
+        self._bind = here if engine.host == "auto" else engine.host
         self._host = here if self._bind in _EVERYWHERE else self._bind
         self._port = free_port(self._bind)
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,6 +104,16 @@ class SGLangServer:
         )
         self.api_key = secrets.token_hex(24)
         self.admin_key = secrets.token_hex(24)
+
+    @property
+    def _engine(self) -> SGLangEngines:
+        assert isinstance(self._config.engine, SGLangEngines), "only real engines have servers"
+        return self._config.engine
+
+    @property
+    def _narrow(self) -> bool:
+        """Whether it sends routing as narrow ids."""
+        return self._config.routing.from_engine and self._engine.narrow_routing
 
     @property
     def url(self) -> str:
@@ -164,14 +159,14 @@ class SGLangServer:
     @property
     def _saves_memory(self) -> bool:
         """Whether memory is really released. Without it SGLang accepts the requests, which suits a CPU."""
-        return self._shared and self._device == "cuda"
+        return self._config.placement.shared and self._device == "cuda"
 
     @property
     def _keeps_weights(self) -> bool:
         """Whether it keeps the model's weights in host memory while the trainer works: adapters are loaded
         onto them, and nothing else brings them back.
         """
-        return self._shared and self._adapters is not None
+        return self._config.placement.shared and self._config.adapters is not None
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         scratch = self._scratch = Path(tempfile.mkdtemp(prefix="async-rl-", dir=socket_folder(_BELOW_TMPDIR)))
@@ -194,35 +189,35 @@ class SGLangServer:
 
     def command(self) -> list[str]:
         """Return the server's command line, without the keys."""
-        config = self._config
+        config, engine = self._config, self._engine
         # -P keeps the launcher's own folder, and the current one, off the import path.
         cpu = self._device == "cpu"
-        module = "async_rl.engines.sglang.memory_gate" if self._shared else "sglang.launch_server"
+        module = "async_rl.engines.sglang.memory_gate" if config.placement.shared else "sglang.launch_server"
         launcher = ["-P", str(_HERE / "cpu_launcher.py")] if cpu else ["-P", "-m", module]
         if self._narrow:
-            facts = load_facts(self._model.path)
+            facts = load_facts(config.model.path)
             layers = ",".join(map(str, facts.moe_layers))
             launcher = ["-P", "-m", "async_rl.engines.sglang.narrow_launcher", layers, str(facts.num_experts)]
         arguments = {
-            "model-path": self._model.path,
-            "dtype": self._model.dtype,
+            "model-path": config.model.path,
+            "dtype": config.model.dtype,
             "device": self._device,
             "host": self._bind,
             "port": self._port,
-            "tp-size": config.tp_size,
-            "nnodes": config.num_nodes if config.num_nodes > 1 else None,
-            "node-rank": self._node_rank if config.num_nodes > 1 else None,
+            "tp-size": engine.tp_size,
+            "nnodes": engine.num_nodes if engine.num_nodes > 1 else None,
+            "node-rank": self._node_rank if engine.num_nodes > 1 else None,
             "dist-init-addr": self._rendezvous,
-            "max-running-requests": config.max_running_requests,
-            "context-length": config.context_length,
-            "max-total-tokens": config.max_total_tokens,
-            "random-seed": (self._seed * 1000 + self._index) % 2**32,  # NumPy takes no larger one
+            "max-running-requests": engine.max_running_requests,
+            "context-length": engine.context_length,
+            "max-total-tokens": engine.max_total_tokens,
+            "random-seed": (config.run.seed * 1000 + self._index) % 2**32,  # NumPy takes no larger one
             "weight-version": 0,
             # At "info" SGLang logs its whole configuration, including the keys.
             "log-level": "warning",
         }
         switches = ["incremental-streaming-output"]
-        if self._routing:
+        if config.routing.from_engine:
             switches.append("enable-return-routed-experts")
         if self._saves_memory:
             switches.append("enable-memory-saver")
@@ -230,7 +225,7 @@ class SGLangServer:
             switches.append("enable-weights-cpu-backup")
         if cpu:
             arguments["attention-backend"] = "torch_native"
-            arguments["max-total-tokens"] = config.max_total_tokens or _CPU_KV_TOKENS
+            arguments["max-total-tokens"] = engine.max_total_tokens or _CPU_KV_TOKENS
             # An interrupt waits for the running forward pass: on a CPU, a long prefill takes hundreds of ms.
             arguments["chunked-prefill-size"] = 256
             # On few cores a step can take long while trainers use them; that is not a hang.
@@ -238,10 +233,10 @@ class SGLangServer:
             # Otherwise an idle scheduler uses a whole core to poll its sockets.
             switches += ["sleep-on-idle", "skip-server-warmup"]
         options = [f"--{key}={value}" for key, value in arguments.items() if value is not None]
-        if self._adapters is not None:
-            flags = adapter_flags(self._adapters, load_facts(self._model.path), self._device)
+        if config.adapters is not None:
+            flags = adapter_flags(config.adapters, load_facts(config.model.path), self._device)
             options = [*flags, *options]
-        return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *config.extra_args]
+        return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *engine.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:
         """Return the environment of the server's processes, which have `scratch` for temporary files."""
@@ -266,7 +261,7 @@ class SGLangServer:
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             # SGLang wants a NUMA node for each tensor-parallel rank, or a list of cores.
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-            environment |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * self._config.tp_size)}
+            environment |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * self._engine.tp_size)}
         return environment
 
     def poll(self) -> int | None:
@@ -312,7 +307,7 @@ class SGLangServer:
                 lines = deque((line.rstrip() for line in log if line.strip()), maxlen=_EXIT_REASON_LINES)
         except FileNotFoundError:
             lines = deque()
-        part = f" on its node {self._node_rank}" if self._config.num_nodes > 1 else ""
+        part = f" on its node {self._node_rank}" if self._engine.num_nodes > 1 else ""
         return "\n  ".join([f"engine {self._index}{part} {code}; the end of {self.log_path}:", *lines])
 
     async def stop(self) -> None:

@@ -57,6 +57,7 @@ class Dialogue:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation so far, as text."""
     turns: list[TurnRecord] = field(default_factory=list)
+    num_inherited_turns: int = 0
     unread: UnreadMessages | None = None
     """Messages that the policy has not read yet."""
     last_turn: Turn | None = None
@@ -68,5 +69,6 @@ class Dialogue:
     num_tool_errors: int = 0
 
     def copy(self) -> Dialogue:
-        """Return a copy that can go on by itself."""
-        return replace(self, messages=list(self.messages), turns=list(self.turns))
+        """Return a copy for a branch, which inherits all turns so far."""
+        turns = list(self.turns)
+        return replace(self, messages=list(self.messages), turns=turns, num_inherited_turns=len(turns))

@@ -129,7 +129,6 @@ class RolloutSession:
         self._tree = tree
         self._dialogue = inherited or Dialogue()
         self._num_inherited = len(self._tokens.segments)
-        self._num_inherited_turns = len(self._dialogue.turns)
         self._num_branches = 0
         self._turn_task: asyncio.Task[Any] | None = None
         """The task that awaits a turn."""
@@ -394,7 +393,7 @@ class RolloutSession:
             ValueError: The values are not JSON, or too long.
         """
         self._check_call("annotate")
-        if len(self._dialogue.turns) == self._num_inherited_turns:
+        if len(self._dialogue.turns) == self._dialogue.num_inherited_turns:
             raise RuntimeError(
                 "session.annotate was called before a turn of this session: call session.generate first"
             )
@@ -418,7 +417,7 @@ class RolloutSession:
             ValueError: The reward is no number, or the turn's rewards exceed `MAX_REWARD`.
         """
         self._check_call("reward_turn")
-        if len(self._dialogue.turns) == self._num_inherited_turns:
+        if len(self._dialogue.turns) == self._dialogue.num_inherited_turns:
             raise RuntimeError(
                 "session.reward_turn was called before a turn of this session: call session.generate first"
             )
@@ -778,7 +777,7 @@ class RolloutSession:
         error: str | None,
     ) -> Trajectory:
         tokens = self.transcript.tokens
-        own_turns = self._dialogue.turns[self._num_inherited_turns :]
+        own_turns = self._dialogue.turns[self._dialogue.num_inherited_turns :]
         reward_parts = with_turn_rewards(reward_parts, turn_rewards_of(own_turns))
         return Trajectory(
             trajectory_id=self.trajectory_id,
