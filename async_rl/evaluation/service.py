@@ -79,14 +79,12 @@ class EvaluationService:
 
     def __init__(
         self,
-        config: EvaluationConfig,
         run_dir: Path,
         pool: EnginePool,
         take_back: Callable[[str], Awaitable[None]],
         evaluator: Evaluator,
         *,
         step: int,
-        interrupt_timeout_s: float,
         log_evaluation: Callable[[EvaluationRecord], EvaluationRecord],
         clock: Callable[[], float],
         phases: DevicePhases | None = None,
@@ -94,24 +92,23 @@ class EvaluationService:
         """Connect the components.
 
         Args:
-            config: When to evaluate, and on which engines.
             run_dir: The run's folder.
             pool: The engines of the run.
             take_back: Updates an engine of the run to the current weights, and lets it serve.
-            evaluator: Gets and scores the answers.
+            evaluator: Gets and scores the answers; its config says when to evaluate, and on which engines.
             step: The step that this incarnation starts from; later records belong to undone steps.
-            interrupt_timeout_s: Maximum time for an engine to end its calls.
             log_evaluation: Shows a record, and returns it with the run's time.
             clock: Monotonic seconds.
             phases: When engines may work on shared devices; None for always.
         """
-        self._config = config
+        self._config = evaluator.config.evaluation
         self._run_dir = run_dir
         self._phases = phases or DevicePhases()
         self._pool = pool
         self._take_back = take_back
         self._evaluator = evaluator
-        self._interrupt_timeout_s = interrupt_timeout_s
+        self._interrupt_timeout_s = evaluator.config.weights.timeout_s
+        """Maximum time for an engine to end its calls."""
         self._log_evaluation = log_evaluation
         self._clock = clock
         records = [r for r in evaluation_record_log(run_dir / FILE).read() if r.weight_version <= step]

@@ -12,14 +12,11 @@ from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.store.frame_reader import FrameReader
 from async_rl.trainer_protocol import Trainer
-from async_rl.weights.delta_delivery import HostFolder
+from async_rl.weights.delta_delivery import WeightRoutes
 
 
-class Cluster(EngineProcesses, Protocol):
+class Cluster(EngineProcesses, WeightRoutes, Protocol):
     """Starts, restarts and ends the processes of a run; itself those of the policy's engines."""
-
-    weight_backend: str
-    """`gloo` or `nccl`, for distributed weight updates."""
 
     node: str
     """The address of the driver's node; empty where there is only one."""
@@ -53,14 +50,6 @@ class Cluster(EngineProcesses, Protocol):
 
     async def stop_engine(self, engine_id: str) -> None:
         """End a failed engine, whatever its state, so that the device memory it held is free."""
-        ...
-
-    async def open_port(self) -> tuple[str, int]:
-        """Return host and a free port on the trainer's rank 0."""
-        ...
-
-    def local_folder(self, engine_id: str) -> HostFolder | None:
-        """Return the folder of weights on the host of an engine; None for an external server."""
         ...
 
     def other_nodes(self) -> Collection[str]:

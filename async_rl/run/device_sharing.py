@@ -219,7 +219,7 @@ class SharedDevices:
         assert isinstance(memory, EmptyEngine), "in the trainer's phase no engine has memory for weights"
         async with self._quarantined_on_failure(engine):
             loadable = self._memory[engine.engine_id] = await memory.resume_weights()
-            await sync.load_current_version(engine)
+            await sync.catch_up.load_current_version(engine)
             del self._memory[engine.engine_id]
             await loadable.resume_rest()
             await sync.serve_current_version(engine)

@@ -29,7 +29,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_rl.config import Config, SGLangEngines
+from async_rl.config import Config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.engine_protocol import EngineFacts
@@ -419,20 +419,15 @@ class Orchestrator:
         return _Incarnation(trainer, sync, recovered, manager, checkpoints, loop, evaluation)
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:
-        config = self._config
         return WeightSync(
-            config.weights,
+            self._config,
             pool=self.pool,
             trainer=trainer,
+            routes=self._cluster,
             directory=self._dir / "weights",
             metrics=self._metrics,
             clock=self._clock,
-            open_port=self._cluster.open_port,
-            folder_of=self._cluster.local_folder,
-            backend=self._cluster.weight_backend,
-            tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
             generation=self._trainer_restarts.failures,
-            adapters=config.adapters is not None,
             comparison=self._checksums,
         )
 
@@ -445,13 +440,11 @@ class Orchestrator:
             models=self._models,
         )
         return EvaluationService(
-            self._config.evaluation,
             self._dir,
             self.pool,
-            sync.take_back_engine,
+            sync.catch_up.take_back_engine,
             evaluator,
             step=step,
-            interrupt_timeout_s=self._config.weights.timeout_s,
             log_evaluation=self.run_log.log_evaluation,
             clock=self._clock,
             phases=self.devices.phases,

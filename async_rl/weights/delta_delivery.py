@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import NamedLock, waiting
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused, Refusal
+from async_rl.weights.publisher import WeightPublisher
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,21 @@ class HostFolder(Protocol):
         ...
 
 
+class WeightRoutes(Protocol):
+    """The ways by which weights get from the trainer to the engines of a run."""
+
+    weight_backend: str
+    """`gloo` or `nccl`, for distributed weight updates."""
+
+    async def open_port(self) -> tuple[str, int]:
+        """Return host and a free port on the trainer's rank 0, where it and an engine can meet."""
+        ...
+
+    def local_folder(self, engine_id: str) -> HostFolder | None:
+        """Return the folder of weights on the host of an engine; None for an external server."""
+        ...
+
+
 class DeltaDelivery:
     """Delivers one version after the other to the hosts of engines."""
 
@@ -44,27 +60,24 @@ class DeltaDelivery:
         config: WeightsConfig,
         *,
         trainer: Trainer,
-        directory: Path,
+        publisher: WeightPublisher,
         metrics: Metrics,
-        folder_of: Callable[[str], HostFolder | None],
-        ensure_files: Callable[[int], Awaitable[Path]],
+        routes: WeightRoutes,
     ) -> None:
         """Deliver nothing yet.
 
         Args:
             config: How often whole versions are sent, and how long one delivery may take.
             trainer: Writes deltas.
-            directory: Folder for the deltas.
+            publisher: Publishes whole versions; the deltas are in its folder.
             metrics: Counts fallbacks to whole versions.
-            folder_of: Returns the folder on an engine's host, by engine; None where the host has none.
-            ensure_files: Publishes whole files of a version unless they exist. Not called concurrently.
+            routes: Has the folders on the engines' hosts.
         """
         self._config = config
         self._trainer = trainer
-        self._directory = directory
+        self._publisher = publisher
         self._metrics = metrics
-        self._folder_of = folder_of
-        self._ensure_files = ensure_files
+        self._routes = routes
         self._lock = NamedLock("publish")
         self._last_version: int | None = None
         """The version that the hosts have."""
@@ -75,7 +88,7 @@ class DeltaDelivery:
     async def publish_delta(self, version: int) -> None:
         """Let the trainer write the delta of a version, unless it is due to be sent whole."""
         whole = self._num_deltas >= self._config.full_every
-        path, base = self._directory / f"delta_{version}", None if whole else self._last_version
+        path, base = self._publisher.directory / f"delta_{version}", None if whole else self._last_version
         with waiting("publish", f"delta of version {version}"):
             written = await self._trainer.publish_delta(str(path), base, version)
         self._last_version = version
@@ -91,7 +104,7 @@ class DeltaDelivery:
         Raises:
             EngineError: When the trainer cannot write whole files.
         """
-        folder = self._folder_of(engine_id)
+        folder = self._routes.local_folder(engine_id)
         if folder is None:
             self._record_fallback(engine_id, "no_actor", "its host has no folder for weights")
             return await self._publish_whole(version)
@@ -115,7 +128,7 @@ class DeltaDelivery:
 
     async def _publish_whole(self, version: int) -> str:
         async with self._lock:
-            return str(await self._ensure_files(version))
+            return str(await self._publisher.ensure_files(version))
 
     async def _bounded(self, engine_id: str, call: Awaitable[str]) -> str:
         limit_s = self._config.timeout_s

@@ -7,7 +7,7 @@ serves only if that is still the current version when it has loaded it; else it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Final
 
@@ -20,6 +20,7 @@ from async_rl.errors import EngineError, WeightSyncError
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import NamedLock, waiting
 from async_rl.weights.checksums import VersionVerifier
+from async_rl.weights.delta_delivery import WeightRoutes
 from async_rl.weights.engine_groups import EngineGroups
 from async_rl.weights.publisher import WeightPublisher, absolute
 
@@ -41,7 +42,7 @@ class EngineCatchUp:
         sync_lock: NamedLock,
         trainer_busy: NamedLock,
         trainer_restarted: bool,
-        is_external: Callable[[str], bool],
+        routes: WeightRoutes,
     ) -> None:
         """Wire the parts.
 
@@ -54,7 +55,7 @@ class EngineCatchUp:
             sync_lock: Held while engines are updated to a new version.
             trainer_busy: Held while the trainer's weights are ahead of the current version.
             trainer_restarted: Whether engines may have part of what an earlier trainer sent.
-            is_external: Returns whether an engine was started by others, so that it outlives the run.
+            routes: Knows which engines were started by others, and so outlive the run.
         """
         self._config = config
         self._pool = pool
@@ -64,9 +65,7 @@ class EngineCatchUp:
         self._sync_lock = sync_lock
         self._trainer_busy = trainer_busy
         self._trainer_restarted = trainer_restarted
-        # A driver that is killed while weights are sent leaves such an engine with part of them, and with the
-        # version that it had before.
-        self._may_have_part = is_external if config.transport in {"distributed", "tensor"} else None
+        self._routes = routes
         self._locks: dict[str, asyncio.Lock] = {}
         """By engine: held while it catches up, so that none is interrupted by a second one once it serves."""
         self._publishes_on_demand = config.transport != "disk"
@@ -194,13 +193,20 @@ class EngineCatchUp:
                 same_model = not health.model_path or absolute(health.model_path) == path
                 # Weights of the model alone are no version of a run with adapters: its first one is loaded.
                 fresh = version == health.weight_version == 0 and same_model and not self._publisher.adapters
-                part = self._may_have_part is not None and self._may_have_part(engine.engine_id)
-                if self._trainer_restarted or part or not fresh:
+                if self._trainer_restarted or not fresh or self._may_have_part(engine):
                     # A server started by others may still run our calls.
                     await self._pool.interrupt_engine(engine, "abort")
                     await engine.update_weights(self._publisher.update_from(path, version), flush=True)
                 await self._verifier.verify_version(engine, version, from_files=True)
         return snapshot
+
+    def _may_have_part(self, engine: Engine) -> bool:
+        """Whether an engine may have part of the weights that a driver sent which was killed.
+
+        It has the version that it had before. The run's own engines end with their driver.
+        """
+        is_sent = self._config.transport in ("distributed", "tensor")
+        return is_sent and self._routes.local_folder(engine.engine_id) is None
 
     async def _serve(self, engine: Engine, loaded: EngineSnapshot | None) -> None:
         """Let an engine serve the current version, which it has loaded and which does not change meanwhile.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Final
 
 from async_rl.engine_protocol import Engine, GroupInvite
@@ -16,6 +15,7 @@ from async_rl.errors import EngineError, TrainerError, WeightSyncError
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.waits import NamedLock
 from async_rl.trainer_protocol import Trainer
+from async_rl.weights.delta_delivery import WeightRoutes
 
 log = logging.getLogger(__name__)
 
@@ -29,25 +29,22 @@ class EngineGroups:
     def __init__(
         self,
         trainer: Trainer,
-        open_port: Callable[[], Awaitable[tuple[str, int]]],
+        routes: WeightRoutes,
         trainer_busy: NamedLock,
         *,
-        backend: str,
         tp_size: int,
     ) -> None:
         """Start without groups.
 
         Args:
             trainer: Joins each group as rank 0.
-            open_port: Returns the host and a free port where trainer rank 0 and an engine can meet.
+            routes: Has the addresses where trainer rank 0 and an engine can meet.
             trainer_busy: Held while the trainer closes a group of an engine that left.
-            backend: `gloo` or `nccl`.
             tp_size: Ranks of one engine in its group.
         """
         self._trainer = trainer
-        self._open_port = open_port
+        self._routes = routes
         self._trainer_busy = trainer_busy
-        self._backend = backend
         self._tp_size = tp_size
         self._groups: dict[str, tuple[str, Engine]] = {}
         """By engine: the group's name, and the engine."""
@@ -73,11 +70,11 @@ class EngineGroups:
 
         The caller holds `opening`.
         """
-        host, port = await self._open_port()
+        host, port = await self._routes.open_port()
         invite = GroupInvite(
             # The engine may still be in groups of earlier trainers and runs, and knows them by name.
             group_name=f"weights-{engine.engine_id}-{secrets.token_hex(8)}",
-            backend="nccl" if self._backend == "nccl" else "gloo",
+            backend="nccl" if self._routes.weight_backend == "nccl" else "gloo",
             host=host,
             port=port,
             world_size=1 + self._tp_size,

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from async_rl.config import WeightsConfig
+from async_rl.config import Config, SGLangEngines
 from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.observability.metrics import Metrics
@@ -32,7 +32,7 @@ from async_rl.runtime.waits import NamedLock, waiting
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.bucket_senders import BroadcastSender, BucketSender, SharedMemorySender
 from async_rl.weights.checksums import ChecksumComparison, VersionVerifier
-from async_rl.weights.delta_delivery import DeltaDelivery, HostFolder
+from async_rl.weights.delta_delivery import DeltaDelivery, WeightRoutes
 from async_rl.weights.engine_catch_up import EngineCatchUp
 from async_rl.weights.engine_groups import EngineGroups
 from async_rl.weights.engine_updater import EngineUpdater, EngineUpdateTimes
@@ -71,39 +71,33 @@ class WeightSync:
 
     def __init__(
         self,
-        config: WeightsConfig,
+        config: Config,
         *,
         pool: EnginePool,
         trainer: Trainer,
+        routes: WeightRoutes,
         directory: Path,
         metrics: Metrics,
         clock: Callable[[], float],
-        open_port: Callable[[], Awaitable[tuple[str, int]]],
-        folder_of: Callable[[str], HostFolder | None] = lambda engine_id: None,
-        backend: str = "gloo",
-        tp_size: int = 1,
         generation: int = 0,
-        adapters: bool = False,
         comparison: ChecksumComparison | None = None,
     ) -> None:
         """Wire the parts.
 
         Args:
-            config: Transport, interruption, bucket size.
+            config: The run's config.
             pool: The engines.
             trainer: Publishes and sends its weights.
+            routes: How they get to the engines.
             directory: Folder for published versions; only the newest `keep_versions` stay.
             metrics: Durations.
             clock: Monotonic seconds.
-            open_port: Returns the host and a free port where trainer rank 0 and an engine can meet.
-            folder_of: Returns the weight folder on an engine's host, for deltas; None where there is none.
-            backend: `gloo` or `nccl`, for the distributed transport.
-            tp_size: Ranks of one engine in its group.
             generation: Number of trainers before this one: engines may have part of what they sent.
-            adapters: Whether the trainer publishes adapters for the model's weights, which engines keep.
             comparison: As for `VersionVerifier`.
         """
-        self._config = config
+        weights = self._config = config.weights
+        adapters = config.adapters is not None
+        tp_size = config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1
         self._pool = pool
         self._trainer = trainer
         self._metrics = metrics
@@ -116,34 +110,23 @@ class WeightSync:
         """
         self._started = asyncio.Event()
         self._verifier = VersionVerifier(
-            config, pool=pool, trainer=trainer, metrics=metrics, adapters=adapters, comparison=comparison
+            weights, pool=pool, trainer=trainer, metrics=metrics, adapters=adapters, comparison=comparison
         )
         self._publisher = WeightPublisher(
-            trainer, directory, keep_versions=config.keep_versions, adapters=adapters
+            trainer, directory, keep_versions=weights.keep_versions, adapters=adapters
         )
         self._deltas = DeltaDelivery(
-            config,
-            trainer=trainer,
-            directory=self._publisher.directory,
-            metrics=metrics,
-            folder_of=folder_of,
-            ensure_files=self._publisher.ensure_files,
+            weights, trainer=trainer, publisher=self._publisher, metrics=metrics, routes=routes
         )
         self._groups: EngineGroups | None = None
         self._sender: BucketSender | None = None
-        if config.transport == "distributed":
-            self._groups = EngineGroups(
-                trainer,
-                open_port,
-                self.trainer_busy,
-                backend=backend,
-                tp_size=tp_size,
-            )
-            self._sender = BroadcastSender(trainer, self._groups, config.bucket_bytes)
-        elif config.transport == "tensor":
-            self._sender = SharedMemorySender(trainer, tp_size=tp_size, bucket_bytes=config.bucket_bytes)
+        if weights.transport == "distributed":
+            self._groups = EngineGroups(trainer, routes, self.trainer_busy, tp_size=tp_size)
+            self._sender = BroadcastSender(trainer, self._groups, weights.bucket_bytes)
+        elif weights.transport == "tensor":
+            self._sender = SharedMemorySender(trainer, tp_size=tp_size, bucket_bytes=weights.bucket_bytes)
         self._updater = EngineUpdater(
-            config,
+            weights,
             pool=pool,
             publisher=self._publisher,
             deltas=self._deltas,
@@ -151,8 +134,8 @@ class WeightSync:
             verifier=self._verifier,
             clock=clock,
         )
-        self._catch_up = EngineCatchUp(
-            config,
+        self.catch_up = EngineCatchUp(
+            weights,
             pool=pool,
             publisher=self._publisher,
             verifier=self._verifier,
@@ -160,8 +143,9 @@ class WeightSync:
             sync_lock=self._lock,
             trainer_busy=self.trainer_busy,
             trainer_restarted=generation > 0,
-            is_external=lambda engine_id: folder_of(engine_id) is None,
+            routes=routes,
         )
+        """Brings single engines to the current version."""
 
     async def start_from_version(
         self, version: int, initial_path: Path | None, *, update_engines: bool = True
@@ -172,7 +156,7 @@ class WeightSync:
             version: The trainer's version.
             initial_path: Files that hold it already (the model itself, at version 0), or None to publish.
                 They hold no adapter, so one is published in any case.
-            update_engines: Whether to bring the engines to it; else `load_current_version` does, one by one.
+            update_engines: Whether to bring the engines to it; else `catch_up.load_current_version` does.
         """
         async with self._lock:
             self._publisher.current_version = version
@@ -187,7 +171,7 @@ class WeightSync:
                 await self._sender.plan_buckets()
             await self._verifier.expect_version(version)
             if update_engines:
-                await self._catch_up.catch_up_joining_engines()
+                await self.catch_up.catch_up_joining_engines()
         self._started.set()
 
     # -- engines that share their devices with the trainer: `device_sharing` decides when -------------------
@@ -199,14 +183,6 @@ class WeightSync:
             await self._verifier.expect_version(version)
             self._publisher.current_version = version
             await self._publisher.remove_old_files()
-
-    async def load_current_version(self, engine: Engine) -> None:
-        """Load the current version into an engine that was without the memory of its weights.
-
-        Raises:
-            EngineError: When the engine does not take it. The caller bounds the time.
-        """
-        await self._catch_up.load_current_version(engine)
 
     async def serve_current_version(self, engine: Engine) -> None:
         """Verify what an engine that can take calls again has loaded, and let it serve.
@@ -274,17 +250,7 @@ class WeightSync:
             EngineError: When it fails; it stays out of service.
         """
         await self._started.wait()
-        await self._catch_up.catch_up_engine(engine_id)
-
-    async def take_back_engine(self, engine_id: str) -> None:
-        """End the calls of an engine that was lent to an evaluation, and bring it to the current version.
-
-        An engine that still has the current version loads nothing.
-
-        Raises:
-            EngineError: When it fails; it stays out of service.
-        """
-        await self._catch_up.take_back_engine(engine_id)
+        await self.catch_up.catch_up_engine(engine_id)
 
     async def remove_engine(self, engine_id: str) -> None:
         """Close the weight-update group of an engine that has left for good."""

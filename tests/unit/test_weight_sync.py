@@ -2,11 +2,12 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from async_rl.config import WeightsConfig
+from async_rl.config import Config, LoraConfig, SGLangEngines, WeightsConfig
 from async_rl.engine_protocol import Engine, EngineHealth, GroupInvite, InterruptMode
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, TrainerError, WeightSyncError
@@ -14,6 +15,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
+from async_rl.weights.delta_delivery import WeightRoutes
 from async_rl.weights.weight_sync import WeightSync
 from tests.support.scripted import RecordingTrainer, ScriptedEngine
 
@@ -65,18 +67,23 @@ class Bench:
         self.trainer = RecordingTrainer()
         self.metrics = Metrics()
         self.folders: dict[str, ScriptedFolder] = {}
+        config = SimpleNamespace(
+            weights=WeightsConfig(**changes),
+            engine=SGLangEngines(tp_size=tp_size),
+            adapters=LoraConfig() if adapters else None,
+        )
+        routes = SimpleNamespace(
+            weight_backend="gloo", open_port=open_port or a_port, local_folder=self.folders.get
+        )
         self.sync = WeightSync(
-            WeightsConfig(**changes),
+            cast(Config, config),
             pool=self.pool,
             trainer=cast(Trainer, self.trainer),
+            routes=cast(WeightRoutes, routes),
             directory=tmp_path,
             metrics=self.metrics,
             clock=lambda: 0.0,
-            open_port=open_port or a_port,
-            folder_of=self.folders.get,
-            tp_size=tp_size,
             generation=generation,
-            adapters=adapters,
         )
 
     async def start(self, version: int = 0) -> None:
@@ -373,7 +380,7 @@ async def test_an_engine_catches_up_once_at_a_time(tmp_path):
     await bench.sync.update_engines(1)
     loading = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start_task("take back", bench.sync.take_back_engine("engine-0"))
+        nursery.start_task("take back", bench.sync.catch_up.take_back_engine("engine-0"))
         await loading.reached.wait()
         nursery.start_task("repair", bench.sync.catch_up_engine("engine-0"))
         await bench.sync.update_engines(2)
@@ -394,7 +401,7 @@ async def test_the_calls_of_an_engine_end_before_it_is_taken_back_with_the_weigh
         await interrupt(mode)
 
     bench.engines[0].interrupt = watched  # type: ignore[method-assign]
-    await bench.sync.take_back_engine("engine-0")
+    await bench.sync.catch_up.take_back_engine("engine-0")
     assert bench.engines[0].log == ["interrupt", "resume"]
     assert serving == [{"engine-1": 0}]
     assert bench.serving() == {"engine-0": 0, "engine-1": 0}
@@ -405,7 +412,7 @@ async def test_an_engine_that_is_taken_back_during_an_update_catches_up(tmp_path
     assert bench.pool.lend_engine("engine-0")
     stopper = Stopper(bench.engines[0], "interrupt")
     async with Nursery() as nursery:
-        nursery.start_task("take back", bench.sync.take_back_engine("engine-0"))
+        nursery.start_task("take back", bench.sync.catch_up.take_back_engine("engine-0"))
         await stopper.reached.wait()
         await bench.sync.update_engines(1)  # it waits for no engine that is lent
         stopper.go.set()
@@ -423,7 +430,7 @@ async def test_an_engine_that_is_found_dead_while_it_is_taken_back_is_waited_for
     dead = EngineError("three probes missed")
     asyncio.get_running_loop().call_later(20.0, bench.pool.quarantine_engine, "engine-0", dead)
     with pytest.raises(EngineError, match="three probes missed"):
-        await bench.sync.take_back_engine("engine-0")
+        await bench.sync.catch_up.take_back_engine("engine-0")
     assert asyncio.get_running_loop().time() == 20.0
     assert bench.serving() == {"engine-1": version}
     stopper.go.set()

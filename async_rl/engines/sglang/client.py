@@ -102,7 +102,6 @@ _DEFAULTS: Final = SGLangEngines()
 _NO_NEEDS: Final = ServerNeeds()
 
 
-
 class _RankSums(msgspec.Struct):
     checksums: dict[str, str]
 
