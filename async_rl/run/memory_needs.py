@@ -14,7 +14,6 @@ from typing import Final
 from async_rl import routing
 from async_rl.config import Config
 from async_rl.engine_protocol import EngineFacts
-from async_rl.engines.sglang.routing_payload import SLABS
 
 _TOKEN_BYTES: Final = 48
 """Id, log-prob and version of a token, in segments, in the journal's entry and in what is merged of them."""
@@ -50,6 +49,5 @@ def describe_memory(config: Config, facts: EngineFacts) -> str:
         others = "; the process takes about 0.3 GiB more, and the texts of its conversations"
     return (
         f"memory: trajectories take at most {number * each / 2**30:.2g} GiB in {who}: {number} of up to "
-        f"{each / 2**20:.2g} MiB, with their routing rows until they are stored, besides up to "
-        f"{SLABS.max_idle_bytes >> 20} MiB that are kept for the next rows{others}"
+        f"{each / 2**20:.2g} MiB, with their routing rows until they are stored{others}"
     )

@@ -2,8 +2,7 @@
 
 SGLang sends base64 of int32 `[rows, all layers, K]` in the last event of a call, 67 MB of text for 32k tokens
 of a model with 48 layers and 8 experts per token; we keep a fifth of that or less. The text is never held as
-a whole: a megabyte at a time, a thread decodes it from the socket buffer, within the CPU cache, into reused
-memory.
+a whole: a megabyte at a time, a thread decodes it from the socket buffer, within the CPU cache.
 
 ```
 socket ─► EventReader ─► RoutingText.append_text ─► decode_pending, in a thread ─► rows ─► RoutingPayload
@@ -18,16 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
-import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pybase64
 
 from async_rl import routing
@@ -47,73 +42,6 @@ _SPARE_ROWS: Final = 64
 MAX_RECEIVING: Final = 4
 """Payloads of one engine that are read at a time: each keeps a thread busy about as long as the loop."""
 
-_SLAB_GRAIN: Final = 1 << 18
-"""Slabs are whole multiples of this, so that sequences of similar length share them."""
-
-
-class SlabAllocator:
-    """Allocates uninitialised arrays, in reused memory where possible. Can be used from any thread.
-
-    Touching a page for the first time costs several times as much as writing it again (on a virtual machine
-    up to thirty times), and routing rows are megabytes that are held for seconds. The memory of an array is
-    reclaimed automatically when its last view is gone.
-
-    Invariant: at most `max_idle_bytes` are idle; memory beyond that is returned to the system.
-
-    Example:
-        >>> slabs = SlabAllocator(max_idle_bytes=1 << 28)
-        >>> rows = slabs.allocate_array((32768, 48, 8), np.uint8)
-        >>> del rows  # and all views of it: the next array may use its memory
-    """
-
-    def __init__(self, max_idle_bytes: int) -> None:
-        """Start without memory."""
-        self.max_idle_bytes = max_idle_bytes
-        self._lock = threading.Lock()
-        self._idle: list[np.ndarray] = []  # the one used last is at the end
-        # An array may be freed anywhere, even in a method that holds the lock: its finalizer only appends.
-        self._returned: deque[np.ndarray] = deque()
-        self._num_arrays = 0
-
-    def allocate_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray[Any, Any]:
-        """Return an array of this shape with undefined content."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        with self._lock:
-            self._reclaim_slabs()
-            self._num_arrays += 1
-            slab = self._pop_slab(size)
-        if slab is None:
-            slab = np.empty(max(1, -(-size // _SLAB_GRAIN)) * _SLAB_GRAIN, np.uint8)
-        # All views have this array as their base, and not the slab, which must outlive them.
-        base = np.frombuffer(slab.data, np.uint8)
-        weakref.finalize(base, self._returned.append, slab).atexit = False
-        return base[:size].view(dtype).reshape(shape)
-
-    def usage(self) -> tuple[int, int]:
-        """Return the number of arrays in use, and the idle bytes."""
-        with self._lock:
-            self._reclaim_slabs()
-            return self._num_arrays, sum(slab.nbytes for slab in self._idle)
-
-    def _pop_slab(self, size: int) -> np.ndarray[Any, Any] | None:
-        """Return the smallest idle slab that fits without much waste; of equal ones, the last used."""
-        fitting = [i for i, slab in enumerate(self._idle) if size <= slab.nbytes <= 2 * size + _SLAB_GRAIN]
-        if not fitting:
-            return None
-        return self._idle.pop(min(fitting, key=lambda i: (self._idle[i].nbytes, -i)))
-
-    def _reclaim_slabs(self) -> None:
-        while self._returned:
-            self._idle.append(self._returned.popleft())
-            self._num_arrays -= 1
-        excess = sum(slab.nbytes for slab in self._idle) - self.max_idle_bytes
-        while excess > 0:
-            excess -= self._idle.pop(0).nbytes
-
-
-SLABS: Final = SlabAllocator(max_idle_bytes=1 << 28)
-"""Memory of narrow rows, which are freed when their trajectory is in the spool or is dropped."""
-
 
 class PayloadGate:
     """Lets a few payloads of one engine be read at a time, and bounds how slowly each may arrive.
@@ -132,11 +60,6 @@ class PayloadGate:
         self._engine_id = engine_id
         self._stall_s = stall_s
         self._permits = asyncio.Semaphore(MAX_RECEIVING)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a further payload has to wait."""
-        return self._permits.locked()
 
     @asynccontextmanager
     async def permit(self) -> AsyncIterator[PayloadArrival]:
@@ -285,7 +208,7 @@ class RoutingText:
             self._rest = bytes(view[end:])
 
     def finish_rows(self, num_rows: int) -> ExpertIdArray:
-        """Return all rows, `[num_rows, L_moe, K]`, read-only, in memory of `SLABS`.
+        """Return all rows, `[num_rows, L_moe, K]`, read-only.
 
         Raises:
             AlignmentError: When the text is not what `RoutingWire.decode` accepts.
@@ -349,9 +272,7 @@ class RoutingText:
     def _append(self, block: np.ndarray) -> None:
         end = self._num_rows + len(block)
         if end > len(self._rows):
-            rows = SLABS.allocate_array(
-                (max(self._expected, 2 * len(self._rows), end), *self._shape), self._dtype
-            )
+            rows = np.empty((max(self._expected, 2 * len(self._rows), end), *self._shape), self._dtype)
             rows[: self._num_rows] = self._rows[: self._num_rows]
             self._rows = rows
         self._rows[self._num_rows : end] = block
