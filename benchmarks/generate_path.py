@@ -109,7 +109,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
         metrics=metrics,
         clock=time.monotonic,
         serving_clock=pool.serving_clock,
-        calls=pool,
+        calls=pool.dispatcher,
         facts=FACTS,
         new_id=lambda: f"{number:032x}",
     )
@@ -117,7 +117,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
     session = RolloutSession(context, Task(task_id="t", messages=[]), transcript, group_id="g")
     session.start([])
     turn = await session.generate()
-    pool.forget_trajectory(f"{number:032x}")
+    pool.dispatcher.forget_trajectory(f"{number:032x}")
     return len(turn.token_ids)
 
 

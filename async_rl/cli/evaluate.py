@@ -122,9 +122,9 @@ async def _evaluate_sets(
             metrics=metrics,
             clock=time.monotonic,
             serving_clock=pool.serving_clock,
-            calls=pool,
+            calls=pool.dispatcher,
             new_id=new_id,
-            models=models,
+            models={name: model.dispatcher for name, model in models.items()},
         )
         evaluator = Evaluator(
             context,

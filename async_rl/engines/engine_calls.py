@@ -2,8 +2,8 @@
 
 ```
  Transcript ──lease(key, tokens)──► EngineCalls ──► CallLease ──generate(request)──► tokens, a finish
-                                     EnginePool:  in the driver, which places the calls of all sessions
-                                     RemoteCalls: in a rollout worker, which asks the driver for each lease
+                                     LeaseDispatcher: in the driver, places the calls of all sessions
+                                     RemoteCalls: in a rollout worker, asks the driver for each lease
 ```
 
 A session runs wherever something implements this interface. It never learns how engines are updated, repaired
@@ -57,7 +57,7 @@ class CallLease(Protocol):
         ...
 
     def record_strike(self, error: EngineError) -> None:
-        """Report an implausible answer; an engine that gives several is quarantined."""
+        """Report an implausible answer, also after the call; an engine that gives several is quarantined."""
         ...
 
 
@@ -78,10 +78,6 @@ class EngineCalls(Protocol):
             tokens: Tokens that the call holds on the engine at most, prompt and answer.
             prompt: Of these, tokens of the prompt.
         """
-        ...
-
-    def record_strike(self, engine_id: str, error: EngineError) -> None:
-        """Report an implausible answer of an engine that was found after the call had ended."""
         ...
 
     def share_cached_prefix(self, key: str, other: str) -> None:

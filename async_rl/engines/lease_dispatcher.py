@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from async_rl.engines.balancing import Balancer
+from async_rl.engines.engine_calls import EngineCalls
 from async_rl.engines.lease import (
     CachedPrefix,
     EngineFailureListener,
@@ -49,7 +50,7 @@ _NAMED_STATES: Final = 8
 """Engines listed by name in the reason for which a call waits; more engines are counted by state."""
 
 
-class LeaseDispatcher:
+class LeaseDispatcher(EngineCalls):
     """Dispatches the calls of all trajectories to the engines of a pool."""
 
     def __init__(
@@ -78,6 +79,8 @@ class LeaseDispatcher:
         }
         self._waited_seconds = metrics.stage_wait_seconds.labels("engine")
         self._clock = clock
+        self.newest_version = -1
+        """Implements `EngineCalls.newest_version`; set by the pool."""
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._num_asked = self._num_placed = 0
         self._waiting_line: list[tuple[str, int, Lease, Callable[[Lease], None]]] = []

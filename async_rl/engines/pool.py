@@ -23,14 +23,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Final
 
 from async_rl.engine_protocol import Engine, InterruptMode
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
-from async_rl.engines.engine_calls import EngineCalls, LeaseHolder
-from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, EngineSnapshot, EngineState, Lease
+from async_rl.engines.engine_calls import LeaseHolder
+from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, EngineSnapshot, EngineState
 from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
 from async_rl.engines.request_refusals import RequestRefusals
@@ -48,7 +48,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.waits import progressed, waiting
 
-__all__ = ["EngineLoad", "EnginePool", "EngineState", "Lease"]
+__all__ = ["EngineLoad", "EnginePool", "EngineState"]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ _MAY_SERVE: Final = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERV
 """States of engines that serve rollouts now or soon."""
 
 
-class EnginePool(EngineCalls, LeaseHolder):
+class EnginePool(LeaseHolder):
     """All engines of a run."""
 
     def __init__(
@@ -89,7 +89,7 @@ class EnginePool(EngineCalls, LeaseHolder):
         self._slots: dict[str, EngineSlot] = {}
         self._balancer = Balancer(max_prefill_tokens=max_prefill_tokens)
         self.dispatcher = LeaseDispatcher(self._slots, self._balancer, self, metrics, clock)
-        """Gives calls to engines."""
+        """Gives calls to engines: what sessions know of the pool."""
         self._need_repair: dict[str, None] = {}
         """Engines that need repair: finding them among thousands at every change would cost seconds."""
         self._changed = asyncio.Event()
@@ -100,42 +100,14 @@ class EnginePool(EngineCalls, LeaseHolder):
         """Loads and idle time."""
         self.serving_clock = ServingClock(clock)
         """Runs while some engine serves."""
-        self._newest_version = -1
         self._oldest_version: int | None = None
         """Cached until the next change of a state or version."""
-
-    def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AbstractAsyncContextManager[Lease]:
-        """Implements `EngineCalls.lease`."""
-        return self.dispatcher.lease(key, tokens, prompt=prompt)
-
-    def request_lease(
-        self, key: str, tokens: int, *, prompt: int = 0, on_placed: Callable[[Lease], None]
-    ) -> Lease:
-        """Ask for an engine without waiting: see `LeaseDispatcher.request_lease`."""
-        return self.dispatcher.request_lease(key, tokens, prompt=prompt, on_placed=on_placed)
-
-    def return_lease(self, lease: Lease) -> None:
-        """End a lease, or the wait for its engine."""
-        self.dispatcher.return_lease(lease)
-
-    def share_cached_prefix(self, key: str, other: str) -> None:
-        """Implements `EngineCalls.share_cached_prefix`."""
-        self.dispatcher.share_cached_prefix(key, other)
-
-    def forget_trajectory(self, key: str) -> None:
-        """Implements `EngineCalls.forget_trajectory`."""
-        self.dispatcher.forget_trajectory(key)
 
     # -- transitions --------------------------------------------------------------------------------------
 
     def announce_version(self, weight_version: int) -> None:
         """Expect that calls sample under a version from now on: engines are about to load it."""
-        self._newest_version = max(self._newest_version, weight_version)
-
-    @property
-    def newest_version(self) -> int:
-        """Implements `EngineCalls.newest_version`."""
-        return self._newest_version
+        self.dispatcher.newest_version = max(self.dispatcher.newest_version, weight_version)
 
     def add_engine(self, engine: Engine, *, newcomer: bool = False) -> None:
         """Add an engine; it gets no calls before `serve_engine`.
@@ -237,7 +209,7 @@ class EnginePool(EngineCalls, LeaseHolder):
             slot.error = error
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
-        """Implements `EngineCalls.record_strike`; lost calls count too.
+        """Implements `EngineFailureListener.record_strike`.
 
         After `max_strikes` of them the engine is quarantined.
         """

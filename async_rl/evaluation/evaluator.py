@@ -198,7 +198,7 @@ class _EvaluationRun:
             config=evaluator.config,
             metrics=Metrics().share(evaluator.context.metrics, _SHARED),
             serving_clock=pool.serving_clock,
-            calls=pool,
+            calls=pool.dispatcher,
         )
         self._spool = AnswerSpool(evaluator.completions)
         self._backend = choose_backend(

@@ -376,10 +376,10 @@ class Orchestrator:
             metrics=metrics,
             clock=clock,
             serving_clock=self.pool.serving_clock,
-            calls=self.pool,
+            calls=self.pool.dispatcher,
             facts=inputs.facts,
             new_id=inputs.new_id,
-            models=self._models,
+            models={name: pool.dispatcher for name, pool in self._models.items()},
         )
         manager = RolloutManager(
             context,

@@ -141,7 +141,7 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
         metrics=metrics,
         clock=time.monotonic,
         serving_clock=pool.serving_clock,
-        calls=pool,
+        calls=pool.dispatcher,
         facts=sglang_world.facts,
         new_id=lambda: next(ids),
     )

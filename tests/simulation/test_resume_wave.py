@@ -66,7 +66,7 @@ def wave(budget: int | None, *, stagger_s: float = 0.05) -> Wave:
 
         async def resume(number: int) -> None:
             length = lengths[number]
-            async with pool.lease(f"{number:032x}", length + 1000, prompt=length) as lease:
+            async with pool.dispatcher.lease(f"{number:032x}", length + 1000, prompt=length) as lease:
                 began.append(number)
                 request = GenerateRequest(
                     request_id="r",

@@ -193,7 +193,7 @@ class World:
             metrics=self.metrics,
             clock=clock,
             serving_clock=self.pool.serving_clock,
-            calls=self.pool,
+            calls=self.pool.dispatcher,
             facts=_FACTS,
             new_id=(f"{step:04d}-{n:010d}" for n in count()).__next__,
         )

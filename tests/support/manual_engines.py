@@ -92,7 +92,7 @@ class ManualPool:
 
     async def call(self, key: str, *, prompt: int = 10) -> str:
         """One call; the engine that it went to."""
-        async with self.pool.lease(key, prompt + 90, prompt=prompt) as lease:
+        async with self.pool.dispatcher.lease(key, prompt + 90, prompt=prompt) as lease:
             self.order.append(key)
             engine_id = lease.engine.engine_id
             request = GenerateRequest(

@@ -104,7 +104,7 @@ class Bench:
             metrics=self.metrics,
             clock=lambda: 0.0,
             serving_clock=self.pool.serving_clock,
-            calls=self.pool,
+            calls=self.pool.dispatcher,
             facts=facts,
             new_id=lambda: f"b{next(_numbers):031x}",
         )

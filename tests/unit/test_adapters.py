@@ -246,7 +246,7 @@ async def test_a_call_has_the_version_of_its_lease(tmp_path: Path) -> None:
     bench = await started(tmp_path, engines=1, adapters=True)
     await bench.sync.update_engines(1)
     bench.engines[0].scripts = [lambda _: []]
-    async with bench.pool.lease("t", 8, prompt=4) as lease:
+    async with bench.pool.dispatcher.lease("t", 8, prompt=4) as lease:
         async for _ in lease.generate(request([1, 2, 3, 4], 4)):
             pass
     assert [asked.weight_version for asked in bench.engines[0].requests] == [1]

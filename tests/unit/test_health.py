@@ -294,7 +294,7 @@ async def test_a_session_is_told_when_a_server_goes_silent_in_mid_stream() -> No
         pool.serve_engine("engine-0", 0)
         async with services(health=HealthWatch(pool, config, metrics, time.monotonic).watch_engines):
             asked = request([5, 6, 7], 8)
-            async with pool.lease("t1", 20, prompt=3) as lease:
+            async with pool.dispatcher.lease("t1", 20, prompt=3) as lease:
                 stream = lease.generate(asked)
                 assert (await anext(stream)).token_ids == [10]
                 with pytest.raises(CallLost, match=r"engine\.stall_s is 0\.2"):

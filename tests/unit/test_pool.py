@@ -25,8 +25,11 @@ def make_pool(*names: str, version: int | None = 0, clock=lambda: 0.0) -> Engine
 
 async def test_calls_go_to_the_least_loaded_engine_when_they_have_no_home():
     pool = make_pool("a", "b")
-    async with pool.lease("t1", tokens=100) as first, pool.lease("t2", tokens=10) as second:
-        async with pool.lease("t3", tokens=10) as third:
+    async with (
+        pool.dispatcher.lease("t1", tokens=100) as first,
+        pool.dispatcher.lease("t2", tokens=10) as second,
+    ):
+        async with pool.dispatcher.lease("t3", tokens=10) as third:
             assert first.engine.engine_id == "a"
             assert second.engine.engine_id == "b"
             assert third.engine.engine_id == "b"
@@ -34,11 +37,14 @@ async def test_calls_go_to_the_least_loaded_engine_when_they_have_no_home():
 
 async def test_a_trajectory_returns_to_its_engine_unless_that_is_clearly_busier():
     pool = make_pool("a", "b")
-    async with pool.lease("mine", tokens=100) as lease:
+    async with pool.dispatcher.lease("mine", tokens=100) as lease:
         assert lease.engine.engine_id == "a"
     for tokens, expected in ((100, "a"), (1000, "b")):
-        async with pool.lease(f"x{tokens}", tokens=tokens), pool.lease(f"y{tokens}", tokens=90):
-            async with pool.lease("mine", tokens=10) as lease:
+        async with (
+            pool.dispatcher.lease(f"x{tokens}", tokens=tokens),
+            pool.dispatcher.lease(f"y{tokens}", tokens=90),
+        ):
+            async with pool.dispatcher.lease("mine", tokens=10) as lease:
                 assert lease.engine.engine_id == expected
 
 
@@ -55,7 +61,7 @@ async def test_idle_share_is_the_time_without_calls():
     now = [0.0]
     pool = make_pool("a", "b", clock=lambda: now[0])
     pool.statistics.restart_idle_clock()
-    async with pool.lease("t", tokens=1):
+    async with pool.dispatcher.lease("t", tokens=1):
         now[0] = 6.0
     now[0] = 10.0
     # engine a was busy for 6 of 10 seconds, engine b never

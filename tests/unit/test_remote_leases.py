@@ -331,10 +331,10 @@ async def test_a_lease_that_is_not_wanted_any_more_takes_no_engine() -> None:
 
 @pytest.mark.parametrize("keeps_cache", [False, True])
 async def test_each_update_of_an_engine_begins_an_epoch(keeps_cache: bool) -> None:
-    async with driving(leased=False) as driver, driver.pool.lease("a", 9, prompt=4) as before:
+    async with driving(leased=False) as driver, driver.pool.dispatcher.lease("a", 9, prompt=4) as before:
         await driver.interrupt()
         driver.pool.serve_engine("engine-0", 4, keeps_cache=keeps_cache)
-        async with driver.pool.lease("b", 9, prompt=4) as after:
+        async with driver.pool.dispatcher.lease("b", 9, prompt=4) as after:
             assert (before.epoch, after.epoch) == (1, 2)
         (end,) = [event async for event in before.generate(request())]
         assert isinstance(end, Finish)

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish
 from async_rl.engines.pool import EngineState
 from async_rl.errors import ConfigError, EngineError, PromptTooLong, RequestRefused, VersionMismatch
-from async_rl.rollout.session import conversation
+from async_rl.rollout.session import rollout_session
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
@@ -473,7 +473,7 @@ async def test_a_long_prompt_that_does_not_fit_fails_with_its_numbers():
 async def test_long_messages_are_counted_and_reported_when_the_tokens_left_are_read(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(conversation, "_LONG_S", 0.0)
+    monkeypatch.setattr(rollout_session, "_LONG_S", 0.0)
     b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
     await b.session.generate()
     left = b.session.remaining_tokens

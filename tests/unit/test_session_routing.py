@@ -657,7 +657,10 @@ async def test_rows_are_recovered_from_the_engine_that_has_them_cached() -> None
     idle = recorded(Watched(stop_at=[33]), "engine-1")
     bench.pool.add_engine(idle)
     bench.pool.serve_engine("engine-1", 0)
-    async with bench.pool.lease("b", 400), bench.pool.lease("c", 390):  # one on each: engine-1 has less load
+    async with (
+        bench.pool.dispatcher.lease("b", 400),
+        bench.pool.dispatcher.lease("c", 390),
+    ):  # one on each: engine-1 has less load
         trajectory = await bench.finish()
     assert (len(engine.finished), len(idle.finished)) == (2, 0)
     assert trajectory.trace.recomputed == (), "whole pages of 16 tokens are cached"

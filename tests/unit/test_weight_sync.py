@@ -126,7 +126,7 @@ async def test_the_cache_stays_and_sessions_expect_the_version_when_interrupted_
     expected = []
 
     async def interrupt(mode: str) -> None:
-        expected.append(bench.pool.newest_version)
+        expected.append(bench.pool.dispatcher.newest_version)
 
     for engine in bench.engines:
         engine.interrupt = interrupt

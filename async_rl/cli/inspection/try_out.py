@@ -218,6 +218,7 @@ async def try_out(
         clock=clock,
     )
     pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
+    models = {name: EnginePool(metrics, clock) for name in config.models}
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
     context = SessionContext(
         chat=chat,
@@ -225,10 +226,10 @@ async def try_out(
         metrics=metrics,
         clock=clock,
         serving_clock=pool.serving_clock,
-        calls=pool,
+        calls=pool.dispatcher,
         facts=facts,
         new_id=new_id,
-        models=(models := {name: EnginePool(metrics, clock) for name in config.models}),
+        models={name: model.dispatcher for name, model in models.items()},
     )
 
     async def watch() -> None:

@@ -29,7 +29,8 @@ import msgspec
 import numpy as np
 
 from async_rl import routing
-from async_rl.engine_protocol import Engine, Finish, Retraction, RoutingPayload
+from async_rl.engine_protocol import Finish, Retraction, RoutingPayload
+from async_rl.engines.engine_calls import CallLease
 from async_rl.errors import AlignmentError, EngineError
 from async_rl.rollout.session.context import SessionContext
 from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
@@ -40,7 +41,8 @@ log = logging.getLogger(__name__)
 class _HeldRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The rows `[payload.start, end)` of one answer."""
 
-    engine: Engine
+    lease: CallLease
+    """The lease of its call, whose engine decodes it."""
     payload: RoutingPayload
     prefix_hash: int
     """Hash of the tokens `[0, end)`."""
@@ -76,7 +78,6 @@ class RoutingRows:
         """Decides whether engines recompute rows after a weight update."""
         self._facts = context.facts
         self._metrics = context.metrics
-        self._strike = context.calls.record_strike
         self._measures_flips = unit_hash(trajectory_id) < config.routing.flip_sample
         self._held: list[_HeldRows] = []
         self._replaced: list[_HeldRows] = []
@@ -124,12 +125,12 @@ class RoutingRows:
         last = self._held[-1]
         if self._splices:
             return 0 if self._measures_flips and weight_version != last.weight_version else held
-        same = (last.engine.engine_id, last.weight_version) == (engine_id, weight_version)
+        same = (last.lease.engine.engine_id, last.weight_version) == (engine_id, weight_version)
         return held if same else 0
 
     def add_answer(
         self,
-        engine: Engine,
+        lease: CallLease,
         finish: Finish,
         token_ids: Int32Array,
         prompt: int,
@@ -139,7 +140,7 @@ class RoutingRows:
         """Keep the rows of an answer, if it has usable ones, and count the retractions of its call.
 
         Args:
-            engine: The engine that answered, which decodes the payload later.
+            lease: The lease of the call.
             finish: The end of the call.
             token_ids: The tokens that the call received and sampled, `[prompt + n] int32`.
             prompt: How many tokens it received.
@@ -152,7 +153,7 @@ class RoutingRows:
         retractions = _for_memory(finish.retractions, updates)
         if retractions:
             count = sum(each.count for each in retractions)
-            self._metrics.engine_retractions_total.labels(engine.engine_id).inc(count)
+            self._metrics.engine_retractions_total.labels(lease.engine.engine_id).inc(count)
         payload = finish.routing
         if payload is None:
             return
@@ -160,7 +161,7 @@ class RoutingRows:
         kind = "recovery" if recovery else "delta" if payload.start else "full"
         self._metrics.routing_payloads_total.labels(kind).inc()
         if mixture := self._mixture(finish.version_spans, payload):
-            self._report_mixture(engine, mixture)
+            self._report_mixture(lease, mixture)
             return  # no single version computed these rows; they are fetched again
         end = payload.start + payload.num_rows
         # Rows before that of the last token sampled by then. An update replaces all rows in any case.
@@ -169,7 +170,7 @@ class RoutingRows:
         if recovery:
             recomputed = finish.cached_tokens if payload.weight_version == recovered_version else 0, end
         new = _HeldRows(
-            engine=engine,
+            lease=lease,
             payload=payload,
             prefix_hash=routing.hash_tokens(token_ids[:end]),
             prompt=prompt,
@@ -214,20 +215,20 @@ class RoutingRows:
 
     async def _decode(self, held: _HeldRows) -> RoutingTrace:
         try:
-            trace = await asyncio.to_thread(held.engine.decode_routing, held.payload)
+            trace = await asyncio.to_thread(held.lease.engine.decode_routing, held.payload)
             if (found := len(trace.rows)) != (expected := held.payload.num_rows):
                 raise AlignmentError(
-                    f"{held.engine.engine_id} sent {found} routing rows, expected {expected}",
+                    f"{held.lease.engine.engine_id} sent {found} routing rows, expected {expected}",
                     "too_many_rows" if found > expected else "wrong_shape",
                 )
         except AlignmentError as error:
-            self._strike(held.engine.engine_id, EngineError(str(error)))
+            held.lease.record_strike(EngineError(str(error)))
             raise
         spans = trace.spans
         if len(spans) > 1:  # the engine reports the version of each row
             versions = sorted({span.weight_version for span in spans})
             if self._interrupt != "in_place" and len(versions) > 1:
-                self._report_mixture(held.engine, f"rows of the versions {versions} in one response")
+                self._report_mixture(held.lease, f"rows of the versions {versions} in one response")
         elif len(held.spans) > 1:
             spans = held.spans
         return msgspec.structs.replace(trace, prefix_hash=held.prefix_hash, spans=spans)
@@ -301,11 +302,11 @@ class RoutingRows:
                 begin = end
         return tuple(spans) if begin == count else _one_span(count, version)
 
-    def _report_mixture(self, engine: Engine, what: str) -> None:
+    def _report_mixture(self, lease: CallLease, what: str) -> None:
         self._metrics.routing_mixed_versions_total.inc()
-        problem = f"{engine.engine_id}: {what}, though updates flush its cache (weights.interrupt)"
+        problem = f"{lease.engine.engine_id}: {what}, though updates flush its cache (weights.interrupt)"
         log.warning("trajectory %s: %s", self._trajectory_id, problem)
-        self._strike(engine.engine_id, EngineError(problem))
+        lease.record_strike(EngineError(problem))
 
     # -- flips -----------------------------------------------------------------------------------------
 

@@ -480,7 +480,7 @@ class Transcript:
             )
         self._context.metrics.sampled_tokens_total.inc(len(call.token_ids))
         if call.finish is not None:
-            self._rows.add_answer(lease.engine, call.finish, self.tokens.token_ids, prompt)
+            self._rows.add_answer(lease, call.finish, self.tokens.token_ids, prompt)
 
     def _restore_turn(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"] | None:
         """Append what the journal has of the turn that begins; return how it ended, or None if it had not."""
@@ -595,5 +595,5 @@ class Transcript:
                     self._record_discarded(lease, reason, VersionMismatch(problem))
                     return False
             version = sampled.weight_version
-            self._rows.add_answer(lease.engine, finish, token_ids, needed + 1, recovered_version=version)
+            self._rows.add_answer(lease, finish, token_ids, needed + 1, recovered_version=version)
             return finish.reason == "abort" and lease.interrupted

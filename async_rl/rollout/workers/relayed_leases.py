@@ -1,7 +1,7 @@
 """The driver's side of a worker's leases: each is a lease of the pool, held for a call that the worker makes.
 
 ```
- LeaseWanted ──► pool.lease(): waits, balances, counts ──► LeaseGranted
+ LeaseWanted ──► dispatcher: waits, balances, counts ──► LeaseGranted
  CallStarted, progress ──► what the pool knows of the engine
  a drop (quarantine, health) ──► DropCall
  LeaseEnded, or the worker's end and `lease_s` ──► the lease is returned
@@ -194,7 +194,7 @@ class RelayedLeases(LeaseHolder):
         self.num_reports += 1
         for key in heartbeat.forgotten:
             for pool in self._pools.values():
-                pool.forget_trajectory(key)
+                pool.dispatcher.forget_trajectory(key)
         self._renewed_s = self._clock()
         if hears:
             self._heard_s = self._renewed_s
@@ -232,7 +232,7 @@ class RelayedLeases(LeaseHolder):
             for lease_id, relayed in self._leases.items()
             if (lease := relayed.placed) is not None and lease.engine.engine_id in engines
         )
-        newest = self._pools[""].newest_version
+        newest = self._pools[""].dispatcher.newest_version
         self._post(RevokeLeases(engines=engines, newest_version=newest, number=number))
         if not self._watches_expiry:
             self._watch_expiry()
@@ -296,7 +296,7 @@ class RelayedLeases(LeaseHolder):
         """Ask the pool for nothing more: an engine would wait for the calls of a worker that is not there."""
         for relayed in self._leases.values():
             if relayed.lease is not None and relayed.placed is None:
-                self._pools[relayed.wanted.model].return_lease(relayed.lease)
+                self._pools[relayed.wanted.model].dispatcher.return_lease(relayed.lease)
                 relayed.lease = None
                 self._withdraw(relayed)
 
@@ -339,7 +339,7 @@ class RelayedLeases(LeaseHolder):
     def _ask_pool(self, relayed: _RelayedLease) -> None:
         wanted = relayed.wanted
         pool = self._pools[wanted.model]
-        relayed.lease = pool.request_lease(
+        relayed.lease = pool.dispatcher.request_lease(
             wanted.key, wanted.tokens, prompt=wanted.prompt, on_placed=partial(self._grant_lease, relayed)
         )
         if relayed.call is None:
@@ -388,7 +388,7 @@ class RelayedLeases(LeaseHolder):
         if relayed.call is not None:
             relayed.call.__exit__(None, None, None)
             self._num_placed[relayed.lease.engine.engine_id] -= 1
-        self._pools[wanted.model].return_lease(relayed.lease)  # others may be granted at once
+        self._pools[wanted.model].dispatcher.return_lease(relayed.lease)  # others may be granted at once
 
     def _record_progress(self, lease_id: int, received: int) -> None:
         relayed = self._leases.get(lease_id)
@@ -419,7 +419,7 @@ class RelayedLeases(LeaseHolder):
 
     def _share_cached_prefix(self, message: PrefixShared) -> None:
         for pool in self._pools.values():
-            pool.share_cached_prefix(message.key, message.other)
+            pool.dispatcher.share_cached_prefix(message.key, message.other)
 
     def _end_revocation(self, message: LeasesRevoked) -> None:
         self._confirm_revocation(message.number)

@@ -287,7 +287,7 @@ class RemoteCalls(EngineCalls, LeaseListener, EngineFailureListener):
         """Implements `LeaseListener.record_recomputed_tokens`. The driver counts them."""
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
-        """Implements `EngineCalls.record_strike`."""
+        """Implements `EngineFailureListener.record_strike`."""
         kind: Literal["connection", "strike"] = (
             "connection" if isinstance(error, ConnectionLost) else "strike"
         )
@@ -366,10 +366,6 @@ class ModelCalls(EngineCalls):
     def newest_version(self) -> int:
         """Implements `EngineCalls.newest_version`."""
         return self._calls.newest_version_of(self._model)
-
-    def record_strike(self, engine_id: str, error: EngineError) -> None:
-        """Implements `EngineCalls.record_strike`."""
-        self._calls.record_strike(engine_id, error)
 
     def share_cached_prefix(self, key: str, other: str) -> None:
         """Implements `EngineCalls.share_cached_prefix`."""
