@@ -80,21 +80,9 @@ class FrameReaderActor(NodeActor):
     def ping(self) -> None:
         """Answer."""
 
-    def find_missing(self, paths: Sequence[str]) -> list[str]:
-        """Return which frames have no file."""
-        return self._local.begin_find_missing(paths)()
-
-    def delete_frames(self, paths: Sequence[str]) -> None:
-        """Delete frames, or let them be overwritten."""
-        self._local.begin_delete(paths)
-
-    def end_folder(self, folder: str, known: Collection[str]) -> None:
-        """Delete the files of a process that has ended, except known frames."""
-        self._local.begin_end_folder(folder, known)
-
-    def keep_only(self, known: Collection[str], in_use: Collection[str], newest: int) -> None:
-        """Delete the files of all processes that have ended, except known frames."""
-        self._local.begin_keep_only(known, in_use, newest)
+    def call_local(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `LocalFrameReader`, and return the answer for which it waits."""
+        return getattr(self._local, method)(*arguments)()
 
     def read_journals(
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]
@@ -109,10 +97,6 @@ class FrameReaderActor(NodeActor):
     def num_journals_read(self) -> int:
         """Return how many journals it has read."""
         return self._num_journals
-
-    def delete_journals(self, folders: Sequence[str]) -> None:
-        """Delete folders of journals."""
-        self._local.begin_delete_journals(folders)
 
     def send_frames(self, stored: Sequence[StoredTrajectory]) -> list[Any]:
         """Put frames into Ray's store, and return references to them; each is copied once."""
@@ -275,21 +259,21 @@ class RayFrameReader(FrameReader):
 
     def begin_find_missing(self, paths: Sequence[str]) -> Callable[[], list[str]]:
         """Implements `FrameReader.begin_find_missing`."""
-        return self._answer(self._actor.find_missing.remote(list(paths)), _ANSWER_LIMIT_S)
+        return self._answer(self._actor.call_local.remote("begin_find_missing", list(paths)), _ANSWER_LIMIT_S)
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_delete`."""
-        return self._delete(self._actor.delete_frames, list(paths))
+        return self._delete("begin_delete", list(paths))
 
     def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
         """Implements `FrameReader.begin_end_folder`."""
-        return self._delete(self._actor.end_folder, folder, set(known))
+        return self._delete("begin_end_folder", folder, set(known))
 
     def begin_keep_only(
         self, known: Collection[str], in_use: Collection[str], newest: int
     ) -> Callable[[], None]:
         """Implements `FrameReader.begin_keep_only`."""
-        return self._delete(self._actor.keep_only, set(known), set(in_use), newest)
+        return self._delete("begin_keep_only", set(known), set(in_use), newest)
 
     def begin_read_journals(
         self, base: str, alive: Collection[str], restarts: Mapping[int, int]
@@ -316,14 +300,14 @@ class RayFrameReader(FrameReader):
 
     def begin_delete_journals(self, folders: Sequence[str]) -> Callable[[], None]:
         """Implements `NodeJournals.begin_delete_journals`."""
-        return self._delete(self._actor.delete_journals, list(folders))
+        return self._delete("begin_delete_journals", list(folders))
 
     def end(self) -> None:
         """Implements `FrameReader.end`."""
         self._readers.forget(self._node, self._actor)
 
-    def _delete(self, method: Any, *arguments: Any) -> Callable[[], None]:
-        return self._ask(method, _DELETIONS, _ANSWER_LIMIT_S, *arguments)
+    def _delete(self, method: str, *arguments: Any) -> Callable[[], None]:
+        return self._ask(self._actor.call_local, _DELETIONS, _ANSWER_LIMIT_S, method, *arguments)
 
     def _ask(self, method: Any, group: str, limit_s: float, *arguments: Any) -> Callable[[], Any]:
         return self._answer(method.options(concurrency_group=group).remote(*arguments), limit_s)
