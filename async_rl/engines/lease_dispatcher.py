@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from async_rl.engines.balancing import Balancer
-from async_rl.engines.engine_calls import EngineCalls
 from async_rl.engines.lease import (
     CachedPrefix,
     EngineFailureListener,
@@ -50,8 +49,8 @@ _NAMED_STATES: Final = 8
 """Engines listed by name in the reason for which a call waits; more engines are counted by state."""
 
 
-class LeaseDispatcher(EngineCalls):
-    """Dispatches the calls of all trajectories to the engines of a pool."""
+class LeaseDispatcher:
+    """Implements `EngineCalls`: dispatches the calls of all trajectories to the engines of a pool."""
 
     def __init__(
         self,

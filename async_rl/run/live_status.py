@@ -81,7 +81,7 @@ class LiveStatus:
             engines=_engine_rows(self._pool),
             waits=self._waits,
             diagnosis=self._recent_diagnosis(),
-            running=[] if manager is None else manager.running.values(),
+            running=[] if manager is None else manager.trajectories.running.values(),
         )
 
     def _recent_diagnosis(self) -> Diagnosis:

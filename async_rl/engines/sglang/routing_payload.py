@@ -61,6 +61,11 @@ class PayloadGate:
         self._stall_s = stall_s
         self._permits = asyncio.Semaphore(MAX_RECEIVING)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a further payload has to wait."""
+        return self._permits.locked()
+
     @asynccontextmanager
     async def permit(self) -> AsyncIterator[PayloadArrival]:
         """Wait until a payload may be read, and read it in the block."""
