@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, Self
 
 from async_rl.errors import CorruptFrame, RewardError
 from async_rl.rollout.attempt import (
@@ -36,21 +36,8 @@ from async_rl.store.spool import FrameStore
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Task
 
 
-class RolloutBackend(Protocol):
-    """Runs agent loops and rewards inside its block."""
-
-    async def __aenter__(self) -> Self:
-        """Get ready to run attempts."""
-        ...
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Release everything that loops and rewards hold."""
-        ...
+class RolloutBackend(AbstractAsyncContextManager[Any, None], Protocol):
+    """Runs agent loops and rewards inside its block, which releases everything that they hold."""
 
     async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Run the agent loop of a task, score its session and branches, and store their trajectories.
@@ -120,14 +107,9 @@ class LocalBackend(RolloutBackend):
         await self.loops.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         try:
-            await self.loops.__aexit__(kind, error, traceback)
+            await self.loops.__aexit__(*error)
         finally:
             await self._rewards.close()
 

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
 from typing import Any, Self
 
 from async_rl.config import NamedLoop, RolloutConfig
@@ -96,15 +95,10 @@ class AgentLoops:
         await self._keepers.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         self._keepers.cancel_tasks()
         try:
-            await self._keepers.__aexit__(kind, error, traceback)
+            await self._keepers.__aexit__(*error)
         finally:
             self._processes.end("run_ended")
             await settle()

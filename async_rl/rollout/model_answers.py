@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from async_rl.data.chat_format import ChatFormat, load_chat_format
-from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
+from async_rl.engine_protocol import GenerateRequest, SamplingParams
 from async_rl.engines.model_facts import load_facts
-from async_rl.errors import ConfigError, EngineError, RequestRefused, RolloutError, VersionMismatch
+from async_rl.errors import ConfigError, RolloutError
+from async_rl.rollout.model_calls import call_model
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.tokenising import can_fit, size_of, tokenise
 from async_rl.runtime.waits import waiting
@@ -34,17 +35,13 @@ class ModelAnswers:
         A model in the same folder as the policy has the policy's.
         """
         config = context.config
-        self._config = config
-        self._calls = context.models
+        self._context = context
         self._chats: dict[str, ChatFormat] = {
             name: context.chat for name, model in config.models.items() if model.path == config.model.path
         }
         self._limits = {name: model.context_length for name, model in config.models.items()}
         """The context length of each model, where the config says it or, once it is asked, the folder."""
         self._loading = asyncio.Lock()
-        self._new_id = context.new_id
-        self._metrics = context.metrics
-        self._clock = context.clock
 
     async def ask(
         self,
@@ -60,8 +57,8 @@ class ModelAnswers:
             ConfigError: `models` does not have it.
             RolloutError: It refuses the conversation, which is too long, for example.
         """
-        if model not in self._calls:
-            known = ", ".join(self._calls) or "none"
+        if model not in self._context.models:
+            known = ", ".join(self._context.models) or "none"
             raise ConfigError(f"the model {model!r} is asked, but models has {known}: add it there")
         chat = await self._chat_of(model)
         num_bytes, limit = size_of(messages), self._limits[model]
@@ -70,17 +67,17 @@ class ModelAnswers:
                 f"the model {model!r} is asked about {num_bytes} bytes, which cannot fit into its context of "
                 f"{limit} tokens: shorten them, or raise models.{model}.context_length"
             )
-        began_s = self._clock()
+        began_s = self._context.clock()
         sampling = SamplingParams(temperature=temperature, stop_token_ids=chat.stop_token_ids)
         with waiting("model", model):
             prompt = await tokenise(partial(chat.prompt_ids, messages), num_bytes)
             token_ids = await self._sample(model, prompt, max_new_tokens, sampling)
-        self._metrics.model_call_seconds.labels(model).observe(self._clock() - began_s)
+        self._context.metrics.model_call_seconds.labels(model).observe(self._context.clock() - began_s)
         return chat.decode(token_ids)
 
     async def _chat_of(self, model: str) -> ChatFormat:
         async with self._loading:
-            path = self._config.models[model].path
+            path = self._context.config.models[model].path
             if model not in self._chats:
                 self._chats[model] = await asyncio.to_thread(load_chat_format, path)
             if self._limits[model] is None:
@@ -92,31 +89,16 @@ class ModelAnswers:
         self, model: str, prompt: np.ndarray, max_new_tokens: int, sampling: SamplingParams
     ) -> list[int]:
         """Ask engines until the turn is complete; one that fails leaves its tokens to the next."""
-        calls, sampled, total = self._calls[model], list[int](), len(prompt) + max_new_tokens
+        sampled = list[int]()
         while True:
-            key, finish, begin = self._new_id(), None, len(sampled)
-            async with calls.lease(key, total, prompt=len(prompt) + len(sampled)) as lease:
-                request = GenerateRequest(
-                    request_id=f"{key}-{lease.restart_count}.{lease.epoch}",
-                    input_ids=np.concatenate([prompt, np.array(sampled, np.int32)]),
-                    max_new_tokens=max_new_tokens - len(sampled),
-                    sampling=sampling,
-                )
-                try:
-                    async with aclosing(lease.generate(request)) as stream:
-                        async for event in stream:
-                            if isinstance(event, Chunk):
-                                sampled += event.token_ids.tolist()
-                            elif isinstance(event, Finish):
-                                finish = event
-                except RequestRefused as error:
-                    raise RolloutError(f"the model {model!r} refuses a conversation: {error}") from error
-                except EngineError as error:
-                    if isinstance(error, VersionMismatch):  # the tokens are another model's
-                        del sampled[begin:]
-                    self._metrics.model_retries_total.labels(model).inc()
-                finally:
-                    calls.forget_trajectory(key)
+            request = GenerateRequest(
+                request_id="",
+                input_ids=np.concatenate([prompt, np.array(sampled, np.int32)]),
+                max_new_tokens=max_new_tokens - len(sampled),
+                sampling=sampling,
+            )
+            more, finish = await call_model(self._context, model, request)
+            sampled += more
             stopped = bool(sampled) and sampled[-1] in sampling.stop_token_ids
             if stopped or len(sampled) == max_new_tokens or (finish is not None and finish.reason != "abort"):
                 return sampled

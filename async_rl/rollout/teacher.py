@@ -13,13 +13,12 @@ those of the finished trajectory, so an interruption or a restart before it leav
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import aclosing
 
 import msgspec
 import numpy as np
 
-from async_rl.engine_protocol import Finish, GenerateRequest, SamplingParams
-from async_rl.errors import EngineError, RequestRefused, RolloutError
+from async_rl.engine_protocol import GenerateRequest, SamplingParams
+from async_rl.rollout.model_calls import call_model
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.waits import waiting
@@ -32,10 +31,7 @@ class Teacher:
     def __init__(self, name: str, context: SessionContext) -> None:
         """Score with the engines of a model, by its name in `models`."""
         self._name = name
-        self._calls = context.models[name]
-        self._new_id = context.new_id
-        self._metrics = context.metrics
-        self._clock = context.clock
+        self._context = context
 
     async def score_trajectories(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         """Return trajectories with their `teacher_log_probs`; those without a sampled token as they are.
@@ -64,11 +60,11 @@ class Teacher:
         if not own.any():
             return trajectory
         start, end = int(own.argmax()), len(own) - int(own[::-1].argmax())
-        began_s = self._clock()
+        began_s = self._context.clock()
         scores = np.zeros(len(own), np.float32)
         with waiting("teacher", self._name):
             scores[start:end] = await self._score_tokens(trajectory.token_ids[:end], start)
-        self._metrics.model_call_seconds.labels(self._name).observe(self._clock() - began_s)
+        self._context.metrics.model_call_seconds.labels(self._name).observe(self._context.clock() - began_s)
         # Sampled before the run had a teacher: the policy's log-probs are of the kept tokens only.
         scores[np.repeat(masked, lengths)] = np.nan
         scores[~own] = 0
@@ -76,26 +72,14 @@ class Teacher:
 
     async def _score_tokens(self, token_ids: np.ndarray, start: int) -> Float32Array:
         """Ask engines until one answers: those that fail are quarantined, and leases wait for the others."""
+        request = GenerateRequest(
+            request_id="",
+            input_ids=token_ids,
+            max_new_tokens=0,
+            sampling=SamplingParams(),
+            score_from=start,
+        )
         while True:
-            key, finish = self._new_id(), None
-            async with self._calls.lease(key, len(token_ids), prompt=len(token_ids)) as lease:
-                request = GenerateRequest(
-                    request_id=f"{key}-{lease.restart_count}.{lease.epoch}",
-                    input_ids=token_ids,
-                    max_new_tokens=0,
-                    sampling=SamplingParams(),
-                    score_from=start,
-                )
-                try:
-                    async with aclosing(lease.generate(request)) as stream:
-                        async for event in stream:
-                            if isinstance(event, Finish):
-                                finish = event
-                except RequestRefused as error:
-                    raise RolloutError(f"the teacher {self._name!r} refuses a trajectory: {error}") from error
-                except EngineError:
-                    self._metrics.model_retries_total.labels(self._name).inc()
-                finally:
-                    self._calls.forget_trajectory(key)
+            _, finish = await call_model(self._context, self._name, request)
             if finish is not None and finish.scores is not None:
                 return finish.scores

@@ -201,7 +201,7 @@ async def test_a_model_answers_and_goes_on_elsewhere_with_its_tokens_when_its_en
 
     for engine in processes.engines:
         engine.generate = refuse
-    with pytest.raises(RolloutError, match="refuses a conversation: too long"):
+    with pytest.raises(RolloutError, match="refuses what it is asked: too long"):
         await answers.ask("judge", QUESTION)
 
 

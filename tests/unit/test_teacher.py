@@ -126,7 +126,7 @@ async def test_an_answer_without_scores_is_asked_for_again_and_a_refusal_is_an_e
     (scored,) = await teacher.score_trajectories([trajectory])
     assert np.array_equal(scored.teacher_log_probs[3:], expected(trajectory)[3:])
     assert len(asked) == 2
-    with pytest.raises(RolloutError, match="the teacher 'judge' refuses a trajectory: too long"):
+    with pytest.raises(RolloutError, match="the model 'judge' refuses what it is asked: too long"):
         await teacher.score_trajectories([trajectory])
 
 

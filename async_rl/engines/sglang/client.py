@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
-from types import TracebackType
 from typing import Any, Final
 
 import aiohttp
@@ -147,9 +146,7 @@ class _RemoteCall(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._engine.begin_call()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._engine.end_call()
 
 
