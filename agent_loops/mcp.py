@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 import msgspec
 from msgspec import Meta
 
+from agent_loops.tools import Tool
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
 from async_rl.runtime.printable import as_json
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.user_processes import marked
 from async_rl.runtime.waits import waiting
-from async_rl.types import Task
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -81,10 +81,8 @@ class McpServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.url.split("?")[0].rpartition("@")[2].removeprefix("http://").removeprefix("https://")
 
 
-class McpTool:
-    """One tool of a server, with the interface of `agent_loops.tools.Tool`."""
-
-    keeps_state = False
+class McpTool(Tool):
+    """One tool of a server, which has no state for each trajectory."""
 
     def __init__(self, server: McpServer, name: str, described: Any) -> None:
         self.name = name
@@ -98,12 +96,6 @@ class McpTool:
                 "parameters": described.input_schema,
             },
         }
-
-    async def create(self, task: Task) -> None:
-        """Implements `Tool.create`; a server's tool has no state."""
-
-    async def release(self, state: Any) -> None:
-        """Implements `Tool.release`."""
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, state: Any = None) -> str:
         """Run the tool on the server, which checks the arguments itself.

@@ -28,7 +28,7 @@ from msgspec import Meta
 
 from agent_loops.agent_program import AgentProgram, last_error_text, program_name, without_proxy
 from agent_loops.base import AgentLoop
-from agent_loops.parsing import MalformedCall, ToolParser, load_parser, recognise
+from agent_loops.parsing import load_parser, recognise
 from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
 from async_rl.openai_api.endpoint import MAX_BODY_BYTES, Endpoint, EndpointAccess
 from async_rl.rollout.session.api import Session
@@ -178,7 +178,7 @@ class OpenAIAgentLoop(AgentLoop):
         self._command = tuple(command or ())
         self._nonzero_exit = nonzero_exit
         self._name = agent or program_name(self._command)
-        self._reader = None if parser is None else CallReader(load_parser(parser))
+        self._reader = None if parser is None else load_parser(parser)
         self._parser_name = parser
         self._opens_thought = opens_thought
         if nonzero_exit != "fail" and (nonzero_exit != "zero" or command is None):
@@ -240,7 +240,7 @@ class OpenAIAgentLoop(AgentLoop):
         """Implements `AgentLoop.run`."""
         if self._reader is None:
             with suppress(ConfigError):  # an agent without tools needs none
-                self._reader = CallReader(load_parser(recognise(session.chat_template)))
+                self._reader = load_parser(recognise(session.chat_template))
         opened = self.endpoint.open_trajectory(
             session, reader=self._reader, opens_thought=self._opens_thought
         )
@@ -309,29 +309,6 @@ def _hide_key(error: BaseException, key: str) -> None:
             each.args = tuple(arg.replace(key, "<key>") if isinstance(arg, str) else arg for arg in each.args)
         left += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
         left += (other for other in (each.__cause__, each.__context__) if other is not None)
-
-
-class CallReader:
-    """Adapts a parser to the endpoint's `ToolCallReader`."""
-
-    def __init__(self, parser: ToolParser) -> None:
-        self._parser = parser
-
-    def content_so_far(self, text: str) -> int:
-        """Implements `ToolCallReader.content_so_far`."""
-        return self._parser.content_so_far(text)
-
-    def read(
-        self, text: str, tools: Sequence[dict[str, Any]]
-    ) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-        """Implements `ToolCallReader.read`; an unreadable call leaves the whole text as content."""
-        parsed = self._parser.parse(text, tools)
-        calls: list[tuple[str, dict[str, Any]]] = []
-        for call in parsed.calls:
-            if isinstance(call, MalformedCall):
-                return text, []
-            calls.append((call.name, call.arguments))
-        return parsed.content, calls
 
 
 @functools.cache

@@ -13,14 +13,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from typing import Annotated, Any, Final, Protocol, Self
+from typing import Annotated, Any, Final, Self
 
 import msgspec
 from msgspec import Meta
 
 from agent_loops.mcp import McpServer, McpServerSpec
 from agent_loops.parsing import Call, MalformedCall
-from agent_loops.tools import load_tool
+from agent_loops.tools import Tool, load_tool
 from async_rl.errors import ConfigError, ToolError
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.serving_clock import serving_timeout
@@ -65,27 +65,10 @@ class McpSpec(_Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names of the offered tools; all by default."""
 
 
-class AnyTool(Protocol):
-    """The interface of a tool, as `agent_loops.tools.Tool` implements it."""
-
-    name: str
-    schema: dict[str, Any]
-    keeps_state: bool
-
-    async def create(self, task: Task) -> Any:
-        """Make the state that the calls of one trajectory share."""
-
-    async def release(self, state: Any) -> None:
-        """Release the state."""
-
-    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, state: Any = None) -> str:
-        """Run the tool and return its result as text; raises `ToolError`."""
-
-
 class _LimitedTool:
     """A tool with its limit of concurrent calls."""
 
-    def __init__(self, tool: AnyTool, limits: _Limits) -> None:
+    def __init__(self, tool: Tool, limits: _Limits) -> None:
         self.tool = tool
         self.timeout_s = limits.timeout_s
         self._limit = limits.max_concurrent
@@ -189,7 +172,7 @@ class Toolbox:
         finally:
             await tools.release_states()
 
-    def _add(self, tool: AnyTool, limits: _Limits) -> None:
+    def _add(self, tool: Tool, limits: _Limits) -> None:
         if tool.name in self._tools:
             raise ConfigError(
                 f"rollout.agent_loop_args: two tools are called {tool.name!r}; give one another `name` "
@@ -251,11 +234,11 @@ class TrajectoryTools:
         """Release all states, the newest first, even if one of them fails."""
         await finished(self._release_all(), limit_s=_RELEASE_S * (1 + len(self._states)))
 
-    def _lock_of(self, tool: AnyTool) -> Any:
+    def _lock_of(self, tool: Tool) -> Any:
         """Return the lock that runs calls with a shared state one after the other, in order."""
         return self._locks.setdefault(tool.name, asyncio.Lock()) if tool.keeps_state else nullcontext()
 
-    async def _state_of(self, tool: AnyTool, timeout_s: float) -> Any:
+    async def _state_of(self, tool: Tool, timeout_s: float) -> Any:
         if not tool.keeps_state:
             return None
         if tool.name not in self._states:

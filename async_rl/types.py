@@ -542,7 +542,6 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
     offset: int = 0
     """Where the frame begins in its file."""
     routing: StoredRouting | None = None
-    num_segments: int = 0
     num_turns: int = 0
     num_interruptions: int = 0
     num_resumes: int = 0
@@ -580,7 +579,6 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
             stop_reason=outcome.stop_reason,
             node=node,
             routing=_summarize_routing(trajectory),
-            num_segments=len(trajectory.segments),
             num_turns=outcome.num_turns,
             num_interruptions=outcome.num_interruptions,
             num_resumes=outcome.num_resumes,

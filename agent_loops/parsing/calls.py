@@ -81,6 +81,14 @@ class ToolParser(ABC):
         calls = self.read(text[end:], tools) if end < len(text) else []
         return Parsed(content=text[:end] if calls else text, calls=calls)
 
+    def split(
+        self, text: str, tools: Sequence[dict[str, Any]]
+    ) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+        """Split one complete turn, as `parse` does; an unreadable call leaves the whole text as content."""
+        parsed = self.parse(text, tools)
+        calls = [(call.name, call.arguments) for call in parsed.calls if isinstance(call, ToolCall)]
+        return (parsed.content, calls) if len(calls) == len(parsed.calls) else (text, [])
+
     def content_end(self, text: str) -> int:
         """Return the position where the calls begin; the length of the text if it has none."""
         start = after_thought(text)

@@ -27,7 +27,7 @@ class ToolCallReader(Protocol):
         """Return how many characters of a growing text are certainly content."""
         ...
 
-    def read(
+    def split(
         self, text: str, tools: Sequence[dict[str, Any]]
     ) -> tuple[str, Sequence[tuple[str, dict[str, Any]]]]:
         """Return the content before the calls, and the name and arguments of each call.
@@ -73,7 +73,7 @@ def _split_answer(text: str, reasoning: str | None, turn_format: TurnFormat) -> 
     """Split the text after the thought."""
     if turn_format.reader is None:
         return SplitTurn(reasoning=reasoning, content=text)
-    content, calls = turn_format.reader.read(text, turn_format.tools)
+    content, calls = turn_format.reader.split(text, turn_format.tools)
     return SplitTurn(reasoning=reasoning, content=content.rstrip() if calls else content, calls=calls)
 
 

@@ -81,7 +81,7 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Where an engine's time went, seconds since its start; the first four add up to it."""
+    """Where an engine's time went, seconds since its start."""
 
     pause_s: float = 0.0
     """Interrupted and updated."""
@@ -89,12 +89,8 @@ class Usage(msgspec.Struct, kw_only=True):
     """Decoding waited for prefills."""
     empty_s: float = 0.0
     """Lost to slots without a call: time decoding, less what all slots would have needed for its tokens."""
-    full_s: float = 0.0
-    """What all slots would have needed for the tokens that were decoded."""
     decoded_tokens: float = 0.0
     prefilled_tokens: int = 0
-    slot_s: float = 0.0
-    """Sum over the running calls."""
 
 
 def mark(length: int, *, stop_at: int, trajectory: int = 0, group: int = 0) -> Int32Array:
@@ -198,7 +194,6 @@ class CoarseEngine:
         if passed <= 0.0:
             return
         usage, running = self._usage, len(self._decoding)
-        usage.slot_s += passed * (running + len(self._prefilling))
         if self._still:
             usage.pause_s += passed
         elif self._prefilling:
@@ -208,9 +203,7 @@ class CoarseEngine:
             steps = passed / self._speed.step_s(running)
             self._progress += steps
             usage.decoded_tokens += steps * running
-            full_s = steps * running / self._speed.tokens_per_s(self._speed.slots)
-            usage.full_s += full_s
-            usage.empty_s += passed - full_s
+            usage.empty_s += passed - steps * running / self._speed.tokens_per_s(self._speed.slots)
         else:
             usage.empty_s += passed
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
 from async_rl.openai_api.endpoint import Endpoint
 from tests.support.agent_requests import REQUESTS
@@ -104,7 +103,7 @@ def test_a_changed_request_is_answered_or_refused_and_its_trajectory_goes_on(
 async def check(body: bytes, headers: dict[str, bytes], path: str) -> None:
     """Send a request, then one that is valid."""
     bench, _ = talking(lambda prompt: "Hello.", max_branches=2)
-    opened = Endpoint().open_trajectory(bench.session, reader=CallReader(load_parser("hermes")))
+    opened = Endpoint().open_trajectory(bench.session, reader=load_parser("hermes"))
     async with opened as access, httpx.AsyncClient(trust_env=False, verify=False, timeout=60) as client:
         root = access.base_url.removesuffix("/v1")
         key = {"authorization": f"Bearer {access.api_key}".encode()}

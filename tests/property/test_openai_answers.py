@@ -7,7 +7,6 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
 from async_rl.openai_api.answers import GrowingTurn, TurnFormat, split_turn
 from async_rl.rollout.session.tokens import GrowingText
@@ -19,7 +18,7 @@ TEXTS = st.lists(PIECES | st.text(max_size=3), max_size=8).map("".join)
 FORMS = st.builds(
     TurnFormat,
     stop=st.sampled_from([(), ("END",), ("<b", "ND")]),
-    reader=st.sampled_from([None, CallReader(load_parser("hermes"))]),
+    reader=st.sampled_from([None, load_parser("hermes")]),
     opens_thought=st.booleans(),
 )
 

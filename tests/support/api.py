@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import openai
 
-from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
 from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
 from async_rl.types import Trajectory
@@ -57,7 +56,7 @@ async def asked(
 ) -> AsyncIterator[Asked]:
     """Open a trajectory whose policy follows a script."""
     bench, talker = talking(script, **engine)
-    opened = (endpoint or Endpoint()).open_trajectory(bench.session, reader=CallReader(load_parser("hermes")))
+    opened = (endpoint or Endpoint()).open_trajectory(bench.session, reader=load_parser("hermes"))
     async with opened as access, client_of(access, max_retries=max_retries) as client:
         yield Asked(bench, talker, access, client)
 
