@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from async_rl.config import LossConfig
 from async_rl.config.trainer_settings import TeacherConfig
+from async_rl.errors import AgentLoopError, AsyncRLError
 from async_rl.rollout.groups import (
     GroupDecision,
     GroupInFlight,
@@ -106,6 +107,17 @@ def entry_of(name: str, *spans: tuple[int, int]) -> JournalEntry:
     entry = JournalEntry(name)
     entry.segments += make_trajectory(name, sampled=spans, routing=False).segments
     return entry
+
+
+def test_the_run_ends_with_the_last_cause_when_failures_and_filters_leave_no_group() -> None:
+    untrained = UntrainedGroups(limit=3)
+    cause = AgentLoopError("the cat is on the keyboard")
+    for decision in (NO_SIGNAL, TOO_FEW, TOO_FEW):
+        untrained.record_group(decision, {"a": "agent_loop_error"}, cause)
+    for _ in range(9):  # these lost stragglers only
+        untrained.record_group(TOO_FEW, {"a": "straggler"}, cause)
+    with pytest.raises(AsyncRLError, match=r"4 groups .*too_few_siblings: 3, no_signal: 1.*the cat is on"):
+        untrained.record_group(TOO_FEW, {"a": "agent_loop_error", "b": "straggler"}, cause)
 
 
 def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> None:

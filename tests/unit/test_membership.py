@@ -124,6 +124,29 @@ async def test_a_server_that_is_refused_is_told_once_and_tried_again_when_it_is_
         assert made.departed == []
 
 
+async def test_a_server_leaves_when_its_calls_have_ended(tmp_path: Path) -> None:
+    async with job(tmp_path, A, B) as made:
+        made.bench.pool.serve_engine("engine-1", 3)
+        running = await made.let_a_leave_in_a_call()
+        made.bench.engines["engine-0"].say(0, END)
+        await settle()
+        assert running.done()
+        assert made.departed == ["engine-0"]
+        assert made.states() == {"engine-0": None, "engine-1": EngineState.SERVING}
+        assert made.aborted == []
+
+
+async def test_long_calls_are_moved_when_their_server_leaves(tmp_path: Path) -> None:
+    async with job(tmp_path, A, B) as made:
+        running = await made.let_a_leave_in_a_call()
+        await asyncio.sleep(25.0)
+        assert not running.done()
+        await asyncio.sleep(10.0)
+        assert running.done()
+        assert made.bench.tokens == {"t1": 2}
+        assert made.aborted == made.departed == ["engine-0"]
+
+
 async def test_a_server_goes_on_leaving_when_the_trainer_was_restarted_meanwhile(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
         running = await made.let_a_leave_in_a_call()
