@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from rich.text import Text
 from async_rl import __version__
 from async_rl.config import Config, changed_fields, old_log_probs_reason
 from async_rl.observability.formatting import format_duration, format_percent
+from async_rl.observability.panels import PANELS
 from async_rl.observability.records import (
     MANY_WITHOUT_SIGNAL,
     WINDOW,
@@ -36,19 +37,14 @@ from async_rl.observability.records import (
     last_at_equal_versions,
     no_signal,
 )
-from async_rl.observability.text_console import TextConsole
+from async_rl.observability.text_console import TextConsole, pairs
 from async_rl.runtime.files import replace_file
 
 _TICK_WIDTH = 9
 """Columns of a chart for each tick of its x axis."""
 
-SPIKES: Final = {
-    "ppo_kl": "the updates of one batch moved the policy far: check grad_norm, lower the learning rate",
-    "mismatch": "engine and trainer differ at equal weights: damaged weights or wrong routing rows",
-    "staleness": "older data than usual, or a policy that moves fast: lower max_staleness or the rate",
-    "routing": "replay removes more than usual, close choices of experts; below 0 the rows are wrong",
-}
-"""What a spike of a figure in a step's line means."""
+_KL_PANELS: Final = (PANELS["ppo-kl"], PANELS["kl-parts"])
+"""What is healthy, of the KL figures in a step's line."""
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -93,7 +89,7 @@ def print_header(console: TextConsole, config: Config, run_dir: Path, metrics_ur
     """Print the first screen: version, run folder, changed settings and the bounds that follow from them."""
     console.print(Text(f"async-rl {__version__}", style="bold"))
     console.print(
-        _figures(
+        pairs(
             [
                 ("run folder", _path(run_dir)),
                 ("live page", metrics_url),
@@ -102,11 +98,11 @@ def print_header(console: TextConsole, config: Config, run_dir: Path, metrics_ur
         )
     )
     console.print(Text("differs from the defaults", style="bold"))
-    console.print(_figures([(key, str(value)) for key, value in changed_fields(config).items()]))
+    console.print(pairs([(key, str(value)) for key, value in changed_fields(config).items()]))
     console.print(Text("follows from it", style="bold"))
-    console.print(_figures([(key, str(value)) for key, value in derived_bounds(config).items()]))
-    console.print(Text("a spike of these in a step's line means", style="bold"))
-    console.print(_figures([*SPIKES.items()]))
+    console.print(pairs([(key, str(value)) for key, value in derived_bounds(config).items()]))
+    console.print(Text("what is healthy in a step's line", style="bold"))
+    console.print(pairs([(panel.title, panel.note) for panel in _KL_PANELS]))
 
 
 _NAMES_WIDTH = 30
@@ -199,6 +195,7 @@ class RunProgress:
             ("waiting for", self._waiting_for or "nothing"),
         ]
         if record:
+            parts = _parts_of_kl(record, self._at_equal_versions)
             rows += [
                 (
                     "reward",
@@ -206,7 +203,7 @@ class RunProgress:
                 ),
                 *_learning(self._without_signal),
                 *_named_kl(record.ppo_kl, record.ppo_kl_bypass),
-                *_kl_parts(record, self._at_equal_versions),
+                *([("parts of rollout KL", parts)] if parts else []),
                 ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
                 ("interrupted", f"{record.interrupted} of {record.trajectories} trajectories"),
                 ("throughput", f"{record.tokens_per_s:,.0f} tokens/s"),
@@ -217,7 +214,7 @@ class RunProgress:
             ProgressBar(total=self._max_steps, completed=done, width=min(40, self._console.width - 4))
         )
         title = f"async-rl  {format_duration(self._clock() - self._started_s)}{self._remaining(done)}"
-        return Panel(Group(bar, _figures(rows)), title=Text(title), title_align="left", expand=False)
+        return Panel(Group(bar, pairs(rows)), title=Text(title), title_align="left", expand=False)
 
     def _remaining(self, done: int) -> str:
         """Return the remaining time as text, estimated from the last steps."""
@@ -235,15 +232,14 @@ def _learning(groups: int) -> list[tuple[str, str]]:
     return [("learning", no_signal(groups))] if groups >= MANY_WITHOUT_SIGNAL else []
 
 
-def _kl_parts(record: StepRecord, at_equal_versions: StepRecord | None) -> list[tuple[str, str]]:
+def _parts_of_kl(record: StepRecord, at_equal_versions: StepRecord | None) -> str:
     """Return the measured parts of the rollout KL; the mismatch is of the last step that measured it."""
     parts: dict[str, Figure] = {}
     if at_equal_versions is not None:
         older = "" if at_equal_versions is record else f" of step {at_equal_versions.step}"
         parts[f"mismatch{older}"] = at_equal_versions.kl_mismatch
     parts |= {"staleness": record.kl_staleness, "routing": record.kl_routing}
-    shown = [f"{name} {_number(part, 5)}" for name, part in parts.items() if is_finite(part)]
-    return [("parts of rollout KL", ", ".join(shown))] if shown else []
+    return ", ".join(f"{name} {part:.0e}" for name, part in parts.items() if is_finite(part))
 
 
 def _named_kl(ppo_kl: Figure, bypass: Figure) -> list[tuple[str, str]]:
@@ -255,41 +251,28 @@ def _named_kl(ppo_kl: Figure, bypass: Figure) -> list[tuple[str, str]]:
     return [(name, f"{_number(value, 5)} nats") for name, value in named.items() if is_finite(value)]
 
 
-def _kl_curves(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
-    """Return the KL of the updates and the parts of the rollout KL by step, as far as measured, each with
-    what a spike means.
-    """
-    curves = {
-        "ppo_kl by step": ("ppo_kl", [record.ppo_kl for record in records]),
-        "ppo_kl_bypass by step": ("ppo_kl", [record.ppo_kl_bypass for record in records]),
-        "KL of mismatch": ("mismatch", [record.kl_mismatch for record in records]),
-        "KL of staleness": ("staleness", [record.kl_staleness for record in records]),
-        "KL of routing": ("routing", [record.kl_routing for record in records]),
-    }
-    rows = []
-    for name, (figure, values) in curves.items():
-        measured = [value for value in values if is_finite(value)]
-        if measured:
-            rows.append((name, f"at most {max(measured, key=abs):.0e} nats  {sparkline(values, 28)}"))
-            rows.append(("", f"a spike: {SPIKES[figure]}"))
-    return rows
-
-
-def _kl_figures(record: StepRecord) -> str:
-    """Return the KL of the updates and the parts of the rollout KL, as far as the step measured them."""
-    policy = [f"{name} {text}" for name, text in _named_kl(record.ppo_kl, record.ppo_kl_bypass)]
-    parts = {"mismatch": record.kl_mismatch, "staleness": record.kl_staleness, "routing": record.kl_routing}
-    shown = [f"{name} {part:.0e}" for name, part in parts.items() if is_finite(part)]
-    rollout = [f"rollout KL: {', '.join(shown)}"] if shown else []
-    return "".join(f" | {figure}" for figure in (*policy, *rollout))
+def _kl_curves(records: Sequence[StepRecord]) -> Iterator[tuple[str, str]]:
+    """Yield the KL figures by step, as far as measured, each group with what is healthy."""
+    for panel in _KL_PANELS:
+        curves = {field: [getattr(record, field) for record in records] for field in panel.lines}
+        highest = {
+            field: max(filter(is_finite, values), key=abs, default=None) for field, values in curves.items()
+        }
+        for field, value in highest.items():
+            if value is not None:
+                yield f"{field} by step", f"at most {value:.0e} nats  {sparkline(curves[field], 28)}"
+        if any(value is not None for value in highest.values()):
+            yield "", panel.note
 
 
 def step_line(record: StepRecord, max_steps: int) -> str:
     """Return one step as one line of text."""
+    policy = "".join(f" | {name} {text}" for name, text in _named_kl(record.ppo_kl, record.ppo_kl_bypass))
+    parts = _parts_of_kl(record, record)
     return (
         f"step {record.step:>{len(str(max_steps))}}/{max_steps}"
         f" | reward {_number(record.reward_mean)}"
-        f"{_kl_figures(record)}"
+        f"{policy}{f' | rollout KL: {parts}' if parts else ''}"
         f" | stale p50 {record.staleness_p50:.0f} p95 {record.staleness_p95:.0f}"
         f" | interrupted {record.interrupted}/{record.trajectories}"
         f" | in flight {record.in_flight} | queued {record.queued}"
@@ -356,7 +339,7 @@ def print_summary(
     ]
     if (run_dir / REPORT_FILE).exists():
         rows.append(("as one page", _path(run_dir / REPORT_FILE)))
-    console.print(Panel(_figures(rows), title=Text("summary"), title_align="left", expand=False))
+    console.print(Panel(pairs(rows), title=Text("summary"), title_align="left", expand=False))
 
 
 def reward_chart(records: Sequence[StepRecord], *, width: int, colour: bool) -> Text:
@@ -384,15 +367,6 @@ def _step_ticks(first: int, last: int, *, at_most: int) -> list[int]:
     sizes = (digit * 10**power for power in count() for digit in (1, 2, 5))
     distance = next(size for size in sizes if (last - first) // size < at_most)
     return list(range(-(-first // distance) * distance, last + 1, distance))
-
-
-def _figures(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(f"  {name}"), Text(value))
-    return table
 
 
 def _number(value: Any, digits: int = 3) -> str:

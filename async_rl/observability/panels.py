@@ -10,7 +10,7 @@ A single figure is described on its field of `StepRecord` (`figures.Description`
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -38,8 +38,8 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """An area between two lines: label, lower and upper field."""
     joined: bool = False
     """Whether its values are measured every few steps only."""
-    floor: Figure = None
-    """The y axis includes this value."""
+    floor: Figure = 0.0
+    """The y axis includes this value; None leaves it to the values."""
     ceiling: Figure = None
     """The y axis ends here unless a value is higher."""
     bounded: bool = False
@@ -50,6 +50,16 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """From here on a value deserves a look."""
     wrong: float | None = None
     """From here on a value is wrong."""
+
+
+class Column(NamedTuple):
+    """A column of the table of steps."""
+
+    key: str
+    """Its name in the page's JSON."""
+    heading: str
+    field: str
+    """The attribute of the record."""
 
 
 class PanelGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,13 +76,13 @@ _REWARD: Final = Panel(
     note="Rises. Flat from the start: siblings get equal rewards, so there is no advantage.",
     lines={"reward_mean": "batch"},
     kind="smoothed",
+    floor=None,
 )
 _GRAD_NORM: Final = Panel(
     name="grad-norm",
     title="Gradient norm",
     note="Steady; before clipping.",
     lines={"grad_norm": "norm"},
-    floor=0.0,
 )
 
 VALIDATION: Final = PanelGroup(
@@ -83,13 +93,13 @@ VALIDATION: Final = PanelGroup(
             name="validation-reward",
             title="Validation reward",
             note="Mean over tasks, by set. Falls while the training reward rises: the policy fits its tasks.",
+            floor=None,
         ),
         Panel(
             name="validation-pass",
             title="pass@k",
             note="Share of tasks that one of k answers solves, all sets. A large k falls: the policy "
             "narrows.",
-            floor=0.0,
             ceiling=1.0,
         ),
     ),
@@ -110,6 +120,7 @@ STEP_PANELS: Final = (
                 unit="nats",
                 look=0.02,
                 wrong=0.1,
+                floor=None,
             ),
             Panel(
                 name="kl-parts",
@@ -123,6 +134,7 @@ STEP_PANELS: Final = (
                 },
                 unit="nats",
                 joined=True,
+                floor=None,
             ),
             Panel(
                 name="entropy",
@@ -130,7 +142,6 @@ STEP_PANELS: Final = (
                 note="Falls slowly. Towards 0: collapse; raise the temperature, lower the learning rate.",
                 lines={"entropy": "entropy"},
                 unit="nats",
-                floor=0.0,
             ),
             _GRAD_NORM,
             Panel(
@@ -138,7 +149,6 @@ STEP_PANELS: Final = (
                 title="Clipped tokens",
                 note="Share of tokens; above about 0.2 the policy moves too far in a step.",
                 lines={"clip_fraction": "share"},
-                floor=0.0,
                 look=0.2,
             ),
             Panel(
@@ -146,6 +156,7 @@ STEP_PANELS: Final = (
                 title="Policy loss",
                 note="No target of its own; a jump is worth a look.",
                 lines={"loss": "loss"},
+                floor=None,
             ),
         ),
     ),
@@ -164,6 +175,7 @@ STEP_PANELS: Final = (
                 },
                 unit="nats",
                 joined=True,
+                floor=None,
             ),
             Panel(
                 name="log-prob-diff",
@@ -172,7 +184,6 @@ STEP_PANELS: Final = (
                 lines={"lag0_log_prob_abs_diff": "lag 0", "log_prob_abs_diff": "all tokens"},
                 unit="nats",
                 joined=True,
-                floor=0.0,
             ),
             Panel(
                 name="routing",
@@ -181,7 +192,6 @@ STEP_PANELS: Final = (
                 lines={"routing_replayed_abs_diff": "replayed", "routing_native_abs_diff": "native"},
                 unit="nats",
                 joined=True,
-                floor=0.0,
             ),
             Panel(
                 name="ratio",
@@ -193,13 +203,13 @@ STEP_PANELS: Final = (
                     "importance_ratio_p999": "p99.9",
                 },
                 band=("p1 to p99", "importance_ratio_p1", "importance_ratio_p99"),
+                floor=None,
             ),
             Panel(
                 name="ess",
                 title="Effective sample size",
                 note="Share of the trained tokens; 1 on-policy, below about 0.5 few tokens decide the step.",
                 lines={"effective_sample_share": "share"},
-                floor=0.0,
                 ceiling=1.0,
                 look=0.5,
             ),
@@ -216,7 +226,6 @@ STEP_PANELS: Final = (
                 lines={"staleness_mean": "mean", "staleness_max": "max"},
                 unit="versions",
                 band=("p50 to p95", "staleness_p50", "staleness_p95"),
-                floor=0.0,
                 bounded=True,
             ),
             *(
@@ -228,7 +237,6 @@ STEP_PANELS: Final = (
                     lines={"staleness_counts": "trajectories"},
                     kind="histogram",
                     unit="trajectories",
-                    floor=0.0,
                     last_steps=last_steps,
                 )
                 for name, title, last_steps in (
@@ -244,14 +252,12 @@ STEP_PANELS: Final = (
                 lines={"sampled_tokens_mean": "mean"},
                 unit="tokens",
                 band=("shortest to longest", "sampled_tokens_min", "sampled_tokens_max"),
-                floor=0.0,
             ),
             Panel(
                 name="length-bias",
                 title="Length bias",
                 note="Distance of trained lengths from all that ended; above 0.05 long answers get lost.",
                 lines={"length_ks": "KS distance"},
-                floor=0.0,
             ),
         ),
     ),
@@ -265,7 +271,6 @@ STEP_PANELS: Final = (
                 note="Tokens sampled by all engines; falls with longer contexts and with engines lost.",
                 lines={"tokens_per_s": "sampled"},
                 unit="tokens/s",
-                floor=0.0,
             ),
             Panel(
                 name="idle",
@@ -275,7 +280,6 @@ STEP_PANELS: Final = (
                     "trainer_idle_share": "trainer, of the step",
                     "engine_idle_share": "engines, whole run",
                 },
-                floor=0.0,
                 ceiling=1.0,
                 look=0.8,
             ),
@@ -285,7 +289,6 @@ STEP_PANELS: Final = (
                 note="Waiting for the batch, training on it, bringing the weights to the engines.",
                 lines={"wait_s": "wait", "step_s": "step", "sync_s": "sync"},
                 unit="s",
-                floor=0.0,
             ),
             Panel(
                 name="sync",
@@ -293,7 +296,6 @@ STEP_PANELS: Final = (
                 note="Pause time is what engines lose beyond the transfer; the aim is 0.1 s.",
                 lines={"sync_s": "whole", "transfer_s": "transfer", "pause_s": "pause"},
                 unit="s",
-                floor=0.0,
             ),
             Panel(
                 name="outstanding",
@@ -301,7 +303,6 @@ STEP_PANELS: Final = (
                 note="Queued at its bound: rollouts wait for the trainer. None queued: it waits for them.",
                 lines={"in_flight": "in flight", "queued": "queued"},
                 unit="trajectories",
-                floor=0.0,
             ),
             Panel(
                 name="drops",
@@ -310,7 +311,6 @@ STEP_PANELS: Final = (
                 lines={"dropped_reasons": ""},
                 kind="by reason",
                 unit="trajectories",
-                floor=0.0,
             ),
         ),
     ),
@@ -328,6 +328,7 @@ SFT_PANELS: Final = (
                 lines={"loss": "batch", "validation_loss": "validation"},
                 kind="smoothed",
                 unit="nats",
+                floor=None,
             ),
             _GRAD_NORM,
             Panel(
@@ -335,7 +336,6 @@ SFT_PANELS: Final = (
                 title="Learning rate",
                 note="As sft.lr, its warm-up and its decay say.",
                 lines={"learning_rate": "rate"},
-                floor=0.0,
             ),
         ),
     ),
@@ -349,7 +349,6 @@ SFT_PANELS: Final = (
                 note="Tokens of a batch, prompts included, over the time of its step.",
                 lines={"tokens_per_s": "tokens"},
                 unit="tokens/s",
-                floor=0.0,
             ),
             Panel(
                 name="step-time",
@@ -357,7 +356,6 @@ SFT_PANELS: Final = (
                 note="Of forward, backward and update.",
                 lines={"step_s": "step"},
                 unit="s",
-                floor=0.0,
             ),
         ),
     ),
@@ -365,3 +363,28 @@ SFT_PANELS: Final = (
 
 PANELS: Final = {panel.name: panel for group in (VALIDATION, *STEP_PANELS) for panel in group.panels}
 """The panels of a run with rollouts, by name."""
+
+STEP_COLUMNS: Final = (
+    Column("step", "step", "step"),
+    Column("reward", "reward", "reward_mean"),
+    Column("ppo_kl", "ppo_kl", "update_kl"),
+    Column("staleness_p95", "stale p95", "staleness_p95"),
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("wait_s", "wait s", "wait_s"),
+    Column("step_s", "step s", "step_s"),
+    Column("sync_s", "sync s", "sync_s"),
+    Column("in_flight", "in flight", "in_flight"),
+    Column("queued", "queued", "queued"),
+    Column("dropped", "dropped", "dropped"),
+)
+
+SFT_COLUMNS: Final = (
+    Column("step", "step", "step"),
+    Column("epoch", "epoch", "epoch_number"),
+    Column("loss", "loss", "loss"),
+    Column("validation_loss", "validation loss", "validation_loss"),
+    Column("grad_norm", "grad norm", "grad_norm"),
+    Column("learning_rate", "learning rate", "learning_rate"),
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("step_s", "step s", "step_s"),
+)

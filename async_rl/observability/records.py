@@ -521,6 +521,11 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
         return self.step if is_finite(self.lag0_log_prob_abs_diff) else None
 
     @property
+    def update_kl(self) -> Figure:
+        """`ppo_kl_bypass` where it was measured, else `ppo_kl`."""
+        return self.ppo_kl_bypass if is_finite(self.ppo_kl_bypass) else self.ppo_kl
+
+    @property
     def trainer_idle_share(self) -> Figure:
         """Share of the step in which the trainer waited for its batch."""
         seconds = self.wait_s + self.step_s + self.handover_s

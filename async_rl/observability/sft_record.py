@@ -38,6 +38,11 @@ class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     tokens_per_s: float
 
+    @property
+    def epoch_number(self) -> int:
+        """The epoch, from 1."""
+        return self.epoch + 1
+
 
 def holds_sft_records(path: Path) -> bool | None:
     """Return whether a `metrics.jsonl` is of a supervised run, by its first step; None if it has none.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from async_rl.runtime.printable import printable
@@ -30,3 +31,13 @@ class TextConsole(Console):
         """Render anything."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def pairs(rows: Sequence[tuple[str, str | Text]]) -> Table:
+    """Return names beside their values; a long value goes over several lines."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(f"  {name}"), Text(value) if isinstance(value, str) else value)
+    return table

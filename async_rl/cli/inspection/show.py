@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.cli.inspection.trajectory_view import LogProbs, Passage, TrajectoryView
-from async_rl.observability.text_console import TextConsole
+from async_rl.observability.text_console import TextConsole, pairs
 from async_rl.store.archive import ArchiveRow
 
 _VERSION_STYLES: Final = ("green", "bright_blue", "magenta", "bright_yellow", "bright_cyan", "bright_red")
@@ -57,7 +57,7 @@ def terminal() -> TextConsole:
 def show_trajectory(console: TextConsole, view: TrajectoryView) -> None:
     """Print a whole trajectory: figures, conversation and history."""
     console.print(Rule(Text(f"trajectory {view.trajectory_id}", style="bold"), align="left"))
-    console.print(_figures(_facts(view)))
+    console.print(pairs(_facts(view)))
     for passage in view.passages:
         console.print(_heading(passage))
         console.print(Padding(_body(passage), (0, 0, 0, 2), expand=False))
@@ -66,7 +66,7 @@ def show_trajectory(console: TextConsole, view: TrajectoryView) -> None:
         console.print(Padding(Text(view.error, style="red"), (0, 0, 0, 2), expand=False))
     if view.history:
         console.print(Text("history", style="bold"))
-        console.print(_figures([(_time(event.unix_s), Text(event.what)) for event in view.history]))
+        console.print(pairs([(_time(event.unix_s), event.what) for event in view.history]))
     console.print()
 
 
@@ -118,24 +118,17 @@ def show_summary(console: TextConsole, views: Sequence[TrajectoryView]) -> None:
     )
 
 
-def _facts(p: TrajectoryView) -> list[tuple[str, Text]]:
-    rows = [("task", Text(f"{p.task_id}, group {p.group_id}")), ("reward", _reward(p))]
-    rows.append(("ended by", Text(p.stop_reason)))
-    rows.append(
-        (
-            "tokens",
-            Text(f"{p.tokens:,}: {p.trained_tokens:,} trained, {p.tokens - p.trained_tokens:,} masked"),
-        )
-    )
-    rows.append(("turns", Text(f"{p.turns}, {p.tool_calls} tool calls, {p.tool_errors} failed")))
+def _facts(p: TrajectoryView) -> list[tuple[str, str | Text]]:
     versions = Text(", ").join([Text(f"v{v}", style=version_style(v)) for v in p.weight_versions])
-    rows.append(("weights", Text.assemble(versions or "-", f" on {', '.join(p.engines) or 'no engine'}")))
-    rows.append(
-        (
-            "interrupted",
-            Text(f"{p.interruptions} times, {p.resumes} resumes, {p.failovers} failovers"),
-        )
-    )
+    rows: list[tuple[str, str | Text]] = [
+        ("task", f"{p.task_id}, group {p.group_id}"),
+        ("reward", _reward(p)),
+        ("ended by", p.stop_reason),
+        ("tokens", f"{p.tokens:,}: {p.trained_tokens:,} trained, {p.tokens - p.trained_tokens:,} masked"),
+        ("turns", f"{p.turns}, {p.tool_calls} tool calls, {p.tool_errors} failed"),
+        ("weights", Text.assemble(versions or "-", f" on {', '.join(p.engines) or 'no engine'}")),
+        ("interrupted", f"{p.interruptions} times, {p.resumes} resumes, {p.failovers} failovers"),
+    ]
     if p.routing is not None:
         invalid = f", {p.routing.invalid:,} of them invalid" if p.routing.invalid else ", all valid"
         spans = ", ".join(
@@ -144,10 +137,10 @@ def _facts(p: TrajectoryView) -> list[tuple[str, Text]]:
             else f"[{s.start}, {s.end}) never"
             for s in p.routing.spans
         )
-        rows.append(("routing", Text(f"{p.routing.rows:,} rows{invalid}: {spans}")))
+        rows.append(("routing", f"{p.routing.rows:,} rows{invalid}: {spans}"))
     if p.log_probs is not None:
-        rows.append(("log-probs", Text(_log_probs(p.log_probs))))
-    rows.append(("took", Text(f"{p.duration_s:.2f} s")))
+        rows.append(("log-probs", _log_probs(p.log_probs)))
+    rows.append(("took", f"{p.duration_s:.2f} s"))
     return rows
 
 
@@ -228,15 +221,6 @@ def _span(versions: Iterable[int | None]) -> str:
     if not known:
         return "-"
     return f"v{known[0]}" if len(known) == 1 else f"v{known[0]} to v{known[-1]}"
-
-
-def _figures(rows: Sequence[tuple[str, Text]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(f"  {name}", value)
-    return table
 
 
 def _time(unix_s: float) -> str:

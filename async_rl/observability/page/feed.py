@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -29,8 +29,8 @@ from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.page.charts import Section, sections
 from async_rl.observability.page.tiles import Tile, tiles
 from async_rl.observability.page.view import Now
-from async_rl.observability.panels import RECENT
-from async_rl.observability.records import Figure, StepRecord, is_finite
+from async_rl.observability.panels import RECENT, STEP_COLUMNS
+from async_rl.observability.records import Figure, StepRecord
 from async_rl.runtime.threads import call_in_thread
 from async_rl.runtime.waits import acting, waiting
 from async_rl.trainer_protocol import Extreme
@@ -42,19 +42,6 @@ _QUEUED: Final = 8
 """The number of messages that a client may be behind."""
 
 
-class StepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row in the table of steps."""
-
-    step: int
-    reward: Figure
-    ppo_kl: Figure
-    staleness_p95: float
-    tokens_per_s: float
-    wait_s: float
-    step_s: float
-    sync_s: float
-
-
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
     """Everything on the page that changes with a step."""
 
@@ -62,8 +49,10 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     """Unique to the step, to its repetition after a restart, and to the driver process."""
     tiles: Sequence[Tile] = ()
     sections: Sequence[Section] = ()
-    recent: Sequence[StepRow] = ()
-    """The newest come first."""
+    columns: Sequence[str] = tuple(column.heading for column in STEP_COLUMNS)
+    """The headings of the table of steps."""
+    recent: Sequence[Mapping[str, Figure]] = ()
+    """Its rows, the newest first."""
     extremes: Sequence[Extreme] = ()
     """The extreme tokens of the last step."""
 
@@ -247,21 +236,11 @@ def draw_steps(
         id=steps_id,
         tiles=tiles(records, max_staleness),
         sections=sections(records, max_staleness, evaluations),
-        recent=[_row(record) for record in reversed(records[-RECENT:])],
+        recent=[
+            {column.key: getattr(record, column.field) for column in STEP_COLUMNS}
+            for record in reversed(records[-RECENT:])
+        ],
         extremes=records[-1].extremes if records else (),
-    )
-
-
-def _row(record: StepRecord) -> StepRow:
-    return StepRow(
-        step=record.step,
-        reward=record.reward_mean,
-        ppo_kl=record.ppo_kl_bypass if is_finite(record.ppo_kl_bypass) else record.ppo_kl,
-        staleness_p95=record.staleness_p95,
-        tokens_per_s=record.tokens_per_s,
-        wait_s=record.wait_s,
-        step_s=record.step_s,
-        sync_s=record.sync_s,
     )
 
 

@@ -30,8 +30,8 @@ from async_rl.observability.formatting import format_duration
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
 from async_rl.observability.page.charts import sections, sft_sections
 from async_rl.observability.page.tiles import FlowStage, compact, sft_tiles, stages, tiles
-from async_rl.observability.panels import RECENT
-from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, step_record_log
+from async_rl.observability.panels import RECENT, SFT_COLUMNS, STEP_COLUMNS
+from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, mean, step_record_log
 from async_rl.observability.sft_record import SftRecord, holds_sft_records, sft_record_log
 from async_rl.runtime import yaml12
 from async_rl.runtime.files import is_locked, replace_file
@@ -326,47 +326,14 @@ def _sft_facts(records: Sequence[SftRecord]) -> list[tuple[str, str]]:
 
 def _recent(run: RunFiles) -> tuple[list[str], list[list[str]]]:
     """Return the table of the latest steps: names of its columns, and its rows, the newest first."""
-    if run.sft_records:
-        names = [
-            "step",
-            "epoch",
-            "loss",
-            "validation loss",
-            "grad norm",
-            "learning rate",
-            "tokens/s",
-            "step s",
-        ]
-        return names, [
-            [
-                str(r.step),
-                str(r.epoch + 1),
-                compact(r.loss),
-                "" if r.validation_loss is None else compact(r.validation_loss),
-                *(compact(value) for value in (r.grad_norm, r.learning_rate, r.tokens_per_s, r.step_s)),
-            ]
-            for r in run.sft_records[-RECENT:][::-1]
-        ]
-    names = ["step", "reward", "ppo_kl", "stale p95", "tokens/s", "wait s", "step s", "sync s"]
-    return [*names, "in flight", "queued", "dropped"], [
-        [
-            str(r.step),
-            *(
-                compact(value)
-                for value in (
-                    r.reward_mean,
-                    r.ppo_kl if r.ppo_kl is not None else r.ppo_kl_bypass,
-                    r.staleness_p95,
-                    r.tokens_per_s,
-                    r.wait_s,
-                    r.step_s,
-                    r.sync_s,
-                )
-            ),
-            *(str(count) for count in (r.in_flight, r.queued, r.dropped)),
-        ]
-        for r in run.records[-RECENT:][::-1]
-    ]
+    columns = SFT_COLUMNS if run.sft_records else STEP_COLUMNS
+    records = run.sft_records or run.records
+    rows = [[_cell(getattr(record, column.field)) for column in columns] for record in records[-RECENT:]]
+    return [column.heading for column in columns], rows[::-1]
+
+
+def _cell(value: Figure) -> str:
+    return str(value) if isinstance(value, int) else compact(value)
 
 
 def _state(run_dir: Path, progress: tuple[int, int | None], events: Sequence[Event]) -> State:

@@ -44,11 +44,11 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
     """None if no alert rule is about the figure, or it was not measured."""
 
 
-def _judged(tile: Tile, verdict: Verdict | None) -> Tile:
-    """Return a tile with its verdict, and the reason in place of the note."""
+def _tile(name: str, label: str, value: str, note: str, verdict: Verdict | None = None) -> Tile:
+    """Return a tile; the reason of its verdict takes the place of the note."""
     if verdict is None:
-        return tile
-    return msgspec.structs.replace(tile, verdict=verdict.word, note=verdict.reason or tile.note)
+        return Tile(name=name, label=label, value=value, note=note)
+    return Tile(name=name, label=label, value=value, note=verdict.reason or note, verdict=verdict.word)
 
 
 def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile]:
@@ -56,60 +56,48 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
     if not records:
         return []
     last, measured = records[-1], last_at_equal_versions(records)
-    bypass = is_finite(last.ppo_kl_bypass)
-    kl = last.ppo_kl_bypass if bypass else last.ppo_kl
+    kl = last.update_kl
+    kl_note = f"nats; clipped {format_percent(last.clip_fraction)} of tokens"
     bound = "" if max_staleness is None else f" of {max_staleness} allowed"
-    start = mean(record.reward_mean for record in records[:WINDOW])
-    now = mean(record.reward_mean for record in records[-WINDOW:])
-    shown = [
-        Tile(
-            name="reward",
-            label="reward",
-            value=compact(last.reward_mean),
-            note=f"{compact(start)} → {compact(now)}, means of the first and last {WINDOW} steps",
+    older = f", step {measured.step}" if measured and measured is not last else ""
+    return [
+        _tile(
+            "reward",
+            "reward",
+            compact(last.reward_mean),
+            _first_and_last([record.reward_mean for record in records]),
+            judge_reward(records),
         ),
-        Tile(
-            name="ppo-kl",
-            label="ppo_kl_bypass" if bypass else "ppo_kl",
-            value=compact(kl) if is_finite(kl) else "none",
-            note=f"nats; clipped {format_percent(last.clip_fraction)} of tokens"
-            if is_finite(kl)
-            else "measured with several updates per batch",
+        _tile(
+            "ppo-kl",
+            "ppo_kl_bypass" if is_finite(last.ppo_kl_bypass) else "ppo_kl",
+            compact(kl) if is_finite(kl) else "none",
+            kl_note if is_finite(kl) else "measured with several updates per batch",
+            judge_ppo_kl(records),
         ),
-        Tile(
-            name="mismatch",
-            label="mismatch",
-            value=compact(None if measured is None else measured.lag0_log_prob_abs_diff),
-            note="nats, mean |Δ log-prob| at equal versions"
-            + (f", step {measured.step}" if measured and measured is not last else ""),
+        _tile(
+            "mismatch",
+            "mismatch",
+            compact(None if measured is None else measured.lag0_log_prob_abs_diff),
+            f"nats, mean |Δ log-prob| at equal versions{older}",
+            judge_mismatch(records),
         ),
-        Tile(
-            name="staleness",
-            label="staleness p95",
-            value=f"{last.staleness_p95:.0f}",
-            note=f"versions; max {last.staleness_max}{bound}",
+        _tile(
+            "staleness",
+            "staleness p95",
+            f"{last.staleness_p95:.0f}",
+            f"versions; max {last.staleness_max}{bound}",
+            judge_staleness(records, max_staleness),
         ),
-        Tile(
-            name="throughput",
-            label="throughput",
-            value=compact(last.tokens_per_s),
-            note="tokens sampled a second",
-        ),
-        Tile(
-            name="trainer-idle",
-            label="trainer idle",
-            value=format_percent(last.trainer_idle_share),
-            note=f"waited {last.wait_s:.1f} s for its batch",
+        _tile("throughput", "throughput", compact(last.tokens_per_s), "tokens sampled a second"),
+        _tile(
+            "trainer-idle",
+            "trainer idle",
+            format_percent(last.trainer_idle_share),
+            f"waited {last.wait_s:.1f} s for its batch",
+            judge_trainer_idle(records),
         ),
     ]
-    verdicts = {
-        "reward": judge_reward(records),
-        "ppo-kl": judge_ppo_kl(records),
-        "mismatch": judge_mismatch(records),
-        "staleness": judge_staleness(records, max_staleness),
-        "trainer-idle": judge_trainer_idle(records),
-    }
-    return [_judged(tile, verdicts.get(tile.name)) for tile in shown]
 
 
 def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
@@ -117,46 +105,32 @@ def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
     if not records:
         return []
     last = records[-1]
-    start, now = (mean(r.loss for r in part) for part in (records[:WINDOW], records[-WINDOW:]))
     validated = [record for record in records if record.validation_loss is not None]
-    best = min((r.validation_loss for r in validated if is_finite(r.validation_loss)), default=None)
-    shown = [
-        Tile(
-            name="loss",
-            label="loss",
-            value=compact(last.loss),
-            note=f"nats; {compact(start)} → {compact(now)}, means of the first and last {WINDOW} steps",
-        ),
-        Tile(
-            name="validation-loss",
-            label="validation loss",
-            value=compact(validated[-1].validation_loss) if validated else "none",
-            note=f"nats after step {validated[-1].step}; best {compact(best)}"
-            if validated
-            else "sft.validation names no file",
-        ),
-        Tile(name="grad-norm", label="gradient norm", value=compact(last.grad_norm), note="before clipping"),
-        Tile(
-            name="learning-rate",
-            label="learning rate",
-            value=compact(last.learning_rate),
-            note=f"peak {compact(max(record.learning_rate for record in records))}",
-        ),
-        Tile(
-            name="throughput",
-            label="throughput",
-            value=compact(last.tokens_per_s),
-            note="tokens trained a second, prompts included",
-        ),
-        Tile(
-            name="epoch",
-            label="epoch",
-            value=str(last.epoch + 1),
-            note=f"{compact(sum(record.trained_tokens for record in records))} tokens trained on",
-        ),
+    value, note = "none", "sft.validation names no file"
+    if validated:
+        best = min((r.validation_loss for r in validated if is_finite(r.validation_loss)), default=None)
+        value = compact(validated[-1].validation_loss)
+        note = f"nats after step {validated[-1].step}; best {compact(best)}"
+    losses = f"nats; {_first_and_last([record.loss for record in records])}"
+    norm, rate, tokens_per_s = (
+        compact(each) for each in (last.grad_norm, last.learning_rate, last.tokens_per_s)
+    )
+    peak = compact(max(record.learning_rate for record in records))
+    trained = compact(sum(record.trained_tokens for record in records))
+    return [
+        _tile("loss", "loss", compact(last.loss), losses, judge_sft_loss(records)),
+        _tile("validation-loss", "validation loss", value, note),
+        _tile("grad-norm", "gradient norm", norm, "before clipping", judge_sft_gradient(records)),
+        _tile("learning-rate", "learning rate", rate, f"peak {peak}"),
+        _tile("throughput", "throughput", tokens_per_s, "tokens trained a second, prompts included"),
+        _tile("epoch", "epoch", str(last.epoch_number), f"{trained} tokens trained on"),
     ]
-    verdicts = {"loss": judge_sft_loss(records), "grad-norm": judge_sft_gradient(records)}
-    return [_judged(tile, verdicts.get(tile.name)) for tile in shown]
+
+
+def _first_and_last(values: Sequence[Figure]) -> str:
+    """Return how a figure has changed over the run."""
+    first, last = mean(values[:WINDOW]), mean(values[-WINDOW:])
+    return f"{compact(first)} → {compact(last)}, means of the first and last {WINDOW} steps"
 
 
 class FlowStage(msgspec.Struct, frozen=True, kw_only=True):

@@ -164,7 +164,7 @@ def _has_held(times_s: Float64Array, holds: BoolArray, for_s: float) -> bool:
 
 
 def _kl(record: StepRecord) -> float | None:
-    kl = record.ppo_kl_bypass if is_finite(record.ppo_kl_bypass) else record.ppo_kl
+    kl = record.update_kl
     return abs(kl) if is_finite(kl) else None
 
 

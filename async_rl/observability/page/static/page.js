@@ -123,9 +123,13 @@ function showSteps(steps) {
     return element("div", `tile ${tile.verdict ?? ""}`, head, value, element("p", "note", tile.note));
   }));
   showSections($("charts"), steps.sections);
-  rows("recent", steps.recent.map((row) => [
-    [String(row.step), "n"], ...[row.reward, row.ppo_kl, row.staleness_p95, row.tokens_per_s, row.wait_s, row.step_s, row.sync_s]
-      .map((value) => [figure(value), "n"]),
+  $("recent-columns").replaceChildren(...steps.columns.map((heading) => {
+    const cell = element("th", "n", heading);
+    cell.scope = "col";
+    return cell;
+  }));
+  rows("recent", steps.recent.map(({ step, ...figures }) => [
+    [String(step), "n"], ...Object.values(figures).map((value) => [figure(value), "n"]),
   ]));
   $("extremes-card").hidden = steps.extremes.length === 0;
   rows("extremes", steps.extremes.map((token) => [
