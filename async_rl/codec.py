@@ -140,22 +140,18 @@ def encoded_size(buffers: list[bytes | memoryview]) -> int:
     return sum(len(piece) for piece in buffers)
 
 
-def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
+def decode(buffer: Buffer, expected: type[T]) -> T:
     """Decode the frame at the beginning of a buffer.
 
     Args:
         buffer: Any contiguous buffer; the arrays of the result are read-only views that keep it alive.
         expected: The type that the frame must hold.
-        verify: Whether to check the sum of the payload. The head is always verified; the payload of a frame
-            that this machine has written since it booted need not be.
 
     Raises:
         CorruptFrame: When the frame is cut short, fails a checksum, is of an unknown format or holds
             something else. The message says which.
     """
-    header, payload, crc = _split(buffer)
-    if verify and _checksum(payload) != crc:
-        raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
+    header, payload = _split(buffer)
 
     def array(code: int, described: memoryview) -> npt.NDArray[Any]:
         ndim = (len(described) - _DESCRIBED[0].size) // 8
@@ -201,9 +197,7 @@ def inspect(buffer: Buffer, *, verify: bool = True) -> FrameHeader:
     Raises:
         CorruptFrame: When there is none, or not a whole one.
     """
-    header, payload, crc = _split(buffer)
-    if verify and _checksum(payload) != crc:
-        raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
+    header, payload = _split(buffer, verify=verify)
     kind, _ = _open(header)
     nbytes = _align(_PREFIX_BYTES + len(header)) + len(payload)
     return FrameHeader(kind=kind, nbytes=nbytes, checksum=checksum_of(buffer))
@@ -234,7 +228,7 @@ def write_frame(path: str | os.PathLike[str], obj: Any) -> int:
     return encoded_size(pieces)
 
 
-def read_frame(path: str | os.PathLike[str], expected: type[T], *, verify: bool = True) -> T:
+def read_frame(path: str | os.PathLike[str], expected: type[T]) -> T:
     """Map a file and decode the frame in it; the arrays keep the mapping alive.
 
     Raises:
@@ -242,7 +236,7 @@ def read_frame(path: str | os.PathLike[str], expected: type[T], *, verify: bool 
         FileNotFoundError: When there is no such file.
     """
     try:
-        return decode(map_file(path), expected, verify=verify)
+        return decode(map_file(path), expected)
     except CorruptFrame as error:
         raise CorruptFrame(f"{os.fspath(path)}: {error}") from error
 
@@ -262,8 +256,8 @@ def map_file(path: str | os.PathLike[str]) -> Buffer:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _split(buffer: Buffer) -> tuple[memoryview, Bytes, int]:
-    """Verify the head of a frame; return its header, its payload and the checksum of the payload."""
+def _split(buffer: Buffer, *, verify: bool = True) -> tuple[memoryview, Bytes]:
+    """Verify the head of a frame, and its payload with `verify`; return its header and its payload."""
     data: Bytes = np.frombuffer(buffer, np.uint8)
     data.flags.writeable = False
     if len(data) < _PREFIX_BYTES:
@@ -280,7 +274,10 @@ def _split(buffer: Buffer) -> tuple[memoryview, Bytes, int]:
     if crc != _HEAD_CRC.unpack_from(data.data, _PREFIX.size)[0]:
         raise CorruptFrame("head fails its checksum")
     header = data.data[_PREFIX_BYTES : _PREFIX_BYTES + header_bytes]
-    return header, data[start : start + payload_bytes], payload_crc
+    payload = data[start : start + payload_bytes]
+    if verify and _extend(0, payload) != payload_crc:
+        raise CorruptFrame(f"payload of {payload_bytes} bytes fails its checksum")
+    return header, payload
 
 
 def _open(header: memoryview) -> tuple[str, msgspec.Raw]:
@@ -296,10 +293,6 @@ def pass_array(expected: type, value: Any) -> Any:
     if not isinstance(value, expected):
         raise TypeError(f"expected {expected.__name__}, found {value.__class__.__name__}")
     return value
-
-
-def _checksum(payload: Bytes) -> int:
-    return _extend(0, payload)
 
 
 def _extend(crc: int, data: Bytes) -> int:

@@ -59,11 +59,6 @@ from typing import Literal
 StalenessPolicy = Literal["wait", "drop", "mask_tokens"]
 
 
-def staleness(version: int, oldest: int) -> int:
-    """Return the trainer's version at consumption minus the oldest version of the sampled tokens."""
-    return version - oldest
-
-
 def may_admit(outstanding: int, groups_per_batch: int, max_staleness: int, lag: int = 0) -> bool:
     """Return whether one more group may be dispatched.
 
@@ -208,12 +203,6 @@ class Backlog:
         late = (groups for deadline, groups in self._ready.items() if deadline < version)
         return list(chain.from_iterable(late))
 
-    def in_flight_until(self, version: int) -> list[str]:
-        """Return the groups in flight that can be consumed at no later version than this."""
-        if not any(deadline <= version for deadline in self._in_flight_counts):
-            return []
-        return [group_id for group_id, deadline in self._in_flight.items() if deadline <= version]
-
     def select_batch(self, version: int) -> list[str] | None:
         """Return the groups to consume at `version`, earliest deadline first; None when it must wait."""
         safe = batch_is_safe(
@@ -227,7 +216,11 @@ class Backlog:
 
     def in_flight(self, due: int | None = None) -> list[str]:
         """Return the groups in flight, or only those whose deadline is no later than `due`."""
-        return [group for group, deadline in self._in_flight.items() if due is None or deadline <= due]
+        if due is None:
+            return list(self._in_flight)
+        if not any(deadline <= due for deadline in self._in_flight_counts):
+            return []
+        return [group for group, deadline in self._in_flight.items() if deadline <= due]
 
     def awaited(self, version: int) -> int:
         """Return the number of groups in flight that must finish at this version, which is their deadline."""

@@ -32,7 +32,7 @@ from async_rl.types import TrainBatch
 from benchmarks.support.tables import Row, argument_parser, in_turns, other_process, report, row
 from benchmarks.trainer_step import batch_of, build_model
 from tests.support.trainers import started, trainer_config
-from trainer.megatron.packing import MicroBatch, Packing, pack_micro_batch, plan_micro_batches
+from trainer.megatron.packing import Packing, pack_micro_batch, plan_micro_batches
 
 BUDGET = 4096
 
@@ -46,7 +46,7 @@ def packed(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
 def padded(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
     """Pad the trainer's micro-batches to rectangles."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
-    return [rectangle(micro_batch.trajectories, lengths, offsets) for micro_batch in plan]
+    return [rectangle(micro_batch, lengths, offsets) for micro_batch in plan]
 
 
 def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
@@ -65,7 +65,7 @@ def rectangle(members: Sequence[int], lengths: Sequence[int], offsets: np.ndarra
     width = max(lengths[j] for j in members)
     source = np.full((len(members), width), -1, np.int64)
     for line, j in zip(source, members, strict=True):
-        line[: lengths[j]] = pack_micro_batch(MicroBatch((j,)), offsets).source
+        line[: lengths[j]] = pack_micro_batch((j,), offsets).source
     return Packing(source=source.ravel(), lengths=(width,) * len(members))
 
 

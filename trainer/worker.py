@@ -275,7 +275,7 @@ class TrainerWorker:
         needed: set[int] = set()
         for part in split_updates(np.array(batch.group_index, np.int32), updates):
             for micro_batch in self._plan_micro_batches(np.array(batch.lengths), part):
-                needed.update(micro_batch.trajectories)
+                needed.update(micro_batch)
         return tuple(sorted(needed))
 
     def _with_token_ids(
@@ -685,7 +685,7 @@ class TrainerWorker:
             multiple=model.micro_batch_multiple,
             cost=model.cost,
         )[model.data_parallel_rank]
-        return [MicroBatch(tuple(trajectories[j] for j in micro_batch.trajectories)) for micro_batch in plan]
+        return [tuple(trajectories[j] for j in micro_batch) for micro_batch in plan]
 
     def log_probs_and_entropy(
         self, micro_batch: PlacedMicroBatch, hidden: torch.Tensor

@@ -98,7 +98,7 @@ class Admission:
             work: The groups that are being sampled.
         """
         backlog = self._backlog
-        for group_id in backlog.in_flight_until(self.served + backlog.max_staleness - 1):
+        for group_id in backlog.in_flight(self.served + backlog.max_staleness - 1):
             if group_id in work:
                 oldest = work[group_id].oldest_version()
                 backlog.renew_deadline(group_id, self.served if oldest is None else oldest)
@@ -110,7 +110,7 @@ class Admission:
         """
         if self._backlog.staleness_policy != "drop":
             return []
-        late = self._backlog.in_flight_until(version - 1)
+        late = self._backlog.in_flight(version - 1)
         # A group without an age may sample its first token by the next version.
         return [
             group_id for group_id in late if group_id in work and work[group_id].oldest_version() is not None

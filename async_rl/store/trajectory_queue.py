@@ -483,7 +483,7 @@ class TrajectoryQueue:
             num_ready=self._backlog.num_ready,
             groups_per_batch=self._backlog.groups_per_batch,
             in_flight=tuple(self._backlog.in_flight()),
-            due=tuple(self._backlog.in_flight(due=self._admission.next)),
+            due=tuple(self._backlog.in_flight(self._admission.next)),
             restored=tuple(group.group_id for group in self._groups.restored),
             admits=self.admits,
         )

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.train_batches import random_batch
 from trainer.megatron.packing import (
-    MicroBatch,
     SequenceCost,
-    gather_packed,
     level_packings,
     make_targets,
     pack_micro_batch,
@@ -23,18 +21,18 @@ lengths_of_batches = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 @given(lengths_of_batches, st.integers(1, 100), st.integers(1, 5), st.sampled_from([1, 2, 8]))
 def test_every_trajectory_is_planned_once_when_ranks_keep_step(lengths, budget, ranks, align):
     plan = plan_micro_batches(lengths, budget, ranks, align)
-    assert sorted(j for rank in plan for m in rank for j in m.trajectories) == list(range(len(lengths)))
+    assert sorted(j for rank in plan for m in rank for j in m) == list(range(len(lengths)))
     assert len({len(rank) for rank in plan}) == 1
     for rank in plan:
         for micro_batch in rank:
-            padded = sum(-(-lengths[j] // align) * align for j in micro_batch.trajectories)
-            assert padded <= budget or len(micro_batch.trajectories) == 1
+            padded = sum(-(-lengths[j] // align) * align for j in micro_batch)
+            assert padded <= budget or len(micro_batch) == 1
 
 
 @given(lengths_of_batches, st.integers(1, 100), st.integers(1, 3), st.sampled_from([1, 2, 4]))
 def test_interleaved_stages_can_take_turns_when_the_plan_has_a_multiple(lengths, budget, ranks, multiple):
     plan = plan_micro_batches(lengths, budget, ranks, multiple=multiple)
-    assert sorted(j for rank in plan for m in rank for j in m.trajectories) == list(range(len(lengths)))
+    assert sorted(j for rank in plan for m in rank for j in m) == list(range(len(lengths)))
     assert all(len(rank) % multiple == 0 for rank in plan)
     fewest = max(len(rank) for rank in plan_micro_batches(lengths, budget, ranks))
     assert all(0 <= len(rank) - fewest < multiple for rank in plan)
@@ -49,7 +47,7 @@ def test_packings_keep_their_tokens_when_made_equally_long(lengths, budget, alig
     assert {len(p.source) for p in leveled} == {max(len(p.source) for p in packings)}
     for before, after in zip(packings, leveled, strict=True):
         np.testing.assert_array_equal(after.source[: len(before.source)], before.source)
-        assert not after.is_token[len(before.source) :].any()
+        assert not (after.source[len(before.source) :] >= 0).any()
         assert sum(after.lengths) == len(after.source)
         assert after.lengths[: len(before.lengths)] == before.lengths
         assert all(length % align == 0 and length > 0 for length in after.lengths)
@@ -61,14 +59,14 @@ def test_ranks_differ_by_at_most_one_trajectory_when_balanced_by_cost(lengths, e
     cost = SequenceCost(even)
     costs = [cost(-(-n // align) * align) for n in lengths]
     plan = plan_micro_batches(lengths, 70, ranks, align, cost=cost)
-    assert sorted(j for rank in plan for m in rank for j in m.trajectories) == list(range(len(lengths)))
-    loads = [sum(costs[j] for m in rank for j in m.trajectories) for rank in plan]
+    assert sorted(j for rank in plan for m in rank for j in m) == list(range(len(lengths)))
+    loads = [sum(costs[j] for m in rank for j in m) for rank in plan]
     assert max(loads) - min(loads) <= max(costs) * (1 + 1e-9)
 
 
 def test_micro_batches_are_even_when_a_tight_packing_would_leave_crumbs():
     (plan,) = plan_micro_batches([10] * 6, budget=50, ranks=1)
-    assert [len(m.trajectories) for m in plan] == [3, 3]  # not five and one
+    assert [len(m) for m in plan] == [3, 3]  # not five and one
 
 
 def test_groups_stay_whole_when_a_batch_has_several_updates():
@@ -82,13 +80,11 @@ def test_groups_stay_whole_when_a_batch_has_several_updates():
 def test_packing_is_a_permutation_with_padding_when_aligned(lengths, align, data):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     chosen = tuple(data.draw(st.sets(st.sampled_from(range(len(lengths))), min_size=0)))
-    packing = pack_micro_batch(MicroBatch(chosen), offsets, align)
+    packing = pack_micro_batch(chosen, offsets, align)
     expected = np.concatenate([np.arange(offsets[j], offsets[j + 1]) for j in chosen]) if chosen else []
-    np.testing.assert_array_equal(packing.source[packing.is_token], expected)
+    np.testing.assert_array_equal(packing.source[packing.source >= 0], expected)
     assert sum(packing.lengths) == len(packing.source)
     assert all(length % align == 0 for length in packing.lengths)
-    values = gather_packed(np.arange(offsets[-1]) + 1, packing)
-    assert (values[~packing.is_token] == 0).all()
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.staleness import Backlog, StalenessPolicy, batch_is_safe, staleness
+from async_rl.staleness import Backlog, StalenessPolicy, batch_is_safe
 
 counts = st.dictionaries(st.integers(0, 6), st.integers(1, 4), max_size=5)
 
@@ -36,7 +36,7 @@ def run(
                 backlog.renew_deadline(name, served)
         late = backlog.overdue(upcoming)
         if staleness_policy == "drop":
-            gone = backlog.in_flight_until(upcoming - 1)
+            gone = backlog.in_flight(upcoming - 1)
             for name in gone:
                 backlog.remove_group(name)
                 flying.remove(name)
@@ -84,7 +84,7 @@ def run(
                 assert len(set(chosen)) == batch
                 for name in chosen:
                     backlog.remove_group(name)
-                    largest = max(largest, staleness(version, oldest[name]))
+                    largest = max(largest, version - oldest[name])
                 training, batches = True, batches + 1
             case "settle":
                 training, version = False, version + 1

@@ -29,7 +29,7 @@ def seal(header: bytes, payload: bytes) -> bytes:
     frame = Frame(None)
     frame._header, frame._payload_bytes = header, len(payload)
     frame._start = codec._align(codec._PREFIX_BYTES + len(header))
-    return frame._head(codec._checksum(np.frombuffer(payload, np.uint8))) + payload
+    return frame._head(codec._extend(0, np.frombuffer(payload, np.uint8))) + payload
 
 
 def read(frame: bytes, kind: type[RoutingTrace | Trajectory | Group]) -> str:

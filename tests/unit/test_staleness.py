@@ -93,11 +93,11 @@ def test_a_batch_need_not_wait_when_the_group_in_flight_is_younger_than_feared()
     backlog.add_group("slow", 0)
     backlog.add_group("quick", 1)
     backlog.finish_group("quick")
-    assert (backlog.in_flight_until(0), backlog.in_flight_until(1)) == ([], ["slow"])
+    assert (backlog.in_flight(0), backlog.in_flight(1)) == ([], ["slow"])
     assert backlog.select_batch(version=1) is None
     backlog.renew_deadline("slow", 1)
-    assert backlog.in_flight_until(1) == []
+    assert backlog.in_flight(1) == []
     assert backlog.select_batch(version=1) == ["quick"]
     backlog.renew_deadline("slow", 0)  # it cannot have become older
-    assert backlog.in_flight_until(2) == ["slow"]
-    assert backlog.in_flight_until(1) == []
+    assert backlog.in_flight(2) == ["slow"]
+    assert backlog.in_flight(1) == []

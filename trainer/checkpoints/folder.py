@@ -10,11 +10,12 @@ step_00000060.skipped/ was damaged, or could not be read, when an older one was 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+
+from async_rl.runtime.files import sync
 
 _NAME = re.compile(r"^step_(\d{8,})$")
 _LEFT = re.compile(r"^\.step_\d{8,}\.(tmp|old)$")
@@ -82,11 +83,11 @@ def publish_checkpoint(directory: Path, step: int) -> Path:
     """
     final, scratch = final_path(directory, step), scratch_path(directory, step)
     old = directory / f".{final.name}.old"
-    _sync(scratch)
+    sync(scratch)
     if final.exists():
         final.rename(old)
     scratch.rename(final)
-    _sync(directory)
+    sync(directory)
     shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -116,12 +117,3 @@ def steps_kept(steps: Iterable[int], newest: int, keep: int, every: int | None) 
     """Return the steps whose checkpoints `remove_old_checkpoints` keeps when `newest` is the newest step."""
     there = sorted(step for step in steps if step <= newest)
     return set(there[-keep:]) | {step for step in there if every and step % every == 0}
-
-
-def _sync(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

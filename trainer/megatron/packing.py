@@ -24,11 +24,8 @@ UNKNOWN_LAG: Final = -1
 """The lag of tokens whose weights are not known, `TokenSpan.lag_unknown`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class MicroBatch:
-    """The trajectories packed together; empty where a rank only takes part in the exchanges of the others."""
-
-    trajectories: tuple[int, ...]
+MicroBatch = tuple[int, ...]
+"""The trajectories packed together; empty where a rank only takes part in the exchanges of the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +50,6 @@ class Packing:
 
     source: Int64Array  # [t] index into the batch's tokens, -1 where padded
     lengths: tuple[int, ...]  # padded lengths, sum t
-
-    @property
-    def is_token(self) -> BoolArray:
-        """`[t]`, False where a position is padding."""
-        return self.source >= 0
 
 
 def split_updates(group_index: Int32Array, updates: int) -> list[list[int]]:
@@ -117,7 +109,7 @@ def plan_micro_batches(
         if even is None:
             even = bins + [[] for _ in range(count - len(bins))]
         even.sort(key=lambda members: -sum(costs[j] for j in members))
-        plan.append([MicroBatch(tuple(sorted(members))) for members in even])
+        plan.append([tuple(sorted(members)) for members in even])
     return plan
 
 
@@ -162,10 +154,10 @@ def pack_micro_batch(micro_batch: MicroBatch, offsets: Int64Array, align: int = 
     In causal attention, padding on the right does not affect real tokens. An empty micro-batch becomes
     `align` tokens of padding, so that the rank takes part in every exchange.
     """
-    if not micro_batch.trajectories:
+    if not micro_batch:
         return Packing(source=np.full(align, -1, np.int64), lengths=(align,))
     parts, lengths = [], []
-    for j in micro_batch.trajectories:
+    for j in micro_batch:
         start, end = int(offsets[j]), int(offsets[j + 1])
         padding = -(end - start) % align
         parts.append(np.arange(start, end, dtype=np.int64))
@@ -212,13 +204,6 @@ def shift_left(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
     moved[:-1] = values[1:]
     moved[ends] = 0
     return moved
-
-
-def gather_packed(values: np.ndarray, packing: Packing) -> np.ndarray:
-    """Return `values`, `[S, ...]`, at the packed positions, and 0 where padded."""
-    picked = values[np.maximum(packing.source, 0)]
-    picked[~packing.is_token] = 0
-    return picked
 
 
 @dataclasses.dataclass(frozen=True)

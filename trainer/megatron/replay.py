@@ -41,6 +41,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.errors import AlignmentError, ConfigError
 from async_rl.types import BoolArray, ExpertIdArray, Int64Array, TrainBatch
+from trainer.megatron.activation_offload import copy_to_host
 
 Output = TypeVar("Output")
 
@@ -218,7 +219,7 @@ class RouterReplayAdapter:
             for router in routers:
                 router.clear_indices()
                 router.clear_router_replay_action()
-        return output, ReplayRows(_to_host(staged), None)
+        return output, ReplayRows(staged if staged.device.type == "cpu" else copy_to_host(staged), None)
 
     @contextlib.contextmanager
     def guard_schedule(self) -> Iterator[None]:
@@ -347,10 +348,3 @@ def _span(columns: list[int]) -> slice:
 def _expect_called(left: Iterable[int]) -> None:
     if layers := list(left):
         raise AlignmentError(f"the routers of the layers {layers} were not called in their forward pass")
-
-
-def _to_host(staged: torch.Tensor) -> torch.Tensor:
-    if staged.device.type == "cpu":
-        return staged
-    host = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
-    return host.copy_(staged, non_blocking=True)

@@ -13,7 +13,6 @@ It is read by an unpickler that creates only the classes that belong there.
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from collections import defaultdict
@@ -44,7 +43,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from async_rl.errors import CheckpointError
-from async_rl.runtime.files import file_name
+from async_rl.runtime.files import file_name, sync
 from trainer.megatron.names import portable_names
 from trainer.megatron.shards import TensorPart
 
@@ -158,7 +157,7 @@ def write_metadata(folder: Path, of_ranks: Sequence[Sequence[WrittenPart]]) -> t
     torch.save({}, folder / "common.pt")
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     for name in _OF_MEGATRON:
-        _sync(folder / name)
+        sync(folder / name)
     return METADATA, *_OF_MEGATRON
 
 
@@ -228,11 +227,6 @@ def _by_key(parts: Sequence[TensorPart]) -> dict[str, Any]:
     for part in parts:
         by_key[part.key].append(CheckpointableShardedTensor.from_sh_ten(part))
     return {key: LocalShardsContainer(several) for key, several in by_key.items()}
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
