@@ -130,10 +130,9 @@ class CoarseEngine:
         """Start idle, at weight version 0, on the running loop's clock."""
         self.engine_id = engine_id
         self._speed = speed
-        self._loop = asyncio.get_running_loop()
         self._marks: list[tuple[float, int]] = [(0.0, 0)]  # progress at which a version began
         self._progress = 0.0
-        self._moment = self._loop.time()
+        self._moment = asyncio.get_running_loop().time()
         self._waiting: deque[_CoarseCall] = deque()
         self._prefilling: deque[_CoarseCall] = deque()
         self._decoding: dict[_CoarseCall, None] = {}
@@ -167,7 +166,7 @@ class CoarseEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
         """See `Engine.generate`: everything sampled comes in one chunk, when the call ends."""
-        call = _CoarseCall(request, self._loop.create_future())
+        call = _CoarseCall(request, asyncio.get_running_loop().create_future())
         self._calls += 1
         self._idle.clear()
         self._advance()
@@ -189,7 +188,7 @@ class CoarseEngine:
 
     def _advance(self) -> None:
         """Bring everything up to now."""
-        now = self._loop.time()
+        now = asyncio.get_running_loop().time()
         passed, self._moment = now - self._moment, now
         if passed <= 0.0:
             return
@@ -224,7 +223,7 @@ class CoarseEngine:
             if not self._ends:
                 return
             after_s = (self._ends[0][0] - self._progress) * self._speed.step_s(len(self._decoding))
-        self._timer = self._loop.call_at(self._moment + max(after_s, 0.0), self._on_time)
+        self._timer = asyncio.get_running_loop().call_at(self._moment + max(after_s, 0.0), self._on_time)
 
     def _on_time(self) -> None:
         self._advance()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -550,27 +549,6 @@ async def test_the_run_ends_with_the_cause_when_nothing_written_can_be_read_back
         damage(run.frame_of(name))
     with pytest.raises(DataError, match=r"groups in a row cannot be read back .* the last one: .*; check"):
         await run.queue.next_batch(1)
-
-
-@pytest.mark.case(28)
-async def test_a_group_is_dropped_with_the_reason_when_its_routing_is_of_other_layers(tmp_path: Path) -> None:
-    """As after a restart with another model: the frame is whole, but nothing can be trained with its rows."""
-    metrics = Metrics()
-    run = Run(tmp_path, metrics=metrics)
-    stale = make_group("a")
-    trajectories = tuple(
-        msgspec.structs.replace(t, trace=msgspec.structs.replace(t.trace, moe_layers=(0, 1)))
-        for t in stale.trajectories
-    )
-    run.dispatch("a")
-    await run.put(msgspec.structs.replace(stale, trajectories=trajectories))
-    await run.ready("b", "c")
-    batch = await run.take()
-    assert batch.group_ids == ("b", "c")
-    assert run.queue.statistics().dropped == {"corrupt": 2}
-    rejected = metrics.registry.get_sample_value("async_rl_replay_rejected_total", {"reason": "wrong_layers"})
-    assert rejected == 1
-    run.queue.close()
 
 
 async def test_a_trajectory_that_sampled_nothing_has_no_age(run: Run) -> None:
