@@ -17,6 +17,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Final
 
 from async_rl.engines.balancing import Balancer
@@ -81,7 +82,8 @@ class LeaseDispatcher:
         self.newest_version = -1
         """Implements `EngineCalls.newest_version`; set by the pool."""
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
-        self._num_asked = self._num_placed = 0
+        self._numbers = count(1)
+        """Of leases, when they are asked for and when they are placed."""
         self._waiting_line: list[tuple[str, int, Lease, Callable[[Lease], None]]] = []
         self._more: asyncio.Handle | None = None
         """Continues with `admit_waiting` in the next turn of the event loop."""
@@ -129,11 +131,10 @@ class LeaseDispatcher:
             The lease, for `return_lease`.
         """
         lease = Lease(self, self._failures, self._clock, key, tokens, prompt, self._cached_prefixes.get(key))
-        self._num_asked += 1
         if not self._waiting_line and self._place_lease(lease):
             on_placed(lease)
         else:
-            heapq.heappush(self._waiting_line, (key, self._num_asked, lease, on_placed))
+            heapq.heappush(self._waiting_line, (key, next(self._numbers), lease, on_placed))
             self.admit_waiting()
         return lease
 
@@ -252,8 +253,7 @@ class LeaseDispatcher:
         slot, prefill_tokens = self._slots[chosen], lease.prompt - held
         slot.end_idle_time(self._clock())
         self._balancer.begin_call(chosen, tokens=lease.tokens, prefill_tokens=prefill_tokens)
-        self._num_placed += 1
-        lease.place(slot, self._num_placed, prefill_tokens, cause)
+        lease.place(slot, next(self._numbers), prefill_tokens, cause)
         return True
 
     def _end_lease(self, lease: Lease) -> None:

@@ -66,7 +66,7 @@ _MAX_PAGES = 1 << 16
 _EOS = 2
 """Stops a call whose request has no stop token."""
 
-_TINY: Final = EngineFacts(
+TINY_FACTS: Final = EngineFacts(
     num_layers=2, moe_layers=(0, 1), num_experts=8, top_k=2, vocab_size=512, context_length=1 << 20
 )
 """The dimensions of an engine that is given no model."""
@@ -293,9 +293,8 @@ class SimulatedEngine:
         *,
         seed: int = 0,
         policy: Policy | None = None,
-        context_length: int = 1 << 20,
         update_s: float = 0.0,
-        facts: EngineFacts | None = None,
+        facts: EngineFacts = TINY_FACTS,
         chunk_tokens: int = 1,
         score_seed: int = 0,
         keeps_weights: bool = False,
@@ -307,10 +306,8 @@ class SimulatedEngine:
             config: Speeds and sizes.
             seed: Determines all output; engines with equal seeds agree.
             policy: Chooses tokens; None draws them evenly, with answers of `config.mean_new_tokens`.
-            context_length: Longest call, prompt and answer.
             update_s: How long a weight update takes.
-            facts: The model's dimensions, for its vocabulary and the shape of its routing; None takes those
-                of a tiny model.
+            facts: The model's dimensions, for its vocabulary, the shape of its routing and its context.
             chunk_tokens: Tokens of a chunk, like the `stream_interval` of SGLang.
             score_seed: Determines the log-probs of prompts, `scored_tokens`: equal for engines of one model.
             keeps_weights: Whether it keeps its weights while it lacks the memory for them.
@@ -319,7 +316,7 @@ class SimulatedEngine:
         self._engine_id = engine_id
         self._config = config
         self._seed = seed
-        self.facts = facts or msgspec.structs.replace(_TINY, context_length=context_length)
+        self.facts = facts
         self._policy = policy or _uniform_policy(config.mean_new_tokens, self.facts.vocab_size)
         self._update_s = update_s
         self._chunk_tokens = chunk_tokens

@@ -82,6 +82,42 @@ class EndpointAccess(msgspec.Struct, frozen=True, kw_only=True):
     handler: RequestHandler
 
 
+class _Keys:
+    """The keys of trajectories, signed with a secret of this process."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._num_keys = 0
+        self.handlers: dict[str, RequestHandler] = {}
+        """Those of open trajectories, by key."""
+
+    def add_handler(self, handler: RequestHandler) -> str:
+        """Return a new key, under which a trajectory's handler is found."""
+        self._num_keys += 1
+        key = self._sign(str(self._num_keys))
+        self.handlers[key] = handler
+        return key
+
+    def handler_of(self, key: str) -> RequestHandler:
+        """Return the handler of a key.
+
+        Raises:
+            ApiError: 401 for an unknown key, 410 for the key of a trajectory that is over.
+        """
+        name = key.removeprefix("sk-").partition("-")[0]
+        if not key.isascii() or not hmac.compare_digest(key, self._sign(name)):
+            raise ApiError(
+                401, "unknown API key: use the one that the agent received", code="invalid_api_key"
+            )
+        if key not in self.handlers:
+            raise trajectory_over()
+        return self.handlers[key]
+
+    def _sign(self, name: str) -> str:
+        code = hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()
+        return f"sk-{name}-{code}"
+
+
 class Endpoint:
     """An OpenAI-compatible server that runs while trajectories are open.
 
@@ -111,9 +147,7 @@ class Endpoint:
         self._tls = tls
         self._model = model
         self._max_body_bytes = max_body_bytes
-        self._secret = secrets.token_bytes(32)
-        self._handlers: dict[str, RequestHandler] = {}
-        self._num_keys = 0
+        self._keys = _Keys()
         self._lock = asyncio.Lock()
         self._num_users = 0
         self._server: AsyncExitStack | None = None
@@ -141,10 +175,8 @@ class Endpoint:
         handler = RequestHandler(
             session, reader=reader, opens_thought=opens_thought, on_ignored=self._report_ignored
         )
-        self._num_keys += 1
-        key = self._sign(str(self._num_keys))
         async with self.serving() as url:
-            self._handlers[key] = handler
+            key = self._keys.add_handler(handler)
             try:
                 async with Nursery() as nursery:
                     nursery.start_task("openai requests", handler.serve_requests())
@@ -157,7 +189,7 @@ class Endpoint:
                             handler=handler,
                         )
                     finally:
-                        del self._handlers[key]
+                        del self._keys.handlers[key]
                         self._limit.forget_key(key)
                         handler.close()
             except BaseExceptionGroup as errors:
@@ -223,10 +255,6 @@ class Endpoint:
 
     # -- keys ------------------------------------------------------------------------------------------
 
-    def _sign(self, name: str) -> str:
-        code = hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()
-        return f"sk-{name}-{code}"
-
     def _handler_of(self, request: web.Request) -> tuple[str, RequestHandler]:
         """Return the key of a request, and its handler.
 
@@ -236,20 +264,14 @@ class Endpoint:
             ConnectionError: The connection is lost.
         """
         key = _key_of(request)
-        name = key.removeprefix("sk-").partition("-")[0]
-        if not key.isascii() or not hmac.compare_digest(key, self._sign(name)):
-            raise ApiError(
-                401, "unknown API key: use the one that the agent received", code="invalid_api_key"
-            )
-        if key not in self._handlers:
-            raise trajectory_over()
+        handler = self._keys.handler_of(key)
         if request.transport is None:
             raise ConnectionResetError("the connection is lost")
         if not self._limit.admit(request.transport, key):
             raise ApiError(
                 429, f"this trajectory has {self._limit.max_per_key} connections already", retry=True
             )
-        return key, self._handlers[key]
+        return key, handler
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -320,7 +342,7 @@ class Endpoint:
                 f"{request.method} {_without_key(request.path)} is not supported; there are "
                 "POST /v1/chat/completions and GET /v1/models",
             )
-        if (asked := self._handlers.get(_key_of(request))) is not None:
+        if (asked := self._keys.handlers.get(_key_of(request))) is not None:
             asked.last_error = failure
         response = json_response(msgspec.json.encode(failure.body), failure.status, failure.headers)
         await send_response(request, response)

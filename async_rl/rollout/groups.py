@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Final, Literal
 
@@ -199,6 +199,29 @@ class UnscoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The trajectory that the completion is of."""
 
 
+class _Stopwatch:
+    """Adds up the time in its blocks."""
+
+    def __init__(self, clock: Callable[[], float], seconds: float) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._since_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The time so far, that of the present block included."""
+        return self._seconds + (0.0 if self._since_s is None else self._clock() - self._since_s)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time in the block."""
+        self._since_s = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds, self._since_s = self.seconds, None
+
+
 class GroupInFlight:
     """The state of a group's siblings until the group is settled; implements the queue's `InFlight`."""
 
@@ -229,9 +252,7 @@ class GroupInFlight:
         self.position = position
         self.trajectory_ids = tuple(trajectory_ids)
         self._staleness_policy = staleness_policy
-        self._clock = clock
-        self._straggled_s = straggled_s
-        self._straggling_since_s: float | None = None
+        self._straggling = _Stopwatch(clock, straggled_s)
         self._progress: dict[str, Mapping[str, TrajectoryProgress]] = {}  # of siblings, with their branches
         self.finished: dict[str, StoredTrajectory] = {}
         """Finished trajectories: siblings and their branches."""
@@ -327,17 +348,11 @@ class GroupInFlight:
 
     def straggled_s(self) -> float:
         """Implements the queue's `InFlight`."""
-        since = self._straggling_since_s
-        return self._straggled_s + (0.0 if since is None else self._clock() - since)
+        return self._straggling.seconds
 
-    @contextmanager
-    def waiting_for_stragglers(self) -> Iterator[None]:
+    def waiting_for_stragglers(self) -> AbstractContextManager[None]:
         """Count the time in the block as spent waiting for stragglers."""
-        self._straggling_since_s = self._clock()
-        try:
-            yield
-        finally:
-            self._straggled_s, self._straggling_since_s = self.straggled_s(), None
+        return self._straggling.running()
 
     def cancel(self) -> None:
         """Implements the queue's `InFlight`."""

@@ -16,7 +16,7 @@ import pytest
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import DiskUpdate, Engine, check_partition
 from async_rl.engines.device_memory import stop_engine
-from async_rl.engines.simulated import SimulatedEngine
+from async_rl.engines.simulated import TINY_FACTS, SimulatedEngine
 from async_rl.errors import PromptTooLong, RequestRefused, WeightSyncError
 from async_rl.routing import check
 from tests.support.engine_calls import Call, call, request
@@ -64,7 +64,7 @@ async def subject(request: pytest.FixtureRequest):
             "engine-0",
             config,
             seed=1,
-            context_length=CONTEXT_LENGTH,
+            facts=msgspec.structs.replace(TINY_FACTS, context_length=CONTEXT_LENGTH),
             policy=lambda prefix, rng: 3 + int(rng.random() * 290),
             keeps_weights=True,
         )

@@ -197,8 +197,6 @@ class SGLangEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused = False
-        self.num_short_chunks = 0
-        """Chunks whose tokens and log-probs differed in number and were cut to the shorter."""
 
     @property
     def engine_id(self) -> str:
@@ -278,7 +276,6 @@ class SGLangEngine:
             raise self.http.connection_error(e) from e
         finally:
             await permit.aclose()
-            self.num_short_chunks += call.cut_short
             self.end_call()
             if body is not None:
                 self._bodies.remove(body)
