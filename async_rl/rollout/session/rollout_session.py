@@ -737,7 +737,10 @@ class RolloutSession:
 
     @property
     def completion(self) -> Completion:
-        """What the reward function receives of a session that is its own reward source."""
+        """What the reward function receives: the completion of this session's reward source."""
+        return self.reward_source._own_completion()
+
+    def _own_completion(self) -> Completion:
         return Completion(
             messages=self._dialogue.messages,
             text=self._dialogue.last_text,
