@@ -6,12 +6,13 @@ import asyncio
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from async_rl.config import RolloutConfig
+from async_rl.config import RolloutConfig, RoutingConfig, WeightsConfig
 from async_rl.errors import AgentLoopError, EnvironmentNotReady
 from async_rl.rollout.attempt import run_agent_loop
 from async_rl.rollout.loops import AgentLoops
@@ -116,7 +117,8 @@ async def test_the_time_in_which_a_loop_is_entered_does_not_count_against_its_li
         agent_loop=f"{__name__}:SlowToEnter", max_context_tokens=64, trajectory_timeout_s=60.0
     )
     clock = ServingClock(asyncio.get_running_loop().time)
-    context = replace(Bench().context, rollout=config, serving_clock=clock)
+    changed: Any = SimpleNamespace(rollout=config, routing=RoutingConfig(), weights=WeightsConfig())
+    context = replace(Bench().context, config=changed, serving_clock=clock)
     task, writer = make_task(), Transcript(context, JournalEntry("0" * 32))
     session = RolloutSession(context, task, writer, group_id="g")
     async with AgentLoops(config) as made:

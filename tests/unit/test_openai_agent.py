@@ -537,7 +537,7 @@ async def test_an_agent_of_a_framework_with_tools_and_a_sub_agent_trains_all_its
     ]
     assert [message["role"] for message in translator.messages] == ["system", "user", "assistant"]
     assert len(talker.prompts) == main.num_turns + translator.num_turns == 4
-    assert main.num_tool_calls == 3
+    assert main.completion.num_tool_calls == 3
     assert translator.completion.text == "In Oslo und Rom regnet es."
     for session in bench.session.tree:
         trajectory = await session.finish_trajectory("completed", {"reward": 1.0})
