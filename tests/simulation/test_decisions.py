@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from async_rl.runtime.supervision import Nursery
-from async_rl.store.ledger import Ledger
 from async_rl.store.packing import Packer
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from tests.support.small_run import small_run
@@ -39,32 +36,6 @@ def troubled_run() -> Scenario:
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory: pytest.TempPathFactory) -> SeedOutcome:
     return run(tmp_path_factory.mktemp("troubled") / "run", troubled_run())
-
-
-def rename_trajectories(patch: pytest.MonkeyPatch) -> None:
-    """The tasks of trajectories are called `rollout ...`."""
-
-    def start(self: Nursery, name: str, work: Any) -> asyncio.Task[Any]:
-        return original(self, name.replace("trajectory ", "rollout "), work)
-
-    original = Nursery.start_task
-    patch.setattr(Nursery, "start_task", start)
-
-
-def rename_reasons(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: Ledger, trajectory_ids: Any, reason: str, **options: Any) -> None:
-        original(self, trajectory_ids, f"{reason}, in other words", **options)
-
-    original = Ledger.drop_trajectories
-    patch.setattr(Ledger, "drop_trajectories", drop)
-
-
-@pytest.mark.parametrize("renaming", [rename_trajectories, rename_reasons])
-def test_it_stays_when_names_change(
-    renaming: Change, troubled: SeedOutcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    renaming(monkeypatch)
-    assert run(tmp_path / "after", troubled_run()).decisions == troubled.decisions
 
 
 def swap_in_batch(patch: pytest.MonkeyPatch) -> None:

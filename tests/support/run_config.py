@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 from safetensors.numpy import save_file
 
-from async_rl.config import Config, parse_config
+from async_rl.config import Config, apply_override, parse_config
 from async_rl.engines.model_facts import ARCHITECTURES, facts_of
 from async_rl.engines.model_files import _weights_of
 from async_rl.errors import ConfigError
@@ -64,6 +64,14 @@ def write_run(folder: Path, **model: Any) -> Path:
     return path
 
 
+def config_with(*overrides: str, **sections: Any) -> Config:
+    """Return a config with these sections and then overrides as on the command line; it needs no files."""
+    tree = {"model": {"path": "m"}, "data": {"path": "x.jsonl"}, **sections}
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
 def config_of(**rollout: Any) -> Config:
     """Return a config of which a test uses only the rollout section."""
-    return parse_config({"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "rollout": rollout})
+    return config_with(rollout=rollout)

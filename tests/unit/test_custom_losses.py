@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from async_rl.cli.main import main
-from async_rl.config import LossConfig, parse_config, trainer_settings
+from async_rl.config import LossConfig, trainer_settings
 from async_rl.errors import ConfigError, DataError
 from examples.custom_loss.losses import soft_gate
-from tests.support.run_config import write_run
+from tests.support.run_config import config_with, write_run
 from tests.unit.test_objectives import tokens
 from trainer.losses.advantages import (
     ESTIMATORS,
@@ -133,14 +133,7 @@ def infinite(tokens, loss):
 
 
 def config_of(group_size=4, **loss):
-    return parse_config(
-        {
-            "model": {"path": "m"},
-            "data": {"path": "d"},
-            "rollout": {"group_size": group_size},
-            "trainer": {"loss": loss},
-        }
-    )
+    return config_with(rollout={"group_size": group_size}, trainer={"loss": loss})
 
 
 @pytest.mark.parametrize(

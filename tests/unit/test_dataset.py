@@ -7,11 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from async_rl.config import DataConfig, DatasetConfig, SourceConfig, parse_config
+from async_rl.config import DataConfig, DatasetConfig, SourceConfig
 from async_rl.data import dataset as dataset_module
 from async_rl.data.dataset import PromptRule, load_tasks, load_validation, prompt_rule
 from async_rl.errors import ConfigError
 from async_rl.types import Task
+from tests.support.run_config import config_with
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 
@@ -370,9 +371,8 @@ def test_long_prompts_are_refused_by_line_when_the_config_says_so(tmp_path: Path
 
 def test_the_limit_of_prompts_is_the_configs_when_it_names_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dataset_module, "load_chat_format", lambda *_: None)
-    tree = {"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "rollout": {"max_context_tokens": 2000}}
-    for data, limit in (({}, 1999), ({"max_prompt_tokens": 7}, 7)):
-        rule = prompt_rule(parse_config(tree | {"data": {"path": "x.jsonl", **data}}))
+    for overrides, limit in (([], 1999), (["data.max_prompt_tokens=7"], 7)):
+        rule = prompt_rule(config_with("rollout.max_context_tokens=2000", *overrides))
         assert rule is not None
         assert rule.limit == limit
 

@@ -15,18 +15,11 @@ from async_rl.errors import EnvironmentNotReady
 from async_rl.run import descriptor_needs
 from async_rl.run.descriptor_needs import check_descriptors
 from async_rl.run.descriptor_needs import descriptor_needs as needs_of
+from tests.support.run_config import config_with
 
 
-def config_with(**rollout: Any) -> Config:
-    return parse_config(
-        {
-            "run": {"name": "r"},
-            "model": {"path": "m"},
-            "data": {"path": "d.jsonl"},
-            "engine": {"num_engines": 2},
-            "rollout": rollout,
-        }
-    )
+def two_engines(**rollout: Any) -> Config:
+    return config_with("engine.num_engines=2", rollout=rollout)
 
 
 def run_limited(soft: int, hard: int, code: str) -> subprocess.CompletedProcess[str]:
@@ -77,23 +70,23 @@ def test_agents_count_in_the_driver_or_in_the_workers(monkeypatch: pytest.Monkey
     class Loop:
         descriptors_per_trajectory = 6
 
-    alone = needs_of(config_with(max_concurrent_trajectories=100), (Loop(), object()))
+    alone = needs_of(two_engines(max_concurrent_trajectories=100), (Loop(), object()))
     assert alone.driver["agents"] == 600
     assert alone.worker == {}
-    shared = needs_of(config_with(max_concurrent_trajectories=100, num_workers=3), (Loop(),))
+    shared = needs_of(two_engines(max_concurrent_trajectories=100, num_workers=3), (Loop(),))
     assert shared.driver["agents"] == 0
     assert shared.worker["agents"] == 6 * 50  # of two workers, while the third one is missing
     assert (shared.driver["calls to engines"], shared.worker["calls to engines"]) == (0, 50)
     monkeypatch.setattr(descriptor_needs, "raise_descriptor_limit", lambda: 500)
     with pytest.raises(EnvironmentNotReady, match="each rollout worker needs up to 956"):
-        check_descriptors(config_with(max_concurrent_trajectories=100, num_workers=1), (Loop(),))
+        check_descriptors(two_engines(max_concurrent_trajectories=100, num_workers=1), (Loop(),))
 
 
 def test_what_a_config_needs_follows_from_its_settings() -> None:
-    needs = needs_of(config_with(max_concurrent_trajectories=50, max_branches=3)).driver
+    needs = needs_of(two_engines(max_concurrent_trajectories=50, max_branches=3)).driver
     assert (needs["calls to engines"], needs["calls to models"], needs["engines"]) == (200, 0, 6)
     assert needs["the queue"] == 8  # however many groups are outstanding: their files are closed
-    assert needs_of(config_with(num_workers=5)).driver["rollout workers"] == 20
+    assert needs_of(two_engines(num_workers=5)).driver["rollout workers"] == 20
 
 
 def test_judges_and_teachers_count_where_sessions_are() -> None:

@@ -6,15 +6,14 @@ import math
 
 import pytest
 
-from async_rl.config import parse_config
 from async_rl.errors import EngineMismatch
 from async_rl.run.engine_comparison import EngineComparison
 from async_rl.trainer_protocol import StepResult
+from tests.support.run_config import config_with
 
 
 def comparison(limit: float | None = 0.5, kind: str = "sglang") -> EngineComparison:
-    tree = {"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "engine": {"kind": kind}}
-    return EngineComparison(parse_config(tree | {"trainer": {"max_mismatch_nats": limit}}))
+    return EngineComparison(config_with(engine={"kind": kind}, trainer={"max_mismatch_nats": limit}))
 
 
 def step(number: int, num_tokens: int, difference: float) -> StepResult:

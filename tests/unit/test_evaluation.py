@@ -26,6 +26,7 @@ from async_rl.observability.text_console import TextConsole
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.rollout.backend import LocalBackend
 from async_rl.types import Completion, Task
+from tests.support.run_config import config_with
 
 
 def answer(
@@ -94,14 +95,8 @@ def test_a_version_is_due(every, at_start, version, evaluated, expected):
 
 
 def config(**evaluation):
-    tree = {
-        "model": {"path": "m"},
-        "data": {"path": "x.jsonl", "validation": [{"path": "v.jsonl"}]},
-        "engine": {"num_engines": 2},
-        "rollout": {"temperature": 1.0, "agent_loop_args": {"a": 1}},
-        "evaluation": {"every": 5, **evaluation},
-    }
-    return parse_config(tree)
+    overrides = ("data.validation=[{path: v.jsonl}]", "engine.num_engines=2", "rollout.agent_loop_args.a=1")
+    return config_with(*overrides, evaluation={"every": 5, **evaluation})
 
 
 def test_sampling_and_loop_are_the_rollouts_unless_they_are_given():

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from async_rl.config import Config, parse_config
+from async_rl.config import Config
 from async_rl.engine_protocol import EngineFacts
 from async_rl.rollout.session.tokens import GrowingMask
 from async_rl.run.memory_needs import describe_memory, trajectory_bytes
 from async_rl.types import SamplingMask
+from tests.support.run_config import config_with
 
 QWEN = EngineFacts(
     num_layers=48,
@@ -25,28 +26,21 @@ QWEN = EngineFacts(
 )
 
 
-def config_with(replay: str = "r3", **rollout: Any) -> Config:
-    return parse_config(
-        {
-            "model": {"path": "m"},
-            "data": {"path": "d"},
-            "rollout": {"max_context_tokens": 32768, **rollout},
-            "routing": {"replay": replay},
-        }
-    )
+def replaying(replay: str = "r3", **rollout: Any) -> Config:
+    return config_with(f"routing.replay={replay}", rollout={"max_context_tokens": 32768, **rollout})
 
 
 def test_rows_of_layers_with_experts_count_as_sent_and_before_and_after_a_merge() -> None:
     rows = math.ceil(3.05 * 48 * 8)
-    assert trajectory_bytes(config_with(), QWEN) == 32768 * (rows + 48)
-    assert trajectory_bytes(config_with(max_branches=3), QWEN) == 4 * 32768 * (rows + 48)
-    assert trajectory_bytes(config_with(replay="off"), QWEN) == 32768 * 48
+    assert trajectory_bytes(replaying(), QWEN) == 32768 * (rows + 48)
+    assert trajectory_bytes(replaying(max_branches=3), QWEN) == 4 * 32768 * (rows + 48)
+    assert trajectory_bytes(replaying(replay="off"), QWEN) == 32768 * 48
     some = msgspec.structs.replace(QWEN, moe_layers=tuple(range(3, 48)))
-    assert trajectory_bytes(config_with(), some) == 32768 * (math.ceil(3.05 * 45 * 8) + 48)
+    assert trajectory_bytes(replaying(), some) == 32768 * (math.ceil(3.05 * 45 * 8) + 48)
 
 
 def test_a_trajectory_whose_flips_are_measured_keeps_the_rows_of_each_version_when_they_are_spliced() -> None:
-    config = config_with(max_staleness=5)
+    config = replaying(max_staleness=5)
     routing = msgspec.structs.replace(config.routing, merge="splice", flip_sample=1.0)
     config = msgspec.structs.replace(config, routing=routing)
     assert trajectory_bytes(config, QWEN) == 32768 * ((3 + 6) * 48 * 8 + 48)
@@ -55,7 +49,7 @@ def test_a_trajectory_whose_flips_are_measured_keeps_the_rows_of_each_version_wh
 @pytest.mark.parametrize("num_calls", [1, 4])
 def test_the_masks_of_a_truncated_distribution_fit_what_is_reported(num_calls: int) -> None:
     num_tokens, top_k = 4096, 64
-    config = config_with(
+    config = replaying(
         "off", max_context_tokens=num_tokens, top_k=top_k, top_p=0.99, max_concurrent_trajectories=1
     )
     per_chunk = SamplingMask.of([list(range(70_000, 70_000 + top_k))] * 8)
@@ -86,5 +80,5 @@ def test_the_masks_of_a_truncated_distribution_fit_what_is_reported(num_calls: i
     ],
 )
 def test_each_worker_has_its_share_while_one_of_the_others_is_missing(workers: int, found: str) -> None:
-    config = config_with(num_workers=workers, max_concurrent_trajectories=256)
+    config = replaying(num_workers=workers, max_concurrent_trajectories=256)
     assert found in describe_memory(config, QWEN)

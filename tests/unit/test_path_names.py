@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from async_rl.config import parse_config
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.model_files import check_weights
 from async_rl.errors import CheckpointError, ConfigError, EnvironmentNotReady, WeightSyncError
@@ -26,6 +25,7 @@ from async_rl.placement.local_ray import scratch_folder
 from async_rl.runtime.files import file_name, private_folder, replace_file
 from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.weight_folder import WeightFolder
+from tests.support.run_config import config_with
 from trainer.checkpoints.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trainer.weights.weight_manifest import served_specs
 
@@ -39,16 +39,15 @@ NAMES = st.text(max_size=12) | st.sampled_from(HOSTILE) | st.text("./\\a0-", max
 @example("run\n")
 @example("model-00001-of-00002.safetensors")
 def test_a_name_is_refused_or_stays_in_its_folder(name: str) -> None:
-    tree = {"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "run": {"name": name}}
     try:
         file_name(name, "a test")
     except ValueError:
         assert ".safetensors" not in name
         with pytest.raises(ConfigError, match=r"run\.name"):
-            parse_config(tree)
+            config_with(run={"name": name})
     else:
         assert name not in HOSTILE
-        assert parse_config(tree).run.name == name
+        assert config_with(run={"name": name}).run.name == name
         assert Path("/runs", name).resolve() == Path("/runs") / name
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +15,7 @@ import ray
 from ray._private import ray_constants
 
 from async_rl.codec import ALIGNMENT
-from async_rl.config import Config, apply_override, parse_config, to_builtins
+from async_rl.config import to_builtins
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement import actors, placements
@@ -26,7 +25,7 @@ from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
 from async_rl.run.placement_table import check_resources, placement_table, processes_per_node
 from async_rl.runtime.devices import bind_to_numa_node
-from tests.support.run_config import MOE, config_of, write_weights
+from tests.support.run_config import MOE, config_of, config_with, write_weights
 
 
 @pytest.mark.parametrize(
@@ -190,13 +189,6 @@ def test_as_many_neighbours_share_a_node_as_fit_on_one(free, together, size):
     nodes = [{"GPU": float(gpus), "CPU": 64.0} for gpus in free]
     total = [{"GPU": 8.0, "CPU": 64.0}] * len(free)
     assert processes_per_node({"GPU": 1, "CPU": 0.001}, 16, together, nodes, total) == size
-
-
-def config_with(*overrides: str) -> Config:
-    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree)
 
 
 def lay_out(*overrides: str, gpus: int = 8) -> list[str]:

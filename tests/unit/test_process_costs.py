@@ -15,7 +15,6 @@ from async_rl.cli.plan import (
     with_engines,
     workers_remark,
 )
-from async_rl.config import parse_config
 from async_rl.errors import ConfigError
 from async_rl.planning.planned_job import JobPlan
 from async_rl.planning.process_costs import (
@@ -28,6 +27,7 @@ from async_rl.planning.process_costs import (
     read_costs,
 )
 from async_rl.planning.workload import Workload
+from tests.support.run_config import config_with
 
 ALONE = ProcessCosts(
     workers=0,
@@ -147,13 +147,8 @@ def test_the_shipped_costs_name_the_driver_of_1024_engines() -> None:
 
 @pytest.mark.parametrize("engines", [1, 4, 5, 16, 1024])
 def test_a_plan_requests_as_many_workers_as_auto_has(engines: int) -> None:
-    tree = {
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "engine": {"kind": "sglang", "num_engines": 1, "max_running_requests": 128},
-        "rollout": {"max_concurrent_trajectories": 128},
-    }
-    job, _ = with_engines(parse_config(tree), LONG, engines, grow=False)
+    one = config_with("engine.max_running_requests=128", "rollout.max_concurrent_trajectories=128")
+    job, _ = with_engines(one, LONG, engines, grow=False)
     requested = requested_workers(job)
     assert requested == job.num_workers
     assert requested == (0 if engines <= 4 else -(-engines * 128 // 512))
@@ -183,9 +178,8 @@ def test_network_and_disk_are_named_when_routing_rows_fill_them() -> None:
 
 
 def test_frames_on_nodes_share_their_disks_and_the_limit_of_each() -> None:
-    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"kind": "sglang", "num_engines": 64}}
-    shared = parse_config(tree | {"queue": {"max_bytes": 1 << 20}})
-    spread = parse_config(tree | {"queue": {"max_bytes": 1 << 20, "spool_dir": "/scratch"}})
+    overrides = "engine.num_engines=64", "queue.max_bytes=1048576"
+    shared, spread = config_with(*overrides), config_with(*overrides, "queue.spool_dir=/scratch")
     assert frame_nodes(shared, LONG, 16) == 1
     assert frame_nodes(spread, LONG, 16) == 16
     assert frame_nodes(spread, msgspec.structs.replace(LONG, engines_per_node=8), 16) == 8

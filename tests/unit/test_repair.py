@@ -166,3 +166,13 @@ async def test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so() -
     assert len(restarts) == 4
     assert "engine.max_restarts is 4" in message
     assert "a has half of them" in message
+
+
+async def test_nothing_is_repaired_that_has_left() -> None:
+    async with workshop("a", "b") as shop:
+        shop.broken = {"a": EnvironmentNotReady("gone")}
+        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
+        await settle()
+        shop.bench.pool.remove_engine("a")
+        await asyncio.sleep(9999.0)
+        assert len(shop.restarts) == 1

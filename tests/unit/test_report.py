@@ -23,6 +23,7 @@ from async_rl.observability.console_report import (
 )
 from async_rl.observability.records import StepRecord, Totals, TrajectoryCounts, summarise
 from async_rl.observability.text_console import TextConsole
+from tests.support.run_config import config_with
 
 TOTALS = Totals(
     trajectories=TrajectoryCounts(dispatched=40, trained=32, in_flight=5, queued=2, dropped={"stale": 1}),
@@ -51,15 +52,7 @@ def steps(number: int, **figures: float) -> list[StepRecord]:
 
 
 def config(**rollout: int) -> Config:
-    return parse_config(
-        {
-            "model": {"path": "m"},
-            "data": {"path": "d"},
-            "run": {"max_steps": 10},
-            "rollout": rollout,
-            "trainer": {"groups_per_batch": 3},
-        }
-    )
+    return config_with("run.max_steps=10", "trainer.groups_per_batch=3", rollout=rollout)
 
 
 def console(*, terminal: bool = False, width: int = 100) -> tuple[TextConsole, io.StringIO]:

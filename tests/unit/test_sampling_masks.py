@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config import parse_config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request
 from async_rl.errors import AlignmentError, ConfigError, EngineError, RequestRefused
@@ -20,6 +19,7 @@ from async_rl.store.journal import Journal
 from async_rl.types import SamplingMask, SamplingSettings, Trajectory, VersionSpan
 from tests.support.fake_sglang import GOOD_SERVER, FakeSGLang, event, finish
 from tests.support.journals import continue_journals, reopen_entry
+from tests.support.run_config import config_of
 from tests.support.scripted import ScriptedEngine
 from tests.support.sessions import Bench
 from tests.support.stored_batches import taken_batch
@@ -339,21 +339,18 @@ async def test_a_server_is_refused_when_it_cannot_return_the_masks_that_are_need
     [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 5000}, {"top_p": 0.9, "top_k": 4097}],
 )
 def test_sampling_that_cannot_be_replayed_is_refused(sampling: dict[str, float]) -> None:
-    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"kind": "simulated"}}
-    tree["rollout"] = {"reward": "m:f", **sampling}
     with pytest.raises(ConfigError, match="engines return at most 4096 kept tokens"):
-        parse_config(tree)
-    parse_config(tree | {"rollout": {"reward": "m:f", **sampling, "replay_sampling": False}})
-    parse_config(tree | {"rollout": {"reward": "m:f", **sampling, "top_k": 20}})
+        config_of(**sampling)
+    config_of(**sampling, replay_sampling=False)
+    config_of(**sampling | {"top_k": 20})
 
 
 def test_a_temperature_at_which_engines_are_greedy_is_refused() -> None:
-    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"kind": "simulated"}}
-    check_temperature(parse_config(tree | {"rollout": {"reward": "m:f", "temperature": 0.01}}))
+    check_temperature(config_of(temperature=0.01))
     with pytest.raises(
         ConfigError, match=r"rollout\.temperature is 1e-07, expected at least 0\.01: engines are greedy"
     ):
-        check_temperature(parse_config(tree | {"rollout": {"reward": "m:f", "temperature": 1e-7}}))
+        check_temperature(config_of(temperature=1e-7))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from async_rl.config import Config, parse_config
+from async_rl.config import Config
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord
@@ -22,6 +22,7 @@ from async_rl.observability.trackers.file_trackers import JsonlTracker, TensorBo
 from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY, count_devices, figures
 from async_rl.observability.trackers.tracker import MAX_WAITING, Trackers
 from async_rl.trainer_protocol import Extreme
+from tests.support.run_config import config_with
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -30,13 +31,7 @@ def record(step: int, **changes: object) -> StepRecord:
 
 
 def config(*trackers: str, **metrics: object) -> Config:
-    return parse_config(
-        {
-            "model": {"path": "m"},
-            "data": {"path": "d.jsonl"},
-            "metrics": {"trackers": list(trackers), **metrics},
-        }
-    )
+    return config_with(metrics={"trackers": list(trackers), **metrics})
 
 
 class Listing:

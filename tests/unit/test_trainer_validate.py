@@ -3,9 +3,9 @@
 import pytest
 
 from async_rl.cli.main import main
-from async_rl.config import LayoutConfig, load_config, parse_config
+from async_rl.config import LayoutConfig, load_config
 from async_rl.errors import ConfigError
-from tests.support.run_config import write_run
+from tests.support.run_config import config_with, write_run
 from trainer.supported_values import KNOWN_MODEL_TYPES
 from trainer.validate import ModelSizes, check, check_adapters, check_layout
 
@@ -145,8 +145,7 @@ def test_adapters_are_taken_when_the_model_has_their_targets(targets, model):
 
 
 def with_adapters(targets, sync="adapter"):
-    lora = {"targets": targets, "sync": sync}
-    return parse_config({"model": {"path": "m"}, "data": {"path": "d"}, "trainer": {"lora": lora}})
+    return config_with(trainer={"lora": {"targets": targets, "sync": sync}})
 
 
 @pytest.mark.parametrize(
