@@ -8,10 +8,10 @@ imports what it needs when it runs. To add a command, write `_add_NAME_options` 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from async_rl.runtime.printable import print_text
 
@@ -213,38 +213,12 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="costs of driver and workers: JSON of benchmarks/driver_scale.py; default: measured ones",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     _add_gpu(parser)
     for flag, kind, text in _WORKLOAD_FLAGS:
         parser.add_argument(f"--{flag}", type=kind, help=text)
     for flag, text in _SIMULATION_FLAGS:
         parser.add_argument(f"--{flag}", type=int, help=text)
-
-
-def _run_plan(parsed: argparse.Namespace) -> int:
-    from async_rl.cli.plan import plan
-    from async_rl.run.folder import find_run_folder
-
-    def given(flags: Iterable[str]) -> dict[str, Any]:
-        values = ((name, getattr(parsed, name)) for name in (flag.replace("-", "_") for flag in flags))
-        return {name: value for name, value in values if value is not None}
-
-    fits = 0
-    if parsed.gpu is not None and not parsed.json:
-        from async_rl.cli.memory import show_memory
-
-        fits = show_memory(parsed.config, parsed.overrides, parsed.gpu)
-    return fits or plan(
-        parsed.config,
-        parsed.overrides,
-        engines=parsed.engines,
-        grow=parsed.grow,
-        run_dir=None if parsed.run is None else find_run_folder(parsed.run),
-        figures=given(flag for flag, *_ in _WORKLOAD_FLAGS),
-        simulation=given(flag for flag, _ in _SIMULATION_FLAGS),
-        costs=parsed.costs,
-        as_json=parsed.json,
-    )
 
 
 # -- rollout, evaluate, inspect ---------------------------------------------------------------------------
@@ -298,27 +272,7 @@ def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
     )
     table.add_argument("--limit", type=int, default=20, metavar="N", help="most lines; 0 for all")
     parser.add_argument("--special", action="store_true", help="show special tokens")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _run_inspect(parsed: argparse.Namespace) -> int:
-    from async_rl.cli.inspection.browse import Filter, inspect
-
-    return inspect(
-        parsed.run,
-        parsed.trajectory,
-        chosen=Filter(
-            status=parsed.status,
-            reason=parsed.reason,
-            task=parsed.task,
-            min_reward=parsed.min_reward,
-            max_reward=parsed.max_reward,
-        ),
-        order=parsed.sort,
-        limit=parsed.limit,
-        special=parsed.special,
-        as_json=parsed.json,
-    )
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
 
 
 # -- capture, replay-step ---------------------------------------------------------------------------------
@@ -514,7 +468,7 @@ COMMANDS: tuple[Command, ...] = (
         "Runs the scheduler in virtual time: throughput, idle shares, staleness, memory and the "
         "bottleneck, before there is a machine. Needs neither model nor data; see docs/guide/scaling-up.md.",
         _add_plan_options,
-        _run_plan,
+        _calling("async_rl.cli.plan:plan", "config", "overrides"),
     ),
     Command(
         "rollout",
@@ -538,7 +492,7 @@ COMMANDS: tuple[Command, ...] = (
         "A table of the newest finished ones, or one in full: its segments with engine and weight version, "
         "interruptions, routing, log-probs, reward and history. Reads only; the run may be running.",
         _add_inspect_options,
-        _run_inspect,
+        _calling("async_rl.cli.inspection.browse:inspect", "run", "trajectory"),
     ),
     Command(
         "capture",

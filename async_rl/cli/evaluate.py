@@ -23,11 +23,11 @@ from async_rl.cli.inspection.try_out import (
     engines_from,
     models_asked,
     open_models,
+    serve_engines,
 )
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_validation, prompt_rule
-from async_rl.engines.frozen_models import check_served_model
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import ConfigError
@@ -113,7 +113,7 @@ async def _evaluate_sets(
         open_models(config, folder / "logs", open_engines, models),
         open_engines(config, folder / "logs") as engines,
     ):
-        metrics, versions = Metrics(), set[int]()
+        metrics = Metrics()
         pool = EnginePool(metrics, time.monotonic, max_prefill_tokens=config.engine.max_prefill_tokens)
         context = SessionContext(
             config=config,
@@ -133,12 +133,7 @@ async def _evaluate_sets(
             completions=folder / "completions",
             models=models,
         )
-        for engine in engines:
-            health = await engine.health()
-            check_served_model(config, engine.engine_id, health.model_path)
-            versions.add(health.weight_version)
-            pool.add_engine(engine)
-            pool.serve_engine(engine.engine_id, health.weight_version)
+        versions = await serve_engines(engines, config, pool)
         if len(versions) > 1:
             raise ConfigError(
                 f"engine.urls: the servers have weight versions {sorted(versions)}, expected one: they "

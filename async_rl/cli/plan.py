@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 from rich.table import Table
 
+from async_rl.cli.memory import show_memory
 from async_rl.config import Config, EvaluationConfig, SGLangEngines, load_config
 from async_rl.config.worker_count import workers_needed
 from async_rl.engines.model_facts import load_facts
@@ -26,6 +27,7 @@ from async_rl.observability.text_console import TextConsole
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.planning.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
 from async_rl.planning.workload import Workload
+from async_rl.run.folder import find_run_folder
 from async_rl.run.preflight import require_tasks
 from async_rl.runtime.printable import print_text
 
@@ -44,11 +46,11 @@ def plan(
     *,
     engines: Sequence[int] = (),
     grow: bool = False,
-    run_dir: Path | None = None,
-    figures: Mapping[str, float] | None = None,
-    simulation: Mapping[str, int] | None = None,
+    run: Path | None = None,
     costs: Path | None = None,
     as_json: bool = False,
+    gpu: str | None = None,
+    **fields: float | None,
 ) -> int:
     """Simulate a config's job and print what to expect of it.
 
@@ -57,29 +59,34 @@ def plan(
         overrides: `dotted.key=value` changes to it.
         engines: Numbers of engines to compare; none takes the config's. Trajectories in flight grow with it.
         grow: Batches and the trainer grow with the engines too.
-        run_dir: A past run that speeds and lengths are taken from.
-        figures: Fields of the `Workload` that are given, by name.
-        simulation: Fields of the `Simulation` that are given, by name.
+        run: A past run, or its name, that speeds and lengths are taken from.
         costs: Measured costs of the driver and of workers, as the benchmark writes them; None takes ours.
         as_json: Print the plans as JSON instead of a table.
+        gpu: Size of a GPU such as `80GB`, for a table of the memory before; None prints none.
+        fields: Of `Workload` and `PlannedRun`; None leaves a field at its default.
 
     Returns:
-        The exit code, 0.
+        The exit code: 2 when something does not fit into the GPU's memory.
 
     Raises:
         ConfigError: The config, the run or a figure cannot be used.
     """
+    if gpu is not None and not as_json and (code := show_memory(path, overrides, gpu)):
+        return code
     config = load_config(path, overrides)
     require_tasks(config)
+    figures = {name: value for name, value in fields.items() if value is not None}
+    simulation = {name: figures.pop(name) for name in PlannedRun.__struct_fields__ if name in figures}
     row_bytes, remark = _routing_row_bytes(config)
-    workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | dict(figures or {}))
-    how = _convert_figures(simulation or {}, PlannedRun)
+    run_dir = None if run is None else find_run_folder(run)
+    workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | figures)
+    how = _convert_figures(simulation, PlannedRun)
     base = num_engines(config)
     measured = read_costs(costs or MEASURED_COSTS)
     plans, loads, sentences = [], [], []
     for number in engines or (base,):
         job, work = with_engines(config, workload, number, grow=grow)
-        if "coarsen" not in (simulation or {}):
+        if "coarsen" not in simulation:
             how = replace(how, coarsen=coarsening(job))
         title = f"simulating {number:,} engine{'s' * (number != 1)}"
         with LongWork(title, "steps", how.warmup + how.versions) as shown:

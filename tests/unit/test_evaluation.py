@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from async_rl.cli.evaluate import evaluate
-from async_rl.cli.inspection.browse import Filter, inspect
+from async_rl.cli.inspection.browse import inspect
 from async_rl.config import EvaluationConfig, parse_config, to_builtins
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
@@ -197,7 +197,7 @@ def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator,
     assert "pass@2" in shown
     (found,) = evaluation_record_log(out / "evaluations.jsonl").read()
     assert (found.weight_version, found.unaccounted, found.scores["val"].tasks) == (0, 0, 3)
-    assert inspect(out, None, chosen=Filter(), console=console) == 0
+    assert inspect(out, None, console=console) == 0
     assert "6 of the 6" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"data\.validation"):
         evaluate(path, ["data.validation=[]"], model=calculator / "model", open_engines=simulated)

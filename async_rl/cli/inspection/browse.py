@@ -32,51 +32,38 @@ ORDERS: Final[dict[Order, str]] = {
 """How a table is sorted, in SQL; `reward` has the worst first."""
 
 
-class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects trajectories of a run; fields that are None select all."""
-
-    status: str | None = None
-    reason: str | None = None
-    """Part of the reason or error."""
-    task: str | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-
-    def sql(self) -> tuple[str, list[Any]]:
-        """Return an SQL condition, and the values of its question marks."""
-        conditions = {
-            "status = ?": self.status,
-            "instr(lower(reason), lower(?))": self.reason,
-            "task_id = ?": self.task,
-            "reward >= ?": self.min_reward,
-            "reward <= ?": self.max_reward,
-        }
-        given = {text: value for text, value in conditions.items() if value is not None}
-        return " AND ".join(["1", *given]), list(given.values())
+_CONDITIONS: Final = {
+    "status": "status = ?",
+    "reason": "instr(lower(reason), lower(?))",
+    "task": "task_id = ?",
+    "min_reward": "reward >= ?",
+    "max_reward": "reward <= ?",
+}
+"""What selects trajectories for a table, in SQL."""
 
 
 def inspect(
     run: Path,
     trajectory: str | None,
     *,
-    chosen: Filter,
-    order: Order = "newest",
+    sort: Order = "newest",
     limit: int = 20,
     special: bool = False,
     as_json: bool = False,
     console: TextConsole | None = None,
+    **selected: str | float | None,
 ) -> int:
     """Print a table of a run's trajectories, or one of them in full.
 
     Args:
         run: The run's folder, or its name below `runs`.
         trajectory: Beginning of an id; None prints the table.
-        chosen: Which trajectories the table has.
-        order: Order of the table.
+        sort: Order of the table.
         limit: Maximum number of lines of the table; 0 for all.
         special: Whether special tokens are shown.
         as_json: Print JSON instead: a list of table rows, or a `TrajectoryView`.
         console: Where to print; None takes stdout.
+        selected: Which trajectories the table has, by the names of `_CONDITIONS`; None selects all.
 
     Returns:
         The exit code.
@@ -89,8 +76,9 @@ def inspect(
     reader = ArchiveReader(run_dir / FILE)
     try:
         if trajectory is None:
-            where, values = chosen.sql()
-            rows = reader.find_rows(where, values, order=ORDERS[order], limit=limit or -1)
+            given = {_CONDITIONS[name]: value for name, value in selected.items() if value is not None}
+            where = " AND ".join(["1", *given])
+            rows = reader.find_rows(where, list(given.values()), order=ORDERS[sort], limit=limit or -1)
             _print_table(console, run_dir, reader, rows, as_json=as_json)
         else:
             _print_one(console, run_dir, reader, trajectory, special=special, as_json=as_json)

@@ -251,11 +251,7 @@ async def try_out(
                 backend=choose_backend(context, pool, spool, open_worker, inspected=inspected, models=models),
                 observer=_TrajectoryReporter(inspected, ended),
             )
-            for engine in engines:
-                health = await engine.health()
-                check_served_model(config, engine.engine_id, health.model_path)
-                pool.add_engine(engine)
-                pool.serve_engine(engine.engine_id, health.weight_version)
+            await serve_engines(engines, config, pool)
             assert pool.engines(EngineState.SERVING), "there is at least one engine"
             async with services(rollouts=manager.run, watch=watch):
                 await manager.drained.wait()
@@ -319,12 +315,27 @@ async def open_models(
     async with AsyncExitStack() as stack:
         for name, pool in pools.items():
             its = config.of_model(name)
-            for engine in await stack.enter_async_context(open_engines(its, log_dir / name, name)):
-                health = await engine.health()
-                check_served_model(its, engine.engine_id, health.model_path, key=f"models.{name}")
-                pool.add_engine(engine)
-                pool.serve_engine(engine.engine_id, health.weight_version)
+            engines = await stack.enter_async_context(open_engines(its, log_dir / name, name))
+            await serve_engines(engines, its, pool, key=f"models.{name}")
         yield
+
+
+async def serve_engines(
+    engines: Sequence[Engine], config: Config, pool: EnginePool, *, key: str = "model"
+) -> set[int]:
+    """Let engines of a config's model serve in a pool, and return their weight versions.
+
+    Raises:
+        ConfigError: An engine serves another model than the config's section `key` names.
+    """
+    versions = set()
+    for engine in engines:
+        health = await engine.health()
+        check_served_model(config, engine.engine_id, health.model_path, key=key)
+        versions.add(health.weight_version)
+        pool.add_engine(engine)
+        pool.serve_engine(engine.engine_id, health.weight_version)
+    return versions
 
 
 @asynccontextmanager
