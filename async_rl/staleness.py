@@ -123,7 +123,14 @@ class Backlog:
         (None, None, ['a', 'c'])
     """
 
-    def __init__(self, groups_per_batch: int, max_staleness: int, staleness_policy: StalenessPolicy) -> None:
+    def __init__(
+        self, groups_per_batch: int, max_staleness: int, staleness_policy: StalenessPolicy, version: int = 0
+    ) -> None:
+        """Start without groups, at the version that engines serve and that consumes the next batch."""
+        self.served_version = version
+        """The version that all engines in service have reached."""
+        self.next_version = version
+        """The version that consumes the next batch."""
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.staleness_policy: StalenessPolicy = staleness_policy
@@ -151,9 +158,15 @@ class Backlog:
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._in_flight or group_id in self._deadlines
 
-    def may_admit(self, *, lag: int = 0) -> bool:
-        """Return whether one more group may be dispatched; `may_admit` describes `lag`."""
+    def may_admit(self) -> bool:
+        """Return whether one more group may be dispatched."""
+        lag = self.next_version - self.served_version
         return may_admit(self.outstanding, self.groups_per_batch, self.max_staleness, lag)
+
+    def oldest_version(self, group_id: str) -> int:
+        """Return the version that the age of an outstanding group counts from."""
+        deadline = self._in_flight.get(group_id)
+        return (self._deadlines[group_id] if deadline is None else deadline) - self.max_staleness
 
     def add_group(self, group_id: str, oldest: int) -> None:
         """Add a group in flight; nothing in it will be sampled by weights older than `oldest`."""

@@ -223,7 +223,7 @@ class _Stopwatch:
 
 
 class GroupInFlight:
-    """The state of a group's siblings until the group is settled; implements the queue's `InFlight`."""
+    """The state of a group's siblings until the group is settled; implements the store's `GroupWork`."""
 
     def __init__(
         self,
@@ -327,7 +327,7 @@ class GroupInFlight:
             self.unscored.pop(name, None)
 
     def oldest_version(self) -> int | None:
-        """Implements the queue's `InFlight`."""
+        """Implements the store's `GroupWork`."""
         mask = self._staleness_policy == "mask_tokens"
         counted = [
             t.newest_weight_version if mask else t.oldest_weight_version for t in self.finished.values()
@@ -338,7 +338,7 @@ class GroupInFlight:
         return min((version for version in counted if version is not None), default=None)
 
     def sampled_lengths(self) -> dict[str, int]:
-        """Implements the queue's `InFlight`."""
+        """Implements the store's `GroupWork`."""
         lengths = {
             name: each.num_sampled_tokens
             for progress in self._progress.values()
@@ -347,7 +347,7 @@ class GroupInFlight:
         return lengths | {name: t.num_sampled_tokens for name, t in self.finished.items()}
 
     def straggled_s(self) -> float:
-        """Implements the queue's `InFlight`."""
+        """Implements the store's `GroupWork`."""
         return self._straggling.seconds
 
     def waiting_for_stragglers(self) -> AbstractContextManager[None]:
@@ -355,7 +355,7 @@ class GroupInFlight:
         return self._straggling.running()
 
     def cancel(self) -> None:
-        """Implements the queue's `InFlight`."""
+        """Implements the store's `GroupWork`."""
         self.cancelled = True
         if self.stop is not None:
             self.stop()

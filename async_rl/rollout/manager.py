@@ -38,7 +38,7 @@ from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import acting, progressed, waiting
 from async_rl.store.archive import Observer
 from async_rl.store.journal_folders import JournalFolders
-from async_rl.store.outstanding import RestoredGroup
+from async_rl.store.ledger import GroupRecord
 from async_rl.store.progress import ProgressReport
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Group
@@ -71,7 +71,7 @@ class RolloutManager:
             queue: Admits groups and receives finished ones.
             backend: Runs the attempts.
             journals: The journals of the run, which record trajectories in flight.
-            journalled: How far trajectories of `queue.restored_groups` and their branches are in the
+            journalled: How far trajectories of `queue.groups.restored` and their branches are in the
                 journals, by id.
             observer: Receives each trajectory when its attempt ends.
             warn: Tells a person that the run trains nothing.
@@ -81,6 +81,7 @@ class RolloutManager:
         self._feeder = feeder
         self._pool = pool
         self._queue = queue
+        self._groups = queue.groups
         self._journals = journals
         self.trajectories = TrajectoryRunner(context, queue, backend, journals, journalled or {}, observer)
         """Runs the trajectories of the groups."""
@@ -112,7 +113,7 @@ class RolloutManager:
             await self._resume_groups(groups)
             if not await self._queue.wait_for_admission():
                 break
-            if self._queue.restored_groups:
+            if self._groups.restored:
                 continue
             # The slot comes first: a dispatched group starts to sample at once, so it is not old from the
             # start.
@@ -139,7 +140,7 @@ class RolloutManager:
                 clock=self._context.serving_clock.now,
             )
             oldest_version = self._pool.oldest_version
-            self._queue.dispatch_group(
+            self._groups.dispatch_group(
                 work.group_id, task.task_id, position, trajectory_ids, oldest_version, work
             )
             self.slots.hand_over(trajectory_ids[0])
@@ -151,36 +152,36 @@ class RolloutManager:
 
     async def _resume_groups(self, groups: Nursery) -> None:
         """Resume the groups of an earlier process, and those that have lost frames."""
-        while self._queue.restored_groups:
-            await self._resume_group(groups, self._queue.restored_groups[0])
+        while self._groups.restored:
+            await self._resume_group(groups, self._groups.restored[0])
 
-    async def _resume_group(self, groups: Nursery, left: RestoredGroup) -> None:
+    async def _resume_group(self, groups: Nursery, left: GroupRecord) -> None:
         """Resume a group in flight; it has been admitted before."""
-        unfinished = [name for name in left.trajectory_ids if name not in left.finished]
+        unfinished = [name for name in left.root_ids if name not in left.stored]
         if unfinished:
             await self.slots.acquire_slot()
-            if left not in self._queue.restored_groups:  # it was dropped meanwhile
+            if left not in self._groups.restored:  # it was dropped meanwhile
                 self.slots.release_slot()
                 if self._journals is not None:
-                    self._journals.release_trajectories(left.trajectory_ids)
+                    self._journals.release_trajectories(left.root_ids)
                 return
             self.slots.hand_over(unfinished[0])
         work = GroupInFlight(
             left.group_id,
             self._feeder.task_at(left.position),
             left.position,
-            left.trajectory_ids,
+            left.root_ids,
             self._config.rollout.staleness_policy,
             straggled_s=left.straggled_s,
             clock=self._context.serving_clock.now,
         )
-        work.finished.update(left.finished)
+        work.finished.update(left.stored)
         for trajectory_id in unfinished:
             if known := self.trajectories.journalled.get(
                 trajectory_id
             ):  # the group is as old as that from now on
                 work.begin_attempt(trajectory_id, known)
-        self._queue.resume_group(left.group_id, work)
+        self._groups.resume_group(left.group_id, work)
         groups.start_task(f"group {left.group_id}", self._run_group(work))
         self._num_groups += 1
         if unfinished:
@@ -234,11 +235,10 @@ class RolloutManager:
             self._limit_stragglers(work)
             if not isinstance(tree, str):
                 names = [trajectory.trajectory_id for trajectory in tree]
-                self._queue.add_branches(trajectory_id, [name for name in names if name != trajectory_id])
                 completions = {
                     name: work.unscored[name].completion for name in names if name in work.unscored
                 }
-                self._queue.finished.add_tree(*tree, completions=completions)
+                self._groups.finish_tree(*tree, completions=completions)
                 if not completions and self._journals is not None:
                     self._journals.release_trajectories([trajectory_id])  # the ledger is written first
 
@@ -283,10 +283,10 @@ class RolloutManager:
         self._untrained.record_group(decision, work.dropped, self.trajectories.last_error)
         if not decision.train:
             retry = decision.retry and retries.retry_task(work.position, decision.reason)
-            self._queue.drop_group(work.group_id, decision.reason, others=work.dropped, retry=retry)
+            self._groups.drop_group(work.group_id, decision.reason, others=work.dropped, retry=retry)
             return
         for trajectory_id, reason in work.dropped.items():
-            self._queue.drop_trajectories([trajectory_id], reason)
+            self._groups.drop_trajectories([trajectory_id], reason)
         await self._queue.put_group(
             Group(group_id=work.group_id, task_id=work.task.task_id, trajectories=work.trajectories)
         )

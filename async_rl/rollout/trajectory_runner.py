@@ -66,7 +66,7 @@ class TrajectoryRunner:
         self._observer = observer or Observer()
         self.running: dict[str, Attempt] = {}
         """The running attempts, by trajectory."""
-        self._attempts = {name: n for left in queue.restored_groups for name, n in left.attempts.items()}
+        self._attempts = {name: n for left in queue.groups.restored for name, n in left.attempts.items()}
         self._recent: deque[str] = deque(maxlen=_FAILURE_WINDOW)
         self.last_error: AsyncRLError | None = None
         """How the last attempt that failed did."""
@@ -83,7 +83,7 @@ class TrajectoryRunner:
         first, last = self._attempts.pop(trajectory_id, 1), self._config.rollout.max_attempts
         for attempt in range(first, max(first, last) + 1):
             if attempt > first:
-                self._queue.start_attempt(trajectory_id, attempt)
+                self._queue.groups.ledger.record_attempt(trajectory_id, attempt)
                 self._context.metrics.trajectory_retries_total.inc()
             try:
                 # What user code could not open or write is no fault of the attempt.

@@ -13,7 +13,7 @@ from async_rl.errors import CheckpointError, StallError, TrainerError
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
-from async_rl.store.trajectory_queue import TrajectoryQueue
+from async_rl.store.outstanding import OutstandingGroups
 from async_rl.trainer_protocol import Trainer
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Checkpoints:
         config: TrainerConfig,
         run_dir: Path,
         trainer: Trainer,
-        queue: TrajectoryQueue,
+        groups: OutstandingGroups,
         metrics: Metrics,
         before_write: Callable[[], Awaitable[None]],
         *,
@@ -51,7 +51,7 @@ class Checkpoints:
             config: When checkpoints are due, how many are kept, how many may fail.
             run_dir: The run's folder.
             trainer: Writes the checkpoints.
-            queue: Its ledger records each complete checkpoint.
+            groups: Their ledger records each complete checkpoint.
             metrics: The metrics of the run.
             before_write: Called before a checkpoint is begun; writes what must be on disk with its step.
             step: The step of the checkpoint that the trainer started from; 0 without one.
@@ -60,7 +60,7 @@ class Checkpoints:
         self._config = config
         self._directory = str(run_dir / FOLDER)
         self._trainer = trainer
-        self._queue = queue
+        self._groups = groups
         self._metrics = metrics
         self._before_write = before_write
         self.step = step
@@ -87,7 +87,7 @@ class Checkpoints:
         await self._before_write()
         with waiting("checkpoint"):
             # The checkpoints of another driver are not overwritten.
-            _, cancelled = await run_uncancellable(None, partial(self._queue.flush_ledger, durable=True))
+            _, cancelled = await run_uncancellable(None, partial(self._groups.flush_ledger, durable=True))
             if cancelled is not None:
                 raise cancelled
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
@@ -124,7 +124,7 @@ class Checkpoints:
         if saved.failure is None:
             self.step, self.num_failed = step, 0
             self._metrics.observe_checkpoint(step, saved.pause_s, saved.write_s)
-            self._queue.record_checkpoint(step, keep=self._config.keep_checkpoints)
+            self._groups.ledger.record_checkpoint(step, keep=self._config.keep_checkpoints)
             return
         self.num_failed += 1
         self._metrics.checkpoint_failures_total.inc()

@@ -285,7 +285,7 @@ class Doctor:
                 self._pool.quarantine_engine(cause.target, EngineTimeout(cause.sentence))
                 return f"{cause.target} is quarantined; its calls move to other engines with their tokens"
             case "group" if (queue := self._queue()) is not None:
-                queue.cancel_group(cause.target, "lost")
+                queue.groups.cancel_group(cause.target, "lost")
                 return f"group {cause.target} is dropped"
             case "slot" if (slots := self._slots()) is not None:
                 alive = {actor.who.id for actor in self._waits.acting if actor.who.kind == "trajectory"}

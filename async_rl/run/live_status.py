@@ -77,7 +77,7 @@ class LiveStatus:
             max_steps=self._max_steps,
             elapsed_s=self._run_log.elapsed_s,
             records=self._run_log.records,
-            counts=None if queue is None else queue.statistics().counts,
+            counts=None if queue is None else queue.groups.ledger.counts(),
             engines=_engine_rows(self._pool),
             waits=self._waits,
             diagnosis=self._recent_diagnosis(),
@@ -112,8 +112,8 @@ class LiveStatus:
         m, queue = self._metrics, self._queue()
         assert queue is not None, "the service runs while there is a queue"
         while True:
-            counts = queue.statistics()
-            m.queue_bytes.set(counts.bytes)
+            counts = queue.groups.ledger.counts()
+            m.queue_bytes.set(queue.groups.spool.used_bytes)
             disk, memory, descriptors = await asyncio.to_thread(self._measure_limits)
             for labels, count in (await asyncio.to_thread(read_reports, self._dir)).items():
                 m.user_processes_reaped_total.labels(*labels).inc(count)

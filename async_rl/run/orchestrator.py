@@ -320,7 +320,7 @@ class Orchestrator:
                 end = await self._run_incarnation(incarnation)
             finally:
                 incarnation.recovered.write_and_close()
-            trajectories = queue.statistics().counts
+            trajectories = queue.groups.ledger.counts()
             queue.close()
             if not isinstance(end, TrainerHandle):
                 return self.run_log.summary(trajectories, ended_s=end)
@@ -405,7 +405,7 @@ class Orchestrator:
             config.trainer,
             self._dir,
             trainer,
-            queue,
+            recovered.groups,
             metrics,
             self.run_log.write_held_steps,
             step=step,

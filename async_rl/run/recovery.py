@@ -35,6 +35,7 @@ from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import observer
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
+from async_rl.staleness import Backlog
 from async_rl.store import archive, spool
 from async_rl.store.archive import Archive
 from async_rl.store.frame_reader import FrameReader
@@ -42,8 +43,8 @@ from async_rl.store.frames import find_flaws
 from async_rl.store.journal import Journal
 from async_rl.store.journal_folders import JournalFolders, OtherNodes
 from async_rl.store.ledger import Ledger
+from async_rl.store.outstanding import OutstandingGroups, frames_in_flight
 from async_rl.store.progress import ProgressReport
-from async_rl.store.restored_groups import frames_in_flight
 from async_rl.store.spool import Spool, no_other_nodes
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import TakenBatch, Task, root_of
@@ -239,29 +240,33 @@ class RecoveredState:
             open_reader=open_reader,
         )
         """The frames of finished trajectories."""
-        self.queue = TrajectoryQueue(
+        rollout = config.rollout
+        backlog = Backlog(
+            config.trainer.groups_per_batch, rollout.max_staleness, rollout.staleness_policy, version=step
+        )
+        self.groups = OutstandingGroups(
             ledger,
             self.spool,
-            groups_per_batch=config.trainer.groups_per_batch,
-            max_staleness=config.rollout.max_staleness,
-            staleness_policy=config.rollout.staleness_policy,
-            min_group_size=min(config.rollout.min_group_size, config.rollout.group_size),
-            facts=facts if config.routing.from_engine else None,
-            version=step,
-            metrics=metrics,
-            observer=self.archive,
+            backlog,
             retry_task=retries.retry_task,
-            read_batch=read_batch,
+            observer=self.archive,
+            metrics=metrics,
             clock=clock,
         )
-        self.queue.restore_groups(self.journalled, flaws)
+        self.queue = TrajectoryQueue(
+            self.groups,
+            min_group_size=min(rollout.min_group_size, rollout.group_size),
+            facts=facts if config.routing.from_engine else None,
+            read_batch=read_batch,
+        )
+        self.groups.restore_groups(self.journalled, flaws)
         order = order_of(tasks, config.run.seed, config.data.shuffle)
-        for left in tuple(self.queue.restored_groups):
+        for left in tuple(self.groups.restored):
             if tasks[order.task_at(left.position)].task_id != left.task_id:
                 log.warning("group %s is dropped: the data has no task %s now", left.group_id, left.task_id)
-                self.queue.drop_group(left.group_id, "restart")
+                self.groups.drop_group(left.group_id, "restart")
         if self.journals is not None:
-            kept = {name for left in self.queue.restored_groups for name in left.trajectory_ids}
+            kept = {name for left in self.groups.restored for name in left.root_ids}
             roots = dict.fromkeys(map(root_of, self.journalled))
             self.journals.release_trajectories(name for name in roots if name not in kept)
         self._has_nodes = self.spool.has_nodes
@@ -286,11 +291,11 @@ class RecoveredState:
             # From tick to tick: what a write or a compaction takes does not postpone the next tick.
             due_s = max(due_s + self._every_s, clock())
             await asyncio.sleep(due_s - clock())
-            self.queue.record_straggling()
+            self.groups.record_straggling()
             # The ledger first: it must have the trajectories in the journal, and those that the journal
             # drops.
             released = self.journals.take_released()
-            await self.journal.write_in_thread(before=self.queue.flush_ledger)
+            await self.journal.write_in_thread(before=self.groups.flush_ledger)
             self.journals.record_written(self.journal.directory, self.journal.pop_written_claims())
             self.journals.notify_owners(released)
             if unneeded := self.journals.take_unneeded():
@@ -301,7 +306,7 @@ class RecoveredState:
         while True:
             with waiting("idle"):
                 await asyncio.sleep(_LEDGER_S)
-            _, cancelled = await run_uncancellable(None, self.queue.flush_ledger)
+            _, cancelled = await run_uncancellable(None, self.groups.flush_ledger)
             if cancelled is not None:
                 raise cancelled
 
@@ -352,8 +357,8 @@ class RecoveredState:
                 )
                 spool.give_up(node)
             # Where a node that is back has lost frames of groups, these are restored without its absence.
-            if were_absent or spool.absent or self.queue.restored_groups:
-                self.queue.follow_nodes()
+            if were_absent or spool.absent or self.groups.restored:
+                self.groups.follow_nodes()
                 self._retries.changed.set()
 
     async def _write_archive(self) -> None:
@@ -368,13 +373,13 @@ class RecoveredState:
         """Write all trajectories in flight up to the last token, however the incarnation ends."""
         if self.archive is not None:
             self.archive.close()
-        self.queue.finished.discard_unscored()
+        self.groups.discard_unscored()
         if self.journal is None:
             return
         try:
             assert self.journals is not None, "there is one with the driver's journal"
-            self.queue.record_straggling()
-            self.queue.flush_ledger()
+            self.groups.record_straggling()
+            self.groups.flush_ledger()
             self.journals.notify_owners(self.journals.take_released())
             self.journal.write_entries()
         except (AsyncRLError, OSError) as error:  # this error may be what ends the incarnation

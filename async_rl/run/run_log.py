@@ -266,10 +266,10 @@ class RunLogger:
         return _step_record(
             done,
             report,
-            counts=queue.statistics().counts,
+            counts=queue.groups.ledger.counts(),
             time_s=now - self._run_begin_s,
             tokens_per_s=tokens / max(now - last_s, 1e-9),
-            length_ks=queue.length_ks,
+            length_ks=queue.groups.lengths.distance,
             engine_idle_share=self._pool.statistics.idle_share,
             groups_without_signal=count_groups_without_signal(done.batch, self._config.trainer.loss),
         )

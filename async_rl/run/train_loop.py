@@ -124,7 +124,7 @@ class TrainLoop(ABC):
             raise
         cancelled = await self._queue.settle_batch(batch, step)
         self.step, self.unsettled = step, False
-        self._queue.record_publication(step)
+        self._queue.groups.ledger.record_publication(step)
         progressed()
         now = self._clock()
         done = TrainedStep(

@@ -22,8 +22,8 @@ published weight versions, the batch of each step that the trainer acknowledged,
 queued what was queued. What was trained after N is dropped as `restart` and its positions are pending. Its
 frames could have been kept until a checkpoint has their step; but groups that were in flight or queued behind
 them fill the bound already, B (η + 1) of them, and for each one put back another would grow too old. The
-restart undoes weight versions above N: labels above it count as N (`ceiling`), the oldest that they can be,
-so that the bound holds.
+restart undoes weight versions above N: labels above it are lowered to N, the oldest that they can be, so that
+the bound holds.
 
 **Size.** Rows of settled trajectories are folded into counts once no kept checkpoint can undo them: a run of
 a year has as many rows as one of a few checkpoints. Ids are compared with those that have rows; older ones
@@ -50,6 +50,7 @@ import msgspec
 
 from async_rl.codec import UNREADABLE
 from async_rl.errors import AsyncRLError, InvariantError
+from async_rl.observability.records import TrajectoryCounts
 from async_rl.store.ledger_tables import LedgerTables
 from async_rl.types import StoredTrajectory, root_of
 
@@ -64,21 +65,6 @@ REDISPATCHED = frozenset({"restart", "corrupt"})
 """Reasons of drops that are no fault of the task: its position becomes pending."""
 
 
-class Conservation(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of trajectories in each state."""
-
-    dispatched: int
-    in_flight: int
-    queued: int
-    trained: int
-    dropped: dict[str, int]
-
-    @property
-    def holds(self) -> bool:
-        """Whether the law of conservation holds."""
-        return self.dispatched == self.in_flight + self.queued + self.trained + sum(self.dropped.values())
-
-
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True):
     """Where the sequence of tasks continues: first with the pending positions, then from `cursor` on."""
 
@@ -86,14 +72,13 @@ class DataPosition(msgspec.Struct, frozen=True, kw_only=True):
     pending: tuple[int, ...] = ()
 
 
-class GroupRecord(msgspec.Struct, kw_only=True):
+class GroupRecord(msgspec.Struct, kw_only=True, eq=False):
     """An outstanding group."""
 
     group_id: str
     task_id: str
     position: int
     weight_version: int
-    ceiling: int | None = None
     in_flight: set[str] = msgspec.field(default_factory=set)
     queued: set[str] = msgspec.field(default_factory=set)
     stored: dict[str, StoredTrajectory] = msgspec.field(default_factory=dict)
@@ -105,6 +90,11 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     """How long it has waited for its stragglers."""
     has_branches: bool = False
     """Whether one of its trajectories has had branches."""
+
+    @property
+    def root_ids(self) -> tuple[str, ...]:
+        """Its trajectories in flight, without branches."""
+        return tuple(sorted({root_of(name) for name in self.in_flight}))
 
 
 class Ledger:
@@ -134,7 +124,7 @@ class Ledger:
         self._tables = LedgerTables(path)
         self._load()
 
-    def dispatch_group(
+    def record_dispatch(
         self, group_id: str, task_id: str, position: int, trajectory_ids: Sequence[str], version: int
     ) -> None:
         """Add a new group, before its first token is sampled.
@@ -173,7 +163,7 @@ class Ledger:
             self._tables.add_statement("DELETE FROM pending WHERE position = ?", (position,))
         self._tables.end_change()
 
-    def add_branches(self, root_id: str, branch_ids: Sequence[str]) -> None:
+    def record_branches(self, root_id: str, branch_ids: Sequence[str]) -> None:
         """Add the branches of a trajectory in flight that has ended, as members of its group.
 
         Raises:
@@ -196,7 +186,7 @@ class Ledger:
             )
         self._tables.end_change()
 
-    def start_attempt(self, trajectory_id: str, attempt: int) -> None:
+    def record_attempt(self, trajectory_id: str, attempt: int) -> None:
         """Record that another attempt at a trajectory in flight begins.
 
         Raises:
@@ -223,7 +213,7 @@ class Ledger:
         )
         self._tables.end_change()
 
-    def finish_trajectory(self, stored: StoredTrajectory) -> None:
+    def record_finished(self, stored: StoredTrajectory) -> None:
         """Record that a trajectory has ended and where it is; it stays in flight until its group is queued.
 
         Raises:
@@ -234,8 +224,8 @@ class Ledger:
         self._store(stored)
         self._tables.end_change()
 
-    def unfinish_trajectory(self, trajectory_id: str) -> None:
-        """Undo `finish_trajectory`: the frame of the trajectory is damaged or missing.
+    def record_unfinished(self, trajectory_id: str) -> None:
+        """Undo `record_finished`: the frame of the trajectory is damaged or missing.
 
         Raises:
             InvariantError: When it is not in flight.
@@ -246,7 +236,7 @@ class Ledger:
         )
         self._tables.end_change()
 
-    def queue_group(self, group_id: str, stored: Sequence[StoredTrajectory], *, version: int) -> None:
+    def record_queued(self, group_id: str, stored: Sequence[StoredTrajectory], *, version: int) -> None:
         """Record that a group is finished and its trajectories are stored.
 
         Args:
@@ -269,11 +259,11 @@ class Ledger:
                 self._store(entry)
         group.queued, group.in_flight = group.in_flight, set()
         group.weight_version, group.stored = version, members
-        group.ceiling, group.attempts = None, {}
+        group.attempts = {}
         self._counts["in_flight"] -= len(stored)
         self._counts["queued"] += len(stored)
         self._tables.add_statement(
-            "UPDATE groups SET weight_version = ?, ceiling = NULL WHERE group_id = ?", (version, group_id)
+            "UPDATE groups SET weight_version = ? WHERE group_id = ?", (version, group_id)
         )
         self._tables.add_statement(
             "UPDATE trajectories SET state = 'queued' WHERE group_id = ? AND state = 'in_flight'",
@@ -281,8 +271,8 @@ class Ledger:
         )
         self._tables.end_change()
 
-    def reopen_group(self, group_id: str, lost: Collection[str]) -> None:
-        """Undo `queue_group` for a group that has lost frames; its other trajectories have ended still.
+    def record_reopened(self, group_id: str, lost: Collection[str]) -> None:
+        """Undo `record_queued` for a group that has lost frames; its other trajectories have ended still.
 
         Args:
             group_id: A queued group.
@@ -303,15 +293,10 @@ class Ledger:
             "UPDATE trajectories SET state = 'in_flight' WHERE group_id = ? AND state = 'queued'", (group_id,)
         )
         for trajectory_id in lost:
-            self.unfinish_trajectory(trajectory_id)
-        if group.ceiling is not None:
-            for stored in tuple(group.stored.values()):
-                self.finish_trajectory(stored.capped(group.ceiling))
-            group.ceiling = None
-            self._tables.add_statement("UPDATE groups SET ceiling = NULL WHERE group_id = ?", (group_id,))
+            self.record_unfinished(trajectory_id)
         self._tables.end_change()
 
-    def train_groups(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
+    def record_trained(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
         """Record that the trainer has acknowledged a step, whose batch consumed these groups completely.
 
         Raises:
@@ -350,7 +335,7 @@ class Ledger:
             self._tables.fold_settled(self._folded_step, self._cursor)
         self._tables.end_change()
 
-    def drop_trajectories(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
+    def record_dropped(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
         """Settle outstanding trajectories that will not be trained.
 
         Args:
@@ -411,11 +396,8 @@ class Ledger:
             self._drop(trajectory_id, "restart")
             self._make_pending(position)
         self._counts["trained"] -= len(undone)
-        for group in (group for group in self._groups.values() if group.queued):
-            group.ceiling = step if group.ceiling is None else min(group.ceiling, step)
-            self._tables.add_statement(
-                "UPDATE groups SET ceiling = ? WHERE group_id = ?", (group.ceiling, group.group_id)
-            )
+        for group in self._groups.values():
+            self._cap_versions(group, step)
         self._checkpoints = [kept for kept in self._checkpoints if kept <= step]
         self._tables.delete_after(step)
         self._step = step
@@ -423,6 +405,13 @@ class Ledger:
         self._tables.end_change()
         self.flush()
         return self.data_position()
+
+    def _cap_versions(self, group: GroupRecord, step: int) -> None:
+        """Let labels of undone versions count as this step, the oldest that they can be."""
+        for name, stored in group.stored.items():
+            if (capped := stored.capped(step)) is not stored:
+                group.stored[name] = capped
+                self._store(capped)
 
     def _record_restart(self, step: int) -> None:
         self.incarnation += 1
@@ -435,18 +424,18 @@ class Ledger:
         self.restarts[self.incarnation] = step
         self._tables.add_statement("INSERT INTO meta VALUES (?, ?)", (f"restart {self.incarnation}", step))
 
-    def counts(self) -> Conservation:
+    def counts(self) -> TrajectoryCounts:
         """Count all trajectories by state.
 
         Raises:
             InvariantError: When the law of conservation does not hold.
         """
-        counts = Conservation(dropped={k: v for k, v in self._dropped.items() if v}, **self._counts)
-        if not counts.holds:
+        counts = TrajectoryCounts(dropped={k: v for k, v in self._dropped.items() if v}, **self._counts)
+        if counts.unaccounted:
             raise InvariantError(f"trajectories were lost or made up: {counts}")
         return counts
 
-    def audit(self) -> Conservation:
+    def audit(self) -> TrajectoryCounts:
         """Return `counts` after a comparison with the tables.
 
         Raises:
@@ -531,10 +520,10 @@ class Ledger:
             self._counts[state] = getattr(stored, state)
         for trajectory_id, state, attempt, stored_entry, *columns in self._tables.query_rows(
             "SELECT trajectory_id, state, attempt, stored, group_id, task_id, position, weight_version, "
-            "ceiling, straggled_s FROM trajectories JOIN groups USING (group_id) "
+            "straggled_s FROM trajectories JOIN groups USING (group_id) "
             "WHERE state IN ('in_flight', 'queued') ORDER BY trajectory_id"
         ):
-            group_id, task_id, position, version, ceiling, straggled_s = columns
+            group_id, task_id, position, version, straggled_s = columns
             group = self._groups.setdefault(
                 group_id,
                 GroupRecord(
@@ -542,7 +531,6 @@ class Ledger:
                     task_id=task_id,
                     position=position,
                     weight_version=version,
-                    ceiling=ceiling,
                     straggled_s=straggled_s,
                 ),
             )
@@ -584,9 +572,9 @@ class Ledger:
         self._pending.add(position)
         self._tables.add_statement("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
 
-    def _stored_counts(self) -> Conservation:
+    def _stored_counts(self) -> TrajectoryCounts:
         states, dropped = self._tables.count_by_state()
-        return Conservation(
+        return TrajectoryCounts(
             dispatched=sum(states.values()),
             in_flight=states["in_flight"],
             queued=states["queued"],

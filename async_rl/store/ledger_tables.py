@@ -20,7 +20,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError, InvariantError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Statement = tuple[str, Sequence[Any]]
 
@@ -34,7 +34,6 @@ CREATE TABLE groups (                -- each uses up a position
     task_id TEXT NOT NULL,
     position INTEGER NOT NULL,       -- place in the sequence of tasks
     weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
-    ceiling INTEGER,                 -- labels above this are of undone versions
     straggled_s REAL NOT NULL DEFAULT 0  -- how long it has waited for its stragglers
 ) WITHOUT ROWID;
 CREATE TABLE trajectories (

@@ -1,57 +1,64 @@
-"""The outstanding groups of the queue: dispatched, and neither trained nor dropped."""
+"""The outstanding groups: dispatched, and neither trained nor dropped.
+
+```
+ dispatch_group ─► finish_tree (each trajectory) ─► queue_group ─► take_groups ─► record_trained
+       │                                                │              (a batch)      frames deleted
+       └───────────── drop_trajectories, drop_group ────┘
+```
+
+Each change goes to the ledger, whose next flush writes it, and to the spool, whose files are deleted after
+that. Files were written where their attempts ran: frames, and completions while a group has no rewards.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-
-import msgspec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 from async_rl.errors import InvariantError
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import waiting
 from async_rl.staleness import Backlog
-from async_rl.store.admission import Admission, GroupWork
 from async_rl.store.archive import Observer
-from async_rl.store.finished_trajectories import FinishedTrajectories
 from async_rl.store.ledger import GroupRecord, Ledger
 from async_rl.store.lengths import LengthDrift
-from async_rl.store.packing import StoredGroup, age_counts_from
-from async_rl.store.spool import Spool
-from async_rl.types import StoredTrajectory, TakenBatch, root_of
+from async_rl.store.packing import age_counts_from
+from async_rl.store.progress import ProgressReport
+from async_rl.store.spool import Spool, relocated
+from async_rl.types import Group, StoredCompletion, StoredTrajectory, TakenBatch, root_of
 
 log = logging.getLogger(__name__)
 
 
-class RestoredGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A group in flight that nothing samples: an earlier process left it, or a node with frames was lost."""
+class GroupWork(Protocol):
+    """A group that is being sampled, as the queue sees it."""
 
-    group_id: str
-    task_id: str
-    position: int
-    trajectory_ids: tuple[str, ...]
-    """All trajectories in flight, including the finished ones."""
-    finished: Mapping[str, StoredTrajectory]
-    """The finished trajectories, which are not sampled again."""
-    attempts: Mapping[str, int]
-    """The number of the current attempt, for trajectories that are not in their first."""
-    oldest_version: int
-    """The version that the group's age counts from."""
-    straggled_s: float = 0.0
-    """How long it had waited for its stragglers."""
+    def oldest_version(self) -> int | None:
+        """The version that the group's age counts from so far; None while nothing fixes it.
 
+        `rollout.staleness_policy` defines it: the version of the oldest token or, with `mask_tokens`, the
+        smallest of the newest versions of the trajectories that have ended.
+        """
+        ...
 
-class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group that waits for its batch."""
+    def sampled_lengths(self) -> Mapping[str, int]:
+        """Tokens sampled so far, by trajectory."""
+        ...
 
-    group_id: str
-    oldest_version: int
-    since: float
-    counted: bool
-    """Whether `LengthDrift` has counted its trajectories; an earlier process counted in its own memory."""
+    def straggled_s(self) -> float:
+        """How long the group has waited for its stragglers, in this process and earlier ones."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop sampling. The queue has dropped the group and expects no more calls for it."""
+        ...
 
 
 class ChangeSignal:
@@ -74,10 +81,12 @@ class ChangeSignal:
 
 
 class OutstandingGroups:
-    """Follows each group from its dispatch until it is trained or dropped, in memory and in the ledger.
+    """Owns each group from its dispatch until it is trained or dropped; writes the ledger and the spool.
 
     Invariant: a group is in the backlog as in flight or ready, or belongs to a taken batch. Each change of a
     trajectory's state is counted once, in the ledger, the metrics and the length statistics.
+
+    All methods are for the event loop's thread, except `flush_ledger`.
     """
 
     def __init__(
@@ -85,76 +94,131 @@ class OutstandingGroups:
         ledger: Ledger,
         spool: Spool,
         backlog: Backlog,
-        admission: Admission,
-        finished: FinishedTrajectories,
-        changes: ChangeSignal,
-        lengths: LengthDrift,
         *,
-        retry_task: Callable[[int, str], bool],
-        observer: Observer,
-        metrics: Metrics | None,
-        clock: Callable[[], float],
+        retry_task: Callable[[int, str], bool] = lambda position, reason: False,
+        observer: Observer | None = None,
+        metrics: Metrics | None = None,
+        lengths: LengthDrift | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without groups; `restore_in_flight` and `restore_ready` add those of an earlier process.
+        """Start without groups. Call `restore_groups` before anything else.
 
         Args:
-            ledger: Records all states.
-            spool: Holds the finished groups.
-            backlog: Holds the deadlines.
-            admission: Learns the sizes of groups.
-            finished: Stores finished trajectories of groups in flight.
-            changes: Notified when groups are dropped.
-            lengths: Compares the lengths of trained and of all ended trajectories.
+            ledger: Records all states; rolled back to the step that the trainer continues from.
+            spool: Holds the frames of trajectories that have ended.
+            backlog: Holds the deadlines and the versions that they depend on.
             retry_task: Called with the position of a task whose group was dropped by no fault of its own, and
                 the reason; returns whether the task will be dispatched again.
             observer: Receives what becomes of trajectories.
             metrics: Counts trajectories and waits.
+            lengths: Compares the lengths of trained and of all ended trajectories; None makes one.
             clock: Returns monotonic seconds.
         """
-        self._ledger = ledger
-        self._spool = spool
-        self._backlog = backlog
-        self._admission = admission
-        self._finished = finished
-        self._changes = changes
+        self.ledger = ledger
+        self.spool = spool
+        self.backlog = backlog
+        self.lengths = lengths or LengthDrift()
+        self.metrics = metrics
+        self.changes = ChangeSignal()
+        """Notified when a group is queued, dropped or restored."""
+        self.restored: list[GroupRecord] = []
+        """Groups in flight that `resume_group` must continue: of an earlier process, or with lost frames."""
+        self.claimed: frozenset[str] = frozenset()
+        """Ready groups that are being packed: they are not dropped."""
         self._retry_task = retry_task
-        self._observer = observer
-        self._metrics = metrics
-        self._clock = clock
-        self.restored: list[RestoredGroup] = []
-        """Groups in flight that no work has resumed yet."""
+        self._observer = observer or Observer()
+        self.clock = clock
         self._work: dict[str, GroupWork] = {}
         self._writing: set[str] = set()
-        self._ready: dict[str, ReadyGroup] = {}
-        self._claimed: frozenset[str] = frozenset()
-        self.lengths = lengths
+        self._ready: dict[str, float] = {}  # when they became ready
+        self._unscored: dict[str, tuple[StoredTrajectory, StoredCompletion]] = {}
         if metrics is not None:
-            counts = ledger.counts()
-            # After a restart of the trainer they hold what an earlier queue of this process counted.
-            metrics.trajectories_dispatched_total.reset()
-            metrics.trajectories_trained_total.reset()
-            metrics.trajectories_dropped_total.clear()
-            metrics.trajectories_dispatched_total.inc(counts.dispatched)
-            metrics.trajectories_trained_total.inc(counts.trained)
-            for reason, number in counts.dropped.items():
-                metrics.trajectories_dropped_total.labels(reason=reason).inc(number)
-            # Evaluated at the scrape, and from now on: they add up with the counters at every moment.
-            metrics.trajectories_in_flight.set_function(lambda: ledger.counts().in_flight)
-            metrics.trajectories_queued.set_function(lambda: ledger.counts().queued)
+            _count_from_ledger(metrics, ledger)
+
+    # -- restart ------------------------------------------------------------------------------------------
+
+    def restore_groups(
+        self,
+        journalled: Mapping[str, ProgressReport] = MappingProxyType({}),
+        flaws: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Restore the groups that an earlier process left; before anything else, blocking.
+
+        Frames of ready groups are verified with their batch, those of groups in flight before: a damaged one
+        is sampled again beside its siblings. Frames that belong to no group are deleted. Groups in flight are
+        in `restored`, as old as what was sampled of them.
+
+        Args:
+            journalled: How far trajectories in flight and their branches are in the journals, by id.
+            flaws: What is wrong with frames of groups in flight, by trajectory.
+        """
+        outstanding = self.ledger.outstanding()
+        for group in outstanding:  # the run's folder may have been moved
+            group.stored = {
+                name: relocated(entry, self.spool.directory) for name, entry in group.stored.items()
+            }
+        self.spool.recover_frames(
+            early=[entry for group in outstanding if not group.queued for entry in group.stored.values()],
+            used=[tuple(group.stored.values()) for group in outstanding if group.queued],
+        )
+        sampled = oldest_by_root(journalled)
+        version = self.backlog.next_version
+        for group in outstanding:
+            if not group.queued:
+                self._recover_trajectories(group, flaws)
+            known = [trajectory.oldest_weight_version for trajectory in group.stored.values()]
+            known += [sampled[name] for name in group.in_flight if name in sampled]
+            oldest = min([version, *(each for each in known if each is not None)])
+            self.backlog.add_group(group.group_id, oldest)
+            if group.queued:
+                self._make_ready(group, min(oldest, group.weight_version))
+            else:
+                self.restored.append(group)
+        self._drop_excess()
+        self.flush_ledger()
+
+    def _recover_trajectories(self, group: GroupRecord, flaws: Mapping[str, str]) -> None:
+        """Keep the finished trajectories of a group in flight whose frames are intact.
+
+        A trajectory and its branches are made by one agent loop: if any of them is missing or damaged, all of
+        them are sampled again.
+        """
+        for trajectory_id in group.stored.keys() & flaws.keys():
+            log.warning("trajectory %s is sampled again: %s", trajectory_id, flaws[trajectory_id])
+        unfinished = {root_of(name) for name in group.in_flight - (group.stored.keys() - flaws.keys())}
+        for trajectory_id, stored in sorted(group.stored.items()):
+            if root_of(trajectory_id) in unfinished:
+                self.ledger.record_unfinished(trajectory_id)
+                self.spool.discard([stored])
+
+    def _drop_excess(self) -> None:
+        """Drop the youngest groups in flight that the spool has no space for.
+
+        The earlier process may have ended for lack of space because it learned the size of its groups too
+        late; restoring all of them would repeat this.
+        """
+        oldest = self.backlog.oldest_version
+        for group in sorted(self.restored, key=lambda group: oldest(group.group_id), reverse=True):
+            if self.has_space():
+                return
+            log.warning("group %s in flight is dropped: the spool has no space for it", group.group_id)
+            self.drop_group(group.group_id, "restart")
 
     # -- groups in flight ---------------------------------------------------------------------------------
 
-    @property
-    def work(self) -> Mapping[str, GroupWork]:
-        """The groups that are being sampled; those that `put` writes to the spool are not."""
-        if not self._writing:
-            return self._work
-        return {group_id: work for group_id, work in self._work.items() if group_id not in self._writing}
+    def has_space(self, more: int = 0) -> bool:
+        """Whether the spool can hold the groups in flight and `more` of them.
+
+        Groups that the next batch needs have space whatever they need: no space would come free otherwise.
+        """
+        backlog = self.backlog
+        is_needed = backlog.outstanding + more <= backlog.groups_per_batch
+        return is_needed or self.spool.fits_groups(backlog.num_in_flight + more)
 
     @property
     def is_any_sampled(self) -> bool:
         """Whether a group in flight is not being written."""
-        return not self._writing.issuperset(self._backlog.in_flight())
+        return not self._writing.issuperset(self.backlog.in_flight())
 
     def dispatch_group(
         self,
@@ -163,51 +227,90 @@ class OutstandingGroups:
         position: int,
         trajectory_ids: Sequence[str],
         version: int,
-        work: GroupWork | None,
+        work: GroupWork | None = None,
     ) -> None:
         """Add an admitted group.
+
+        Args:
+            group_id: The id of the group, unique for ever.
+            task_id: The id of its task.
+            position: The position of the task in the sequence of tasks.
+            trajectory_ids: The ids of its trajectories, unique for ever.
+            version: No token of the group will be sampled by older weights.
+            work: Reports the age of the group and is cancelled when the group is dropped. None has no age.
 
         Raises:
             InvariantError: When an id is known already.
         """
-        self._ledger.dispatch_group(group_id, task_id, position, trajectory_ids, version)
-        self._backlog.add_group(group_id, max(version, self._admission.served))
+        self.ledger.record_dispatch(group_id, task_id, position, trajectory_ids, version)
+        self.backlog.add_group(group_id, max(version, self.backlog.served_version))
         if work is not None:
             self._work[group_id] = work
         self._count_dispatched(len(trajectory_ids))
-
-    def add_branches(self, root_id: str, branch_ids: Collection[str]) -> None:
-        """Make the branches of a trajectory that has ended members of its group.
-
-        Branches that the ledger has from an earlier process and that did not occur again are dropped.
-
-        Raises:
-            InvariantError: When the trajectory is not in flight.
-        """
-        group = self._ledger.group_of(root_id)
-        if not branch_ids and not group.has_branches:
-            return
-        known = _with_branches(group, {root_id}) - {root_id}
-        if gone := sorted(known - set(branch_ids)):
-            self._settle_dropped(gone, "restart")
-        if new := [branch_id for branch_id in branch_ids if branch_id not in known]:
-            self._ledger.add_branches(root_id, new)
-            self._count_dispatched(len(new))
-
-    def restore_in_flight(self, group: RestoredGroup) -> None:
-        """Add a group that an earlier process left in flight."""
-        self._backlog.add_group(group.group_id, group.oldest_version)
-        self.restored.append(group)
 
     def resume_group(self, group_id: str, work: GroupWork) -> None:
         """Continue a restored group with the work that samples it."""
         self._remove_restored(group_id)
         self._work[group_id] = work
 
+    def finish_tree(
+        self, *tree: StoredTrajectory, completions: Mapping[str, StoredCompletion] = MappingProxyType({})
+    ) -> None:
+        """Add a trajectory that has ended before its group, with its branches; the next flush records them.
+
+        Branches that the ledger has from an earlier process and that did not occur again are dropped.
+
+        Args:
+            tree: The trajectory and its branches.
+            completions: What those without a reward will be scored for, by trajectory. They are not recorded:
+                after a restart their attempt runs again from the journal, because the whole group is scored
+                by one call.
+
+        Raises:
+            InvariantError: When one is not in flight.
+        """
+        root_id = root_of(tree[0].trajectory_id)
+        self._add_branches(root_id, [each.trajectory_id for each in tree if each.trajectory_id != root_id])
+        for trajectory in tree:
+            name = trajectory.trajectory_id
+            if (completion := completions.get(name)) is None:
+                self.ledger.record_finished(trajectory)
+            else:
+                self.ledger.group_of(name)
+                self._unscored[name] = trajectory, completion
+
+    def _add_branches(self, root_id: str, branch_ids: Collection[str]) -> None:
+        group = self.ledger.group_of(root_id)
+        if not branch_ids and not group.has_branches:
+            return
+        known = _with_branches(group, {root_id}) - {root_id}
+        if gone := sorted(known - set(branch_ids)):
+            self._settle_dropped(gone, "restart")
+        if new := [branch_id for branch_id in branch_ids if branch_id not in known]:
+            self.ledger.record_branches(root_id, new)
+            self._count_dispatched(len(new))
+
+    def discard_unscored(self) -> None:
+        """Discard all trajectories that are not recorded, when nothing will score them any more."""
+        for files in self._unscored.values():
+            self.spool.discard(files)
+        self._unscored.clear()
+
     def record_straggling(self) -> None:
         """Record in the ledger how long groups have waited for their stragglers."""
-        for group_id, work in self.work.items():
-            self._ledger.record_straggling(group_id, work.straggled_s())
+        for group_id, work in self._sampled().items():
+            self.ledger.record_straggling(group_id, work.straggled_s())
+
+    def renew_deadlines(self) -> None:
+        """Postpone the deadlines of groups that have sampled nothing as old as was assumed at their dispatch.
+
+        A group whose age is not fixed yet will sample by the weights that engines serve now.
+        """
+        backlog, work = self.backlog, self._sampled()
+        for group_id in backlog.in_flight(backlog.served_version + backlog.max_staleness - 1):
+            if group_id in work:
+                oldest = work[group_id].oldest_version()
+                backlog.renew_deadline(group_id, backlog.served_version if oldest is None else oldest)
 
     @contextmanager
     def being_written(self, group_id: str) -> Iterator[None]:
@@ -218,107 +321,89 @@ class OutstandingGroups:
         finally:
             self._writing.discard(group_id)
 
+    def _sampled(self) -> Mapping[str, GroupWork]:
+        """Return the groups that are being sampled; those that are being written are not."""
+        if not self._writing:
+            return self._work
+        return {group_id: work for group_id, work in self._work.items() if group_id not in self._writing}
+
     # -- ready groups -------------------------------------------------------------------------------------
 
-    def queue_group(self, group_id: str, stored: Sequence[StoredTrajectory]) -> None:
-        """Make a group ready whose trajectories are stored.
+    def queue_group(self, group: Group) -> None:
+        """Make a group ready whose trajectories have all ended, and keep only their frames.
 
         Raises:
-            InvariantError: When the group was dropped while it was written; its frames are discarded.
+            InvariantError: When the group is not in flight, or its trajectories are not those in flight.
+            SpoolFull: When there is no space; then nothing has changed.
         """
+        record, stored = self.ledger.group(group.group_id), group.trajectories
+        trajectory_ids = [entry.trajectory_id for entry in stored]
+        if record.in_flight != set(trajectory_ids):
+            raise InvariantError(
+                f"group {group.group_id} is queued with {sorted(trajectory_ids)}, in flight are "
+                f"{sorted(record.in_flight)}"
+            )
+        self.spool.use_group(stored)
+        for name in trajectory_ids:
+            self.spool.discard(self._unscored.pop(name, ())[1:])
+        known = record.weight_version
         versions = [v for entry in stored if (v := entry.oldest_weight_version) is not None]
-        counts_from = age_counts_from(stored, self._backlog.staleness_policy)
-        try:
-            known = self._ledger.group(group_id).weight_version
-            self._ledger.queue_group(group_id, stored, version=min(versions, default=known))
-        except InvariantError:
-            self._spool.discard(stored)
-            raise
-        self._observer.queued([entry.trajectory_id for entry in stored])
-        for entry in stored:
-            self.lengths.add_ended(entry.num_sampled_tokens)
-        self._make_ready(group_id, known if counts_from is None else counts_from, counted=True)
-        self._changes.notify_all()
-
-    def restore_ready(self, group_id: str, oldest: int) -> None:
-        """Add a finished group that an earlier process left in the spool."""
-        self._backlog.add_group(group_id, oldest)
-        self._make_ready(group_id, oldest, counted=False)
+        counts_from = age_counts_from(stored, self.backlog.staleness_policy)
+        # The ledger is written with other changes: a crash before that leaves the group in flight, ended.
+        self.ledger.record_queued(group.group_id, stored, version=min(versions, default=known))
+        self._observer.queued(trajectory_ids)
+        self._make_ready(record, known if counts_from is None else counts_from)
+        self.changes.notify_all()
 
     def absent_nodes(self, group_ids: Iterable[str]) -> list[str]:
         """Return the nodes that have frames of ready groups and do not answer."""
-        if not (absent := self._spool.absent):
+        if not (absent := self.spool.absent):
             return []
-        stored = (entry for group_id in group_ids for entry in self._ledger.group(group_id).stored.values())
+        stored = (entry for group_id in group_ids for entry in self.ledger.group(group_id).stored.values())
         return sorted({entry.node for entry in stored} & absent)
 
-    def wait_for_node(self, node: str) -> None:
-        """Let batches with frames of a node wait until it answers, or is given up."""
-        self._spool.absent.add(node)
+    def follow_nodes(self) -> None:
+        """Let batches go on whose nodes are back, and sample again what was stored on lost nodes.
 
-    def reopen_lost(self) -> None:
-        """Return ready groups with frames on lost nodes to `restored`: these trajectories are sampled again.
+        Ready groups with lost frames are in `restored` then. Those in flight go on: a later call returns them
+        when they are ready.
+        """
+        if lost := self.spool.lost:
+            for group_id in [name for name in self._ready if name not in self.claimed]:
+                stored = self.ledger.group(group_id).stored
+                if gone := {root_of(name) for name, entry in stored.items() if entry.node in lost}:
+                    self.reopen_group(group_id, gone)
+        self.changes.notify_all()
+
+    def reopen_group(self, group_id: str, root_ids: Collection[str]) -> None:
+        """Return a ready group to `restored`: trajectories of it are sampled again, with their branches.
 
         The group is as old as before, so it meets its deadline as any group in flight.
         """
-        if not (lost := self._spool.lost):
-            return
-        for group_id in [name for name in self._ready if name not in self._claimed | self._writing]:
-            record = self._ledger.group(group_id)
-            gone = {root_of(name) for name, entry in record.stored.items() if entry.node in lost}
-            if gone:
-                self.reopen_group(group_id, gone)
-
-    def find_missing(self, stored: Iterable[StoredTrajectory]) -> set[str]:
-        """Return the trajectories whose frames nodes have lost; see `Spool.find_missing`."""
-        return self._spool.find_missing(stored)
-
-    def reopen_group(self, group_id: str, root_ids: Collection[str]) -> None:
-        """Return a ready group to `restored`: trajectories of it are sampled again, with their branches."""
-        group = self._ledger.group(group_id)
-        log.warning("group %s lost %d trajectories with their node", group.group_id, len(root_ids))
-        if self._metrics is not None:
-            self._metrics.attempts_restarted_total.inc(len(root_ids))
+        group = self.ledger.group(group_id)
+        log.warning("group %s lost %d trajectories with their node", group_id, len(root_ids))
+        if self.metrics is not None:
+            self.metrics.attempts_restarted_total.inc(len(root_ids))
         gone = {name for name in group.stored if root_of(name) in root_ids}
         discarded = [group.stored[name] for name in gone]
-        self._spool.reopen_group(group.stored.values())
-        self._ledger.reopen_group(group.group_id, gone)
-        self._spool.discard(discarded)
-        oldest = self._ready.pop(group.group_id).oldest_version
-        self._backlog.remove_group(group.group_id)
-        self.restore_in_flight(
-            RestoredGroup(
-                group_id=group.group_id,
-                task_id=group.task_id,
-                position=group.position,
-                trajectory_ids=tuple(sorted({root_of(name) for name in group.in_flight})),
-                finished=dict(group.stored),
-                attempts={},
-                oldest_version=oldest,
-                straggled_s=group.straggled_s,
-            )
-        )
-        self._changes.notify_all()
-
-    def stored_group(self, group_id: str) -> StoredGroup:
-        """Return a ready group as the packer reads it."""
-        record = self._ledger.group(group_id)
-        ceiling = record.ceiling
-        return StoredGroup(
-            group_id=group_id,
-            trajectories=tuple(
-                entry if ceiling is None else entry.capped(ceiling) for entry in record.stored.values()
-            ),
-        )
+        self.spool.reopen_group(group.stored.values())
+        self.ledger.record_reopened(group_id, gone)
+        self.spool.discard(discarded)
+        del self._ready[group_id]
+        oldest = self.backlog.oldest_version(group_id)
+        self.backlog.remove_group(group_id)
+        self.backlog.add_group(group_id, oldest)
+        self.restored.append(group)
+        self.changes.notify_all()
 
     @contextmanager
     def claim(self, group_ids: Sequence[str]) -> Iterator[None]:
         """Prevent that ready groups are dropped while they are packed in the block."""
-        self._claimed = frozenset(group_ids)
+        self.claimed = frozenset(group_ids)
         try:
             yield
         finally:
-            self._claimed = frozenset()
+            self.claimed = frozenset()
 
     def take_groups(self, batch: TakenBatch, too_stale: Sequence[str]) -> None:
         """Remove the groups of a packed batch from the ready ones: the trainer has them.
@@ -329,23 +414,19 @@ class OutstandingGroups:
         """
         if too_stale:
             self._settle_dropped(too_stale, "too_stale")
-        groups = tuple(self._ready[group_id] for group_id in batch.group_ids)
-        if any(not group.counted for group in groups):
-            counted = {group.group_id for group in groups if group.counted}
-            for trajectory_id, length in zip(batch.trajectory_ids, batch.sampled_lengths, strict=True):
-                if self._ledger.group_of(trajectory_id).group_id not in counted:
-                    self.lengths.add_ended(length)
-        for group in groups:
-            self._backlog.remove_group(group.group_id)
-            del self._ready[group.group_id]
-            self.observe_wait("queue", group.since)
+        for group_id in batch.group_ids:
+            self.backlog.remove_group(group_id)
+            self.observe_wait("queue", self._ready.pop(group_id))
 
     def record_trained(self, batch: TakenBatch, step: int) -> None:
-        """Record that a step has trained a batch; the next flush writes it."""
-        self._ledger.train_groups(batch.group_ids, step, batch.batch_id)
+        """Record that a step has trained a batch; the next flush writes it, then deletes its frames."""
+        self.ledger.record_trained(batch.group_ids, step, batch.batch_id)
         self._observer.trained(batch.trajectory_ids, step)
-        if self._metrics is not None:  # at once: a scrape sees the ledger's other counts meanwhile
-            self._metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
+        if self.metrics is not None:  # at once: a scrape sees the ledger's other counts meanwhile
+            self.metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
+        self.spool.discard(batch.trajectories)
+        for length in batch.sampled_lengths:
+            self.lengths.add_trained(length)
 
     def flush_ledger(self, *, durable: bool = False) -> None:
         """Write all changes of the ledger, then delete the frames of settled trajectories. From any thread.
@@ -353,25 +434,22 @@ class OutstandingGroups:
         In this order, because no restart may find a trajectory outstanding whose frame is gone.
 
         Args:
-            durable: Whether the changes shall survive a power cut.
-        """
-        self._spool.delete_discarded(before=partial(self._ledger.flush, durable=durable))
+            durable: Whether the changes shall survive a power cut; then the ledger is written in any case.
 
-    def discard_trained(self, batch: TakenBatch) -> None:
-        """Let the frames of a trained batch be deleted by the next flush."""
-        self._spool.discard(batch.trajectories)
-        for length in batch.sampled_lengths:
-            self.lengths.add_trained(length)
+        Raises:
+            AsyncRLError: When the ledger cannot be written, or another driver has written it.
+        """
+        self.spool.delete_discarded(before=partial(self.ledger.flush, durable=durable))
 
     # -- drops --------------------------------------------------------------------------------------------
 
     def drop_trajectories(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Drop trajectories in flight with their branches, and their group if none is left.
+        """Drop failed trajectories in flight with their branches, and their group if none is left.
 
         Raises:
             InvariantError: When one is not in flight.
         """
-        groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
+        groups = {group.group_id: group for group in map(self.ledger.group_of, trajectory_ids)}
         if any(group.queued for group in groups.values()):
             raise InvariantError(f"single trajectories of queued groups cannot be dropped: {sorted(groups)}")
         for group_id, group in groups.items():
@@ -379,31 +457,42 @@ class OutstandingGroups:
             self._count_unfinished(group_id, dropped)
             self._settle_dropped(dropped, reason)
             if not group.in_flight:
-                self._backlog.remove_group(group_id)
+                self.backlog.remove_group(group_id)
                 self._work.pop(group_id, None)
-        self._changes.notify_all()
+        self.changes.notify_all()
 
     def drop_group(
         self, group_id: str, reason: str, *, others: Mapping[str, str] | None = None, retry: bool = False
     ) -> None:
-        """Drop a group in flight or ready; see `TrajectoryQueue.drop_group`."""
-        group = self._ledger.group(group_id)
-        if group_id not in self._backlog or group_id in self._claimed:
+        """Drop the outstanding trajectories of a group that is in flight or ready.
+
+        Args:
+            group_id: The group.
+            reason: Why.
+            others: Trajectories with another reason, which is also that of their branches.
+            retry: Whether the position of the task becomes pending: it will be dispatched once more, by this
+                process or the next.
+
+        Raises:
+            InvariantError: When the group is settled, unknown or in a taken batch.
+        """
+        group = self.ledger.group(group_id)
+        if group_id not in self.backlog or group_id in self.claimed:
             raise InvariantError(f"group {group_id} is in a batch that the trainer has")
         outstanding = sorted(group.in_flight | group.queued)
         self._count_unfinished(group_id, group.in_flight)
         for trajectory_id in outstanding:
             own = (others or {}).get(root_of(trajectory_id), reason)
             self._settle_dropped([trajectory_id], own, retry=retry)
-        self._backlog.remove_group(group_id)
+        self.backlog.remove_group(group_id)
         self._work.pop(group_id, None)
         self._remove_restored(group_id)
         self._ready.pop(group_id, None)
-        self._changes.notify_all()
+        self.changes.notify_all()
 
     def drop_and_retry(self, group_id: str, reason: str) -> None:
         """Drop a group by no fault of its task, which is dispatched again if it may be."""
-        position = self._ledger.group(group_id).position
+        position = self.ledger.group(group_id).position
         self.drop_group(group_id, reason, retry=self._retry_task(position, reason))
 
     def drop_overdue(self, version: int) -> None:
@@ -411,14 +500,23 @@ class OutstandingGroups:
 
         With the policy `drop` these include groups in flight.
         """
-        for group_id in self._backlog.overdue(version):
+        for group_id in self.backlog.overdue(version):
             self.drop_and_retry(group_id, "too_stale")
-        for group_id in self._admission.overdue_in_flight(version, self.work):
-            self._work[group_id].cancel()
-            self.drop_and_retry(group_id, "too_stale")
+        if self.backlog.staleness_policy != "drop":
+            return
+        sampled = self._sampled()
+        for group_id in self.backlog.in_flight(version - 1):
+            # A group without an age may sample its first token by the next version.
+            if group_id in sampled and sampled[group_id].oldest_version() is not None:
+                self._work[group_id].cancel()
+                self.drop_and_retry(group_id, "too_stale")
 
     def cancel_group(self, group_id: str, reason: str) -> None:
-        """Drop a group and stop its work."""
+        """Drop a group and stop its work.
+
+        Raises:
+            InvariantError: As `drop_group`.
+        """
         if (work := self._work.get(group_id)) is not None:
             work.cancel()
         self.drop_group(group_id, reason)
@@ -427,12 +525,12 @@ class OutstandingGroups:
 
     def observe_wait(self, stage: str, begin: float) -> None:
         """Observe the time since `begin` as spent waiting in a stage."""
-        if self._metrics is not None:
-            self._metrics.stage_wait_seconds.labels(stage=stage).observe(self._clock() - begin)
+        if self.metrics is not None:
+            self.metrics.stage_wait_seconds.labels(stage=stage).observe(self.clock() - begin)
 
     def _count_dispatched(self, number: int) -> None:
-        if self._metrics is not None:
-            self._metrics.trajectories_dispatched_total.inc(number)
+        if self.metrics is not None:
+            self.metrics.trajectories_dispatched_total.inc(number)
 
     def _count_unfinished(self, group_id: str, trajectory_ids: Iterable[str]) -> None:
         """Count the lengths that dropped trajectories in flight have reached."""
@@ -442,23 +540,23 @@ class OutstandingGroups:
             for trajectory_id in trajectory_ids:
                 self.lengths.add_ended(lengths.get(trajectory_id, 0))
 
-    def _make_ready(self, group_id: str, oldest: int, *, counted: bool) -> None:
-        self._backlog.finish_group(group_id, oldest)
-        self._work.pop(group_id, None)
-        self._ready[group_id] = ReadyGroup(
-            group_id=group_id, oldest_version=oldest, since=self._clock(), counted=counted
-        )
-        stored = self._ledger.group(group_id).stored.values()
-        self._admission.record_size(sum(entry.nbytes for entry in stored))
+    def _make_ready(self, group: GroupRecord, oldest: int) -> None:
+        self.backlog.finish_group(group.group_id, oldest)
+        self._work.pop(group.group_id, None)
+        self._ready[group.group_id] = self.clock()
+        for entry in group.stored.values():
+            self.lengths.add_ended(entry.num_sampled_tokens)
 
     def _settle_dropped(self, trajectory_ids: Sequence[str], reason: str, *, retry: bool = False) -> None:
-        groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
+        groups = {group.group_id: group for group in map(self.ledger.group_of, trajectory_ids)}
         stored = {name: entry for group in groups.values() for name, entry in group.stored.items()}
-        self._ledger.drop_trajectories(trajectory_ids, reason, retry=retry)
+        self.ledger.record_dropped(trajectory_ids, reason, retry=retry)
         self._observer.dropped(trajectory_ids, reason)
-        self._finished.discard(trajectory_ids, [stored[name] for name in trajectory_ids if name in stored])
-        if self._metrics is not None:
-            self._metrics.trajectories_dropped_total.labels(reason=reason).inc(len(trajectory_ids))
+        for name in trajectory_ids:
+            self.spool.discard(self._unscored.pop(name, ()))
+        self.spool.discard(stored[name] for name in trajectory_ids if name in stored)
+        if self.metrics is not None:
+            self.metrics.trajectories_dropped_total.labels(reason=reason).inc(len(trajectory_ids))
 
     def _remove_restored(self, group_id: str) -> None:
         self.restored = [group for group in self.restored if group.group_id != group_id]
@@ -467,3 +565,45 @@ class OutstandingGroups:
 def _with_branches(group: GroupRecord, trajectory_ids: Collection[str]) -> set[str]:
     """Return these trajectories in flight and their branches."""
     return {name for name in group.in_flight if root_of(name) in trajectory_ids}
+
+
+def _count_from_ledger(metrics: Metrics, ledger: Ledger) -> None:
+    """Set the counters to what the ledger has: an earlier process, or an earlier trainer, has counted too."""
+    counts = ledger.counts()
+    metrics.trajectories_dispatched_total.reset()
+    metrics.trajectories_trained_total.reset()
+    metrics.trajectories_dropped_total.clear()
+    metrics.trajectories_dispatched_total.inc(counts.dispatched)
+    metrics.trajectories_trained_total.inc(counts.trained)
+    for reason, number in counts.dropped.items():
+        metrics.trajectories_dropped_total.labels(reason=reason).inc(number)
+    # Evaluated at the scrape, and from now on: they add up with the counters at every moment.
+    metrics.trajectories_in_flight.set_function(lambda: ledger.counts().in_flight)
+    metrics.trajectories_queued.set_function(lambda: ledger.counts().queued)
+
+
+def frames_in_flight(ledger: Ledger, directory: Path, node: str = "") -> list[StoredTrajectory]:
+    """Return the finished trajectories of groups in flight whose frames a process on this node can read.
+
+    Args:
+        ledger: Knows them.
+        directory: The spool in the run's folder.
+        node: The address of this node.
+    """
+    return [
+        relocated(entry, directory)
+        for group in ledger.outstanding()
+        if not group.queued
+        for entry in group.stored.values()
+        if entry.node in ("", node)
+    ]
+
+
+def oldest_by_root(journalled: Mapping[str, ProgressReport]) -> dict[str, int]:
+    """Return the oldest version that sampled a trajectory or one of its branches, by trajectory."""
+    oldest: dict[str, int] = {}
+    for name, progress in journalled.items():
+        if (version := progress.oldest_version) is not None:
+            root = root_of(name)
+            oldest[root] = min(version, oldest.get(root, version))
+    return oldest

@@ -14,17 +14,10 @@ import msgspec
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import DataError, InvariantError
 from async_rl.runtime.reward_values import MAX_REWARD, reward_value
-from async_rl.staleness import StalenessPolicy
+from async_rl.staleness import Backlog, StalenessPolicy
 from async_rl.types import StoredTrajectory, TakenBatch, root_of
 
 log = logging.getLogger(__name__)
-
-
-class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group whose trajectories are stored."""
-
-    group_id: str
-    trajectories: tuple[StoredTrajectory, ...]
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,29 +51,25 @@ def age_counts_from(
 class Packer:
     """Makes batches of stored groups. It has no state: any thread may pack."""
 
-    def __init__(
-        self,
-        *,
-        max_staleness: int,
-        staleness_policy: StalenessPolicy,
-        min_group_size: int,
-        facts: EngineFacts | None,
-    ) -> None:
+    def __init__(self, backlog: Backlog, min_group_size: int, facts: EngineFacts | None) -> None:
         """Set the rules.
 
         Args:
-            max_staleness: η.
-            staleness_policy: Whether older tokens are masked; otherwise there are none.
+            backlog: Its bound and policy say whether older tokens are masked; otherwise there are none.
             min_group_size: A group with fewer trajectories left is not trained.
             facts: The model's facts when routing is replayed, else None.
         """
-        self._max_staleness = max_staleness
-        self._staleness_policy = staleness_policy
+        self._max_staleness = backlog.max_staleness
+        self._staleness_policy = backlog.staleness_policy
         self._min_group_size = min_group_size
         self._facts = facts
 
-    def pack_groups(self, version: int, stored: Sequence[StoredGroup]) -> Packed:
+    def pack_groups(self, version: int, stored: Mapping[str, Sequence[StoredTrajectory]]) -> Packed:
         """Make a batch of groups, to be consumed at `version`.
+
+        Args:
+            version: The trainer's version.
+            stored: The trajectories of each group, in the order of the batch.
 
         Raises:
             InvariantError: When a trained token would exceed the bound.
@@ -90,23 +79,23 @@ class Packer:
         trajectories: list[StoredTrajectory] = []
         group_index: list[int] = []
         too_stale: list[str] = []
-        for index, group in enumerate(stored):
+        for index, (group_id, group) in enumerate(stored.items()):
             try:
-                for trajectory in group.trajectories:
+                for trajectory in group:
                     _check_versions(trajectory, version)
                     _check_values(trajectory)
             except DataError as error:
-                log.warning("group %s cannot be trained on: %s", group.group_id, error)
-                unusable[group.group_id], flaw = "corrupt", str(error)
+                log.warning("group %s cannot be trained on: %s", group_id, error)
+                unusable[group_id], flaw = "corrupt", str(error)
                 continue
-            usable = group.trajectories
+            usable = tuple(group)
             if oldest is not None:
-                usable = tuple(t for t in usable if not _is_all_older(t, oldest))
-            if len(usable) < len(group.trajectories):
-                if _num_attempts(usable) < min(self._min_group_size, _num_attempts(group.trajectories)):
-                    unusable[group.group_id] = "too_stale"
+                usable = tuple(t for t in group if not _is_all_older(t, oldest))
+            if len(usable) < len(group):
+                if _num_attempts(usable) < min(self._min_group_size, _num_attempts(group)):
+                    unusable[group_id] = "too_stale"
                 kept = {t.trajectory_id for t in usable}
-                too_stale += [t.trajectory_id for t in group.trajectories if t.trajectory_id not in kept]
+                too_stale += [t.trajectory_id for t in group if t.trajectory_id not in kept]
             trajectories += usable
             group_index += [index] * len(usable)
         if unusable:
@@ -114,7 +103,7 @@ class Packer:
         batch = TakenBatch(
             batch_id=f"batch-{version:08d}",
             trainer_version=version,
-            group_ids=tuple(group.group_id for group in stored),
+            group_ids=tuple(stored),
             group_index=tuple(group_index),
             trajectories=tuple(trajectories),
             masked_below=oldest,

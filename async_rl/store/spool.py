@@ -4,7 +4,7 @@
  spool/                                            the driver's Spool counts and deletes
    000001-driver/             SpoolFolder          ┌─► (trained, dropped) discard ─► delete_discarded
    000002-rollout-worker-0/   SpoolFolder ─ hold ──┤
-   000003-rollout-worker-1/   SpoolFolder          └─► put_group ─► used
+   000003-rollout-worker-1/   SpoolFolder          └─► use_group ─► used
      reusable/                files of settled trajectories, which the next frames overwrite
 ```
 
@@ -267,6 +267,8 @@ class Spool(FrameStore):
         """
         self.directory = directory = directory.absolute()  # references are read by other processes
         self.max_bytes = max_bytes
+        self.largest_group = SMALLEST_GROUP
+        """The bytes of the largest group so far, which others may need as well."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._node_directory = node_directory
         self._open_reader = open_reader
@@ -301,10 +303,14 @@ class Spool(FrameStore):
         """The bytes of the frames of groups that have ended, on the node that has the most."""
         return max(self._used_bytes.values(), default=0)
 
-    def fits(self, nbytes: int) -> bool:
-        """Return whether so much more would fit, spread over the nodes as what was stored so far."""
+    def fits_groups(self, number: int) -> bool:
+        """Return whether this many more groups would fit, each as large as the largest one so far.
+
+        They are spread over the nodes as what was stored so far.
+        """
         if self.max_bytes is None:
             return True
+        nbytes = number * self.largest_group
         stored, used = self._stored_bytes, self._used_bytes
         total = sum(stored.values())
         shares = {node: each / total for node, each in stored.items()} if total else {"": 1.0}
@@ -369,7 +375,7 @@ class Spool(FrameStore):
             for entry in stored:
                 self._early[entry.path] = _HeldFrame(entry.node, entry.nbytes)
 
-    def put_group(self, stored: Sequence[StoredTrajectory]) -> None:
+    def use_group(self, stored: Sequence[StoredTrajectory]) -> None:
         """Count the frames of a group that has ended as used.
 
         Raises:
@@ -583,19 +589,27 @@ class Spool(FrameStore):
 
     # -- restart ------------------------------------------------------------------------------------------
 
-    def recover_frames(self, early: Collection[StoredTrajectory], used: Collection[StoredTrajectory]) -> None:
+    def recover_frames(
+        self, early: Iterable[StoredTrajectory], used: Iterable[Sequence[StoredTrajectory]]
+    ) -> None:
         """Keep the frames of earlier processes that the ledger names, and delete all other files.
 
         On other nodes this happens when they are first asked for something.
+
+        Args:
+            early: The frames of groups that have not ended.
+            used: The frames of each group that has.
         """
         self.hold(early)
         with self._lock:
-            self._use(used)
+            for group in used:
+                self._use(group)
             known, in_use, newest = {*self._early, *self._used}, set(self._in_use), self._newest
         for node in self._local:
             self._readers[node].begin_keep_only(known, in_use, newest)
 
-    def _use(self, stored: Iterable[StoredTrajectory]) -> None:
+    def _use(self, stored: Sequence[StoredTrajectory]) -> None:
+        self.largest_group = max(self.largest_group, sum(entry.nbytes for entry in stored))
         for entry in stored:
             self._used[entry.path] = _HeldFrame(entry.node, entry.nbytes)
             self._used_bytes[entry.node] += entry.nbytes

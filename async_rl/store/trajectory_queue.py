@@ -1,11 +1,11 @@
-"""The trajectory queue: takes finished groups from rollouts and gives batches within the staleness bound.
+"""The trajectory queue: admits groups, takes finished ones, and gives batches within the staleness bound.
 
 ```
- dispatch_group ─► (sampling) ─► put_group ─► next_batch ─► (a trainer step) ─► settle_batch
-   ▲                   │          │ frames,     │ references to                  │ trained once,
-   │                   ▼          ▼ ledger      ▼ B groups                       │ frames deleted
-   │              drop_group   ready groups   taken batch                        │
-   └── wait_for_admission ◄── advance_version: engines serve the next version ◄──┘
+ wait_for_admission ─► (sampling) ─► put_group ─► next_batch ─► (a trainer step) ─► settle_batch
+   ▲                                  │ frames,     │ references to                  │ trained once,
+   │                                  ▼ ledger      ▼ B groups                       │ frames deleted
+   │                               ready groups    taken batch                       │
+   └──────── advance_version: engines serve the next version ◄───────────────────────┘
 ```
 
 | call | consumes | waits for | unblocked by | produces |
@@ -14,12 +14,11 @@
 | `put_group` | a finished group | spool capacity, rarely | `settle_batch` | a ready group |
 | `next_batch` | B ready groups | the groups that must go first | `put_group`, drops | references |
 
-The queue holds references with summaries; the data is in the spool. Its parts:
+The queue decides by references with summaries; the data is in the spool. Its parts:
 
-- `admission` applies the bound and the capacity of the spool, by the arithmetic of `async_rl.staleness`;
-- `outstanding` follows each group from its dispatch until it is trained or dropped;
-- `delivery` makes batches with `packing` and settles them;
-- `restored_groups` adds the groups of an earlier process.
+- `staleness.Backlog` has the deadlines of groups, and decides which may be dispatched and which make a batch;
+- `outstanding` owns each group from its dispatch until it is trained or dropped; who samples groups calls it;
+- `packing` makes a batch of ready groups.
 
 All methods are for the event loop's thread; making batches and writing the ledger runs in two threads of
 the queue. A cancelled `put_group` or `next_batch` has either happened completely or not at all.
@@ -28,56 +27,28 @@ the queue. A cancelled `put_group` or `next_batch` has either happened completel
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
-
-import msgspec
+from functools import partial
+from typing import Final
 
 from async_rl.engine_protocol import EngineFacts
-from async_rl.errors import InvariantError, SpoolFull
+from async_rl.errors import DataError, InvariantError, NodeUnreachable, SpoolFull
 from async_rl.observability.diagnosis import QueueView
-from async_rl.observability.metrics import Metrics
-from async_rl.observability.records import TrajectoryCounts
-from async_rl.staleness import Backlog, StalenessPolicy
-from async_rl.store.admission import Admission, GroupWork
-from async_rl.store.archive import Observer
-from async_rl.store.delivery import BatchDelivery
-from async_rl.store.finished_trajectories import FinishedTrajectories
-from async_rl.store.ledger import DataPosition, Ledger
-from async_rl.store.lengths import LengthDrift
-from async_rl.store.outstanding import ChangeSignal, OutstandingGroups, RestoredGroup
-from async_rl.store.packing import Packer
-from async_rl.store.progress import ProgressReport
-from async_rl.store.restored_groups import GroupRestorer
-from async_rl.store.spool import Spool
-from async_rl.types import Group, TakenBatch
+from async_rl.runtime.threads import run_uncancellable
+from async_rl.runtime.waits import waiting
+from async_rl.store.outstanding import OutstandingGroups
+from async_rl.store.packing import Packed, Packer
+from async_rl.types import Group, TakenBatch, root_of
 
+log = logging.getLogger(__name__)
 
-class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of trajectories by state, which obey the law of conservation, and numbers of groups."""
+MAX_DAMAGED_GROUPS: Final = 64
+"""The run ends after this many damaged groups without a batch in between."""
 
-    dispatched: int
-    in_flight: int
-    queued: int
-    trained: int
-    dropped: dict[str, int]
-    groups_in_flight: int
-    groups_ready: int
-    bytes: int
-    """The size of finished groups in the spool, on the node that has the most."""
-
-    @property
-    def counts(self) -> TrajectoryCounts:
-        """The numbers of trajectories."""
-        return TrajectoryCounts(
-            dispatched=self.dispatched,
-            trained=self.trained,
-            in_flight=self.in_flight,
-            queued=self.queued,
-            dropped=dict(self.dropped),
-        )
+MAX_INCOMPLETE_BATCHES: Final = 64
+"""The run ends after this many batches in a row whose frames nodes have lost."""
 
 
 async def _read_nothing(batch: TakenBatch) -> Mapping[str, str]:
@@ -90,180 +61,58 @@ class TrajectoryQueue:
 
     def __init__(
         self,
-        ledger: Ledger,
-        spool: Spool,
+        groups: OutstandingGroups,
         *,
-        groups_per_batch: int,
-        max_staleness: int,
-        staleness_policy: StalenessPolicy = "wait",
         min_group_size: int = 1,
         facts: EngineFacts | None = None,
-        version: int = 0,
-        metrics: Metrics | None = None,
-        observer: Observer | None = None,
-        retry_task: Callable[[int, str], bool] = lambda position, reason: False,
         read_batch: Callable[[TakenBatch], Awaitable[Mapping[str, str]]] = _read_nothing,
-        lengths: LengthDrift | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the queue on a ledger and a spool. Call `restore_groups` before anything else.
+        """Open the queue on the outstanding groups.
 
         Args:
-            ledger: The ledger, rolled back to the step that the trainer continues from.
-            spool: The spool for finished trajectories.
-            groups_per_batch: B.
-            max_staleness: η, the hard bound.
-            staleness_policy: `wait`, `drop` or `mask_tokens`; `async_rl.staleness` describes them.
+            groups: The groups; `groups.backlog` has the bound.
             min_group_size: A group is dropped when masking leaves fewer of its trajectories.
             facts: The model's facts when routing is replayed, else None.
-            version: The version that the trainer holds and the engines serve.
-            metrics: Counts trajectories and waits.
-            observer: Receives what becomes of trajectories.
-            retry_task: Called with the position of a task whose group was dropped by no fault of its own, and
-                the reason; returns whether the task will be dispatched again.
             read_batch: Lets the trainer read the frames of a batch before it has it, as `Trainer.read_batch`.
-            lengths: Compares the lengths of trained and of all ended trajectories; None makes one.
-            clock: Returns monotonic seconds.
         """
-        self._ledger = ledger
-        self._spool = spool
-        self._clock = clock
+        self.groups = groups
+        self._backlog = groups.backlog
         self._stopped = self._data_ended = False
         self._tasks_left = True
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="trajectory-queue")
-        self._changes = ChangeSignal()
-        self._backlog = Backlog(groups_per_batch, max_staleness, staleness_policy)
-        self._admission = Admission(self._backlog, spool, version)
-        self.finished = FinishedTrajectories(ledger, spool)
-        """Records trajectories that have ended before their groups."""
-        self._groups = OutstandingGroups(
-            ledger,
-            spool,
-            self._backlog,
-            self._admission,
-            self.finished,
-            self._changes,
-            lengths or LengthDrift(),
-            retry_task=retry_task,
-            observer=observer or Observer(),
-            metrics=metrics,
-            clock=clock,
-        )
-        packer = Packer(
-            max_staleness=max_staleness,
-            staleness_policy=staleness_policy,
-            min_group_size=min_group_size,
-            facts=facts,
-        )
-        self._delivery = BatchDelivery(self._groups, packer, self._threads, read_batch)
+        self._packer = Packer(groups.backlog, min_group_size, facts)
+        self._read_batch = read_batch
+        self._num_incomplete = 0
+        """Batches in a row with frames that nodes have lost."""
+        self._num_damaged = 0
+        """Damaged groups since the last batch."""
+        self._taken: set[str] = set()
 
-    # -- restart ------------------------------------------------------------------------------------------
-
-    def restore_groups(
-        self,
-        journalled: Mapping[str, ProgressReport] = MappingProxyType({}),
-        flaws: Mapping[str, str] = MappingProxyType({}),
-    ) -> DataPosition:
-        """Restore the groups that an earlier process left; before anything else, blocking.
-
-        A damaged frame settles its group as `corrupt` and makes its position pending; frames that belong to
-        no group are freed. Groups in flight are in `restored_groups`, as old as what was sampled of them.
-
-        Args:
-            journalled: How far trajectories in flight and their branches are in the journals, by id.
-            flaws: What is wrong with frames of groups in flight, by trajectory.
-
-        Returns:
-            Where the sequence of tasks continues, including the positions of damaged groups.
-        """
-        restorer = GroupRestorer(self._ledger, self._spool, self._groups, self._admission, self.finished)
-        restorer.restore_groups(journalled, flaws)
-        return self._ledger.data_position()
-
-    @property
-    def restored_groups(self) -> Sequence[RestoredGroup]:
-        """Groups in flight that `resume_group` must continue: of an earlier process, or with lost frames."""
-        return self._groups.restored
-
-    def follow_nodes(self) -> None:
-        """Let batches go on whose nodes are back, and sample again what was stored on lost nodes.
-
-        Ready groups with lost frames are in `restored_groups` then. Those in flight go on: a later call
-        returns them when they are ready.
-        """
-        self._groups.reopen_lost()
-        self._changes.notify_all()
-
-    def resume_group(self, group_id: str, work: GroupWork) -> None:
-        """Continue a restored group with the work that samples it."""
-        self._groups.resume_group(group_id, work)
-
-    # -- dispatch -----------------------------------------------------------------------------------------
+    # -- groups -------------------------------------------------------------------------------------------
 
     async def wait_for_admission(self) -> bool:
-        """Wait until one more group may be dispatched; then call `dispatch_group` before awaiting anything.
+        """Wait until one more group may be dispatched; then dispatch it before awaiting anything.
 
-        It ends as well when there is one of `restored_groups`.
+        It ends as well when there is a group to resume in `groups.restored`.
 
         Returns:
             False when nothing is admitted any more.
         """
-        begin = self._clock()
+        begin = self.groups.clock()
         while not (self._stopped or self._data_ended):
-            if self._groups.restored:
+            if self.groups.restored:
                 return True
-            if self._admission.is_open:
-                self._groups.observe_wait("admission", begin)
+            if self.admits:
+                self.groups.observe_wait("admission", begin)
                 return True
-            await self._changes.wait_for_change("admission", self._admission.why_closed)
+            await self.groups.changes.wait_for_change("admission", self._why_closed)
         return False
 
     @property
     def admits(self) -> bool:
         """Whether one more group may be dispatched now."""
-        return not (self._stopped or self._data_ended) and self._admission.is_open
-
-    def dispatch_group(
-        self,
-        group_id: str,
-        task_id: str,
-        position: int,
-        trajectory_ids: Sequence[str],
-        version: int,
-        work: GroupWork | None = None,
-    ) -> None:
-        """Add an admitted group.
-
-        Args:
-            group_id: The id of the group, unique for ever.
-            task_id: The id of its task.
-            position: The position of the task in the sequence of tasks.
-            trajectory_ids: The ids of its trajectories, unique for ever.
-            version: No token of the group will be sampled by older weights.
-            work: Reports the age of the group and is cancelled when the group is dropped. None has no age.
-
-        Raises:
-            InvariantError: When an id is known already.
-        """
-        self._groups.dispatch_group(group_id, task_id, position, trajectory_ids, version, work)
-
-    def start_attempt(self, trajectory_id: str, attempt: int) -> None:
-        """Record that another attempt begins at a trajectory in flight.
-
-        Raises:
-            InvariantError: When it is not in flight.
-        """
-        self._ledger.start_attempt(trajectory_id, attempt)
-
-    def add_branches(self, root_id: str, branch_ids: Collection[str]) -> None:
-        """Make the branches of a trajectory that has ended members of its group.
-
-        Branches that the ledger has from an earlier process and that did not occur again are dropped.
-
-        Raises:
-            InvariantError: When the trajectory is not in flight.
-        """
-        self._groups.add_branches(root_id, branch_ids)
+        is_open = self._backlog.may_admit() and self.groups.has_space(more=1)
+        return is_open and not (self._stopped or self._data_ended)
 
     async def put_group(self, group: Group) -> None:
         """Queue a finished group, whose frames are held. Trajectories that failed were dropped before.
@@ -274,28 +123,18 @@ class TrajectoryQueue:
             InvariantError: When the group is not in flight, or its trajectories are not those in flight.
             SpoolFull: When there is no space, and no step will free any: all groups in flight wait for it.
         """
-        with self._groups.being_written(group.group_id):
-            trajectory_ids = {trajectory.trajectory_id for trajectory in group.trajectories}
+        with self.groups.being_written(group.group_id):
             while True:
-                in_flight = self._ledger.group(group.group_id).in_flight
-                if trajectory_ids != in_flight:
-                    raise InvariantError(
-                        f"group {group.group_id} is put with {sorted(trajectory_ids)}, in flight are "
-                        f"{sorted(in_flight)}"
-                    )
                 try:
-                    self._spool.put_group(group.trajectories)
-                    break
+                    self.groups.queue_group(group)
+                    return
                 except SpoolFull as error:
                     # One that is sampled, or will be, may be stored on another node, and fill a batch. After
                     # `stop` the next process queues the group.
-                    if self._stopped or self._groups.is_any_sampled or (self.admits and self._tasks_left):
+                    if self._stopped or self.groups.is_any_sampled or (self.admits and self._tasks_left):
                         await self._wait_for_step()
                     else:
                         await self.wait_for_space(error)
-            self.finished.forget_unscored(trajectory_ids)
-            # The ledger is written with other changes: a crash before that leaves the group in flight, ended.
-            self._groups.queue_group(group.group_id, group.trajectories)
 
     async def wait_for_space(self, shortage: SpoolFull) -> None:
         """Wait until a step has freed space.
@@ -303,47 +142,17 @@ class TrajectoryQueue:
         Raises:
             SpoolFull: The shortage, when no step will free any.
         """
-        if not (self._delivery.in_progress or self._backlog.select_batch(self._admission.next)):
+        if not (self._is_delivering or self._backlog.select_batch(self._backlog.next_version)):
             raise SpoolFull(str(shortage)) from None  # it has been waited out
         await self._wait_for_step()
 
     async def _wait_for_step(self) -> None:
-        await self._changes.wait_for_change("capacity", self._admission.why_full)
+        await self.groups.changes.wait_for_change("capacity", self._why_full)
 
-    # -- drops --------------------------------------------------------------------------------------------
-
-    def drop_trajectories(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Drop failed trajectories in flight with their branches, and their group if none is left.
-
-        Raises:
-            InvariantError: When one is not in flight.
-        """
-        self._groups.drop_trajectories(trajectory_ids, reason)
-
-    def drop_group(
-        self, group_id: str, reason: str, *, others: Mapping[str, str] | None = None, retry: bool = False
-    ) -> None:
-        """Drop the outstanding trajectories of a group that is in flight or ready.
-
-        Args:
-            group_id: The group.
-            reason: Why.
-            others: Trajectories with another reason, which is also that of their branches.
-            retry: Whether the position of the task becomes pending: it will be dispatched once more, by this
-                process or the next.
-
-        Raises:
-            InvariantError: When the group is settled, unknown or in a taken batch.
-        """
-        self._groups.drop_group(group_id, reason, others=others, retry=retry)
-
-    def cancel_group(self, group_id: str, reason: str) -> None:
-        """Drop a group and cancel its work.
-
-        Raises:
-            InvariantError: As `drop_group`.
-        """
-        self._groups.cancel_group(group_id, reason)
+    @property
+    def _is_delivering(self) -> bool:
+        """Whether a batch is being packed or has been taken: its groups will free their frames."""
+        return bool(self.groups.claimed or self._taken)
 
     # -- batches ------------------------------------------------------------------------------------------
 
@@ -363,31 +172,120 @@ class TrajectoryQueue:
             InvariantError: When a trajectory in it would exceed the bound.
             SpoolFull: When the disk has no space for the batch.
         """
-        self._admission.next = version
-        self._admission.renew_deadlines(self._groups.work)
+        self._backlog.next_version = version
+        self.groups.renew_deadlines()
         while not self._stopped:
             if not wait and self._backlog.awaited(version):
                 return None  # they would be dropped, or waited for
-            self._groups.drop_overdue(version)
+            self.groups.drop_overdue(version)
             chosen = self._backlog.select_batch(version)
-            absent = self._groups.absent_nodes(chosen or ())
+            absent = self.groups.absent_nodes(chosen or ())
             if chosen is not None and not absent:
-                batch = await self._delivery.pack_batch(version, chosen)
+                batch = await self._pack_batch(version, chosen)
                 if batch is not None:
-                    self._admission.next = batch.trainer_version + 1
+                    self._backlog.next_version = batch.trainer_version + 1
                     # A group that is due at this version and is not in its batch cannot be in any.
-                    self._groups.drop_overdue(version + 1)
+                    self.groups.drop_overdue(version + 1)
                     return batch
             elif not wait or (self._data_ended and not self._backlog.num_in_flight and not absent):
                 return None
             elif absent:
-                await self._changes.wait_for_change("node", target=", ".join(absent))
+                await self.groups.changes.wait_for_change("node", target=", ".join(absent))
             else:
-                await self._changes.wait_for_change("batch", self._admission.why_no_batch)
+                await self.groups.changes.wait_for_change("batch", self._why_no_batch)
         return None
 
+    async def _pack_batch(self, version: int, group_ids: Sequence[str]) -> TakenBatch | None:
+        """Pack ready groups and let the trainer read them, which has them afterwards.
+
+        Cancelled, they stay ready.
+
+        Args:
+            version: The version that consumes the batch.
+            group_ids: The groups, in the order of the batch.
+
+        Returns:
+            None when some groups cannot be trained on; these are dropped, or go back in flight when a node
+            has lost frames of them. Also when a node that has some of the frames does not answer; the groups
+            stay ready.
+
+        Raises:
+            DataError: Too many groups in a row are damaged.
+            TrainerError: The trainer failed.
+        """
+        ledger = self.groups.ledger
+        stored = {group_id: tuple(ledger.group(group_id).stored.values()) for group_id in group_ids}
+        try:
+            with self.groups.claim(group_ids):
+                packed, cancelled = await run_uncancellable(
+                    self._threads, lambda: self._packer.pack_groups(version, stored)
+                )
+                if packed.batch is not None and cancelled is None:
+                    with waiting("frames", packed.batch.batch_id):
+                        flaws = await self._read_batch(packed.batch)
+                        packed = await self._without_damaged(packed, packed.batch, flaws)
+        except NodeUnreachable as error:
+            log.warning("the batch of version %d waits: %s", version, error)
+            self.groups.spool.absent.add(error.node)
+            return None
+        for group_id, reason in packed.unusable.items():
+            self.groups.drop_and_retry(group_id, reason)
+        for group_id, root_ids in packed.missing.items():
+            self.groups.reopen_group(group_id, root_ids)
+        if cancelled is not None:
+            raise cancelled
+        if packed.batch is None:
+            self._num_damaged += sum(reason == "corrupt" for reason in packed.unusable.values())
+            if self._num_damaged >= MAX_DAMAGED_GROUPS:
+                machine = f"node {packed.node}" if packed.node else "this machine"
+                raise DataError(
+                    f"{self._num_damaged} finished groups in a row cannot be read back from the spool; the "
+                    f"last one: {packed.flaw}; check disk and memory of {machine}, and that only one job "
+                    "writes into the run folder"
+                )
+            self._num_incomplete += bool(packed.missing)
+            if self._num_incomplete >= MAX_INCOMPLETE_BATCHES:
+                raise DataError(
+                    f"in {self._num_incomplete} batches in a row frames were missing that node {packed.node} "
+                    "had stored; check its disk, and that nothing else deletes files in queue.spool_dir"
+                )
+            return None
+        self._num_damaged = self._num_incomplete = 0
+        self.groups.take_groups(packed.batch, packed.too_stale)
+        self._taken.add(packed.batch.batch_id)
+        return packed.batch
+
+    async def _without_damaged(self, packed: Packed, batch: TakenBatch, flaws: Mapping[str, str]) -> Packed:
+        """Return a packed batch, or its groups with damaged or missing frames where there are some.
+
+        Raises:
+            NodeUnreachable: A node does not answer which of these frames it has.
+        """
+        if not flaws:
+            return packed
+        flawed = [each for each in batch.trajectories if each.trajectory_id in flaws]
+        missing = await asyncio.to_thread(self.groups.spool.find_missing, flawed)
+        groups = dict(zip(batch.trajectory_ids, (batch.group_ids[i] for i in batch.group_index), strict=True))
+        unusable: dict[str, str] = {}
+        lost: dict[str, set[str]] = {}
+        flaw = node = ""
+        for each in flawed:
+            name, group_id = each.trajectory_id, groups[each.trajectory_id]
+            if name in missing:
+                lost.setdefault(group_id, set()).add(root_of(name))
+                continue
+            flaw, node = flaws[name], each.node
+            log.warning("trajectory %s cannot be trained on: %s", name, flaw)
+            unusable[group_id] = "corrupt"
+        if missing:
+            nodes = sorted({each.node for each in flawed if each.trajectory_id in missing})
+            node = node or nodes[0]
+            log.warning("%s no longer have the frames of %d trajectories", ", ".join(nodes), len(missing))
+        lost = {group_id: names for group_id, names in lost.items() if group_id not in unusable}
+        return Packed(unusable=unusable, flaw=flaw, node=node, missing=lost)
+
     async def settle_batch(self, batch: TakenBatch, step: int) -> asyncio.CancelledError | None:
-        """Record that a step has trained a batch: its trajectories are trained, its frames are freed.
+        """Record that a step has trained a batch, and delete its frames.
 
         Returns:
             A cancellation that arrived meanwhile. The batch is settled: the caller raises it when its own
@@ -395,95 +293,86 @@ class TrajectoryQueue:
 
         Raises:
             InvariantError: When the batch was settled before.
+            AsyncRLError: When the ledger cannot be written; the batch may or may not be settled.
         """
-        cancelled = await self._delivery.settle_batch(batch, step)
-        self._changes.notify_all()
+        if batch.batch_id not in self._taken:
+            raise InvariantError(f"batch {batch.batch_id} is settled already, or was never taken")
+        self.groups.record_trained(batch, step)
+        # Before a checkpoint claims the step.
+        flush = partial(self.groups.flush_ledger, durable=True)
+        _, cancelled = await run_uncancellable(self._threads, flush)
+        self._taken.remove(batch.batch_id)
+        self.groups.changes.notify_all()
         return cancelled
-
-    def record_publication(self, version: int) -> None:
-        """Record that engines receive a new version."""
-        self._ledger.record_publication(version)
-
-    def record_checkpoint(self, step: int, keep: int) -> None:
-        """Record that the checkpoint of a step is complete and that the `keep` newest ones are kept."""
-        self._ledger.record_checkpoint(step, keep)
 
     def advance_version(self, version: int) -> None:
         """Open the slots of a version that the trainer holds and all engines in service have reached."""
-        self._admission.served = version
-        self._admission.next = max(self._admission.next, version)
-        self._changes.notify_all()
+        self._backlog.served_version = version
+        self._backlog.next_version = max(self._backlog.next_version, version)
+        self.groups.changes.notify_all()
 
     # -- end and status -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Admit nothing more and give no further batch; groups in flight can still be put."""
         self._stopped = True
-        self._changes.notify_all()
+        self.groups.changes.notify_all()
 
     def end_data(self) -> None:
         """Note that nothing more will be dispatched: `next_batch` returns None once it can fill no batch."""
         self._data_ended = True
-        self._changes.notify_all()
+        self.groups.changes.notify_all()
 
     def set_tasks_left(self, are_left: bool) -> None:
         """Note whether the data has a task for another group now; a group that was dropped may be retried."""
         if are_left is not self._tasks_left:
             self._tasks_left = are_left
-            self._changes.notify_all()
-
-    def record_straggling(self) -> None:
-        """Record how long groups have waited for their stragglers; the next flush writes it."""
-        self._groups.record_straggling()
-
-    def flush_ledger(self, *, durable: bool = False) -> None:
-        """Write all changes of the ledger that are not written yet, and free dropped groups. From any thread.
-
-        Args:
-            durable: Whether the changes shall survive a power cut; then the ledger is written in any case.
-
-        Raises:
-            AsyncRLError: When the ledger cannot be written, or another driver has written it.
-        """
-        self._groups.flush_ledger(durable=durable)
+            self.groups.changes.notify_all()
 
     def close(self) -> None:
         """Stop, write what is not written yet, and close the ledger."""
         self.stop()
         self._threads.shutdown()
-        self.flush_ledger()
-        self._ledger.close()
-
-    @property
-    def length_ks(self) -> float | None:
-        """The distance between the lengths of trained and of all ended trajectories; see `LengthDrift`."""
-        return self._groups.lengths.distance
-
-    def statistics(self) -> QueueStatistics:
-        """Count trajectories and groups by state.
-
-        Raises:
-            InvariantError: When the law of conservation does not hold.
-        """
-        counts = self._ledger.counts()
-        return QueueStatistics(
-            dispatched=counts.dispatched,
-            in_flight=counts.in_flight,
-            queued=counts.queued,
-            trained=counts.trained,
-            dropped=counts.dropped,
-            groups_in_flight=self._backlog.num_in_flight,
-            groups_ready=self._backlog.num_ready,
-            bytes=self._spool.used_bytes,
-        )
+        self.groups.flush_ledger()
+        self.groups.ledger.close()
 
     def view(self) -> QueueView:
         """Describe for the diagnosis which groups the next batch waits for."""
+        backlog = self._backlog
         return QueueView(
-            num_ready=self._backlog.num_ready,
-            groups_per_batch=self._backlog.groups_per_batch,
-            in_flight=tuple(self._backlog.in_flight()),
-            due=tuple(self._backlog.in_flight(self._admission.next)),
-            restored=tuple(group.group_id for group in self._groups.restored),
+            num_ready=backlog.num_ready,
+            groups_per_batch=backlog.groups_per_batch,
+            in_flight=tuple(backlog.in_flight()),
+            due=tuple(backlog.in_flight(backlog.next_version)),
+            restored=tuple(group.group_id for group in self.groups.restored),
             admits=self.admits,
+        )
+
+    def _why_closed(self) -> str:
+        """Describe what prevents admission."""
+        backlog = self._backlog
+        if not backlog.may_admit():
+            return (
+                f"{backlog.outstanding} groups are outstanding, all that a batch of "
+                f"{backlog.groups_per_batch} and a staleness of {backlog.max_staleness} allow while engines "
+                f"serve version {backlog.served_version}"
+            )
+        return self.groups.spool.describe()
+
+    def _why_full(self) -> str:
+        """Describe what a finished group waits for that does not fit the spool."""
+        return f"a step must free some of {self.groups.spool.used_bytes} bytes in the spool"
+
+    def _why_no_batch(self) -> str:
+        """Describe what the next batch waits for."""
+        backlog = self._backlog
+        if backlog.num_ready < backlog.groups_per_batch:
+            return (
+                f"{backlog.num_ready} of {backlog.groups_per_batch} groups are ready, "
+                f"{backlog.num_in_flight} in flight"
+            )
+        due = backlog.awaited(backlog.next_version)
+        return (
+            f"{due or 'some'} of {backlog.num_in_flight} groups in flight must go before the "
+            f"{backlog.num_ready} ready ones, or they would grow older than {backlog.max_staleness}"
         )

@@ -175,11 +175,11 @@ def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
         batch = assemble_batch([Group(group_id="g", task_id="t", trajectories=tuple(tree))], 99, "b")
         ids = [trajectory.trajectory_id for trajectory in tree]
         ledger = Ledger(Path(folder) / "ledger.sqlite")
-        ledger.dispatch_group("g", "t", 0, ids[:1], 0)
-        ledger.add_branches(ids[0], ids[1:])
+        ledger.record_dispatch("g", "t", 0, ids[:1], 0)
+        ledger.record_branches(ids[0], ids[1:])
         stored = [StoredTrajectory.of(each, path=each.trajectory_id, nbytes=1, checksum=1) for each in tree]
-        ledger.queue_group("g", stored, version=0)
-        ledger.train_groups(["g"], 1, "b")
+        ledger.record_queued("g", stored, version=0)
+        ledger.record_trained(["g"], 1, "b")
         counts = ledger.audit()
         ledger.close()
     assert (counts.dispatched, counts.trained) == (len(tree), len(tree))

@@ -45,7 +45,8 @@ def run(
             backlog.remove_group(name)
         dropped += len(late)
         may = []
-        if backlog.may_admit(lag=upcoming - served):
+        backlog.served_version, backlog.next_version = served, upcoming
+        if backlog.may_admit():
             may.append("dispatch")
         if flying:
             may += ["finish", "finish", "drop"] if random_.random() < 0.2 else ["finish"]

@@ -102,7 +102,7 @@ async def test_no_checkpoint_is_written_when_another_driver_has_the_ledger(calcu
 
     async def start_late(checkpoints: Checkpoints, step: int) -> None:
         if step == 6:
-            checkpoints._queue.flush_ledger()
+            checkpoints._groups.flush_ledger()
             Ledger(tmp_path / "sim" / "ledger.sqlite").rollback(4)
         await start(checkpoints, step)
 

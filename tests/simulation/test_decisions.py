@@ -42,7 +42,7 @@ def swap_in_batch(patch: pytest.MonkeyPatch) -> None:
     """Groups are packed, trained and settled in the opposite order."""
 
     def pack(self: Packer, version: int, groups: Any) -> Any:
-        return original(self, version, groups[::-1])
+        return original(self, version, dict(reversed(groups.items())))
 
     original = Packer.pack_groups
     patch.setattr(Packer, "pack_groups", pack)
@@ -54,7 +54,7 @@ def drop_one(patch: pytest.MonkeyPatch) -> None:
     async def put(self: TrajectoryQueue, group: Any) -> None:
         puts.append(group.group_id)
         if len(puts) == 3:
-            self.drop_group(group.group_id, "error")
+            self.groups.drop_group(group.group_id, "error")
         else:
             await original(self, group)
 

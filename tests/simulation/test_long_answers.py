@@ -45,7 +45,9 @@ async def test_lengths_are_trained_as_they_are_sampled_when_the_bound_bites(
     assert len(world.batches) == 50
     assert max(max(batch.staleness) for batch in world.batches) == 2
     assert distance(world.ended, world.trained) < 0.02
-    assert world.queue.length_ks == pytest.approx(distance(world.ended, world.trained), abs=0.003)
+    assert world.queue.groups.lengths.distance == pytest.approx(
+        distance(world.ended, world.trained), abs=0.003
+    )
     assert counts.dropped == {}
     assert (masked_share(world) > 0) == (staleness_policy == "mask_tokens")
 
@@ -89,7 +91,7 @@ async def test_no_prompt_is_skipped_when_a_run_ends_amid_long_answers_and_is_res
     first.close()
     assert 0 < len(first.batches) < 16
     second = World(tmp_path, step=first.version, **settings)
-    second.queue.positions.update(first.queue.positions)
+    second.groups.positions.update(first.groups.positions)
     await second.train(100)
     counts = second.close()
     assert sorted(first.positions_trained + second.positions_trained) == list(range(64))

@@ -56,14 +56,14 @@ def test_what_a_lost_node_had_is_sampled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: FaultKind
 ) -> None:
     reopened: list[str] = []
-    restore = OutstandingGroups.restore_in_flight
+    reopen = OutstandingGroups.reopen_group
 
-    def note(self, group):
-        if group.finished:
-            reopened.append(group.group_id)
-        restore(self, group)
+    def note(self, group_id, root_ids):
+        reopen(self, group_id, root_ids)
+        if self.ledger.group(group_id).stored:
+            reopened.append(group_id)
 
-    monkeypatch.setattr(OutstandingGroups, "restore_in_flight", note)
+    monkeypatch.setattr(OutstandingGroups, "reopen_group", note)
     for step in (1200, 2400):
         (folder := tmp_path / str(step)).mkdir()
         outcome = simulate(0, folder, scenario=on_nodes(fault, step, num_workers=2))

@@ -23,13 +23,14 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedCall
 from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import TrajectoryCounts
 from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error
 from async_rl.store.frames import read_columns
 from async_rl.store.journal_file import JournalledTrajectory
-from async_rl.store.ledger import Conservation, Ledger
+from async_rl.store.ledger import Ledger
 from async_rl.types import Completion, Sampled, StoredTrajectory, Task, TrainBatch
 from tests.support.journals import read_journals
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
@@ -77,7 +78,7 @@ class Incarnation(NamedTuple):
     """What engines had sampled before each tick of the journal: the text of each trajectory's last call."""
     error: BaseException | None
     journal: dict[str, JournalledTrajectory]
-    accounts: Conservation
+    accounts: TrajectoryCounts
     unfinished: frozenset[str]
     num_undone: int
     """Trajectories of the steps after its newest checkpoint."""

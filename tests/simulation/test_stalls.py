@@ -32,7 +32,7 @@ from async_rl.rollout.slots import Slots
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import Nursery, first_error, service_of, services
 from async_rl.runtime.waits import acting
-from async_rl.store.admission import Admission
+from async_rl.staleness import Backlog
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import Completion, Task
 from tests.simulation.test_loop import assert_conserved, make_config
@@ -241,11 +241,11 @@ def test_publishing_is_named_when_a_version_never_comes(stalling_run: Make) -> N
 def test_admission_is_named_when_it_never_opens(stalling_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """SkyRL#1173: a few groups short of a batch, for 29 hours."""
 
-    def closed(self: Admission) -> bool:
+    def closed(self: Backlog) -> bool:
         Hang.current.begun.set()
-        return self._backlog.outstanding < 3 and self.next == 0
+        return self.outstanding < 3 and self.next_version == 0
 
-    monkeypatch.setattr(Admission, "is_open", property(closed))
+    monkeypatch.setattr(Backlog, "may_admit", closed)
     diagnosis = stalling_run().examine(Hang)
     assert of(diagnosis)[0] == "admission"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("deadlock", "stalled")
@@ -392,7 +392,7 @@ def test_the_trainer_starts_again_when_its_step_never_returns(stalling_run: Make
 
 def test_the_run_ends_when_there_is_no_remedy(stalling_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     Hang()
-    monkeypatch.setattr(Admission, "is_open", property(lambda self: self._backlog.outstanding < 3))
+    monkeypatch.setattr(Backlog, "may_admit", lambda self: self.outstanding < 3)
     with pytest.raises(BaseExceptionGroup) as caught:
         stalling_run(*REPAIR).run()
     error = first_error(caught.value)

@@ -22,17 +22,20 @@ from async_rl.data.order import TaskOrder
 from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import TrajectoryCounts
 from async_rl.planning.coarse_engine import CoarseEngine, EngineSpeed, mark
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import services
+from async_rl.staleness import Backlog
 from async_rl.store.batching import read_trajectories
 from async_rl.store.ledger import Ledger
 from async_rl.store.lengths import LengthDrift
+from async_rl.store.outstanding import OutstandingGroups
 from async_rl.store.spool import Spool
-from async_rl.store.trajectory_queue import QueueStatistics, TrajectoryQueue
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Completion, TakenBatch, Task
 from tests.support.trajectories import roll_back
 
@@ -94,7 +97,7 @@ class _RecordingLengths(LengthDrift):
         super().add_ended(length)
 
 
-class _RecordingQueue(TrajectoryQueue):
+class _RecordingGroups(OutstandingGroups):
     """Also records the positions of the groups that were dispatched in this incarnation."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -172,20 +175,18 @@ class World:
         self.ended: list[int] = []
         """Tokens of all answers that ended."""
         spool = Spool(folder / "spool", None)
-        self.queue = _RecordingQueue(
+        self.groups = _RecordingGroups(
             self.ledger,
             spool,
-            groups_per_batch=groups_per_batch,
-            max_staleness=max_staleness,
-            staleness_policy=self.config.rollout.staleness_policy,
-            min_group_size=min(2, group_size),
-            version=step,
+            Backlog(groups_per_batch, max_staleness, self.config.rollout.staleness_policy, step),
             metrics=self.metrics,
             retry_task=retries.retry_task,
             lengths=_RecordingLengths(self.ended),
             clock=clock,
         )
-        self.position = self.queue.restore_groups()
+        self.queue = TrajectoryQueue(self.groups, min_group_size=min(2, group_size))
+        self.groups.restore_groups()
+        self.position = self.ledger.data_position()
         chat = cast(ChatFormat, _Chat())
         context = SessionContext(
             config=self.config,
@@ -268,12 +269,12 @@ class World:
     @property
     def positions_trained(self) -> list[int]:
         """Positions of trained tasks, with repetitions, sorted."""
-        return sorted(self.queue.positions[g] for batch in self.batches for g in batch.group_ids)
+        return sorted(self.groups.positions[g] for batch in self.batches for g in batch.group_ids)
 
-    def close(self) -> QueueStatistics:
+    def close(self) -> TrajectoryCounts:
         """End; what the ledger holds is audited."""
         self.ledger.audit()
-        counts = self.queue.statistics()
+        counts = self.queue.groups.ledger.counts()
         self.queue.close()
         return counts
 

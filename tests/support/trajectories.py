@@ -130,5 +130,5 @@ def archive_failure(archive: Archive, trajectory: Trajectory, error: Exception, 
 def roll_back(ledger: Ledger, step: int) -> None:
     """Continue from the checkpoint of a step, which the ledger knows."""
     if step:
-        ledger.train_groups((), step, "of-an-earlier-process")
+        ledger.record_trained((), step, "of-an-earlier-process")
     ledger.rollback(step)

@@ -17,8 +17,8 @@ from async_rl.run.recovery import RecoveredState, restore_progress
 from async_rl.store.archive import Archive, ArchiveReader
 from async_rl.store.ledger import Ledger
 from async_rl.store.spool import Spool
-from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import StoredTrajectory
+from tests.support.queues import make_queue
 from tests.support.small_run import small_run
 from tests.support.trajectories import (
     FACTS,
@@ -136,7 +136,7 @@ def test_one_sentence_says_so_when_the_tokens_could_not_be_written(path: Path) -
 
 async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) -> None:
     archive = Archive(path, keep=9)
-    queue = TrajectoryQueue(
+    queue = make_queue(
         Ledger(tmp_path / "ledger.sqlite"),
         Spool(tmp_path / "spool", 1 << 26),
         groups_per_batch=1,
@@ -145,7 +145,7 @@ async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) 
         observer=archive,
     )
     for name, members in (("g", ["a", "b"]), ("h", ["c", "d"])):
-        queue.dispatch_group(name, "task", 0, members, 0)
+        queue.groups.dispatch_group(name, "task", 0, members, 0)
         for member in members:
             archive_trajectory(archive, make_trajectory(member, name))
     group = replace(make_group("g"), trajectories=(make_trajectory("a", "g"), make_trajectory("b", "g")))
@@ -156,7 +156,7 @@ async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) 
     batch = await queue.next_batch(0)
     assert batch is not None
     await queue.settle_batch(batch, 1)
-    queue.drop_group("h", "no_signal")
+    queue.groups.drop_group("h", "no_signal")
     archive.close()
     assert ids(reader, "status = 'trained' AND step = 1") == ["b", "a"]
     assert ids(reader, "status = 'dropped' AND reason = 'no_signal'") == ["d", "c"]

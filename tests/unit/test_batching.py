@@ -12,9 +12,10 @@ from async_rl.codec import ALIGNMENT
 from async_rl.errors import AlignmentError, CorruptFrame
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.routing import fit, make_trace
+from async_rl.staleness import Backlog
 from async_rl.store.batching import read_trajectories
 from async_rl.store.frames import verify_frame
-from async_rl.store.packing import Packer, StoredGroup
+from async_rl.store.packing import Packer
 from async_rl.types import Group, Trajectory, TurnRecord
 from tests.support.stored_batches import assemble_batch, store_trajectory, taken_batch
 from tests.support.trajectories import FACTS, make_group, make_trajectory
@@ -107,11 +108,6 @@ def test_a_batch_is_refused_when_routing_rows_are_of_another_model(change: dict[
         assemble_batch([make_group("a")], 0, "batch", facts)
 
 
-def stored_group(folder: Path, *trajectories: Trajectory) -> StoredGroup:
-    stored = tuple(store_trajectory(folder, each) for each in trajectories)
-    return StoredGroup(group_id="group", trajectories=stored)
-
-
 @pytest.mark.parametrize(
     ("trajectory", "words"),
     [
@@ -123,24 +119,21 @@ def stored_group(folder: Path, *trajectories: Trajectory) -> StoredGroup:
 def test_a_group_is_dropped_when_there_is_nothing_to_train_on(
     tmp_path: Path, trajectory: Trajectory, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packer = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=None)
-    packed = packer.pack_groups(0, [group := stored_group(tmp_path, trajectory)])
-    assert (packed.batch, packed.unusable) == (None, {group.group_id: "corrupt"})
+    packer = Packer(Backlog(2, 1, "wait"), min_group_size=1, facts=None)
+    packed = packer.pack_groups(0, {"group": [store_trajectory(tmp_path, trajectory)]})
+    assert (packed.batch, packed.unusable) == (None, {"group": "corrupt"})
     assert words in caplog.text
 
 
 def test_a_group_is_refused_when_the_trainer_has_not_reached_its_version(tmp_path: Path) -> None:
-    packer = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=None)
-    groups = [
-        StoredGroup(
-            group_id=name,
-            trajectories=tuple(
-                store_trajectory(tmp_path, each)
-                for each in make_group(name, size=1, version=version).trajectories
-            ),
-        )
+    packer = Packer(Backlog(2, 1, "wait"), min_group_size=1, facts=None)
+    groups = {
+        name: [
+            store_trajectory(tmp_path, each)
+            for each in make_group(name, size=1, version=version).trajectories
+        ]
         for name, version in (("fits", 2), ("ahead", 3))
-    ]
+    }
     packed = packer.pack_groups(2, groups)
     assert packed.batch is None
     assert packed.unusable == {"ahead": "corrupt"}

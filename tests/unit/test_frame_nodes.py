@@ -14,14 +14,14 @@ import pytest
 from async_rl.errors import DataError, NodeUnreachable, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.runtime.supervision import Nursery
-from async_rl.store import delivery
+from async_rl.store import trajectory_queue
 from async_rl.store.frame_reader import LocalFrameReader
 from async_rl.store.frames import find_flaws, read_completion, verify_frame
 from async_rl.store.journal_folders import JournalFolders
 from async_rl.store.ledger import Ledger
 from async_rl.store.spool import Spool, SpoolFolder
-from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch
+from tests.support.queues import make_queue
 from tests.support.trajectories import FACTS, make_trajectory, roll_back
 from verification.simulation.simulated_workers import SimulatedNodes
 
@@ -149,19 +149,22 @@ def test_each_node_has_the_bound_and_what_is_to_come_is_spread_as_what_was(tmp_p
     theirs = nodes.store("g-1", "g-2", "g-3")
     each = ours[0].nbytes
     nodes.spool.max_bytes = 6 * each
-    nodes.spool.put_group((*ours, *theirs))  # a quarter is here, three quarters are there
+    nodes.spool.use_group((*ours, *theirs))  # a quarter is here, three quarters are there
     assert nodes.spool.used_bytes == 3 * each
-    assert nodes.spool.fits(4 * each)
-    assert not nodes.spool.fits(4 * each + 4)
+    nodes.spool.largest_group = each
+    assert nodes.spool.fits_groups(4)
+    nodes.spool.largest_group = each + 1
+    assert not nodes.spool.fits_groups(4)
     assert nodes.spool.describe() == f"the spool of node {NODE} holds {3 * each} of {6 * each} bytes"
-    nodes.spool.put_group(nodes.store("h-0", "h-1", "h-2"))
+    nodes.spool.use_group(nodes.store("h-0", "h-1", "h-2"))
     with pytest.raises(SpoolFull, match=rf"spool of node {NODE} holds \d+ bytes, .* exceed queue\.max_bytes"):
-        nodes.spool.put_group((*here(nodes, "i-0"), *nodes.store("i-1")))
-    assert nodes.spool.fits(0)
-    nodes.spool.put_group(here(nodes, "i-0"))
+        nodes.spool.use_group((*here(nodes, "i-0"), *nodes.store("i-1")))
+    assert nodes.spool.fits_groups(0)
+    nodes.spool.use_group(here(nodes, "i-0"))
     nodes.lose()
     nodes.spool.discard(theirs)
-    assert nodes.spool.fits(4 * each)  # all of it here, from now on
+    nodes.spool.largest_group = each
+    assert nodes.spool.fits_groups(4)  # all of it here, from now on
 
 
 class NodesQueue:
@@ -171,7 +174,7 @@ class NodesQueue:
         self.nodes, self.metrics = nodes, Metrics()
         self.ledger = Ledger(nodes.folder / "ledger.sqlite")
         roll_back(self.ledger, step)
-        self.queue = TrajectoryQueue(
+        self.queue = make_queue(
             self.ledger,
             nodes.spool,
             groups_per_batch=2,
@@ -181,11 +184,12 @@ class NodesQueue:
             metrics=self.metrics,
             read_batch=nodes.read_batch,
         )
-        self.queue.restore_groups()
+        self.queue.groups.restore_groups()
 
     def dispatch(self, *group_ids: str) -> None:
         for position, group_id in enumerate(group_ids):
-            self.queue.dispatch_group(group_id, "task", position, [f"{group_id}-0", f"{group_id}-1"], 0)
+            names = [f"{group_id}-0", f"{group_id}-1"]
+            self.queue.groups.dispatch_group(group_id, "task", position, names, 0)
 
     async def put(self, group_id: str, *stored: Sequence[StoredTrajectory]) -> None:
         trajectories = tuple(entry for part in stored for entry in part)
@@ -242,10 +246,10 @@ async def test_a_batch_waits_for_a_node_that_is_absent(opened: NodesQueue) -> No
         assert not taking.done()
         nodes.now_s = 20.0
         nodes.spool.ping_nodes(1.0)
-        queue.follow_nodes()
+        queue.groups.follow_nodes()
         batch = await taking
     assert batch.group_ids == ("g", "h")
-    assert queue.statistics().dropped == {}
+    assert queue.groups.ledger.counts().dropped == {}
 
 
 async def test_a_group_that_its_node_has_no_space_for_waits_for_one_elsewhere(opened: NodesQueue) -> None:
@@ -263,7 +267,7 @@ async def test_a_group_that_its_node_has_no_space_for_waits_for_one_elsewhere(op
         batch = await opened.next_batch()
         assert batch.group_ids == ("g", "i")
         await queue.settle_batch(batch, 1)
-    assert queue.statistics().groups_ready == 1
+    assert queue.groups.backlog.num_ready == 1
 
 
 async def test_an_error_says_so_when_all_groups_wait_for_space(opened: NodesQueue) -> None:
@@ -283,54 +287,61 @@ async def test_an_error_says_so_when_all_groups_wait_for_space(opened: NodesQueu
         await put_all()
     assert {type(error) for error in raised.value.exceptions} == {SpoolFull}
     assert "queue.max_bytes" in str(raised.value.exceptions[0])
-    assert queue.statistics().groups_in_flight == 2
+    assert queue.groups.backlog.num_in_flight == 2
 
 
 async def lose_part_of_a_group(opened: NodesQueue) -> None:
     """Make two groups ready; a node is lost that has one trajectory of one of them."""
     await opened.put_two(*opened.nodes.store("g-0"), *here(opened.nodes, "g-1"))
     opened.nodes.lose()
-    opened.queue.follow_nodes()
+    opened.queue.groups.follow_nodes()
 
 
 async def finish_lost_part(opened: NodesQueue) -> TakenBatch:
     """Sample the trajectory again, and take the batch."""
-    (left,) = opened.queue.restored_groups
-    assert (left.group_id, left.oldest_version, left.trajectory_ids) == ("g", 0, ("g-0", "g-1"))
-    assert left.finished.keys() == {"g-1"}
-    opened.queue.resume_group("g", work=None)  # type: ignore[arg-type]
+    (left,) = opened.queue.groups.restored
+    assert (left.group_id, opened.queue.groups.backlog.oldest_version("g"), left.root_ids) == (
+        "g",
+        0,
+        ("g-0", "g-1"),
+    )
+    assert left.stored.keys() == {"g-1"}
+    opened.queue.groups.resume_group("g", work=None)  # type: ignore[arg-type]
     again = here(opened.nodes, "g-0")
-    opened.queue.finished.add_tree(*again)
-    await opened.put("g", again, tuple(left.finished.values()))
+    opened.queue.groups.finish_tree(*again)
+    await opened.put("g", tuple(left.stored.values()))
     return await opened.next_batch()
 
 
 async def test_only_what_was_lost_of_a_ready_group_is_sampled_again(opened: NodesQueue) -> None:
     await lose_part_of_a_group(opened)
-    counts = opened.queue.statistics()
-    assert (counts.in_flight, counts.queued, counts.groups_ready, counts.dropped) == (2, 2, 1, {})
+    counts = opened.queue.groups.ledger.counts()
+    assert (counts.in_flight, counts.queued, counts.dropped) == (2, 2, {})
+    assert opened.queue.groups.backlog.num_ready == 1
     assert value_of(opened.metrics.attempts_restarted_total) == 1
     batch = await finish_lost_part(opened)
     assert sorted(batch.trajectory_ids) == ["g-0", "g-1", "h-0", "h-1"]
     for stored in batch.trajectories:
         verify_frame(stored)
     await opened.queue.settle_batch(batch, 1)
-    assert opened.queue.statistics().trained == 4
+    assert opened.queue.groups.ledger.counts().trained == 4
     assert opened.nodes.spool.used_bytes == 0
 
 
 async def test_what_a_node_does_not_have_any_more_that_is_back_is_sampled_again(
     opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "MAX_DAMAGED_GROUPS", 1)
+    monkeypatch.setattr(trajectory_queue, "MAX_DAMAGED_GROUPS", 1)
     queue = opened.queue
     for entry in await opened.put_three():
         Path(entry.path).unlink()
     assert await queue.next_batch(0, wait=False) is None
-    counts = queue.statistics()
-    assert (counts.in_flight, counts.queued, counts.groups_ready, counts.dropped) == (4, 2, 1, {})
+    counts = queue.groups.ledger.counts()
+    assert (counts.in_flight, counts.queued, counts.dropped) == (4, 2, {})
+    assert queue.groups.backlog.num_ready == 1
     assert value_of(opened.metrics.attempts_restarted_total) == 2
-    reopened = {left.group_id: (left.oldest_version, set(left.finished)) for left in queue.restored_groups}
+    oldest = queue.groups.backlog.oldest_version
+    reopened = {left.group_id: (oldest(left.group_id), set(left.stored)) for left in queue.groups.restored}
     assert reopened == {"g": (0, {"g-1"}), "h": (0, {"h-1"})}
     assert await queue.wait_for_admission()  # for these groups
 
@@ -338,7 +349,7 @@ async def test_what_a_node_does_not_have_any_more_that_is_back_is_sampled_again(
 async def test_a_run_ends_when_a_node_loses_frames_again_and_again(
     opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "MAX_INCOMPLETE_BATCHES", 1)
+    monkeypatch.setattr(trajectory_queue, "MAX_INCOMPLETE_BATCHES", 1)
     for entry in await opened.put_three():
         Path(entry.path).unlink()
     with pytest.raises(DataError, match=f"node {NODE} had stored"):
@@ -358,14 +369,14 @@ def test_a_file_that_a_disk_does_not_show_is_not_missing(
 async def test_damaged_frames_of_a_node_are_blamed_on_it(
     opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "MAX_DAMAGED_GROUPS", 1)
+    monkeypatch.setattr(trajectory_queue, "MAX_DAMAGED_GROUPS", 1)
     missing, damaged = await opened.put_three()
     Path(missing.path).unlink()
     Path(damaged.path).write_bytes(b"")
     with pytest.raises(DataError, match=rf"^1 finished groups .* disk and memory of node {NODE}, and"):
         await opened.queue.next_batch(0)
-    assert [left.group_id for left in opened.queue.restored_groups] == ["g"]
-    assert opened.queue.statistics().dropped == {"corrupt": 2}
+    assert [left.group_id for left in opened.queue.groups.restored] == ["g"]
+    assert opened.queue.groups.ledger.counts().dropped == {"corrupt": 2}
 
 
 async def test_a_batch_waits_when_a_node_does_not_say_which_frames_it_has(
@@ -384,8 +395,8 @@ async def test_a_batch_waits_when_a_node_does_not_say_which_frames_it_has(
         Path(entry.path).unlink()
     assert await opened.queue.next_batch(0, wait=False) is None
     assert nodes.spool.absent == {NODE}
-    counts = opened.queue.statistics()
-    assert (counts.groups_ready, counts.dropped) == (3, {})
+    counts = opened.queue.groups.ledger.counts()
+    assert (opened.queue.groups.backlog.num_ready, counts.dropped) == (3, {})
     opened.close()
 
 
@@ -393,10 +404,10 @@ async def test_a_group_of_a_batch_is_not_reopened(opened: NodesQueue) -> None:
     await opened.put_two(*opened.nodes.store("g-0", "g-1"))
     batch = await opened.next_batch()
     opened.nodes.lose()
-    opened.queue.follow_nodes()
-    assert opened.queue.restored_groups == []
+    opened.queue.groups.follow_nodes()
+    assert opened.queue.groups.restored == []
     await opened.queue.settle_batch(batch, 1)
-    assert opened.queue.statistics().trained == 4
+    assert opened.queue.groups.ledger.counts().trained == 4
 
 
 def test_labels_of_undone_versions_stay_capped_in_a_reopened_group(tmp_path: Path) -> None:
@@ -404,10 +415,10 @@ def test_labels_of_undone_versions_stay_capped_in_a_reopened_group(tmp_path: Pat
     nodes = Nodes(tmp_path)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.rollback(0)
-    ledger.dispatch_group("g", "task", 0, ["g-0", "g-1"], 2)
-    ledger.queue_group("g", nodes.store("g-0", "g-1", version=2), version=2)
+    ledger.record_dispatch("g", "task", 0, ["g-0", "g-1"], 2)
+    ledger.record_queued("g", nodes.store("g-0", "g-1", version=2), version=2)
     roll_back(ledger, 1)
-    ledger.reopen_group("g", ["g-0"])
+    ledger.record_reopened("g", ["g-0"])
     (kept,) = ledger.group("g").stored.values()
     assert (kept.trajectory_id, kept.newest_weight_version) == ("g-1", 1)
     ledger.close()

@@ -37,7 +37,7 @@ def begin(config: Path, *overrides: str, consumed: int = 8) -> None:
     start(config, *overrides)
     ledger = Ledger(config.parent / "ledger.sqlite")
     for position in range(consumed):
-        ledger.dispatch_group(f"g{position}", f"row-{position}", position, [f"g{position}-0"], 0)
+        ledger.record_dispatch(f"g{position}", f"row-{position}", position, [f"g{position}-0"], 0)
     ledger.close()
 
 

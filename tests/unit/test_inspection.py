@@ -192,7 +192,7 @@ def run_dir(tmp_path: Path, trajectory: Trajectory, calculator: Path) -> Path:
     )
     archive.close()
     ledger = Ledger(folder / "ledger.sqlite")
-    ledger.dispatch_group("g", "sum-1", 7, [trajectory.trajectory_id], 3)
+    ledger.record_dispatch("g", "sum-1", 7, [trajectory.trajectory_id], 3)
     ledger.close()
     return folder
 

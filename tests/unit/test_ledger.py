@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from async_rl.errors import AsyncRLError, InvariantError
-from async_rl.store.ledger import Conservation, DataPosition, Ledger
+from async_rl.observability.records import TrajectoryCounts
+from async_rl.store.ledger import DataPosition, Ledger
 from async_rl.types import StoredTrajectory
 from tests.support.trajectories import make_trajectory, roll_back
 
@@ -31,12 +32,12 @@ def ledger(path: Path) -> Iterator[Ledger]:
 
 def dispatch(ledger: Ledger, *positions: int, size: int = 2) -> None:
     for p in positions:
-        ledger.dispatch_group(f"g{p}", f"task-{p}", p, [f"g{p}-{i}" for i in range(size)], version=0)
+        ledger.record_dispatch(f"g{p}", f"task-{p}", p, [f"g{p}-{i}" for i in range(size)], version=0)
 
 
 def queue(ledger: Ledger, *positions: int, size: int = 2) -> None:
     for p in positions:
-        ledger.queue_group(f"g{p}", [stored(f"g{p}-{i}") for i in range(size)], version=0)
+        ledger.record_queued(f"g{p}", [stored(f"g{p}-{i}") for i in range(size)], version=0)
 
 
 def stored(name: str) -> StoredTrajectory:
@@ -44,7 +45,7 @@ def stored(name: str) -> StoredTrajectory:
 
 
 def train(ledger: Ledger, step: int, *group_ids: str) -> None:
-    ledger.train_groups(group_ids, step, f"batch-{step - 1:08d}")
+    ledger.record_trained(group_ids, step, f"batch-{step - 1:08d}")
 
 
 def reopened(ledger: Ledger, path: Path) -> Ledger:
@@ -66,8 +67,8 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
     before = ledger.counts()
     for forbidden in (
         lambda: dispatch(ledger, 0),
-        lambda: ledger.dispatch_group("g9", "task", 9, ["g0-0"], 0),
-        lambda: ledger.dispatch_group("g9", "task", 9, [], 0),
+        lambda: ledger.record_dispatch("g9", "task", 9, ["g0-0"], 0),
+        lambda: ledger.record_dispatch("g9", "task", 9, [], 0),
         lambda: queue(ledger, 1),
         lambda: queue(ledger, 2),
         lambda: queue(ledger, 7),
@@ -77,9 +78,9 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
         lambda: train(ledger, 2, "g1"),
         lambda: train(ledger, 2, "g2", "g2"),
         lambda: train(ledger, 2, "g2", "g1"),
-        lambda: ledger.drop_trajectories(["g1-0"], "error"),
-        lambda: ledger.drop_trajectories(["g0-0", "g0-0"], "error"),
-        lambda: ledger.drop_trajectories(["g0-0", "unknown"], "error"),
+        lambda: ledger.record_dropped(["g1-0"], "error"),
+        lambda: ledger.record_dropped(["g0-0", "g0-0"], "error"),
+        lambda: ledger.record_dropped(["g0-0", "unknown"], "error"),
         lambda: ledger.group("g1"),
         lambda: ledger.group_of("g1-0"),
     ):
@@ -90,7 +91,7 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
 
 def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: Ledger) -> None:
     dispatch(ledger, 0)
-    ledger.drop_trajectories(["g0-0", "g0-1"], "error")
+    ledger.record_dropped(["g0-0", "g0-1"], "error")
     dispatch(ledger, 0)
     with pytest.raises(InvariantError, match="dispatched twice"):
         ledger.flush()
@@ -100,11 +101,11 @@ def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: L
 def test_a_branch_is_counted_each_time_when_runs_of_its_trajectory_differ(ledger: Ledger, path: Path) -> None:
     """Damaged or lost frames are sampled again: the second run makes no branch, the third one does."""
     dispatch(ledger, 0)
-    ledger.add_branches("g0-0", ["g0-0.1"])
+    ledger.record_branches("g0-0", ["g0-0.1"])
     ledger.flush()
-    ledger.drop_trajectories(["g0-0.1"], "restart")
-    ledger.add_branches("g0-0", ["g0-0.1"])
-    expected = Conservation(dispatched=4, in_flight=3, queued=0, trained=0, dropped={"restart": 1})
+    ledger.record_dropped(["g0-0.1"], "restart")
+    ledger.record_branches("g0-0", ["g0-0.1"])
+    expected = TrajectoryCounts(dispatched=4, in_flight=3, queued=0, trained=0, dropped={"restart": 1})
     assert ledger.audit() == expected
     again = reopened(ledger, path)
     assert again.counts() == expected
@@ -180,13 +181,13 @@ def test_tasks_are_neither_skipped_nor_repeated_when_rolled_back_to_a_step(
     train(ledger, 1, "g0")
     train(ledger, 2, "g1")
     train(ledger, 3, "g2")
-    ledger.drop_trajectories(["g4-0", "g4-1"], "error")
+    ledger.record_dropped(["g4-0", "g4-1"], "error")
     again = reopened(ledger, path)
     position = again.rollback(step=1)
     # 0 was trained, 3 is queued, 4 was used up, 5 is in flight; 1 and 2 were trained too late
     assert position == DataPosition(cursor=6, pending=(1, 2))
     assert [group.group_id for group in again.outstanding()] == ["g3", "g5"]
-    assert again.audit() == Conservation(
+    assert again.audit() == TrajectoryCounts(
         dispatched=12, in_flight=2, queued=2, trained=2, dropped={"error": 2, "restart": 4}
     )
     assert again.rollback(step=1) == position
@@ -200,7 +201,7 @@ def test_a_pending_position_is_used_up_when_it_is_dispatched_anew(ledger: Ledger
     train(ledger, 1, "g0", "g1")
     again = reopened(ledger, path)
     assert again.rollback(0).pending == (0, 1)
-    again.dispatch_group("new", "task-0", 0, ["new-0"], version=0)
+    again.record_dispatch("new", "task-0", 0, ["new-0"], version=0)
     assert again.data_position() == DataPosition(cursor=2, pending=(1,))
     third = reopened(again, path)
     assert third.data_position() == DataPosition(cursor=2, pending=(1,))
@@ -214,7 +215,7 @@ def test_a_task_comes_again_when_it_was_not_at_fault(
 ) -> None:
     dispatch(ledger, 0)
     queue(ledger, 0)
-    ledger.drop_trajectories(["g0-0", "g0-1"], reason)
+    ledger.record_dropped(["g0-0", "g0-1"], reason)
     assert ledger.data_position().pending == pending
 
 
@@ -222,7 +223,7 @@ def test_a_group_that_was_partly_trained_comes_again_once_when_rolled_back(
     ledger: Ledger, path: Path
 ) -> None:
     dispatch(ledger, 0, size=3)
-    ledger.drop_trajectories(["g0-2"], "error")
+    ledger.record_dropped(["g0-2"], "error")
     queue(ledger, 0, size=2)
     train(ledger, 5, "g0")
     again = reopened(ledger, path)
@@ -254,8 +255,8 @@ def test_a_ledger_of_another_version_is_refused(ledger: Ledger, path: Path) -> N
 
 def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0)
-    ledger.start_attempt("g0-0", 2)
-    ledger.finish_trajectory(stored("g0-1"))
+    ledger.record_attempt("g0-0", 2)
+    ledger.record_finished(stored("g0-1"))
     again = reopened(ledger, path)
     group = again.group("g0")
     assert (group.stored, group.attempts, group.in_flight) == (
@@ -263,19 +264,19 @@ def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, 
         {"g0-0": 2},
         {"g0-0", "g0-1"},
     )
-    again.unfinish_trajectory("g0-1")
+    again.record_unfinished("g0-1")
     third = reopened(again, path)
     assert third.group("g0").stored == {}
-    third.finish_trajectory(stored("g0-0"))
+    third.record_finished(stored("g0-0"))
     queue(third, 0)
     assert third.group("g0").attempts == {}
     third.flush()
     found = rows(path, "SELECT trajectory_id, attempt, reward, stored IS NULL FROM trajectories")
     assert found == [("g0-0", 2, 1.0, 0), ("g0-1", 1, 1.0, 0)]
     for forbidden in (
-        lambda: third.start_attempt("g0-0", 3),
-        lambda: third.finish_trajectory(stored("g0-0")),
-        lambda: third.unfinish_trajectory("unknown"),
+        lambda: third.record_attempt("g0-0", 3),
+        lambda: third.record_finished(stored("g0-0")),
+        lambda: third.record_unfinished("unknown"),
     ):
         with pytest.raises(InvariantError):
             forbidden()
@@ -283,17 +284,23 @@ def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, 
     again.close()
 
 
-def test_labels_of_undone_versions_have_a_ceiling_until_the_frame_is_gone(ledger: Ledger, path: Path) -> None:
-    dispatch(ledger, 0, 1)
-    queue(ledger, 0)
+def test_labels_of_undone_versions_are_lowered_when_it_is_rolled_back(ledger: Ledger, path: Path) -> None:
+    def newest(ledger: Ledger) -> dict[str, int | None]:
+        entries = [entry for group in ledger.outstanding() for entry in group.stored.values()]
+        return {entry.trajectory_id: entry.newest_weight_version for entry in entries}
+
+    dispatch(ledger, 0, 1, size=1)
+    for name in ("g0-0", "g1-0"):
+        entry = StoredTrajectory.of(
+            make_trajectory(name, sampled=((4, 4),)), path=f"spool/{name}", nbytes=100, checksum=7
+        )
+        ledger.record_finished(entry)
+    ledger.record_queued("g0", list(ledger.group("g0").stored.values()), version=4)
     again = reopened(ledger, path)
     roll_back(again, 3)
     third = reopened(again, path)
-    roll_back(third, 5)  # what it queued itself may have labels up to 5, this frame has not
-    assert third.group("g0").ceiling == 3
-    assert third.group("g1").ceiling is None
-    queue(third, 1)
-    assert third.group("g1").ceiling is None
+    roll_back(third, 5)  # what it queued itself may have labels up to 5, these frames have not
+    assert newest(third) == {"g0-0": 3, "g1-0": 3}
     third.close()
     again.close()
 
@@ -322,7 +329,7 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
 ) -> None:
     for step in range(1, 7):
         dispatch(ledger, step)
-        ledger.drop_trajectories([f"g{step}-1"], "error" if step % 2 else "too_stale")
+        ledger.record_dropped([f"g{step}-1"], "error" if step % 2 else "too_stale")
         queue(ledger, step, size=1)
         train(ledger, step, f"g{step}")
         if step % 2 == 0:

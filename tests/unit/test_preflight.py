@@ -146,7 +146,7 @@ def test_check_compares_with_the_run_that_it_would_continue_and_writes_nothing(
     folder.mkdir(parents=True)
     check_identity(load_config(path), folder)
     ledger = Ledger(folder / "ledger.sqlite")
-    ledger.dispatch_group("g", "row-0", 0, ["g-0"], 0)
+    ledger.record_dispatch("g", "row-0", 0, ["g-0"], 0)
     ledger.flush()  # and stays open, as after a kill
     before = {each: each.read_bytes() for each in folder.rglob("*")}
     assert main(["check", str(path)]) == 0

@@ -90,8 +90,8 @@ def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None
     known = scenario.tasks[order.task_at(0)].task_id
     in_flight = GroupInFlight("g0", scenario.tasks[0], 0, ["a"], "wait")
     gone = GroupInFlight("g1", scenario.tasks[0], 1, ["b"], "wait")
-    first.queue.dispatch_group("g0", known, 0, ["a"], 0, in_flight)
-    first.queue.dispatch_group("g1", f"not {task_id}", 1, ["b"], 0, gone)
+    first.queue.groups.dispatch_group("g0", known, 0, ["a"], 0, in_flight)
+    first.queue.groups.dispatch_group("g1", f"not {task_id}", 1, ["b"], 0, gone)
     assert first.journal is not None
     (segment,) = make_trajectory("a", sampled=[(3, 0)], routing=False).segments[-1:]
     for name in ("a", "a.1", "b"):
@@ -166,7 +166,7 @@ def test_the_dispatcher_learns_of_groups_that_a_node_which_is_there_has_lost(
     async def lose_frames() -> None:
         for position, name in enumerate(names):
             group_id = f"group of {name}"
-            recovered.queue.dispatch_group(group_id, "task", position, [name], 0)
+            recovered.queue.groups.dispatch_group(group_id, "task", position, [name], 0)
             trajectory = make_trajectory(name, group_id, sampled=[(3, 0)], routing=False)
             stored = recovered.spool.store_tree([trajectory])
             await recovered.queue.put_group(Group(group_id=group_id, task_id="task", trajectories=stored))
@@ -174,7 +174,7 @@ def test_the_dispatcher_learns_of_groups_that_a_node_which_is_there_has_lost(
         assert await recovered.queue.next_batch(0, wait=False) is None
 
     asyncio.run(lose_frames())
-    assert len(recovered.queue.restored_groups) == len(names)
+    assert len(recovered.queue.groups.restored) == len(names)
     changed = recovered.feeder.retries.changed
     assert not changed.is_set()
     monkeypatch.setattr(asyncio, "sleep", AsyncMock(side_effect=[None, asyncio.CancelledError]))

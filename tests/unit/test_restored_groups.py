@@ -22,11 +22,12 @@ from async_rl.store import frames
 from async_rl.store.batching import read_trajectories
 from async_rl.store.frames import read_columns
 from async_rl.store.ledger import Ledger
+from async_rl.store.outstanding import frames_in_flight
 from async_rl.store.progress import ProgressReport
-from async_rl.store.restored_groups import frames_in_flight
 from async_rl.store.spool import Spool
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch, Trajectory
+from tests.support.queues import make_queue
 from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory, roll_back
 
 SPOOLS: WeakKeyDictionary[TrajectoryQueue, Spool] = WeakKeyDictionary()
@@ -43,14 +44,15 @@ def open_queue(
     roll_back(ledger, step)
     most = settings.pop("max_bytes", None)
     spool = Spool(folder / "spool", most)
-    queue = TrajectoryQueue(
+    queue = make_queue(
         ledger,
         spool,
         read_batch=read_batch,
         **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
     )
     SPOOLS[queue] = spool
-    queue.restore_groups(dict(journalled), frames.find_flaws(frames_in_flight(ledger, spool.directory)))
+    flaws = frames.find_flaws(frames_in_flight(ledger, spool.directory))
+    queue.groups.restore_groups(dict(journalled), flaws)
     return queue
 
 
@@ -61,7 +63,9 @@ def files(folder: Path) -> list[str]:
 
 def dispatch(queue: TrajectoryQueue, *names: str, version: int = 0) -> None:
     for name in names:
-        queue.dispatch_group(name, "task", len(queue.view().in_flight), [f"{name}-0", f"{name}-1"], version)
+        queue.groups.dispatch_group(
+            name, "task", len(queue.view().in_flight), [f"{name}-0", f"{name}-1"], version
+        )
 
 
 def end(queue: TrajectoryQueue, trajectory: Trajectory, *, scored: bool = True) -> StoredTrajectory:
@@ -70,13 +74,13 @@ def end(queue: TrajectoryQueue, trajectory: Trajectory, *, scored: bool = True) 
     (stored,) = spool.store_tree([trajectory])
     completion = Completion(messages=[], text="", stop_reason="completed")
     completions = {} if scored else {name: spool.store_completion(name, completion)}
-    queue.finished.add_tree(stored, completions=completions)
+    queue.groups.finish_tree(stored, completions=completions)
     return stored
 
 
 async def put(queue: TrajectoryQueue, group: MadeGroup) -> None:
     await queue.put_group(group.stored_in(SPOOLS[queue].directory))
-    queue.flush_ledger()
+    queue.groups.flush_ledger()
 
 
 def journalled(name: str, *versions: int) -> tuple[str, ProgressReport]:
@@ -116,14 +120,14 @@ async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_gr
     dispatch(first, "g")
     ended, other = make_group("g").trajectories
     end(first, ended)
-    first.start_attempt("g-1", 2)
+    first.groups.ledger.record_attempt("g-1", 2)
     first.close()
     queue = open_queue(tmp_path, 0)
-    (left,) = queue.restored_groups
-    assert left.trajectory_ids == ("g-0", "g-1")
+    (left,) = queue.groups.restored
+    assert left.root_ids == ("g-0", "g-1")
     assert left.attempts == {"g-1": 2}
-    assert list(left.finished) == ["g-0"]
-    again = left.finished["g-0"]
+    assert list(left.stored) == ["g-0"]
+    again = left.stored["g-0"]
     assert (again.reward, again.num_turns) == (ended.reward, ended.outcome.num_turns)
     columns = read_columns(again)
     assert np.array_equal(columns["token_ids"], ended.token_ids)
@@ -146,7 +150,7 @@ async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tm
     Path(lost.path).unlink()
     Path(lost.path).with_name("orphan-1").write_bytes(b"")
     queue = open_queue(tmp_path, 0)
-    assert [dict(left.finished) for left in queue.restored_groups] == [{}, {}]
+    assert [dict(left.stored) for left in queue.groups.restored] == [{}, {}]
     assert files(tmp_path) == []
     queue.close()
 
@@ -170,8 +174,8 @@ async def test_a_group_alone_is_lost_when_the_ledger_has_damaged_references(
             broken = b"\xc1" if damage == "garbage" else msgspec.msgpack.encode(value)
             database.execute("UPDATE trajectories SET stored = ? WHERE trajectory_id = ?", [broken, name])
     queue = open_queue(tmp_path, 0, groups_per_batch=1)
-    assert [(left.group_id, dict(left.finished)) for left in queue.restored_groups] == [("g", {})]
-    queue.drop_group("g", "restart")  # batches wait for it
+    assert [(left.group_id, dict(left.stored)) for left in queue.groups.restored] == [("g", {})]
+    queue.groups.drop_group("g", "restart")  # batches wait for it
     batch = await queue.next_batch(0)
     assert batch is not None
     assert batch.group_ids == ("well",)
@@ -197,10 +201,10 @@ async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
     dispatch(queue, "g")
     ended = end(queue, make_group("g").trajectories[0])
     end(queue, make_group("g").trajectories[1], scored=False)
-    queue.drop_group("g", "error")
+    queue.groups.drop_group("g", "error")
     with pytest.raises(InvariantError):
-        queue.finished.add_tree(ended)
-    queue.flush_ledger()
+        queue.groups.finish_tree(ended)
+    queue.groups.flush_ledger()
     assert files(tmp_path) == []
     queue.close()
 
@@ -209,11 +213,11 @@ async def test_a_trajectory_without_its_reward_is_left_to_the_journal_by_a_resta
     first = open_queue(tmp_path, 0)
     dispatch(first, "g")
     end(first, make_group("g").trajectories[0], scored=False)
-    first.flush_ledger()
+    first.groups.flush_ledger()
     assert files(tmp_path) == ["g-0", "g-0-completion"]
     second = open_queue(tmp_path, 0)
-    (left,) = second.restored_groups
-    assert left.finished == {}
+    (left,) = second.groups.restored
+    assert left.stored == {}
     assert files(tmp_path) == []
     second.close()
 
@@ -223,10 +227,10 @@ async def test_completions_are_deleted_when_the_group_is_queued(tmp_path: Path) 
     dispatch(queue, "g")
     group = make_group("g")
     stored = tuple(end(queue, each, scored=False) for each in group.trajectories)
-    queue.flush_ledger()
+    queue.groups.flush_ledger()
     assert files(tmp_path) == ["g-0", "g-0-completion", "g-1", "g-1-completion"]
     await queue.put_group(Group(group_id="g", task_id="task", trajectories=stored))
-    queue.flush_ledger()
+    queue.groups.flush_ledger()
     assert files(tmp_path) == ["g-0", "g-1"]
     queue.close()
 
@@ -239,17 +243,17 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
     end(first, make_trajectory("left-0", "left", sampled=((3, 6),)))
     first.close()
     queue = open_queue(tmp_path, 4, max_staleness=3)
-    (left,) = queue.restored_groups
-    assert left.finished["left-0"].oldest_weight_version == 4
+    (left,) = queue.groups.restored
+    assert left.stored["left-0"].oldest_weight_version == 4
     queue.close()
     third = open_queue(tmp_path, 5, max_staleness=3)  # a later checkpoint, but 4 was gone back to
-    (left,) = third.restored_groups
+    (left,) = third.groups.restored
     await put(
         third,
         MadeGroup(
             group_id="left",
             task_id="task",
-            trajectories=(left.finished["left-0"], make_trajectory("left-1", "left", sampled=((2, 5),))),
+            trajectories=(left.stored["left-0"], make_trajectory("left-1", "left", sampled=((2, 5),))),
         ),
     )
     batch = await third.next_batch(5)
@@ -272,8 +276,8 @@ async def test_the_youngest_groups_are_dropped_when_the_spool_cannot_hold_all_th
         await put(first, make_group(name, version=3))
     first.close()
     queue = open_queue(tmp_path, 3, journalled("d-0", 2), journalled("c-0", 1), **settings)
-    assert {left.group_id for left in queue.restored_groups} == {"c", "d"}
-    counts = queue.statistics()
+    assert {left.group_id for left in queue.groups.restored} == {"c", "d"}
+    counts = queue.groups.ledger.counts()
     assert (counts.in_flight, counts.queued, counts.dropped) == (4, 4, {"restart": 4})
     for name in "cd":
         await put(queue, make_group(name, version=3))
@@ -286,7 +290,7 @@ def test_a_group_is_no_longer_left_when_it_is_dropped_before_anybody_makes_it(tm
     first.close()
     queue = open_queue(tmp_path, 0)
     assert queue.view().restored == ("a", "b")
-    queue.cancel_group("a", "lost")
-    assert [left.group_id for left in queue.restored_groups] == ["b"]
-    assert queue.statistics().dropped == {"lost": 2}
+    queue.groups.cancel_group("a", "lost")
+    assert [left.group_id for left in queue.groups.restored] == ["b"]
+    assert queue.groups.ledger.counts().dropped == {"lost": 2}
     queue.close()

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from async_rl.errors import RewardError
 from async_rl.rollout.rewards.signatures import parts_of
 from async_rl.runtime.reward_values import MAX_REWARD, reward_value
-from async_rl.store.packing import Packer, StoredGroup
+from async_rl.staleness import Backlog
+from async_rl.store.packing import Packer
 from async_rl.types import TurnRecord
 from tests.support.stored_batches import store_trajectory
 from tests.support.trajectories import make_trajectory
@@ -63,7 +64,7 @@ def test_a_reward_is_a_number_that_float32_can_hold(number: Any, value: float | 
 def test_a_stored_group_with_an_impossible_reward_is_dropped_and_the_others_are_trained(
     tmp_path: Path, flaw: dict[str, Any]
 ) -> None:
-    groups = []
+    groups: dict[str, Any] = {}
     for name in ("good", "bad"):
         stored = store_trajectory(tmp_path, make_trajectory(name))
         if name == "bad" and "turns" in flaw:
@@ -72,8 +73,8 @@ def test_a_stored_group_with_an_impossible_reward_is_dropped_and_the_others_are_
             stored = store_trajectory(tmp_path / "turns", trajectory)
         elif name == "bad":
             stored = replace(stored, reward=flaw["reward"])
-        groups.append(StoredGroup(group_id=name, trajectories=(stored,)))
-    packer = Packer(max_staleness=1, staleness_policy="wait", min_group_size=1, facts=None)
+        groups[name] = [stored]
+    packer = Packer(Backlog(2, 1, "wait"), min_group_size=1, facts=None)
     packed = packer.pack_groups(0, groups)
     assert packed.unusable == {"bad": "corrupt"}
-    assert packer.pack_groups(0, groups[:1]).batch is not None
+    assert packer.pack_groups(0, dict(list(groups.items())[:1])).batch is not None

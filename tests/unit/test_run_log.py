@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -21,14 +22,14 @@ from async_rl.errors import AsyncRLError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
-from async_rl.observability.records import StepRecord, step_record_log
+from async_rl.observability.records import StepRecord, TrajectoryCounts, step_record_log
 from async_rl.observability.text_console import TextConsole
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import OwnDevices
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.run.trainer_restarts import TrainerRestarts
 from async_rl.runtime.supervision import Nursery
-from async_rl.store.trajectory_queue import QueueStatistics, TrajectoryQueue
+from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import StoredTrajectory, TakenBatch, TokenSpan
 from async_rl.weights.weight_sync import SyncReport
@@ -38,18 +39,11 @@ from tests.support.run_config import config_of
 class Queue:
     """The part of a queue that the run log uses."""
 
-    length_ks = None
-
-    def statistics(self) -> QueueStatistics:
-        return QueueStatistics(
-            dispatched=3,
-            in_flight=1,
-            queued=0,
-            trained=2,
-            dropped={},
-            groups_in_flight=1,
-            groups_ready=0,
-            bytes=0,
+    def __init__(self) -> None:
+        self.groups = Mock()
+        self.groups.lengths.distance = None
+        self.groups.ledger.counts.return_value = TrajectoryCounts(
+            dispatched=3, in_flight=1, queued=0, trained=2
         )
 
 
@@ -121,7 +115,7 @@ async def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert (written.step, written.time_s, written.tokens_per_s) == (3, 25.0, 2.0)
     assert [record.step for record in run_log.records] == [1, 2, 3]
     assert metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") == pytest.approx(10 / 25)
-    summary = run_log.summary(Queue().statistics().counts, ended_s=now_s)
+    summary = run_log.summary(Queue().groups.ledger.counts(), ended_s=now_s)
     assert (summary.rl_seconds, summary.tokens_per_s) == (25.0, 2.0)
 
 
@@ -318,9 +312,9 @@ async def test_a_run_says_that_it_learns_nothing_when_all_rewards_are_equal_for_
     await train(20, (0.0, 0.0))
     await train(21, (0.0, 0.0))
     assert caplog.text.count("all rewards equal for 20 groups: nothing is learned") == 1
-    assert run_log.summary(Queue().statistics().counts, ended_s=1.0).groups_without_signal == 21
+    assert run_log.summary(Queue().groups.ledger.counts(), ended_s=1.0).groups_without_signal == 21
     await train(22, (0.0, 1.0))
-    assert run_log.summary(Queue().statistics().counts, ended_s=1.0).groups_without_signal == 0
+    assert run_log.summary(Queue().groups.ledger.counts(), ended_s=1.0).groups_without_signal == 0
 
 
 async def test_idle_shares_and_mismatch_are_those_of_the_last_record_when_a_run_is_resumed(

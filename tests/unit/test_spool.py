@@ -29,14 +29,14 @@ def test_only_groups_that_have_ended_count_against_the_bound(tmp_path: Path) -> 
     (early,) = spool.store_tree([one])
     assert (spool.used_bytes, names(spool)) == (0, ["g-0"])
     stored = (early, *spool.store_tree([two, three]))
-    spool.put_group(stored)
+    spool.use_group(stored)
     assert spool.used_bytes == sum(entry.nbytes for entry in stored)
     others = spool.store_tree(make_group("h", size=3, tokens=2000).trajectories)
     with pytest.raises(SpoolFull, match=r"exceed queue\.max_bytes"):
-        spool.put_group(others)
+        spool.use_group(others)
     assert spool.used_bytes == sum(entry.nbytes for entry in stored)
     spool.discard(stored)
-    spool.put_group(others)
+    spool.use_group(others)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_tree_is_written_whole_or_not_at_all(
 def test_a_file_is_deleted_when_what_must_come_before_is_done(tmp_path: Path) -> None:
     spool = Spool(tmp_path, None)
     one, other = spool.store_tree(make_group("g").trajectories)
-    spool.put_group([one, other])
+    spool.use_group([one, other])
     mapped = read_columns(one)["token_ids"]
     spool.discard([one])
     assert spool.used_bytes == other.nbytes
@@ -109,7 +109,7 @@ def test_only_the_frames_that_the_ledger_names_survive_a_restart(tmp_path: Path)
     (tmp_path / "half.part").write_bytes(b"half")
     Path(f"{early.path}.part").write_bytes(b"half")
     again = Spool(tmp_path, None)
-    again.recover_frames([early], used)
+    again.recover_frames([early], [used])
     assert names(again) == ["early", "g-0", "g-1"]
     assert again.used_bytes == sum(entry.nbytes for entry in used)
     with pytest.raises(CorruptFrame):
@@ -135,7 +135,7 @@ def test_frames_that_were_never_reported_are_deleted_when_their_process_has_ende
     worker = SpoolFolder(spool.new_folder("rollout-worker-0"))
     early, _, used, discarded, refused = worker.store_tree([make_trajectory(name) for name in "abcde"])
     spool.hold([early, used, discarded])
-    spool.put_group([used])
+    spool.use_group([used])
     spool.discard([discarded])
     spool.refuse([refused, used])  # a second answer with a frame that is held changes nothing
     spool.end_folder(worker.directory)

@@ -18,14 +18,14 @@ from async_rl.observability.metrics import Metrics, value_of
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import Waits, acting
 from async_rl.staleness import Backlog
-from async_rl.store import delivery, frames
+from async_rl.store import frames, trajectory_queue
 from async_rl.store.batching import read_trajectories
 from async_rl.store.frames import verify_frame
 from async_rl.store.ledger import Ledger
 from async_rl.store.spool import Spool
-from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.loop_blockers import loop_blockers
+from tests.support.queues import make_queue
 from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory, roll_back
 
 
@@ -42,17 +42,18 @@ class Run:
         self.ledger = Ledger(folder / "ledger.sqlite")
         roll_back(self.ledger, step)
         self.spool = Spool(folder / "spool", max_bytes)
-        self.queue = TrajectoryQueue(
+        self.queue = make_queue(
             self.ledger,
             self.spool,
             read_batch=read_batch,
             **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
         )
-        self.position = self.queue.restore_groups()
+        self.queue.groups.restore_groups()
+        self.position = self.ledger.data_position()
         self.next = self.position.cursor
 
     def dispatch(self, name: str, size: int = 2, version: int = 0) -> None:
-        self.queue.dispatch_group(
+        self.queue.groups.dispatch_group(
             name, f"task-{name}", self.next, [f"{name}-{i}" for i in range(size)], version
         )
         self.next += 1
@@ -65,7 +66,7 @@ class Run:
     async def put(self, group: MadeGroup) -> None:
         """Store the trajectories of a group and put it."""
         await self.queue.put_group(await asyncio.to_thread(group.stored_in, self.spool.directory))
-        await asyncio.to_thread(self.queue.flush_ledger)
+        await asyncio.to_thread(self.queue.groups.flush_ledger)
 
     async def take(self, version: int = 0) -> TakenBatch:
         batch = await self.queue.next_batch(version)
@@ -152,10 +153,10 @@ async def test_a_group_goes_through_the_whole_queue(run: Run) -> None:
     assert packed.trajectory_ids == batch.trajectory_ids
     assert np.diff(packed.offsets).tolist() == list(batch.lengths)
     await run.queue.settle_batch(batch, 1)
-    counts = run.queue.statistics()
+    counts = run.queue.groups.ledger.counts()
     assert (counts.trained, counts.queued, counts.in_flight, counts.dropped) == (4, 2, 0, {})
-    assert (counts.groups_ready, run.files) == (1, ["c-0", "c-1"])
-    assert counts.bytes == sum(path.stat().st_size for path in run.spool.directory.glob("*/*"))
+    assert (run.queue.groups.backlog.num_ready, run.files) == (1, ["c-0", "c-1"])
+    assert run.spool.used_bytes == sum(path.stat().st_size for path in run.spool.directory.glob("*/*"))
     with pytest.raises(CorruptFrame, match="does not exist"):
         read_trajectories(batch)
     with pytest.raises(InvariantError, match="settled already"):
@@ -190,10 +191,10 @@ async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> No
         batch = await run.take()
         await until(lambda: "capacity" in waited())
         assert waited()["capacity"] == f"a step must free some of {run.spool.used_bytes} bytes in the spool"
-        assert run.queue.statistics().groups_in_flight == 1
+        assert run.queue.groups.backlog.num_in_flight == 1
         await run.queue.settle_batch(batch, 1)
         await put
-    assert run.queue.statistics().groups_ready == 1
+    assert run.queue.groups.backlog.num_ready == 1
     run.queue.close()
 
 
@@ -210,7 +211,7 @@ async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(
     with pytest.raises(SpoolFull, match="raise it"):
         async with asyncio.timeout(60):
             await run.put(make_group("d", tokens=6000))
-    assert run.queue.statistics().in_flight == 2
+    assert run.queue.groups.ledger.counts().in_flight == 2
     run.queue.close()
 
 
@@ -241,7 +242,7 @@ async def test_a_group_without_space_stays_in_flight_when_the_run_is_stopped(tmp
         await settled()
         assert not putting.done()
         putting.cancel()
-    assert run.queue.statistics().groups_in_flight == 1
+    assert run.queue.groups.backlog.num_in_flight == 1
     run.queue.close()
 
 
@@ -278,10 +279,10 @@ async def test_take_goes_on_when_the_group_that_it_waits_for_is_lost(tmp_path: P
         taking = nursery.start_task("trainer", run.queue.next_batch(1))
         await settled()
         assert not taking.done()
-        run.queue.drop_trajectories(["lost-0"], "engine_error")
+        run.queue.groups.drop_trajectories(["lost-0"], "engine_error")
         await settled()
         assert not taking.done()  # its sibling may still come
-        run.queue.drop_trajectories(["lost-1"], "engine_error")
+        run.queue.groups.drop_trajectories(["lost-1"], "engine_error")
         batch = await taking
     assert batch is not None
     assert batch.group_ids == ("a",)
@@ -321,7 +322,7 @@ async def test_the_counts_of_a_scrape_agree_while_a_batch_is_being_settled(
             settling = nursery.start_task("settle", run.queue.settle_batch(batch, 1))
             await settled()
             assert not settling.done()
-            assert run.queue.statistics().trained == 4
+            assert run.queue.groups.ledger.counts().trained == 4
             assert value_of(metrics.trajectories_trained_total) == 4
             go()
     run.queue.close()
@@ -335,7 +336,7 @@ async def test_a_trajectory_above_the_bound_is_never_handed_out(
     monkeypatch.setattr(Backlog, "select_batch", lambda self, version: ["a", "b"])
     with pytest.raises(InvariantError, match=r"staleness 2 exceeds rollout\.max_staleness = 1"):
         await run.queue.next_batch(2)
-    assert run.queue.statistics().groups_ready == 2
+    assert run.queue.groups.backlog.num_ready == 2
 
 
 class Work:
@@ -359,8 +360,8 @@ class Work:
 
 async def test_take_does_not_wait_for_a_group_that_is_younger_than_its_dispatch(run: Run) -> None:
     """A group may wait for an engine until newer weights are served: its age is that of its tokens."""
-    run.queue.dispatch_group("old", "task", 0, ["old-0"], 0, Work(oldest=1))
-    run.queue.dispatch_group("idle", "task", 1, ["idle-0"], 0, Work(oldest=None))
+    run.queue.groups.dispatch_group("old", "task", 0, ["old-0"], 0, Work(oldest=1))
+    run.queue.groups.dispatch_group("idle", "task", 1, ["idle-0"], 0, Work(oldest=None))
     run.next = 2
     await run.ready("c", "d", version=1)
     run.queue.advance_version(1)
@@ -376,16 +377,16 @@ async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_pat
 
     run = Run(tmp_path, staleness_policy="drop", groups_per_batch=1, retry_task=retry_task)
     due, waiting = Work(oldest=0, **{"due-0": 77}), Work(oldest=None)
-    run.queue.dispatch_group("due", "task", 0, ["due-0", "due-1"], 0, due)
-    run.queue.dispatch_group("waiting", "task", 1, ["waiting-0"], 0, waiting)
+    run.queue.groups.dispatch_group("due", "task", 0, ["due-0", "due-1"], 0, due)
+    run.queue.groups.dispatch_group("waiting", "task", 1, ["waiting-0"], 0, waiting)
     run.next = 2
     run.queue.advance_version(1)
     await run.ready("fresh", version=1)
     batch = await run.take(1)
     assert batch.group_ids == ("fresh",)
     assert (due.cancelled, waiting.cancelled) == (True, False)
-    counts = run.queue.statistics()
-    assert (counts.dropped, counts.groups_in_flight) == ({"too_stale": 2}, 1)
+    counts = run.queue.groups.ledger.counts()
+    assert (counts.dropped, run.queue.groups.backlog.num_in_flight) == ({"too_stale": 2}, 1)
     assert (asked, run.ledger.data_position().pending) == ([0], (0,))
     run.ledger.audit()
     run.queue.close()
@@ -398,13 +399,13 @@ async def test_a_batch_that_is_not_waited_for_costs_no_group_in_flight(
     run = Run(tmp_path, staleness_policy=staleness_policy, groups_per_batch=1)
     assert await run.queue.next_batch(0, wait=False) is None  # there is nothing
     due = Work(oldest=0, **{"due-0": 77})
-    run.queue.dispatch_group("due", "task", 0, ["due-0"], 0, due)
+    run.queue.groups.dispatch_group("due", "task", 0, ["due-0"], 0, due)
     run.next = 1
     run.queue.advance_version(1)
     await run.ready("fresh", version=1)
     assert await run.queue.next_batch(1, wait=False) is None
     assert not due.cancelled
-    run.queue.cancel_group("due", "test")
+    run.queue.groups.cancel_group("due", "test")
     batch = await run.queue.next_batch(1, wait=False)
     assert batch is not None
     assert batch.group_ids == ("fresh",)
@@ -414,7 +415,7 @@ async def test_a_batch_that_is_not_waited_for_costs_no_group_in_flight(
 async def mixed(run: Run, name: str, *ages: tuple[tuple[int, int], ...]) -> None:
     """Put a group; each trajectory of (tokens, version) spans."""
     ids = [f"{name}-{i}" for i in range(len(ages))]
-    run.queue.dispatch_group(name, "task", run.next, ids, 0)
+    run.queue.groups.dispatch_group(name, "task", run.next, ids, 0)
     run.next += 1
     trajectories = tuple(make_trajectory(i, name, sampled=spans) for i, spans in zip(ids, ages, strict=True))
     await run.put(MadeGroup(group_id=name, task_id="task", trajectories=trajectories))
@@ -433,7 +434,7 @@ async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_mask
     assert packed.weight_versions[packed.loss_mask].min() == 2
     assert packed.loss_mask.sum() == batch.num_sampled_tokens - batch.num_masked_tokens
     await run.queue.settle_batch(batch, 4)
-    counts = run.queue.statistics()
+    counts = run.queue.groups.ledger.counts()
     assert (counts.trained, counts.dropped) == (4, {"too_stale": 1})
     run.ledger.audit()
     run.queue.close()
@@ -442,16 +443,16 @@ async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_mask
 async def test_branches_are_no_siblings_when_masking_leaves_one_attempt(tmp_path: Path) -> None:
     run = Run(tmp_path, staleness_policy="mask_tokens", min_group_size=2, groups_per_batch=1)
     run.queue.advance_version(3)
-    run.queue.dispatch_group("a", "task", run.next, ["a-0", "a-1"], 0)
+    run.queue.groups.dispatch_group("a", "task", run.next, ["a-0", "a-1"], 0)
     run.next += 1
-    run.queue.add_branches("a-0", ["a-0.1"])
+    run.ledger.record_branches("a-0", ["a-0.1"])
     ages = {"a-0": ((4, 3),), "a-0.1": ((5, 3),), "a-1": ((4, 0),)}
     tree = tuple(make_trajectory(name, "a", sampled=spans) for name, spans in ages.items())
     await run.put(MadeGroup(group_id="a", task_id="task", trajectories=tree))
     await mixed(run, "b", ((4, 3),), ((5, 3),))
     batch = await run.take(3)
     assert batch.group_ids == ("b",)
-    assert run.queue.statistics().dropped == {"too_stale": 3}
+    assert run.queue.groups.ledger.counts().dropped == {"too_stale": 3}
     run.queue.close()
 
 
@@ -466,7 +467,7 @@ async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp
     batch = await second.take(2)
     assert batch.trajectory_ids == ("a-1",)
     await second.queue.settle_batch(batch, 3)
-    counts = second.queue.statistics()
+    counts = second.queue.groups.ledger.counts()
     assert (counts.trained, counts.dropped) == (1, {"too_stale": 1})
     second.ledger.audit()
     for run in (first, second):
@@ -478,13 +479,13 @@ async def test_lengths_of_all_that_ended_are_compared_with_those_of_what_was_tra
     await first.ready(*(f"g{i}" for i in range(50)))
     run = first.again()  # a restart counts what an earlier process saw end
     await run.queue.settle_batch(await run.take(), 1)
-    assert run.queue.length_ks == 0.0
+    assert run.queue.groups.lengths.distance == 0.0
     ids = [f"lost-{i}" for i in range(100)]
-    run.queue.dispatch_group("lost", "task", 50, ids, 0, Work(0, **dict.fromkeys(ids, 1000)))
-    run.queue.drop_trajectories(ids[:50], "error")
-    assert run.queue.length_ks == pytest.approx(50 / 150)
-    run.queue.drop_group("lost", "straggler")
-    assert run.queue.length_ks == pytest.approx(100 / 200)
+    run.queue.groups.dispatch_group("lost", "task", 50, ids, 0, Work(0, **dict.fromkeys(ids, 1000)))
+    run.queue.groups.drop_trajectories(ids[:50], "error")
+    assert run.queue.groups.lengths.distance == pytest.approx(50 / 150)
+    run.queue.groups.drop_group("lost", "straggler")
+    assert run.queue.groups.lengths.distance == pytest.approx(100 / 200)
     for each in (first, run):
         each.queue.close()
 
@@ -496,7 +497,7 @@ async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_tra
     await run.ready("b", "c", version=3)
     batch = await run.take(3)
     assert batch.group_ids == ("b", "c")
-    assert run.queue.statistics().dropped == {"too_stale": 2}
+    assert run.queue.groups.ledger.counts().dropped == {"too_stale": 2}
 
 
 @pytest.mark.real_time  # threads are told from the loop
@@ -505,7 +506,7 @@ async def test_a_dropped_group_is_deleted_in_a_thread_and_its_space_is_free_at_o
     used = run.spool.used_bytes
     with loop_blockers() as blockers:
         blockers.start()
-        run.queue.drop_group("c", "error")
+        run.queue.groups.drop_group("c", "error")
         assert run.spool.used_bytes == used - sum(
             path.stat().st_size for path in run.spool.directory.glob("*/c-*")
         )
@@ -525,13 +526,13 @@ async def test_a_dropped_group_keeps_its_frames_while_the_drop_cannot_be_written
 ) -> None:
     await run.ready("a", "b", "c")
     stored = run.frame_of("c")
-    run.queue.drop_group("c", "error")
+    run.queue.groups.drop_group("c", "error")
     with monkeypatch.context() as patch:
         patch.setattr(run.ledger, "flush", Mock(side_effect=AsyncRLError("no ledger")))
         with pytest.raises(AsyncRLError, match="no ledger"):
-            run.queue.flush_ledger()
+            run.queue.groups.flush_ledger()
     verify_frame(stored)
-    run.queue.flush_ledger()
+    run.queue.groups.flush_ledger()
     with pytest.raises(CorruptFrame):
         verify_frame(stored)
 
@@ -539,7 +540,7 @@ async def test_a_dropped_group_keeps_its_frames_while_the_drop_cannot_be_written
 async def test_the_run_ends_with_the_cause_when_nothing_written_can_be_read_back(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "MAX_DAMAGED_GROUPS", 3)
+    monkeypatch.setattr(trajectory_queue, "MAX_DAMAGED_GROUPS", 3)
     await run.ready("a", "b", "c")
     damage(run.frame_of("a"))
     assert (await run.take()).group_ids == ("b", "c")  # a batch begins the count again
@@ -570,7 +571,7 @@ async def test_no_call_waits_any_more_when_the_queue_is_stopped(run: Run) -> Non
         run.queue.stop()
     assert (admitted.result(), taken.result()) == (False, None)
     await run.put(make_group("a"))  # what is in flight is kept
-    assert run.queue.statistics().groups_ready == 1
+    assert run.queue.groups.backlog.num_ready == 1
 
 
 async def test_the_last_batches_are_handed_out_when_the_data_has_ended(run: Run) -> None:
@@ -583,9 +584,9 @@ async def test_the_last_batches_are_handed_out_when_the_data_has_ended(run: Run)
         taken = nursery.start_task("trainer", run.queue.next_batch(1))
         await settled()
         assert not taken.done()  # d may still come
-        run.queue.drop_group("d", "error")
+        run.queue.groups.drop_group("d", "error")
         assert await taken is None
-    assert run.queue.statistics().queued == 2
+    assert run.queue.groups.ledger.counts().queued == 2
 
 
 @pytest.mark.real_time  # a call waits in its thread
@@ -598,11 +599,11 @@ async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
             taking = nursery.start_task("take", run.queue.next_batch(0))
             await settled()
             with pytest.raises(InvariantError, match="the trainer has"):
-                run.queue.drop_group("a", "error")
+                run.queue.groups.drop_group("a", "error")
             taking.cancel()
             go()
     assert taking.cancelled()
-    assert run.queue.statistics().groups_ready == 3
+    assert run.queue.groups.backlog.num_ready == 3
     monkeypatch.undo()
     assert (await run.take(0)).group_ids == ("a", "b")
 
@@ -616,17 +617,17 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
 
     second = first.again()
     assert second.position.pending == ()
-    counts = second.queue.statistics()
+    counts = second.queue.groups.ledger.counts()
     assert (counts.queued, counts.in_flight, counts.dropped) == (6, 2, {})
-    (left,) = second.queue.restored_groups
-    assert (left.group_id, left.position, left.trajectory_ids) == ("d", 3, ("d-0", "d-1"))
+    (left,) = second.queue.groups.restored
+    assert (left.group_id, left.position, left.root_ids) == ("d", 3, ("d-0", "d-1"))
     batch = await second.take(0)
     assert batch.trajectory_ids == taken.trajectory_ids
     await second.queue.settle_batch(batch, 1)
 
     third = second.again(step=0)  # the checkpoint of step 1 was not written
     assert third.position.pending == (0, 1)
-    assert third.queue.statistics().groups_ready == 1
+    assert third.queue.groups.backlog.num_ready == 1
     third.ledger.audit()
     for run in (first, second, third):
         run.queue.close()
@@ -642,11 +643,11 @@ async def test_a_damaged_or_lost_frame_of_an_earlier_process_is_found_with_its_b
     make_group("orphan").stored_in(first.spool.directory)
 
     second = first.again()
-    assert second.queue.statistics().dropped == {}
+    assert second.queue.groups.ledger.counts().dropped == {}
     assert (await second.take()).group_ids == ("c", "d")
     assert second.ledger.data_position().pending == (0, 1)
-    assert second.queue.statistics().dropped == {"corrupt": 4}
-    second.queue.flush_ledger()
+    assert second.queue.groups.ledger.counts().dropped == {"corrupt": 4}
+    second.queue.groups.flush_ledger()
     assert second.files == ["c-0", "c-1", "d-0", "d-1"]
     second.ledger.audit()
     for run in (first, second):
@@ -673,6 +674,6 @@ async def test_restored_groups_are_consumed_within_the_bound_when_the_trainer_we
     assert (await second.take(4)).staleness == (0, 0, 0, 0)
     third = second.again(step=4)
     assert await third.queue.next_batch(6, wait=False) is None  # they count as sampled by version 4
-    assert third.queue.statistics().dropped == {"too_stale": 4}
+    assert third.queue.groups.ledger.counts().dropped == {"too_stale": 4}
     for run in (first, second, third):
         run.queue.close()

@@ -12,11 +12,12 @@ from async_rl.rollout.groups import GroupInFlight
 from async_rl.store.frames import find_flaws
 from async_rl.store.journal import Journal, JournalEntry
 from async_rl.store.ledger import Ledger
-from async_rl.store.restored_groups import frames_in_flight
+from async_rl.store.outstanding import frames_in_flight
 from async_rl.store.spool import Spool
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Context, Sampled, Segment, StoredTrajectory, Task, Trajectory
 from tests.support.journals import continue_journals
+from tests.support.queues import make_queue
 from tests.support.trajectories import MadeGroup, make_trajectory
 
 
@@ -24,8 +25,8 @@ def open_queue(folder: Path) -> TrajectoryQueue:
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.rollback(0)
     spool = Spool(folder / "spool", None)
-    queue = TrajectoryQueue(ledger, spool, groups_per_batch=1, max_staleness=1)
-    queue.restore_groups(flaws=find_flaws(frames_in_flight(ledger, spool.directory)))
+    queue = make_queue(ledger, spool, groups_per_batch=1, max_staleness=1)
+    queue.groups.restore_groups(flaws=find_flaws(frames_in_flight(ledger, spool.directory)))
     return queue
 
 
@@ -49,24 +50,23 @@ def stored_in(folder: Path, *trajectories: Trajectory) -> tuple[StoredTrajectory
 
 async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(tmp_path: Path) -> None:
     first = open_queue(tmp_path)
-    first.dispatch_group("g", "t", 0, ["a", "b", "c"], 0)
-    for root in "ab":
-        first.add_branches(root, [f"{root}.1"])
+    first.groups.dispatch_group("g", "t", 0, ["a", "b", "c"], 0)
+    first.groups.ledger.record_branches("b", ["b.1"])
     _, branch = stored_in(tmp_path, *tree("a", "a.1"))
-    first.finished.add_tree(*stored_in(tmp_path, *tree("a", "a.1")))
+    first.groups.finish_tree(*stored_in(tmp_path, *tree("a", "a.1")))
     first.close()
     second = open_queue(tmp_path)
-    (left,) = second.restored_groups
-    assert left.trajectory_ids == ("a", "b", "c")
-    assert sorted(left.finished) == ["a", "a.1"]
+    (left,) = second.groups.restored
+    assert left.root_ids == ("a", "b", "c")
+    assert sorted(left.stored) == ["a", "a.1"]
     # The loop of `b` runs again and takes another course: another branch, and one that the ledger knows less.
-    second.add_branches("b", ["b.2"])
-    assert second.statistics().dropped == {"restart": 1}
-    assert second.statistics().in_flight == 5
+    second.groups.finish_tree(*stored_in(tmp_path, *tree("b", "b.2")))
+    counts = second.groups.ledger.counts()
+    assert (counts.dropped, counts.in_flight) == ({"restart": 1}, 5)
     second.close()
     Path(branch.path).write_bytes(b"")
     third = open_queue(tmp_path)
-    assert not third.restored_groups[0].finished
+    assert third.groups.restored[0].stored.keys() == {"b", "b.2"}
     third.close()
 
 

@@ -407,7 +407,7 @@ class Simulation:
         """Check that a scrape would see the counts of the ledger, so that trajectories add up in it."""
         if (queue := self._orchestrator.queue) is None:
             return
-        counts, metrics = queue.statistics(), self._metrics
+        counts, metrics = queue.groups.ledger.counts(), self._metrics
         (dropped,) = metrics.trajectories_dropped_total.collect()
         counted = (
             value_of(metrics.trajectories_dispatched_total),
@@ -454,15 +454,15 @@ class Simulation:
         queue, pool, checker = self._orchestrator.queue, self._orchestrator.pool, self._checker
         if queue is not None:
             try:
-                counts = queue.statistics()
+                queue.groups.ledger.counts()
             except InvariantError as error:
                 checker.fail(str(error))
                 return
-            outstanding = counts.groups_in_flight + counts.groups_ready
+            outstanding = queue.groups.backlog.outstanding
             if outstanding > self._config.max_outstanding_groups:
                 checker.fail(f"{outstanding} groups are outstanding")
-            if counts.bytes > self._config.queue.max_bytes:
-                checker.fail(f"the spool holds {counts.bytes} bytes")
+            if queue.groups.spool.used_bytes > self._config.queue.max_bytes:
+                checker.fail(f"the spool holds {queue.groups.spool.used_bytes} bytes")
         for engine in pool.engines(EngineState.SERVING):
             assert isinstance(engine, FaultyEngine)
             claimed = pool.version_of(engine.engine_id)

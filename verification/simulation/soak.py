@@ -389,7 +389,7 @@ class Soak(Simulation):
         self.steps_done += 1
         queue = self._orchestrator.queue
         assert queue is not None
-        self.counts = queue.statistics().counts
+        self.counts = queue.groups.ledger.counts()
         self._plan_faults()
         is_long = not self._restarting and self._setting == "any"
         if not is_long and self._death is None and version >= self._due_version:
@@ -439,7 +439,7 @@ class Soak(Simulation):
         """Take a sample once all outstanding groups wait for the trainer; the trainer's step may then end."""
         queue = self._orchestrator.queue
         assert queue is not None
-        self.counts = queue.statistics().counts
+        self.counts = queue.groups.ledger.counts()
         if self.counts.in_flight and self._loop.time() < self._step_begin_s + _DRAINED_S:
             return False
         self._cluster.trainer.may_end = lambda: True

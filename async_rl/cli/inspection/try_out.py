@@ -57,8 +57,10 @@ from async_rl.run.preflight import check_config
 from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import first_error, services
+from async_rl.staleness import Backlog
 from async_rl.store.archive import ArchivedTrajectory, ArchiveEvent, InspectedTrajectories, Observer
 from async_rl.store.ledger import Ledger
+from async_rl.store.outstanding import OutstandingGroups
 from async_rl.store.spool import Spool
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Outcome, StoredTrajectory, Task, Trajectory
@@ -209,14 +211,9 @@ async def try_out(
     clock, metrics, facts = time.monotonic, Metrics(), load_facts(config.model.path)
     spool = Spool(folder / "spool", config.queue.max_bytes)
     inspected = InspectedTrajectories(folder / "trajectories")
-    queue = TrajectoryQueue(
-        Ledger(folder / "ledger.sqlite"),
-        spool,
-        groups_per_batch=len(tasks) + 1,  # so that admission stays open until the tasks are exhausted
-        max_staleness=0,
-        facts=facts if config.routing.from_engine else None,
-        clock=clock,
-    )
+    # More groups than tasks, so that admission stays open until the tasks are exhausted.
+    backlog = Backlog(groups_per_batch=len(tasks) + 1, max_staleness=0, staleness_policy="wait")
+    queue = TrajectoryQueue(OutstandingGroups(Ledger(folder / "ledger.sqlite"), spool, backlog, clock=clock))
     pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
     models = {name: EnginePool(metrics, clock) for name in config.models}
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
