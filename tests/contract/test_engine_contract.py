@@ -18,9 +18,9 @@ from async_rl.engine_protocol import DiskUpdate, Engine, check_partition
 from async_rl.engines.device_memory import stop_engine
 from async_rl.engines.simulated import TINY_FACTS, SimulatedEngine
 from async_rl.errors import PromptTooLong, RequestRefused, WeightSyncError
-from async_rl.routing import check
 from tests.support.engine_calls import Call, call, request
 from tests.support.engine_through_worker import through_worker
+from tests.support.trajectories import verify_rows
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 MAX_RUNNING, CONTEXT_LENGTH = 4, 2048
@@ -94,7 +94,7 @@ async def test_rows_are_prompt_plus_sampled_minus_one_when_a_call_ends_by_length
     assert ended.finish.reason == "length"
     assert len(ended.token_ids) == 5
     assert ended.finish.routing.num_rows == 11
-    check(ended.trace, 12, ended.trace.moe_layers)
+    verify_rows(ended.trace, 12, ended.trace.moe_layers)
     assert ended.trace.rows.dtype == np.uint8
     assert max(ended.log_probs) <= 0
 
@@ -137,7 +137,7 @@ async def test_only_rows_come_when_no_token_is_asked_for(subject: Subject) -> No
     recovered = await call(subject.engine, whole.sequence, 0)
     assert recovered.token_ids == []
     assert recovered.finish.version_spans == ()
-    check(recovered.trace, len(whole.sequence), recovered.trace.moe_layers)
+    verify_rows(recovered.trace, len(whole.sequence), recovered.trace.moe_layers)
     assert np.array_equal(recovered.expert_sets, whole.expert_sets)
 
 
@@ -151,7 +151,7 @@ async def test_the_stop_token_is_delivered_when_it_ends_a_call(subject: Subject)
     stopped = await call(subject.engine, PROMPT, 12, stop=[stop])
     assert stopped.finish.reason == "stop"
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-    check(stopped.trace, len(stopped.sequence), stopped.trace.moe_layers)
+    verify_rows(stopped.trace, len(stopped.sequence), stopped.trace.moe_layers)
 
 
 async def test_a_call_is_refused_when_its_prompt_leaves_no_capacity(subject: Subject) -> None:
@@ -200,7 +200,7 @@ async def test_the_answer_is_as_if_uninterrupted_when_an_aborted_call_is_resumed
         assert first.finish is not None
     assert first.finish.reason == "abort"
     assert 3 <= len(first.token_ids) < LONG
-    check(first.trace, len(first.sequence), first.trace.moe_layers)
+    verify_rows(first.trace, len(first.sequence), first.trace.moe_layers)
     assert check_partition(first.finish.version_spans, len(first.token_ids))
     await subject.engine.resume_generation("abort")
     left = max(1, budget - len(first.token_ids))
@@ -211,7 +211,7 @@ async def test_the_answer_is_as_if_uninterrupted_when_an_aborted_call_is_resumed
     assert log_probs[:budget] == pytest.approx(whole.log_probs, abs=1e-4)
     rows = len(whole.expert_sets)
     assert np.array_equal(second.expert_sets[:rows], whole.expert_sets)
-    check(second.trace, len(PROMPT) + len(answer), second.trace.moe_layers)
+    verify_rows(second.trace, len(PROMPT) + len(answer), second.trace.moe_layers)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -245,7 +245,7 @@ async def test_nothing_comes_twice_when_a_call_goes_on_after_its_connection_was_
     rest = await call(subject.engine, [*PROMPT, *seen], budget - len(seen))
     assert [*seen, *rest.token_ids] == whole.token_ids
     assert [*log_probs, *rest.log_probs] == pytest.approx(whole.log_probs, abs=1e-4)
-    check(rest.trace, len(PROMPT) + budget, rest.trace.moe_layers)
+    verify_rows(rest.trace, len(PROMPT) + budget, rest.trace.moe_layers)
     assert np.array_equal(rest.expert_sets, whole.expert_sets)
 
 
@@ -282,7 +282,7 @@ async def test_a_call_goes_on_under_new_weights_when_it_stood_still(subject: Sub
     assert running.finish.reason == "length"
     assert check_partition(spans, SOME)
     assert [span.weight_version for span in spans] == [0, 1]
-    check(running.trace, len(running.sequence), running.trace.moe_layers)
+    verify_rows(running.trace, len(running.sequence), running.trace.moe_layers)
     # The session tells retractions of updates from others by the change of the version.
     retractions = [(each.at_least <= spans[0].end <= each.at_most) for each in running.finish.retractions]
     assert retractions == [True] * flush

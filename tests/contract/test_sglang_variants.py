@@ -21,13 +21,12 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.engine_protocol import Engine, SamplingParams
 from async_rl.engines.sglang.http_client import SGLangHttpClient
-from async_rl.routing import check
 from async_rl.types import Trajectory
 from tests.support.engine_calls import Call, call, request
 from tests.support.sessions import PROMPT, Bench
 from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld
 from tests.support.tiny_model import build_tiny_qwen3_moe
-from tests.support.trajectories import verify
+from tests.support.trajectories import verify, verify_rows
 from tests.support.watched_engine import WatchedEngine
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -129,7 +128,7 @@ def test_sets_and_counts_are_the_same_when_prefill_is_chunked_or_nothing_overlap
     for left, right in zip(plain.calls[1:], other.calls[1:], strict=True):
         assert left.token_ids == right.token_ids
         assert left.finish.routing.num_rows == right.finish.routing.num_rows == len(left.sequence) - 1
-        check(right.trace, len(right.sequence), right.trace.moe_layers)
+        verify_rows(right.trace, len(right.sequence), right.trace.moe_layers)
         assert np.array_equal(left.expert_sets, right.expert_sets)
         # The control: rows one off are others.
         assert (left.expert_sets[1:] == right.expert_sets[:-1]).mean() < 0.9
@@ -149,7 +148,7 @@ def test_rows_are_one_less_than_tokens_when_a_string_or_the_end_of_text_stops_a_
     for one in (ended, stopped):
         count = len(one.token_ids)
         assert one.token_ids == free.token_ids[:count]
-        check(one.trace, len(one.sequence), one.trace.moe_layers)
+        verify_rows(one.trace, len(one.sequence), one.trace.moe_layers)
         assert np.array_equal(one.expert_sets, free.expert_sets[: len(one.sequence) - 1])
 
 

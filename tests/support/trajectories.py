@@ -107,6 +107,12 @@ def make_group(group_id: str, size: int = 2, version: int = 0, tokens: int = 4, 
 def verify(trace: RoutingTrace, token_ids: np.ndarray, moe_layers: Sequence[int]) -> None:
     """Check the trace of a finished trajectory: its text, its layers, its ids and its versions."""
     assert fit(trace, token_ids) is trace
+    verify_rows(trace, len(token_ids), moe_layers)
+
+
+def verify_rows(trace: RoutingTrace, num_tokens: int, moe_layers: Sequence[int]) -> None:
+    """Check a trace except for its text."""
+    assert len(trace.rows) == num_tokens - 1
     assert trace.moe_layers == tuple(moe_layers)
     reported = trace.rows[trace.valid]
     assert make_trace(reported, trace.num_experts, 0, moe_layers=moe_layers).rows.dtype == trace.rows.dtype

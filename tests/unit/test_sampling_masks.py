@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request
-from async_rl.errors import AlignmentError, ConfigError, EngineError, RequestRefused
+from async_rl.errors import ConfigError, EngineError, RequestRefused
 from async_rl.run.preflight import check_temperature
 from async_rl.store.batching import read_trajectories
 from async_rl.store.journal import Journal
@@ -351,14 +351,3 @@ def test_a_temperature_at_which_engines_are_greedy_is_refused() -> None:
         ConfigError, match=r"rollout\.temperature is 1e-07, expected at least 0\.01: engines are greedy"
     ):
         check_temperature(config_of(temperature=1e-7))
-
-
-@pytest.mark.parametrize(
-    "mask", [SamplingMask.of([[1]] * 3), SamplingMask(counts=np.ones(9, np.uint16), token_ids=np.zeros(2))]
-)
-async def test_a_frame_whose_masks_do_not_fit_is_refused(mask: SamplingMask, tmp_path: Path) -> None:
-    trajectory = await finished(100, 101)
-    trajectory.__dict__["sampling_mask"] = mask
-    group = MadeGroup(group_id="a", task_id="task", trajectories=(trajectory,))
-    with pytest.raises(AlignmentError, match="sampling mask"):
-        read_trajectories(taken_batch(tmp_path, [group], 0))
