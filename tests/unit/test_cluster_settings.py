@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config import apply_override, parse_config
 from async_rl.errors import EnvironmentNotReady, TrainerError
-from async_rl.placement import actor_shutdown, rollout_worker_actor
+from async_rl.placement import actor_shutdown, ray_engines, rollout_worker_actor
 from async_rl.placement.actors import ActorSetup
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.placement.ray_trainer import RayTrainer
@@ -98,8 +98,9 @@ def silent_ray(monkeypatch: pytest.MonkeyPatch) -> SilentRay:
     monkeypatch.setattr(RecordedPlacements, "asked", {}, raising=False)
     monkeypatch.setattr(RecordedPlacements, "limits", [], raising=False)
     cluster_module = sys.modules[RayCluster.__module__]  # the package has a function of this name
-    monkeypatch.setattr(cluster_module, "Placements", RecordedPlacements)
-    for module in (cluster_module, rollout_worker_actor, actor_shutdown):
+    for module in (cluster_module, ray_engines):
+        monkeypatch.setattr(module, "Placements", RecordedPlacements)
+    for module in (cluster_module, ray_engines, rollout_worker_actor, actor_shutdown):
         monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(rollout_worker_actor, "node_address", lambda: "127.0.0.1")
     return fake
