@@ -23,8 +23,8 @@ import msgspec
 
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.back_pressure import BackPressure
-from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.request_refusals import RequestRefusals
+from async_rl.engines.revocation import LeaseHolder
 from async_rl.errors import (
     CallLost,
     EngineBusy,

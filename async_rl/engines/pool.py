@@ -29,12 +29,11 @@ from typing import Final
 from async_rl.engine_protocol import Engine, InterruptMode
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
-from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, EngineSnapshot, EngineState
 from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
 from async_rl.engines.request_refusals import RequestRefusals
-from async_rl.engines.revocation import Revocation, wait_for_confirmations
+from async_rl.engines.revocation import LeaseHolder, Revocation, wait_for_confirmations
 from async_rl.errors import (
     CallLost,
     EngineBusy,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from async_rl.engines.balancing import Balancer
-from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.lease import EngineLoad, EngineSlot
+from async_rl.engines.revocation import LeaseHolder
 
 
 class PoolStatistics:

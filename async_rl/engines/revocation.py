@@ -1,4 +1,4 @@
-"""Revocations of leases, and the wait until all workers have confirmed theirs.
+"""The processes that hold leases of a pool, and the wait until all have confirmed that theirs are revoked.
 
 An update revokes the leases of thousands of engines in one turn, each held by a hundred workers. A worker
 gets one message for all of them, and a confirmation costs each engine that waits for it a subtraction.
@@ -7,8 +7,9 @@ gets one message for all of them, and a confirmation costs each engine that wait
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Protocol
 
 from async_rl.runtime.waits import waiting
 
@@ -63,3 +64,27 @@ async def wait_for_confirmations(revocations: Collection[Revocation], engine_id:
 
 def _list_silent(revocations: Collection[Revocation]) -> str:
     return ", ".join(each.holder for each in revocations if not each.is_confirmed)
+
+
+class LeaseHolder(Protocol):
+    """A process that makes calls of its own under leases of the pool: a rollout worker."""
+
+    num_reports: int = 0
+    """The number of its reports on its calls so far."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has not reported for longer than usual: its calls say nothing about their engines."""
+        ...
+
+    def begin_revocation(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
+        """Forbid calls under the leases of an engine that it has now; those that have begun go on.
+
+        Args:
+            engine_id: The engine.
+            aborts: Whether the engine then aborts those that have begun, and waits for their ends.
+
+        Returns:
+            What to wait for; nothing when it holds no lease of the engine.
+        """
+        ...

@@ -119,10 +119,13 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     """A session that has ended well, with its reward."""
 
     session: RolloutSession
-    reward_source: str
-    """The trajectory for whose completion it is rewarded."""
     parts: dict[str, float] | None
     """Its reward; None if the whole group is scored by one call."""
+
+    @property
+    def reward_source(self) -> str:
+        """The trajectory for whose completion it is rewarded."""
+        return self.session.reward_source.trajectory_id
 
 
 class UnscoredCompletion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -402,23 +405,6 @@ async def score_sources(
     except ExceptionGroup as errors:
         raise first_error(errors) from errors
     return {name: scored.result() for name, scored in parts.items()}
-
-
-async def score_tree(task: Task, tree: Sequence[RolloutSession], rewards: Rewards) -> Sequence[AttemptResult]:
-    """Score a session and its branches, and return the results in the order of the tree.
-
-    Raises:
-        RewardError: One of them cannot be scored.
-    """
-    parts = await score_sources(task, tree, rewards)
-    return [
-        AttemptResult(
-            session=each,
-            reward_source=each.reward_source.trajectory_id,
-            parts=parts[each.reward_source.trajectory_id],
-        )
-        for each in tree
-    ]
 
 
 async def finish_trajectories(results: Sequence[AttemptResult]) -> Sequence[Trajectory]:

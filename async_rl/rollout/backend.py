@@ -16,7 +16,7 @@ from async_rl.rollout.attempt import (
     UnscoredCompletion,
     finish_trajectories,
     run_agent_loop,
-    score_tree,
+    score_sources,
 )
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.model_answers import ModelAnswers
@@ -125,15 +125,16 @@ class LocalBackend(RolloutBackend):
         session = RolloutSession(self._context, task, transcript, group_id=attempt.group_id)
         try:
             await run_agent_loop(task, session, self.loops, self._config)
-            if not self._rewards.scores_groups(task):
-                results = await score_tree(task, session.tree, self._rewards)
-                return await self._store_tree(attempt, results, {})
+            completions: dict[str, Completion] = {}
+            scores: Mapping[str, dict[str, float]] = {}
+            if self._rewards.scores_groups(task):
+                completions = {each.reward_source.trajectory_id: each.completion for each in session.tree}
+            else:
+                scores = await score_sources(task, session.tree, self._rewards)
             results = [
-                AttemptResult(session=each, reward_source=each.reward_source.trajectory_id, parts=None)
+                AttemptResult(session=each, parts=scores.get(each.reward_source.trajectory_id))
                 for each in session.tree
             ]
-            sources = {each.reward_source.trajectory_id: each.reward_source for each in session.tree}
-            completions = {name: source.completion for name, source in sources.items()}
             return await self._store_tree(attempt, results, completions)
         except Exception as error:
             failed = session.failed_trajectory(error)

@@ -30,7 +30,7 @@ import numpy as np
 
 from async_rl import routing
 from async_rl.engine_protocol import Finish, Retraction, RoutingPayload
-from async_rl.engines.engine_calls import CallLease
+from async_rl.engines.lease import Lease
 from async_rl.errors import AlignmentError, EngineError
 from async_rl.rollout.session.context import SessionContext
 from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class _HeldRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The rows `[payload.start, end)` of one answer."""
 
-    lease: CallLease
+    lease: Lease
     """The lease of its call, whose engine decodes it."""
     payload: RoutingPayload
     prefix_hash: int
@@ -130,7 +130,7 @@ class RoutingRows:
 
     def add_answer(
         self,
-        lease: CallLease,
+        lease: Lease,
         finish: Finish,
         token_ids: Int32Array,
         prompt: int,
@@ -302,7 +302,7 @@ class RoutingRows:
                 begin = end
         return tuple(spans) if begin == count else _one_span(count, version)
 
-    def _report_mixture(self, lease: CallLease, what: str) -> None:
+    def _report_mixture(self, lease: Lease, what: str) -> None:
         self._metrics.routing_mixed_versions_total.inc()
         problem = f"{lease.engine.engine_id}: {what}, though updates flush its cache (weights.interrupt)"
         log.warning("trajectory %s: %s", self._trajectory_id, problem)

@@ -36,7 +36,7 @@ from async_rl.engine_protocol import (
     SamplingParams,
     check_partition,
 )
-from async_rl.engines.engine_calls import CallLease
+from async_rl.engines.lease import Lease
 from async_rl.errors import EngineBusy, EngineError, LocalShortage, VersionMismatch
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
@@ -380,7 +380,7 @@ class Transcript:
                 metrics.resumes_total.inc(count)
         return reason, ours
 
-    def _check_answer(self, call: _RunningCall, lease: CallLease, *, cut: bool) -> bool:
+    def _check_answer(self, call: _RunningCall, lease: Lease, *, cut: bool) -> bool:
         """Return whether an answer is valid; discard an invalid one and report its engine.
 
         Args:
@@ -430,13 +430,13 @@ class Transcript:
             )
         return None
 
-    def _record_discarded(self, lease: CallLease, reason: str, error: EngineError) -> None:
+    def _record_discarded(self, lease: Lease, reason: str, error: EngineError) -> None:
         """Count an answer that is discarded, and report its engine."""
         self._context.metrics.answers_discarded_total.labels(reason).inc()
         lease.record_strike(error)
 
     def _request(
-        self, lease: CallLease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
+        self, lease: Lease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
     ) -> GenerateRequest:
         """Build a call that continues the first `num_tokens` tokens and requests the missing routing rows."""
         token_ids, wanted, start = (
@@ -459,7 +459,7 @@ class Transcript:
             rows_if_aborted=self._rows.needs_aborted,
         )
 
-    def _append_call(self, call: _RunningCall, lease: CallLease, reason: FinishReason, prompt: int) -> None:
+    def _append_call(self, call: _RunningCall, lease: Lease, reason: FinishReason, prompt: int) -> None:
         """Append a call's tokens as one segment for each weight version, and keep its routing rows."""
         if call.finish is None:
             call.cut_non_finite()  # a call that was cut short has not been checked as a whole

@@ -23,10 +23,9 @@ from itertools import count
 from typing import Any, Final
 
 from async_rl.engine_protocol import Finish
-from async_rl.engines.engine_calls import LeaseHolder
 from async_rl.engines.lease import Lease
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.revocation import Revocation
+from async_rl.engines.revocation import LeaseHolder, Revocation
 from async_rl.errors import EngineBusy, EngineError, RequestRefused, VersionMismatch, WorkerLost
 from async_rl.rollout.workers.engine_checks import EngineChecks
 from async_rl.rollout.workers.messages import (
