@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -24,7 +23,7 @@ from rich.text import Text
 
 from async_rl import __version__
 from async_rl.config import Config, changed_fields, old_log_probs_reason
-from async_rl.observability.formatting import format_duration, format_percent
+from async_rl.observability.formatting import compact, format_duration, format_percent
 from async_rl.observability.panels import PANELS
 from async_rl.observability.records import (
     MANY_WITHOUT_SIGNAL,
@@ -36,6 +35,7 @@ from async_rl.observability.records import (
     is_finite,
     last_at_equal_versions,
     no_signal,
+    seconds_left,
 )
 from async_rl.observability.text_console import TextConsole, pairs
 from async_rl.runtime.files import replace_file
@@ -108,9 +108,6 @@ def print_header(console: TextConsole, config: Config, run_dir: Path, metrics_ur
 _NAMES_WIDTH = 30
 """The number of the panel's columns that its frame and the names in it take."""
 
-_PACE_STEPS = 10
-"""The number of recent steps from which the remaining time is estimated."""
-
 
 class RunProgress:
     """Shows the progress of a run: a live panel on a terminal, otherwise one line per step.
@@ -123,11 +120,9 @@ class RunProgress:
         self._clock = clock
         self._started_s = clock()
         self._max_steps = 0
-        self._record: StepRecord | None = None
-        self._at_equal_versions: StepRecord | None = None
-        self._rewards: list[Figure] = []
-        self._without_signal = 0
-        self._ends_s: deque[float] = deque(maxlen=_PACE_STEPS + 1)
+        self._records: list[StepRecord] = []
+        self._num_continued = 0
+        """The first of the records that are of earlier starts of the trainer."""
         self._in_flight = 0
         self._queued = 0
         self._waiting_for = ""
@@ -161,11 +156,8 @@ class RunProgress:
 
     def continue_from(self, records: Sequence[StepRecord]) -> None:
         """Show a run that has these steps, and measure its pace anew."""
-        self._record = records[-1] if records else None
-        self._at_equal_versions = last_at_equal_versions(records)
-        self._rewards = [record.reward_mean for record in records]
-        self._without_signal = count_without_signal(records)
-        self._ends_s.clear()
+        self._records = list(records)
+        self._num_continued = len(records)
 
     def flow(self, *, in_flight: int, queued: int, waiting_for: str) -> None:
         """Update the number of trajectories and the current wait in the live panel."""
@@ -173,20 +165,14 @@ class RunProgress:
 
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
-        self._record = record
-        if record.lag0_step is not None:
-            self._at_equal_versions = record
-        self._rewards.append(record.reward_mean)
-        has_none = record.groups_without_signal == record.groups
-        self._without_signal = self._without_signal + record.groups if has_none else 0
-        self._ends_s.append(record.time_s)
+        self._records.append(record)
         self._in_flight, self._queued = record.in_flight, record.queued
         if not self._live:
             self._print(step_line(record, self._max_steps))
 
     def render(self) -> RenderableType:
         """Return the present live panel."""
-        record = self._record
+        record = self._records[-1] if self._records else None
         done = record.step if record else 0
         columns = max(8, self._console.width - _NAMES_WIDTH)
         rows: list[tuple[str, str]] = [
@@ -195,13 +181,12 @@ class RunProgress:
             ("waiting for", self._waiting_for or "nothing"),
         ]
         if record:
-            parts = _parts_of_kl(record, self._at_equal_versions)
+            parts = _parts_of_kl(record, last_at_equal_versions(self._records))
+            width = min(40, columns - 8)
+            rewards = sparkline([each.reward_mean for each in self._records[-width:]], width)
             rows += [
-                (
-                    "reward",
-                    f"{_number(record.reward_mean)}  {sparkline(self._rewards, min(40, columns - 8))}",
-                ),
-                *_learning(self._without_signal),
+                ("reward", f"{compact(record.reward_mean)}  {rewards}"),
+                *_learning(count_without_signal(self._records)),
                 *_named_kl(record.ppo_kl, record.ppo_kl_bypass),
                 *([("parts of rollout KL", parts)] if parts else []),
                 ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
@@ -218,10 +203,9 @@ class RunProgress:
 
     def _remaining(self, done: int) -> str:
         """Return the remaining time as text, estimated from the last steps."""
-        if len(self._ends_s) < 2:
-            return ""
-        pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
-        return f" · {format_duration(pace_s * (self._max_steps - done))} left"
+        ends_s = [record.time_s for record in self._records[self._num_continued :]]
+        left_s = seconds_left(ends_s, self._max_steps - done)
+        return "" if left_s is None else f" · {format_duration(left_s)} left"
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
@@ -248,7 +232,7 @@ def _named_kl(ppo_kl: Figure, bypass: Figure) -> list[tuple[str, str]]:
     The two compare different policies and need different names. With one update per batch there is none.
     """
     named = {"ppo_kl": ppo_kl, "ppo_kl_bypass": bypass}
-    return [(name, f"{_number(value, 5)} nats") for name, value in named.items() if is_finite(value)]
+    return [(name, f"{compact(value)} nats") for name, value in named.items() if is_finite(value)]
 
 
 def _kl_curves(records: Sequence[StepRecord]) -> Iterator[tuple[str, str]]:
@@ -271,7 +255,7 @@ def step_line(record: StepRecord, max_steps: int) -> str:
     parts = _parts_of_kl(record, record)
     return (
         f"step {record.step:>{len(str(max_steps))}}/{max_steps}"
-        f" | reward {_number(record.reward_mean)}"
+        f" | reward {compact(record.reward_mean)}"
         f"{policy}{f' | rollout KL: {parts}' if parts else ''}"
         f" | stale p50 {record.staleness_p50:.0f} p95 {record.staleness_p95:.0f}"
         f" | interrupted {record.interrupted}/{record.trajectories}"
@@ -311,7 +295,7 @@ def print_summary(
     rows = [
         (
             "reward",
-            f"{_number(summary.reward_first)} → {_number(summary.reward_last)} (means of {WINDOW} steps)",
+            f"{compact(summary.reward_first)} → {compact(summary.reward_last)} (means of {WINDOW} steps)",
         ),
         *_learning(summary.groups_without_signal),
         ("weight versions", f"{summary.weight_versions} published in {summary.rl_seconds:.0f} s"),
@@ -321,19 +305,19 @@ def print_summary(
         ("staleness", f"at most {summary.staleness_max} versions (bound {summary.max_staleness})"),
         *_named_kl(summary.ppo_kl_mean, summary.ppo_kl_bypass_mean),
         *_kl_curves(records),
-        ("trainer against rollout", f"{_number(summary.log_prob_abs_diff_mean, 6)} nats at equal versions"),
+        ("trainer against rollout", f"{compact(summary.log_prob_abs_diff_mean)} nats at equal versions"),
         (
             "routing",
             f"{summary.routing.merge}: {summary.routing.rows_checked:,} rows checked, "
             f"{summary.routing.rows_invalid:,} invalid",
         ),
-        ("throughput", f"{_number(summary.tokens_per_s, 0)} tokens/s sampled"),
+        ("throughput", f"{compact(summary.tokens_per_s)} tokens/s sampled"),
         (
             "idle",
             f"trainer {format_percent(summary.trainer_idle_share)}, "
             f"engines {format_percent(summary.engine_idle_share)}",
         ),
-        ("weight sync", f"{_number(sync.mean_s)} s mean, {_number(sync.max_s)} s longest"),
+        ("weight sync", f"{compact(sync.mean_s)} s mean, {compact(sync.max_s)} s longest"),
         ("pause beyond transfer", f"{_milliseconds(sync.pause_max_s)} longest"),
         ("files", _path(run_dir)),
     ]
@@ -367,14 +351,6 @@ def _step_ticks(first: int, last: int, *, at_most: int) -> list[int]:
     sizes = (digit * 10**power for power in count() for digit in (1, 2, 5))
     distance = next(size for size in sizes if (last - first) // size < at_most)
     return list(range(-(-first // distance) * distance, last + 1, distance))
-
-
-def _number(value: Any, digits: int = 3) -> str:
-    if not is_finite(value):
-        return "n/a"
-    # A difference of 1e-7 must not read as 0: only exact zeros prove that routing replay is correct.
-    tiny = 0 < abs(value) < 10**-digits
-    return f"{value:.1e}" if tiny else f"{value:,.{digits}f}"
 
 
 def _milliseconds(seconds: Figure) -> str:

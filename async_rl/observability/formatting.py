@@ -13,6 +13,10 @@ _SHORTEST_PREFIX: Final = 8
 """Characters of an abbreviated id, at least."""
 
 
+_COMPACT: Final = ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
+"""The smallest value for each unit suffix."""
+
+
 def abbreviate_ids(ids: Iterable[str], among: Iterable[str]) -> list[str]:
     """Return the shortest beginnings of one length that distinguish ids from all others.
 
@@ -44,3 +48,18 @@ def format_duration(seconds: float) -> str:
 def format_percent(share: Figure) -> str:
     """Return a share as whole percent, `n/a` where there is none."""
     return f"{share:.0%}" if is_finite(share) else "n/a"
+
+
+def compact(value: Figure, digits: int = 3) -> str:
+    """Return a figure in a few characters: `0.0123`, `1.2e-5`, `12.3k`, `n/a`."""
+    if not is_finite(value):
+        return "n/a"
+    size = abs(value)
+    for least, letter, unit in _COMPACT:
+        if size >= least:
+            return f"{value / unit:.{digits}g}{letter}"
+    if size and size < 1e-3:
+        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-")
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"

@@ -20,6 +20,10 @@ RECENT: Final = 20
 """Number of steps in the second staleness histogram and of rows in the table of steps."""
 
 
+PPO_KL_NATS: Final = 0.1
+"""Above this value a step moved the policy too far, as the alert `PpoKlSpike` says."""
+
+
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """What a picture shows and what to think of it; it has no data."""
 
@@ -119,7 +123,7 @@ STEP_PANELS: Final = (
                 lines={"ppo_kl": "old - current", "ppo_kl_bypass": "rollout - current (bypass)"},
                 unit="nats",
                 look=0.02,
-                wrong=0.1,
+                wrong=PPO_KL_NATS,
                 floor=None,
             ),
             Panel(

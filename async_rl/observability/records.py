@@ -636,6 +636,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 WINDOW = 5
 """Steps in `reward_first` and `reward_last`: one batch is too noisy to compare with another."""
 
+_PACE_STEPS: Final = 10
+"""The number of recent steps from which the remaining time is estimated."""
+
 MANY_WITHOUT_SIGNAL: Final = 20
 """Consecutive groups without a signal that no longer are chance: tasks or reward are wrong."""
 
@@ -707,6 +710,12 @@ def mean(values: Iterable[Figure]) -> Figure:
 def is_finite(value: Figure) -> TypeGuard[float]:
     """Whether a figure exists and is finite."""
     return value is not None and math.isfinite(value)
+
+
+def seconds_left(ends_s: Sequence[float], num_steps: int) -> Figure:
+    """Return the time of this number of steps, by the pace of the last ones; None before two have ended."""
+    last = ends_s[-_PACE_STEPS - 1 :]
+    return (last[-1] - last[0]) / (len(last) - 1) * max(0, num_steps) if len(last) > 1 else None
 
 
 def step_record_log(path: Path) -> RecordLog[StepRecord]:

@@ -73,7 +73,7 @@ def test_each_step_is_one_line_when_there_is_no_terminal(tmp_path: Path) -> None
     lines = file.getvalue().splitlines()[shown_before:]
     assert len(lines) == 4
     assert "starting 2 engines" in lines[0]
-    assert lines[1].startswith("step  1/10 | reward 0.333 | ppo_kl 0.00100 nats |")
+    assert lines[1].startswith("step  1/10 | reward 0.333 | ppo_kl 0.001 nats |")
     assert "interrupted 2/8 | in flight 7 | queued 3" in lines[3]
 
 
@@ -109,7 +109,7 @@ def test_a_file_gets_a_line_a_step_and_a_cursor_is_never_moved(
     progress.step(steps(2)[0])
     progress.stop()
     shown = capsys.readouterr().out
-    assert "step  1/10 | reward 0.500" in shown
+    assert "step  1/10 | reward 0.5" in shown
     for control in ("\x1b[2K", "\x1b[?25l", "\x1b[1A"):
         assert control not in shown
     assert ("\x1b" in shown) == ("FORCE_COLOR" in environment)
@@ -150,7 +150,7 @@ def summary(folder: Path, records: list[StepRecord]) -> str:
 
 def test_the_summary_shows_curve_figures_and_files(tmp_path: Path) -> None:
     text = summary(tmp_path, steps(10, kl_mismatch=2e-5))
-    for shown in ("mean reward by step", "0.300 → 0.800", "1 stale", "25% of the trained", str(tmp_path)):
+    for shown in ("mean reward by step", "0.3 → 0.8", "1 stale", "25% of the trained", str(tmp_path)):
         assert shown in text
     assert "ppo_kl by step" in text
     assert "at most 2e-05 nats" in text

@@ -287,7 +287,7 @@ async def test_the_terminal_says_where_a_run_continues_when_it_is_resumed(tmp_pa
     assert "a newer checkpoint is skipped: step_00000005/a.distcp is damaged" in shown
     assert "continuing from step 4" in shown
     assert re.search(r"step +4 of", shown)
-    assert re.search(r"reward +0\.500  ▁▁▁▁", shown)
+    assert re.search(r"reward +0\.5  ▁▁▁▁", shown)
 
 
 async def test_the_terminal_does_not_claim_to_continue_when_a_run_is_new(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ from async_rl.errors import ConfigError
 from async_rl.observability.console_report import REPORT_FILE
 from async_rl.observability.evaluation_record import FILE as EVALUATIONS
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
-from async_rl.observability.formatting import format_duration
+from async_rl.observability.formatting import compact, format_duration
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
 from async_rl.observability.page.charts import sections, sft_sections
-from async_rl.observability.page.tiles import FlowStage, compact, sft_tiles, stages, tiles
+from async_rl.observability.page.tiles import FlowStage, sft_tiles, stages, tiles
 from async_rl.observability.panels import RECENT, SFT_COLUMNS, STEP_COLUMNS
 from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, mean, step_record_log
 from async_rl.observability.sft_record import SftRecord, holds_sft_records, sft_record_log

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import msgspec
 
-from async_rl.observability.formatting import format_percent
+from async_rl.observability.formatting import compact, format_percent
 from async_rl.observability.page.verdicts import (
     Verdict,
     Word,
@@ -28,9 +27,6 @@ from async_rl.observability.records import (
     mean,
 )
 from async_rl.observability.sft_record import SftRecord
-
-_COMPACT: Final = ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
-"""The smallest value for each unit suffix."""
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,18 +159,3 @@ def stages(*, trained: int, dropped: Mapping[str, int], queued: int, in_flight: 
         )
         for label, count, tone in places
     ]
-
-
-def compact(value: Figure, digits: int = 3) -> str:
-    """Return a figure in a few characters: `0.0123`, `1.2e-5`, `12.3k`, `n/a`."""
-    if not is_finite(value):
-        return "n/a"
-    size = abs(value)
-    for least, letter, unit in _COMPACT:
-        if size >= least:
-            return f"{value / unit:.{digits}g}{letter}"
-    if size and size < 1e-3:
-        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-")
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"

@@ -16,6 +16,7 @@ from typing import Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from async_rl.observability.panels import PPO_KL_NATS
 from async_rl.observability.records import (
     MANY_WITHOUT_SIGNAL,
     StepRecord,
@@ -37,10 +38,9 @@ class Verdict(NamedTuple):
     """Why it is not healthy, in a few words."""
 
 
-PPO_KL_NATS: Final = 0.1
 PPO_KL_LEAST_NATS: Final = 0.01
 PPO_KL_FACTOR: Final = 5
-"""`PpoKlSpike`: above the first, or above the second and this many times the median of the last hour."""
+"""`PpoKlSpike`: above `PPO_KL_NATS`, or above the first and this many times the median of the last hour."""
 
 MISMATCH_FACTOR: Final = 2
 MISMATCH_LEAST_NATS: Final = 1e-5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Final, Protocol
 
 import msgspec
@@ -12,7 +11,7 @@ import msgspec
 from async_rl.observability.diagnosis import Diagnosis, phrase
 from async_rl.observability.formatting import abbreviate_ids
 from async_rl.observability.page.tiles import FlowStage, stages
-from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, mean
+from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, seconds_left
 from async_rl.runtime.waits import Waits
 from async_rl.types import Task
 
@@ -23,9 +22,6 @@ NUM_SLOWEST: Final = 12
 
 _MAX_ENGINES: Final = 48
 """Rows of the engine table: engines that do not serve first, then the busiest; others are only counted."""
-
-_PACE_STEPS: Final = 10
-"""The number of recent steps from which the remaining time is estimated."""
 
 _CALLS: Final = frozenset({"chunk", "first chunk"})
 """Kinds of waits whose target is an engine."""
@@ -131,7 +127,9 @@ def look(
         step=step,
         max_steps=max_steps,
         elapsed_s=elapsed_s,
-        remaining_s=_remaining_s(records, max_steps - step) if phase == TRAINING else None,
+        remaining_s=seconds_left([record.time_s for record in records], max_steps - step)
+        if phase == TRAINING
+        else None,
         stages=[]
         if counts is None
         else stages(
@@ -186,9 +184,3 @@ def slowest(running: Iterable[InProgress], waits: Waits) -> list[SlowTrajectory]
 def _natural(name: str) -> tuple[int, str]:
     """A sort key that puts `engine-2` before `engine-10`."""
     return len(name), name
-
-
-def _remaining_s(records: Sequence[StepRecord], num_steps: int) -> Figure:
-    last = records[-_PACE_STEPS - 1 :]
-    pace_s = mean(after.time_s - before.time_s for before, after in pairwise(last))
-    return None if pace_s is None else pace_s * max(0, num_steps)
