@@ -693,18 +693,11 @@ def _summarize_routing(trajectory: Trajectory) -> StoredRouting | None:
     )
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The trajectories of one task that are compared with each other."""
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The finished trajectories of one task, which are compared with each other."""
 
     group_id: str
-    task_id: str
     trajectories: tuple[StoredTrajectory, ...]
-
-    @property
-    def oldest_weight_version(self) -> int | None:
-        """The smallest version among all sampled tokens of the group."""
-        versions = (t.oldest_weight_version for t in self.trajectories)
-        return min((v for v in versions if v is not None), default=None)
 
 
 class TakenBatch(msgspec.Struct, frozen=True, kw_only=True, dict=True):

@@ -189,7 +189,7 @@ async def with_each(
 
 def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFacts) -> TrainBatch:
     """Return all trajectories as one batch, as the queue packs it."""
-    groups = [Group(group_id=t.group_id, task_id=t.task_id, trajectories=(t,)) for t in trajectories]
+    groups = [Group(group_id=t.group_id, trajectories=(t,)) for t in trajectories]
     return assemble_batch(groups, version, "batch", facts)
 
 

@@ -75,7 +75,6 @@ def group_of(tokens: int, ids: np.ndarray) -> Group:
     """Build siblings with their own arrays."""
     return Group(
         group_id="group",
-        task_id="task",
         trajectories=tuple(trajectory(tokens, f"{i:032x}", ids.copy()) for i in range(GROUP)),
     )
 

@@ -287,9 +287,7 @@ class RolloutManager:
             return
         for trajectory_id, reason in work.dropped.items():
             self._groups.drop_trajectories([trajectory_id], reason)
-        await self._queue.put_group(
-            Group(group_id=work.group_id, task_id=work.task.task_id, trajectories=work.trajectories)
-        )
+        await self._queue.put_group(Group(group_id=work.group_id, trajectories=work.trajectories))
 
 
 async def _drop_stragglers(

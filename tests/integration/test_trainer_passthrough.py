@@ -175,9 +175,9 @@ def test_ranks_have_the_gradients_of_one_when_fields_are_passed(
 
 def test_a_rank_refuses_what_check_would(moe: Path) -> None:
     for passed, words in (
-        ({"moe_router_dtyp": "fp32"}, "nearest names are moe_router_dtype"),
+        ({"moe_router_dtyp": "fp32"}, "near it are moe_router_dtype"),
         ({"moe_permute_fusion": True}, "works on GPUs only"),
-        ({"num_layers": 3}, "config.json of the model decides it"),
+        ({"num_layers": 3}, "num_layers cannot be set: the trainer decides it"),
     ):
         with pytest.raises(ConfigError, match=words), started(trainer_config(moe, megatron=passed)):
             pass

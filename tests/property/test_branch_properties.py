@@ -172,7 +172,7 @@ def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree, journalled = run_virtual(run_driver(Path(folder), steps, blows, kill_s, interrupt))
-        batch = assemble_batch([Group(group_id="g", task_id="t", trajectories=tuple(tree))], 99, "b")
+        batch = assemble_batch([Group(group_id="g", trajectories=tuple(tree))], 99, "b")
         ids = [trajectory.trajectory_id for trajectory in tree]
         ledger = Ledger(Path(folder) / "ledger.sqlite")
         ledger.record_dispatch("g", "t", 0, ids[:1], 0)

@@ -89,7 +89,7 @@ class MadeGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             each if isinstance(each, StoredTrajectory) else writer.store_tree([each])[0]
             for each in self.trajectories
         ]
-        return Group(group_id=self.group_id, task_id=self.task_id, trajectories=tuple(stored))
+        return Group(group_id=self.group_id, trajectories=tuple(stored))
 
 
 def make_group(group_id: str, size: int = 2, version: int = 0, tokens: int = 4, **others: bool) -> MadeGroup:

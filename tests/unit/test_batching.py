@@ -22,7 +22,7 @@ from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
 def group_of(*trajectories: Trajectory) -> Group:
-    return Group(group_id="group", task_id="task", trajectories=trajectories)
+    return Group(group_id="group", trajectories=trajectories)
 
 
 def test_each_token_lies_at_its_place() -> None:

@@ -193,7 +193,7 @@ class NodesQueue:
 
     async def put(self, group_id: str, *stored: Sequence[StoredTrajectory]) -> None:
         trajectories = tuple(entry for part in stored for entry in part)
-        await self.queue.put_group(Group(group_id=group_id, task_id="task", trajectories=trajectories))
+        await self.queue.put_group(Group(group_id=group_id, trajectories=trajectories))
 
     async def put_two(self, *of_g: StoredTrajectory) -> None:
         """Make two groups ready: one of these trajectories, and one on the driver's node."""

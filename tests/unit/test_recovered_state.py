@@ -169,7 +169,7 @@ def test_the_dispatcher_learns_of_groups_that_a_node_which_is_there_has_lost(
             recovered.queue.groups.dispatch_group(group_id, "task", position, [name], 0)
             trajectory = make_trajectory(name, group_id, sampled=[(3, 0)], routing=False)
             stored = recovered.spool.store_tree([trajectory])
-            await recovered.queue.put_group(Group(group_id=group_id, task_id="task", trajectories=stored))
+            await recovered.queue.put_group(Group(group_id=group_id, trajectories=stored))
             Path(stored[0].path).unlink()
         assert await recovered.queue.next_batch(0, wait=False) is None
 

@@ -229,7 +229,7 @@ async def test_completions_are_deleted_when_the_group_is_queued(tmp_path: Path) 
     stored = tuple(end(queue, each, scored=False) for each in group.trajectories)
     queue.groups.flush_ledger()
     assert files(tmp_path) == ["g-0", "g-0-completion", "g-1", "g-1-completion"]
-    await queue.put_group(Group(group_id="g", task_id="task", trajectories=stored))
+    await queue.put_group(Group(group_id="g", trajectories=stored))
     queue.groups.flush_ledger()
     assert files(tmp_path) == ["g-0", "g-1"]
     queue.close()

@@ -45,7 +45,7 @@ def test_a_summary_says_what_the_trajectory_says() -> None:
 
 def test_a_summary_masks_old_tokens_like_the_batch() -> None:
     trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5), (1, 6)))
-    group = Group(group_id="group", task_id="task", trajectories=(trajectory,))
+    group = Group(group_id="group", trajectories=(trajectory,))
     batch = assemble_batch([group], 8, "batch", FACTS, oldest=5)
     assert np.array_equal(stored(trajectory).loss_mask(masked_below=5), batch.loss_mask)
     assert stored(trajectory).num_trained_tokens(masked_below=5) == 4
