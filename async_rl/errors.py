@@ -46,7 +46,6 @@ Misalignment = Literal[
     "too_many_rows",
     "wrong_layers",
     "wrong_prefix",
-    "wrong_versions",
     "out_of_range",
     "duplicate",
 ]
@@ -57,7 +56,6 @@ wrong_shape: not `[T-1, L_moe, K]`, or not of the type that the number of expert
 too_many_rows: more than T-1, as in concatenated full sequences.
 wrong_layers: of other layers, or of another model.
 wrong_prefix: of another text: the history was edited since.
-wrong_versions: the spans of weight versions do not partition the rows.
 out_of_range: an expert that does not exist.
 duplicate: an expert twice in a row, as in a layer that an engine left at zeros.
 """
