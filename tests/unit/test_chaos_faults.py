@@ -9,7 +9,7 @@ import pybase64
 
 from async_rl.store.journal import Journal
 from async_rl.types import Context, Sampled
-from verification.chaos.audit import Finding
+from verification.audit_run import Result
 from verification.chaos.engine_faults import (
     EngineFaults,
     FaultMiddleware,
@@ -85,7 +85,7 @@ def test_a_fault_that_never_took_effect_fails_the_run() -> None:
     assert not finding.holds
     assert "disk_full of disk" in finding.detail
     strikes.strike(("disk", "disk_full"))
-    assert strikes.finding() == Finding("every fault took effect", True, "3 of 3, never: none")
+    assert strikes.finding() == Result("every fault took effect", True, "3 of 3, never: none")
     assert not strikes.finding(required=DECK).holds
 
 

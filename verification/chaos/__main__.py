@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from verification.chaos.audit import Finding
+from verification.audit_run import Result
 from verification.chaos.harness import ROOT, Chaos, make_config
 from verification.chaos.plan import DECK, Blow, Kind, blows
 
@@ -94,7 +94,7 @@ def main() -> int:
     try:
         findings = chaos.run(in_time(), arguments.seed, required=arguments.only)
     except AssertionError as error:
-        findings = [Finding("the run reached its audit", False, str(error))]
+        findings = [Result("the run reached its audit", False, str(error))]
     print("\n".join(["", *chaos.strikes.table(), ""]))
     for finding in findings:
         print(f"{'held' if finding.holds else 'VIOLATED':8}  {finding.check:48}  {finding.detail}")

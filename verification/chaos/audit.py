@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from async_rl.config import Config
 from async_rl.observability.records import step_record_log
 from async_rl.store.ledger import REDISPATCHED
-from verification.audit_run import RunFiles
+from verification.audit_run import Result, RunFiles
+from verification.audit_run import audit as audit_files
 from verification.chaos import reward
 from verification.chaos.engine_faults import EngineFaults
 from verification.chaos.evidence import LedgerWatch, Processes
@@ -25,14 +22,6 @@ _LARGEST_MISMATCH = 1e-4
 one step older by 1e-2."""
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """The result of one check."""
-
-    check: str
-    holds: bool
-    detail: str
-
-
 def audit(
     config: Config,
     diary: Path,
@@ -40,35 +29,35 @@ def audit(
     processes: Processes,
     exposure: Exposure,
     faults: EngineFaults,
-) -> list[Finding]:
+) -> list[Result]:
     """Return all checks of a run that completed."""
     run_dir = Path(config.run.dir) / config.run.name
     every = [entry for entry in read(diary) if isinstance(entry, Trained)]
     findings = [
-        *_files(config, run_dir, diary),
+        *audit_files(run_dir, diary, config.rollout.max_staleness, config.run.max_steps),
         _positions(RunFiles(run_dir, diary), watch),
         _rewards(every, watch),
         _rows(faults.sent_rows(), faults.trained_rows()),
         _mismatch(config, run_dir),
     ]
     orphans = processes.left()
-    findings.append(Finding("no process is left", not orphans, ", ".join(orphans) or "none"))
+    findings.append(Result("no process is left", not orphans, ", ".join(orphans) or "none"))
     files = sorted(path for path in processes.shared if Path(path).exists())
-    findings.append(Finding("no shared memory is left", not files, ", ".join(files) or "none"))
+    findings.append(Result("no shared memory is left", not files, ", ".join(files) or "none"))
     return findings + _private(exposure)
 
 
-def _private(exposure: Exposure) -> list[Finding]:
+def _private(exposure: Exposure) -> list[Result]:
     """Check that other users had no access to anything of the run."""
     beyond, readable, leaks = map(sorted, (exposure.open_to_others, exposure.readable, exposure.leaks))
     return [
-        Finding(
+        Result(
             "everything listens on the loopback interface",
             not beyond and exposure.num_listening > 0,
             f"{exposure.num_listening} sockets looked at, beyond: {beyond}",
         ),
-        Finding("files are the user's alone", not readable, ", ".join(readable) or "all of them"),
-        Finding(
+        Result("files are the user's alone", not readable, ", ".join(readable) or "all of them"),
+        Result(
             "no key is shown",
             not leaks and len(exposure.secrets) >= 3,  # two of an engine, one of Ray
             f"{len(exposure.secrets)} keys looked for, found in: {leaks}",
@@ -76,25 +65,12 @@ def _private(exposure: Exposure) -> list[Finding]:
     ]
 
 
-def _files(config: Config, run_dir: Path, diary: Path) -> list[Finding]:
-    """Return what another program finds in the files of the run."""
-    bounds = {"--max-staleness": config.rollout.max_staleness, "--steps": config.run.max_steps}
-    command = [sys.executable, "-m", "verification.audit_run", run_dir, "--diary", diary]
-    command += [str(word) for option in bounds.items() for word in option]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    lines = [re.split(r" {2,}", line, maxsplit=2) for line in done.stdout.splitlines()]
-    findings = [Finding(check, verdict == "held", detail) for verdict, check, detail in lines]
-    assert findings, f"the audit of the files failed: {done.stderr}"
-    assert done.returncode == any(not finding.holds for finding in findings), done.stderr
-    return findings
-
-
-def _rewards(every: list[Trained], watch: LedgerWatch) -> Finding:
+def _rewards(every: list[Trained], watch: LedgerWatch) -> Result:
     """Check that no failure of the reward server was trained on as a score."""
     rewards = [each for entry in every for each in entry.rewards]
     wrong = [each for each in rewards if not reward.LEAST <= each <= reward.MOST]
     dropped = sum(row.reason == "reward_unavailable" for row in watch.rows.values())
-    return Finding(
+    return Result(
         "no failure of a reward was scored",
         not wrong and len(rewards) > 0,
         f"{len(rewards)} rewards, the least {min(rewards, default=0):.3f}, outside of what the server gives: "
@@ -102,23 +78,23 @@ def _rewards(every: list[Trained], watch: LedgerWatch) -> Finding:
     )
 
 
-def _rows(sent: np.ndarray, trained: np.ndarray) -> Finding:
+def _rows(sent: np.ndarray, trained: np.ndarray) -> Result:
     """Check that an engine sent each routing row that was replayed, for the same tokens up to its own."""
     unknown = len(np.setdiff1d(trained, sent, assume_unique=True))
-    return Finding(
+    return Result(
         "replayed routing is what engines sent",
         not unknown and len(trained) > 0,
         f"{len(trained)} rows replayed, {len(sent)} sent, replayed but not sent: {unknown}",
     )
 
 
-def _mismatch(config: Config, run_dir: Path) -> Finding:
+def _mismatch(config: Config, run_dir: Path) -> Result:
     """Check that the trainer's very weights gave the log-probs of all tokens that count as theirs."""
     records = [each for each in step_record_log(run_dir / "metrics.jsonl").read() if each.tokens_lag0]
     worst = max(records, key=lambda each: each.lag0_log_prob_abs_diff or 0.0)
     mean = worst.lag0_log_prob_abs_diff
     mixed = config.routing.merge == "splice"  # replays rows of older weights on purpose
-    return Finding(
+    return Result(
         "tokens at lag 0 are of the trainer's weights",
         mixed or (mean is not None and mean <= _LARGEST_MISMATCH),
         f"{mean} nats at step {worst.step}, the most of {len(records)} steps"
@@ -126,7 +102,7 @@ def _mismatch(config: Config, run_dir: Path) -> Finding:
     )
 
 
-def _positions(run: RunFiles, watch: LedgerWatch) -> Finding:
+def _positions(run: RunFiles, watch: LedgerWatch) -> Result:
     """Check that no task was skipped, by the drops that were seen: at the end only their number is known."""
     used = watch.pending | set(run.trained_positions)
     for trajectory_id, row in watch.rows.items():
@@ -136,4 +112,4 @@ def _positions(run: RunFiles, watch: LedgerWatch) -> Finding:
             used.add(row.position)
     cursor = max((row.position for row in watch.rows.values()), default=-1) + 1
     skipped = sorted(set(range(cursor)) - used)
-    return Finding("no task was skipped", not skipped, f"{cursor} tasks, skipped: {skipped}")
+    return Result("no task was skipped", not skipped, f"{cursor} tasks, skipped: {skipped}")

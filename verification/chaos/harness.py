@@ -25,7 +25,8 @@ import psutil
 
 from async_rl.config import Config, parse_config
 from async_rl.engines.sglang.server import free_port
-from verification.chaos.audit import Finding, audit
+from verification.audit_run import Result
+from verification.chaos.audit import audit
 from verification.chaos.engine_faults import FAULTS, EngineFaults, Evidence, TooBusy
 from verification.chaos.evidence import LedgerWatch, Processes
 from verification.chaos.exposure import Exposure
@@ -173,7 +174,7 @@ class Chaos:
 
     def run(
         self, plan: Iterable[Blow], seed: int, more_steps: int = 3, required: Iterable[Kind] = ()
-    ) -> list[Finding]:
+    ) -> list[Result]:
         """Start the run, execute the plan, kill the driver, let the run complete, and audit it.
 
         Args:
@@ -205,7 +206,7 @@ class Chaos:
             findings = audit(
                 self.config, self._diary, self.ledger, self.processes, self.exposure, self._faults
             )
-            by_itself = Finding(
+            by_itself = Result(
                 "the driver never ended by itself", not self._ends, "; ".join(self._ends) or "never"
             )
             return [*findings, by_itself, self.strikes.finding(required), self.strikes.journals()]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from verification.chaos.audit import Finding
+from verification.audit_run import Result
 from verification.chaos.lost_journals import LostJournal
 from verification.chaos.plan import Kind
 
@@ -62,23 +62,23 @@ class Strikes:
             lines.append(f"{how:<16}{victim:<14}{planned:>9}{self._struck[victim, how]:>8}  {shown}".rstrip())
         return lines
 
-    def finding(self, required: Iterable[Kind] = ()) -> Finding:
+    def finding(self, required: Iterable[Kind] = ()) -> Result:
         """Return whether all faults took effect that were planned or are required."""
         missed = [
             f"{how} of {victim}"
             for victim, how in dict.fromkeys([*self._planned, *required])
             if not self._struck[victim, how]
         ]
-        return Finding(
+        return Result(
             "every fault took effect",
             not missed,
             f"{self._struck.total()} of {self._planned.total()}, never: {', '.join(missed) or 'none'}",
         )
 
-    def journals(self) -> Finding:
+    def journals(self) -> Result:
         """Return whether attempts used the journals of lost rollout workers."""
         used = [(min(each.num_used, each.num_left), each.num_left) for each in self._journals]
-        return Finding(
+        return Result(
             "journals of lost rollout workers were used",
             all(num_used >= USED_SHARE * num_left for num_used, num_left in used),
             f"tokens: {', '.join(f'{num_used} of {num_left}' for num_used, num_left in used) or 'none'}",
