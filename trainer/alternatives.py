@@ -60,11 +60,11 @@ def _alternatives(at: Situation) -> Iterator[Alternative]:
 
 
 def _of_optimizer(at: Situation) -> Iterator[Alternative]:
-    if not at.fused or at.value("optimizer_cpu_offload"):
+    if not at.fused or at.values.get("optimizer_cpu_offload"):
         return
     rank = estimate_memory(at.config, cuda=True).ranks[0]
     held, each = rank.moments[rank.fullest]["optimizer"], optimizer_bytes(at.config)
-    if not at.value("use_precision_aware_optimizer"):
+    if not at.values.get("use_precision_aware_optimizer"):
         saved = int(held * 4 / each.device)
         yield Alternative(
             "use_precision_aware_optimizer",
@@ -96,7 +96,7 @@ def _of_experts(at: Situation) -> Iterator[Alternative]:
         )
     if not at.on_gpu or layout.ep * layout.etp == 1:
         return
-    if at.value("moe_token_dispatcher_type") != "flex":
+    if at.values.get("moe_token_dispatcher_type") != "flex":
         sent = 4 * tokens * model.top_k * model.hidden * element  # there and back, forward and backward
         yield Alternative(
             "moe_token_dispatcher_type",

@@ -113,10 +113,6 @@ class Situation(NamedTuple):
     num_experts: int
     on_gpu: bool
 
-    def value(self, name: str, default: Any = None) -> Any:
-        """Return a field's value, or what it is without one."""
-        return self.values.get(name, default)
-
     @property
     def fused(self) -> bool:
         """Whether layers can be those of TransformerEngine."""
@@ -126,7 +122,7 @@ class Situation(NamedTuple):
     def precise_router(self) -> bool:
         """Whether routers compute in float32 or more."""
         own = self.model["model_type"] in ("deepseek_v3", "glm4_moe", "kimi_k2")
-        return self.value("moe_router_dtype", "fp32" if own else None) is not None
+        return self.values.get("moe_router_dtype", "fp32" if own else None) is not None
 
 
 _DEVICES: Final = {
@@ -151,8 +147,8 @@ _GPU: Final = frozenset(_DEVICES["GPU"].split()) | _FUSED
 def _problems(at: Situation) -> Iterator[tuple[str, str]]:
     """Yield each field whose value does not fit the rest of the config, and why."""
     trainer, lora = at.config.trainer, at.config.trainer.lora
-    flex = at.value("moe_token_dispatcher_type") == "flex"
-    if at.value("moe_token_dispatcher_type") == "allgather":
+    flex = at.values.get("moe_token_dispatcher_type") == "flex"
+    if at.values.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "moe_token_dispatcher_type",
             "Megatron-Core's all-gather does not exchange micro-batches of varying lengths: use alltoall or "
@@ -174,14 +170,17 @@ def _problems(at: Situation) -> Iterator[tuple[str, str]]:
             "it sends gates as float32: set moe_router_dtype=fp32, so that they are not rounded before",
         )
     for name in ("moe_enable_deepep", "moe_flex_dispatcher_backend"):
-        if at.value(name) and not flex:
+        if at.values.get(name) and not flex:
             yield name, "set moe_token_dispatcher_type=flex"
-    if at.value("moe_enable_deepep") and at.value("moe_flex_dispatcher_backend", "deepep") != "deepep":
+    if (
+        at.values.get("moe_enable_deepep")
+        and at.values.get("moe_flex_dispatcher_backend", "deepep") != "deepep"
+    ):
         yield (
             "moe_enable_deepep",
             "moe_flex_dispatcher_backend names another backend: leave one of them out",
         )
-    if at.value("moe_shared_expert_overlap"):
+    if at.values.get("moe_shared_expert_overlap"):
         name = "moe_shared_expert_overlap"
         if flex:
             yield name, "Megatron-Core overlaps shared experts with moe_token_dispatcher_type=alltoall only"
@@ -193,17 +192,17 @@ def _problems(at: Situation) -> Iterator[tuple[str, str]]:
                 "shared experts exchange tokens apart from their projections then, so that these cannot have "
                 "adapters: leave it out, or mlp out of trainer.lora.targets",
             )
-    if at.value("moe_router_fusion") and at.config.routing.replay != "off":
+    if at.values.get("moe_router_fusion") and at.config.routing.replay != "off":
         yield (
             "moe_router_fusion",
             "the fused router ignores replayed choices: set routing.replay=off, or leave it out",
         )
-    if at.value("apply_rope_fusion") and at.model.get("kv_lora_rank"):
+    if at.values.get("apply_rope_fusion") and at.model.get("kv_lora_rank"):
         yield (
             "apply_rope_fusion",
             "the kernel for latent attention is experimental, and for YaRN only: leave it out",
         )
-    if at.value("bucket_size") and not trainer.overlap_grad_reduce:
+    if at.values.get("bucket_size") and not trainer.overlap_grad_reduce:
         yield (
             "bucket_size",
             "gradients are summed in buckets during the backward pass: set trainer.overlap_grad_reduce=true",
@@ -214,10 +213,10 @@ def _problems(at: Situation) -> Iterator[tuple[str, str]]:
 
 
 def _problems_of_fp8(at: Situation) -> Iterator[tuple[str, str]]:
-    recipe = at.value("fp8_recipe", "delayed")
-    if not at.value("fp8"):
+    recipe = at.values.get("fp8_recipe", "delayed")
+    if not at.values.get("fp8"):
         for name in ("fp8_recipe", "first_last_layers_bf16"):
-            if at.value(name):
+            if at.values.get(name):
                 yield name, "set fp8 to e4m3 or hybrid"
         return
     if recipe not in ("tensorwise", "blockwise", "mxfp8"):
@@ -240,8 +239,8 @@ def _problems_of_fp8(at: Situation) -> Iterator[tuple[str, str]]:
 
 
 def _problems_of_optimizer(at: Situation) -> Iterator[tuple[str, str]]:
-    offload, precise = at.value("optimizer_cpu_offload"), at.value("use_precision_aware_optimizer")
-    fraction = at.value("optimizer_offload_fraction", 1.0)
+    offload, precise = at.values.get("optimizer_cpu_offload"), at.values.get("use_precision_aware_optimizer")
+    fraction = at.values.get("optimizer_offload_fraction", 1.0)
     if offload and not (at.fused and precise):
         yield (
             "optimizer_cpu_offload",
@@ -259,12 +258,12 @@ def _problems_of_optimizer(at: Situation) -> Iterator[tuple[str, str]]:
         "use_torch_optimizer_for_cpu_offload",
         "overlap_cpu_optimizer_d2h_h2d",
     ):
-        if at.value(name) and not offload:
+        if at.values.get(name) and not offload:
             yield name, "it divides the work of optimizer_cpu_offload: set that"
     if fraction is not None and not 0 < fraction <= 1:
         yield "optimizer_offload_fraction", "expected a fraction above 0, at most 1"
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        moment = at.value(name) or "float32"
+        moment = at.values.get(name) or "float32"
         if moment != "float32" and not precise:
             yield name, "set use_precision_aware_optimizer=true"
         if moment != "float32" and offload:
@@ -274,7 +273,7 @@ def _problems_of_optimizer(at: Situation) -> Iterator[tuple[str, str]]:
 
 
 def _problems_of_recomputation(at: Situation) -> Iterator[tuple[str, str]]:
-    modules, name = at.value("recompute_modules") or (), "recompute_modules"
+    modules, name = at.values.get("recompute_modules") or (), "recompute_modules"
     if modules and at.config.trainer.recompute != "selective":
         yield name, "it names what trainer.recompute=selective computes again: set that"
     if "moe_act" in modules and not at.fused:
@@ -284,7 +283,7 @@ def _problems_of_recomputation(at: Situation) -> Iterator[tuple[str, str]]:
         )
     if "mla_up_proj" in modules and not at.model.get("kv_lora_rank"):
         yield name, "mla_up_proj is of latent attention, which the model does not have"
-    if "shared_experts" in modules and at.value("moe_shared_expert_overlap"):
+    if "shared_experts" in modules and at.values.get("moe_shared_expert_overlap"):
         yield (
             name,
             "shared_experts cannot be computed again with moe_shared_expert_overlap: leave one of them out",

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from async_rl.errors import RolloutError
 
-
-class AskModel(Protocol):
-    """Asks a model in `models`; see `ask_model`."""
-
-    async def __call__(
-        self,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        max_new_tokens: int = 512,
-        temperature: float = 0.0,
-    ) -> str:
-        """Return the text of its answer."""
-        ...
-
+AskModel = Callable[..., Awaitable[str]]
+"""Asks a model in `models`, with the arguments of `ask_model`."""
 
 asking: ContextVar[AskModel] = ContextVar("asking")
 """What asks models in the current attempt."""

@@ -29,7 +29,7 @@ class ServingClock:
         self._held_s = 0.0
         """Length of all pauses that have ended."""
         self._paused_at_s: float | None = None
-        self._limits: dict[_Limit, None] = {}
+        self.limits: dict[_Limit, None] = {}
         """Limits that would have been reached during this pause."""
         self.listeners: dict[Callable[[bool], None], None] = {}
         """Called with whether the clock is paused, when that changes."""
@@ -56,7 +56,7 @@ class ServingClock:
             self._paused_at_s = self._clock()
         else:
             self._held_s, self._paused_at_s = self.held_s, None
-            limits, self._limits = self._limits, {}
+            limits, self.limits = self.limits, {}
             for limit in limits:
                 limit.check()
         for listener in list(self.listeners):
@@ -74,8 +74,8 @@ class ServingClock:
             try:
                 yield scope
             finally:
-                limit.cancel()
-                self._limits.pop(limit, None)
+                limit.timer.cancel()
+                self.limits.pop(limit, None)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -85,10 +85,6 @@ class ServingClock:
             yield
         finally:
             _current.reset(token)
-
-    def keep_limit(self, limit: _Limit) -> None:
-        """Check a limit again when the clock resumes."""
-        self._limits[limit] = None
 
 
 class _Limit:
@@ -104,22 +100,18 @@ class _Limit:
         self._loop = asyncio.get_running_loop()
         self._end_s = self._loop.time() + limit_s - clock.held_s
         """On the loop's clock, without the pauses."""
-        self._timer = self._loop.call_later(limit_s, self.check)
+        self.timer = self._loop.call_later(limit_s, self.check)
 
     def check(self) -> None:
         """Let the block expire, or go on by the pauses since it began."""
         if self._clock.is_paused:
-            self._clock.keep_limit(self)
+            self._clock.limits[self] = None
             return
         end_s = self._end_s + self._clock.held_s
         if end_s > self._loop.time():
-            self._timer = self._loop.call_at(end_s, self.check)
+            self.timer = self._loop.call_at(end_s, self.check)
         elif not self._scope.expired():  # the stall doctor may have ended it
             self._scope.reschedule(self._loop.time())
-
-    def cancel(self) -> None:
-        """Forget the limit."""
-        self._timer.cancel()
 
 
 def serving_timeout(limit_s: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
