@@ -3,26 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from tests.settings.test_runs import RUNS
+from tests.unit.test_cluster_settings import REQUESTS
 from tests.unit.test_dataset import NAMED_FIELDS
+from tests.unit.test_frozen_models import SETTINGS
+from tests.unit.test_server_command import OPTIONS
 
 EFFECTS: Final[dict[str, str]] = {
     "model.path": "tests/unit/test_server_command.py::test_a_server_loads_the_model_of_the_config",
-    "model.dtype": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[model.dtype=float32]",
     "model.trusted_roles": "tests/unit/test_forged_turns.py::test_the_config_names_the_roles_that_are_trusted[trusted1]",
     "models": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[path=huge]",
-    "models.NAME.path": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[path=huge]",
-    "models.NAME.dtype": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[dtype=float32]",
-    "models.NAME.num_engines": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[num_engines=3]",
-    "models.NAME.urls": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[urls=[http://a:1]]",
-    "models.NAME.tp_size": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[tp_size=2]",
-    "models.NAME.num_nodes": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[num_nodes=2]",
-    "models.NAME.context_length": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[context_length=5000]",
-    "models.NAME.max_running_requests": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[max_running_requests=5]",
-    "models.NAME.max_total_tokens": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[max_total_tokens=700]",
-    "models.NAME.extra_args": "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings[extra_args=[--schedule-policy=lpm]]",
     "data.schema": "tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[data]",
     "data.messages_key": "tests/unit/test_dataset.py::test_keys_are_the_configs_when_it_names_others",
     "data.answer_key": "tests/unit/test_dataset.py::test_keys_are_the_configs_when_it_names_others",
@@ -105,15 +98,8 @@ EFFECTS: Final[dict[str, str]] = {
     "engine.urls_file": "tests/simulation/test_engines_under_fire.py::test_engines_join_and_leave_a_running_job",
     "engine.drain_s": "tests/simulation/test_engines_under_fire.py::test_engines_join_and_leave_a_running_job",
     "engine.urls": "tests/unit/test_trackers.py::test_devices_are_those_of_trainer_and_engines",
-    "engine.device": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.device=cuda]",
-    "engine.tp_size": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.tp_size=2]",
-    "engine.num_nodes": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.num_nodes=2]",
-    "engine.host": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.host=127.0.0.2]",
-    "engine.context_length": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.context_length=5000]",
-    "engine.max_total_tokens": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.max_total_tokens=7000]",
     "engine.start_timeout_s": "tests/unit/test_cluster_settings.py::test_a_start_of_servers_ends_with_an_error_after_its_limit",
     "engine.request_timeout_s": "tests/unit/test_sglang_engine.py::test_limits_of_a_client_are_those_of_the_config",
-    "engine.extra_args": "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default[engine.extra_args=[--schedule-policy=lpm]]",
     "engine.narrow_routing": "tests/unit/test_sglang_narrow.py::test_layers_and_experts_are_on_the_command_line_when_the_engine_is_to_narrow",
     "routing.flip_sample": "tests/unit/test_session_routing.py::test_flips_are_measured_when_a_trajectory_is_of_the_sample[replace]",
     "routing.probe_every": "tests/integration/test_kl_parts.py::test_each_injection_moves_its_own_part_only",
@@ -127,8 +113,6 @@ EFFECTS: Final[dict[str, str]] = {
     "weights.local_dir": "tests/unit/test_placements.py::test_an_engines_copy_of_the_weights_is_where_the_config_says",
     "weights.watch_every": "tests/unit/test_weight_sync.py::test_an_engine_is_reported_when_its_weights_stay_and_the_trainers_change",
     "trainer.worker": "tests/unit/test_cli.py::test_one_sentence_and_exit_code_2_when_the_config_cannot_work[trainer.worker=no_such_package.worker:Worker-no_such_package]",
-    "trainer.num_ranks": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[trainer.num_ranks=3]",
-    "trainer.device": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[trainer.device=cuda]",
     "trainer.require_transformer_engine": "tests/unit/test_gpu_setup.py::test_an_moe_in_bfloat16_is_refused_on_a_gpu_without_transformer_engine[overrides4-cuda-0]",
     "trainer.layout.tp": "tests/integration/test_trainer_settings.py::test_the_parallel_groups_have_the_sizes_of_the_layout",
     "trainer.layout.pp": "tests/integration/test_trainer_settings.py::test_the_parallel_groups_have_the_sizes_of_the_layout",
@@ -237,18 +221,10 @@ EFFECTS: Final[dict[str, str]] = {
     "sft.worker": "tests/unit/test_sft.py::test_the_ranks_run_the_worker_that_the_config_names",
     "placement.ray_address": "tests/unit/test_placements.py::test_there_is_one_clear_error_when_ray_does_not_answer",
     "placement.wait_s": "tests/unit/test_cluster_settings.py::test_placements_are_waited_for_as_long_as_the_config_says",
-    "placement.cpus_per_engine": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.cpus_per_engine=3]",
-    "placement.cpus_per_rank": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.cpus_per_rank=3]",
     "placement.cpus_per_rollout_worker": "tests/unit/test_cluster_settings.py::test_a_rollout_worker_reserves_its_cpus_and_runs_where_its_resources_are",
-    "placement.gpus_per_engine": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.gpus_per_engine=0.5]",
-    "placement.gpus_per_rank": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.gpus_per_rank=0.5]",
     "placement.shared": "tests/unit/test_memory_check.py::test_an_engine_keeps_the_models_weights_on_its_host_when_it_shares_devices_and_loads_adapters",
     "placement.bind_numa": "tests/unit/test_placements.py::test_a_rank_is_bound_to_the_cores_beside_its_gpu[False]",
-    "placement.resources_per_engine": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.resources_per_engine={fast: 2}]",
-    "placement.resources_per_rank": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.resources_per_rank={fast: 2}]",
     "placement.resources_per_rollout_worker": "tests/unit/test_cluster_settings.py::test_a_rollout_worker_reserves_its_cpus_and_runs_where_its_resources_are",
-    "placement.engine_strategy": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.engine_strategy=PACK]",
-    "placement.trainer_strategy": "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says[placement.trainer_strategy=SPREAD]",
     "metrics.host": "tests/simulation/test_loop.py::test_a_run_is_served_and_announced_where_the_config_says",
     "metrics.port": "tests/simulation/test_loop.py::test_a_run_is_served_and_announced_where_the_config_says",
     "metrics.trackers": "tests/unit/test_trackers.py::test_a_tracker_of_ones_own_is_named_by_its_path",
@@ -271,10 +247,20 @@ for section in ("datasets", "validation"):
         EFFECTS[f"data.{section}[].{key}"] = (
             f"tests/unit/test_dataset.py::test_a_section_names_the_schema_of_its_file[{section}]"
         )
-for override in RUNS:
-    EFFECTS[override.partition("=")[0]] = (
-        f"tests/settings/test_runs.py::test_a_run_changes_with_the_setting[{override}]"
-    )
+
+_BY_CASE: Final[dict[str, tuple[str, Iterable[str]]]] = {
+    "tests/settings/test_runs.py::test_a_run_changes_with_the_setting": ("", RUNS),
+    "tests/unit/test_server_command.py::test_a_setting_is_on_the_command_line_when_it_differs_from_its_default": (
+        "",
+        OPTIONS,
+    ),
+    "tests/unit/test_cluster_settings.py::test_ray_is_asked_for_what_a_setting_says": ("", REQUESTS),
+    "tests/unit/test_frozen_models.py::test_engines_of_a_model_have_its_settings": ("models.NAME.", SETTINGS),
+}
+"""Tests whose cases are settings with a value, and where the settings are; the first test of a setting counts."""
+for test, (section, cases) in _BY_CASE.items():
+    for case in cases:
+        EFFECTS.setdefault(f"{section}{case.partition('=')[0]}", f"{test}[{case}]")
 
 WITHOUT: Final[dict[str, str]] = {
     "engine.kind": "It chooses the class of the section, and the settings of a class exist only with it.",
