@@ -104,12 +104,8 @@ class TrainerFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Trained tokens by versions of lag: a mean over a handful of them says little."""
     tokens_lag1: int = 0
     tokens_lag2_up: int = 0
-    tokens_lag_unknown: Annotated[
-        int,
-        Description(
-            "Trained tokens whose weights a restart has undone or no engine reported; in no figure by lag."
-        ),
-    ] = 0
+    tokens_lag_unknown: int = 0
+    """Trained tokens whose weights a restart has undone or no engine reported; in no figure by lag."""
     kl_mismatch: Annotated[
         Figure,
         Description(
@@ -162,7 +158,8 @@ class TrainerFigures(msgspec.Struct, frozen=True, kw_only=True):
             keep_last=True,
         ),
     ] = None
-    routing_probe_tokens: Annotated[int, Description("Tokens of lag 0 in the probe.")] = 0
+    routing_probe_tokens: int = 0
+    """Tokens of lag 0 in the probe."""
     clip_fraction: Annotated[
         Figure,
         Description(
@@ -308,7 +305,8 @@ class TrainerFigures(msgspec.Struct, frozen=True, kw_only=True):
             tracker="critic/grad_norm",
         ),
     ] = None
-    updates: Annotated[int, Description("Optimizer steps taken in this step.")] = 0
+    updates: int = 0
+    """Optimizer steps taken in this step."""
     updates_skipped: Annotated[
         int,
         Description(
