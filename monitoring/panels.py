@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from async_rl.observability.figures import STEP_FIGURES
 from async_rl.observability.panels import PANELS
-from async_rl.observability.records import STEP_FIGURES
 
 GREEN, YELLOW, RED, BLUE, GREY, PURPLE = "green", "#EAB839", "red", "blue", "#8e8e8e", "purple"
 

@@ -18,7 +18,7 @@ _PACKAGE: Final = Path(__file__).parents[1]
 _HEAD = f"""# Metrics
 
 Every metric of a run with its type, unit, labels, observer and the meaning of a bad value. `make docs`
-generates this page from `metrics.py`, `records.py` and `trackers/names.py` in `async_rl/observability/`;
+generates this page from `figures.py`, `metrics.py` and `trackers/names.py` in `async_rl/observability/`;
 change it there. [Watching a run](../guide/watching.md) explains which metrics answer which question.
 
 Prometheus scrapes them from the driver's `/metrics`; names there begin with `{PREFIX}`. A histogram `x` is

@@ -11,8 +11,8 @@ class Metrics(Instruments):
         └─► declared(Metrics): its `Description`
 ```
 
-Figures of a trainer step are described on the fields of `records.StepRecord` instead. To type checkers an
-attribute is the instrument, which it is on every instance.
+Figures of a trainer step are described in `figures.STEP_FIGURES` instead. To type checkers an attribute is
+the instrument, which it is on every instance.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, Final, Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
-from async_rl.observability.figures import SECONDS, Description, counter, gauge, histogram
-from async_rl.observability.records import STEP_FIGURES, StepRecord, is_finite
+from async_rl.observability.figures import SECONDS, STEP_FIGURES, Description, counter, gauge, histogram
+from async_rl.observability.records import StepRecord, is_finite
 from async_rl.runtime.printable import without_surrogates
 
 PREFIX = "async_rl_"

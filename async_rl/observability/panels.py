@@ -5,7 +5,7 @@
         └─► monitoring.panels: a panel of Grafana's dashboard
 ```
 
-A single figure is described on its field of `StepRecord` (`figures.Description`).
+`figures` describes each single figure.
 """
 
 from __future__ import annotations

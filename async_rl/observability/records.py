@@ -8,15 +8,13 @@ back as None.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Final, TypeGuard
+from typing import Final, TypeGuard
 
 import msgspec
 
-from async_rl.observability.figures import SECONDS, Description, described_fields
 from async_rl.observability.record_log import RecordLog
 from async_rl.trainer_protocol import Extreme
 
@@ -25,349 +23,62 @@ Figure = float | None
 
 
 class TrainerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer measures and counts in a step; a mean over nothing is None."""
+    """What the trainer measures and counts in a step; a mean over nothing is None.
 
-    step: Annotated[int, Description(tracker="training/global_step")]
-    loss: Annotated[
-        Figure,
-        Description(
-            "Policy loss of the last step.",
-            bad="Its size says little. Not finite: the update is skipped; more than "
-            "`trainer.max_skipped_updates` in a row end the run with `NonFiniteLoss`.",
-            tracker="actor/pg_loss",
-        ),
-    ] = None
-    ppo_kl: Annotated[
-        Figure,
-        Description(
-            "Mean of old minus current log-probs over the updates of the last batch after its first.",
-            unit="nats",
-            bad="Grows step by step: lower `trainer.optimizer.lr`. Spikes: look at `grad_norm` and at"
-            " the parts of the rollout KL. With one update per batch (`trainer.updates_per_batch`) there "
-            "is none: it would be 0 by construction.",
-            tracker="actor/ppo_kl",
-        ),
-    ] = None
-    old_log_prob_abs_diff: Annotated[
-        Figure,
-        Description(
-            "Mean |old - current log-prob| in the first update of a batch, whose weights are those of the "
-            "pass that computed the old ones.",
-            metric="old_log_prob_abs_diff_nats",
-            bad="0, or rounding on GPUs whose kernels add in any order. Larger: the update sees other "
-            "routing or other weights than the pass before it. With one update per batch it is measured "
-            "every `trainer.loss.check_old_log_probs_every` steps.",
-        ),
-    ] = None
-    ppo_kl_bypass: Annotated[
-        Figure,
-        Description(
-            "`ppo_kl` where the engines' log-probs stand for the old ones.",
-            unit="nats",
-            bad="Engine mismatch and staleness are in it too: look at `kl_mismatch_nats` and "
-            "`kl_staleness_nats` to tell them apart.",
-        ),
-    ] = None
-    rollout_kl: Annotated[
-        Figure,
-        Description(
-            "Rollout minus the trainer's log-probs at the start of the step; by versions of lag below.",
-            tracker="rollout_corr/kl",
-        ),
-    ] = None
-    rollout_kl_lag0: Annotated[
-        Figure,
-        Description(
-            "Mean of rollout minus the trainer's log-probs before the last step, by versions of lag "
-            "(0, 1, 2+).",
-            metric="rollout_kl",
-            child={"lag": "0"},
-            unit="nats",
-            bad="Away from 0 at lag 0: engine and trainer differ at equal weights. Grows with the "
-            "lag: staleness; lower `rollout.max_staleness` or the learning rate.",
-        ),
-    ] = None
-    rollout_kl_lag1: Annotated[Figure, Description(metric="rollout_kl", child={"lag": "1"})] = None
-    rollout_kl_lag2_up: Annotated[Figure, Description(metric="rollout_kl", child={"lag": "2+"})] = None
-    tokens_lag0: Annotated[
-        int,
-        Description(
-            "The last step that trained tokens of the trainer's own version: the engine mismatch is of it.",
-            metric="lag0_step",
-            bad="Far behind the run's step: the trainer is the bottleneck and all tokens are older than its "
-            "weights. Nothing compares engine and trainer at equal weights meanwhile; more ranks, or a "
-            "smaller `rollout.max_staleness`.",
-            attribute="lag0_step",
-            keep_last=True,
-        ),
-    ] = 0
+    `figures.STEP_FIGURES` describes the fields of both classes that have a metric, or verl's name in trackers.
+    """
+
+    step: int
+    loss: Figure = None
+    ppo_kl: Figure = None
+    old_log_prob_abs_diff: Figure = None
+    ppo_kl_bypass: Figure = None
+    rollout_kl: Figure = None
+    rollout_kl_lag0: Figure = None
+    rollout_kl_lag1: Figure = None
+    rollout_kl_lag2_up: Figure = None
+    tokens_lag0: int = 0
     """Trained tokens by versions of lag: a mean over a handful of them says little."""
     tokens_lag1: int = 0
     tokens_lag2_up: int = 0
     tokens_lag_unknown: int = 0
     """Trained tokens whose weights a restart has undone or no engine reported; in no figure by lag."""
-    kl_mismatch: Annotated[
-        Figure,
-        Description(
-            "Engine mismatch: half the mean squared log-prob difference of tokens sampled at the "
-            "trainer's version, in the step `lag0_step`.",
-            metric="kl_mismatch_nats",
-            bad="A jump: weights did not arrive as they were sent, or routing is replayed wrongly. "
-            "Steadily above 1e-3: other kernels or types in the engine; compare `model.dtype`, "
-            "look at `kl_routing_nats`.",
-            keep_last=True,
-        ),
-    ] = None
-    kl_staleness: Annotated[
-        Figure,
-        Description(
-            "Staleness: what tokens sampled by earlier versions have beyond the engine mismatch.",
-            metric="kl_staleness_nats",
-            bad="Above 0.01: data is too old for steps of this size; lower `rollout.max_staleness` or"
-            " the learning rate.",
-        ),
-    ] = None
-    kl_routing: Annotated[
-        Figure,
-        Description(
-            "Routing: what replaying the engines' routing takes away from the mismatch, by a probe at lag 0.",
-            metric="kl_routing_nats",
-            bad="Negative: replay makes it worse, so the rows are not those that the engine used; see"
-            " docs/design/routing-replay.md. Positive is what `routing.replay` is good for.",
-            keep_last=True,
-        ),
-    ] = None
-    routing_native_abs_diff: Annotated[
-        Figure,
-        Description(
-            "Mean absolute trainer minus rollout log-prob of the probe's lag-0 tokens, by routing "
-            "(native, replayed).",
-            metric="routing_probe_abs_diff_nats",
-            child={"routing": "native"},
-            bad="`replayed` not below `native`: replay does not help, so the rows are not those of "
-            "the calls.",
-            keep_last=True,
-        ),
-    ] = None
-    routing_replayed_abs_diff: Annotated[
-        Figure,
-        Description(
-            "The same with the engine's routing replayed, as it is trained.",
-            metric="routing_probe_abs_diff_nats",
-            child={"routing": "replayed"},
-            keep_last=True,
-        ),
-    ] = None
+    kl_mismatch: Figure = None
+    kl_staleness: Figure = None
+    kl_routing: Figure = None
+    routing_native_abs_diff: Figure = None
+    routing_replayed_abs_diff: Figure = None
     routing_probe_tokens: int = 0
     """Tokens of lag 0 in the probe."""
-    clip_fraction: Annotated[
-        Figure,
-        Description(
-            "Share of tokens whose ratio the last step clipped.",
-            bad="Above 0.2: the policy moves too far in a step, or data is too old.",
-            tracker="actor/pg_clipfrac",
-        ),
-    ] = None
-    entropy: Annotated[
-        Figure,
-        Description(
-            "Mean entropy of the policy at the trained tokens.",
-            metric="entropy_nats",
-            bad="Falls to 0: collapse. Raise `rollout.temperature`, lower the learning rate.",
-            tracker="actor/entropy",
-        ),
-    ] = None
-    grad_norm: Annotated[
-        Figure,
-        Description(
-            "Gradient norm of the last step, before clipping.",
-            bad="Not finite: the update is skipped, as with `loss`. Spikes: look at "
-            "`log_prob_diff_extreme_nats`.",
-            tracker="actor/grad_norm",
-        ),
-    ] = None
-    learning_rate: Annotated[
-        Figure,
-        Description(
-            "Learning rate of the last step.",
-            bad="Not what the config says after `trainer.optimizer.warmup_steps` steps.",
-            tracker="actor/lr",
-        ),
-    ] = None
-    importance_ratio_mean: Annotated[
-        Figure,
-        Description(
-            "Mean of exp(old - rollout) over the last batch, before truncation.",
-            bad="Far from 1: data is too old; lower `rollout.max_staleness`.",
-        ),
-    ] = None
-    importance_ratio_p1: Annotated[
-        Figure,
-        Description(
-            "Percentiles of exp(trainer - rollout log-prob) before the step, exact over all ranks "
-            "(0.01, 0.5, 0.99, 0.999).",
-            metric="importance_ratio",
-            child={"quantile": "0.01"},
-            bad="The 0.99 near `trainer.loss.importance.high`: the bound bites on more than single tokens.",
-        ),
-    ] = None
-    importance_ratio_p50: Annotated[
-        Figure, Description(metric="importance_ratio", child={"quantile": "0.5"})
-    ] = None
-    importance_ratio_p99: Annotated[
-        Figure, Description(metric="importance_ratio", child={"quantile": "0.99"})
-    ] = None
-    importance_ratio_p999: Annotated[
-        Figure, Description("The 99.9th.", metric="importance_ratio", child={"quantile": "0.999"})
-    ] = None
-    effective_sample_share: Annotated[
-        Figure,
-        Description(
-            "Effective sample size of the truncated importance weights, over the trained tokens.",
-            bad="Below 0.5: few tokens carry the gradient; lower `rollout.max_staleness`.",
-            tracker="rollout_corr/rollout_is_eff_sample_size",
-        ),
-    ] = None
-    importance_truncated_fraction: Annotated[
-        Figure,
-        Description(
-            "Share of the trained tokens whose importance weight `trainer.loss.importance` bounded.",
-            tracker="rollout_corr/rollout_is_ratio_fraction_high",
-        ),
-    ] = None
-    importance_rejected_fraction: Annotated[
-        Figure,
-        Description(
-            "Share of the trained tokens that is of answers left out by `trainer.loss.reject`, and of what "
-            "it left of groups without another attempt.",
-            bad="Above 0.1: answers are too far from the policy; lower `rollout.max_staleness`, or "
-            "look at `kl_mismatch_nats`.",
-        ),
-    ] = None
-    groups_without_baseline: Annotated[
-        Figure,
-        Description(
-            "Groups that added nothing: `trainer.loss.reject` left them fewer than two attempts.",
-            unit="groups",
-            bad="Above a tenth of `trainer.groups_per_batch`: see `importance_rejected_fraction`.",
-        ),
-    ] = None
-    reference_kl: Annotated[
-        Figure,
-        Description(
-            "Estimated KL divergence from the reference policy; NaN where there is none.",
-            metric="reference_kl_nats",
-            bad="Grows without end: raise `trainer.loss.kl.coefficient`.",
-        ),
-    ] = None
-    teacher_kl: Annotated[
-        Figure,
-        Description(
-            "Mean log-prob of the policy minus the teacher's at sampled tokens, the reverse KL; NaN without "
-            "a teacher.",
-            metric="teacher_kl_nats",
-            bad="Does not fall: the teacher's signal does not arrive; raise `trainer.optimizer.lr` or "
-            "`trainer.loss.teacher.coefficient`.",
-        ),
-    ] = None
-    value_loss: Annotated[
-        Figure,
-        Description(
-            "Mean loss of the critic's values over the updates of the last batch; NaN without a critic.",
-            bad="Its scale is half the squared reward's. Grows: lower `trainer.critic.lr`.",
-            tracker="critic/vf_loss",
-        ),
-    ] = None
-    value_explained_variance: Annotated[
-        Figure,
-        Description(
-            "Share of the variance of returns that the values before the step explain: 1 is perfect, "
-            "0 no better than a constant; NaN without a critic.",
-            unit="share",
-            bad="At or below 0 after `trainer.critic.warmup_steps`: advantages are no better than rewards. "
-            "Raise `trainer.critic.lr`, warm up longer.",
-            tracker="critic/vf_explained_var",
-        ),
-    ] = None
-    value_clip_fraction: Annotated[
-        Figure,
-        Description(
-            "Share of tokens whose value the last step clipped.",
-            bad="Above 0.2: returns are far from the values for the size of `trainer.critic.value_clip`.",
-            tracker="critic/vf_clipfrac",
-        ),
-    ] = None
-    critic_grad_norm: Annotated[
-        Figure,
-        Description(
-            "Gradient norm of the critic in the last step, before clipping.",
-            bad="Not finite: its update was skipped; several in a row end the run with `NonFiniteLoss`.",
-            tracker="critic/grad_norm",
-        ),
-    ] = None
+    clip_fraction: Figure = None
+    entropy: Figure = None
+    grad_norm: Figure = None
+    learning_rate: Figure = None
+    importance_ratio_mean: Figure = None
+    importance_ratio_p1: Figure = None
+    importance_ratio_p50: Figure = None
+    importance_ratio_p99: Figure = None
+    importance_ratio_p999: Figure = None
+    effective_sample_share: Figure = None
+    importance_truncated_fraction: Figure = None
+    importance_rejected_fraction: Figure = None
+    groups_without_baseline: Figure = None
+    reference_kl: Figure = None
+    teacher_kl: Figure = None
+    value_loss: Figure = None
+    value_explained_variance: Figure = None
+    value_clip_fraction: Figure = None
+    critic_grad_norm: Figure = None
     updates: int = 0
     """Optimizer steps taken in this step."""
-    updates_skipped: Annotated[
-        int,
-        Description(
-            "Updates left out because the loss or the gradient norm was not finite, or a spike.",
-            metric="updates_skipped_total",
-            bad="Rises: lower `trainer.optimizer.lr`, and look at the extremes in metrics.jsonl.",
-        ),
-    ] = 0
-    log_prob_diff: Annotated[
-        Figure,
-        Description(
-            "Mean of trainer minus rollout log-prob over all trained tokens.",
-            metric="log_prob_diff_nats",
-            bad="A steady bias: truncated sampling that is not replayed (`rollout.replay_sampling: false`).",
-        ),
-    ] = None
-    log_prob_abs_diff: Annotated[
-        Figure,
-        Description(
-            "Mean absolute trainer minus rollout log-prob over all trained tokens.",
-            metric="log_prob_abs_diff_nats",
-            bad="Far above `lag0_log_prob_abs_diff_nats`: staleness.",
-        ),
-    ] = None
-    lag0_log_prob_abs_diff: Annotated[
-        Figure,
-        Description(
-            "The same over tokens sampled at the trainer's own version, in the step `lag0_step`: the "
-            "engines' mismatch alone.",
-            metric="lag0_log_prob_abs_diff_nats",
-            bad="Far above 1e-6 in float32 or 1e-2 in bfloat16: as `kl_mismatch_nats`.",
-            keep_last=True,
-        ),
-    ] = None
-    tokens: Annotated[int, Description(tracker="perf/total_num_tokens")] = 0
-    trained_tokens: Annotated[
-        int,
-        Description(
-            "Tokens the policy wrote that were trained on.",
-            metric="trained_tokens_total",
-            bad="Far below `sampled_tokens_total` at the end of a run: work is dropped or masked.",
-        ),
-    ] = 0
-    routing_rows: Annotated[
-        int,
-        Description(
-            "Routing rows checked before training.",
-            metric="routing_rows_total",
-            bad="0 with `routing.replay: r3`: nothing is replayed.",
-        ),
-    ] = 0
-    routing_rows_invalid: Annotated[
-        int,
-        Description(
-            "Routing rows never reported, so replayed natively by the trainer.",
-            metric="routing_rows_invalid_total",
-            unit="rows",
-            bad="Above 1% of `routing_rows_total`: engines do not report routing; "
-            "only servers that async-rl starts for MoE models do.",
-        ),
-    ] = 0
+    updates_skipped: int = 0
+    log_prob_diff: Figure = None
+    log_prob_abs_diff: Figure = None
+    lag0_log_prob_abs_diff: Figure = None
+    tokens: int = 0
+    trained_tokens: int = 0
+    routing_rows: int = 0
+    routing_rows_invalid: int = 0
 
 
 class StepRecord(TrainerFigures, frozen=True, kw_only=True):
@@ -377,113 +88,33 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
     """The weight version that this step published."""
     time_s: float
     """Seconds from the first dispatch of this run to the end of the step."""
-    reward_mean: Annotated[
-        Figure,
-        Description(
-            "Mean reward of the attempts of the last batch.",
-            metric="reward",
-            bad="Flat from the start: all siblings of a group get the same reward, so there is no "
-            "advantage. Easier tasks, more siblings.",
-            tracker="critic/rewards/mean",
-        ),
-    ] = None
-    reward_min: Annotated[Figure, Description(tracker="critic/rewards/min")] = None
-    reward_max: Annotated[Figure, Description(tracker="critic/rewards/max")] = None
-    extremes: Annotated[
-        tuple[Extreme, ...],
-        Description(
-            "Largest absolute trainer minus rollout log-prob of any trained token.",
-            metric="log_prob_diff_extreme_nats",
-            bad="Jumps alone, with the means where they were: single broken tokens. `extremes` in "
-            "`metrics.jsonl` names trajectory, position and lag.",
-            attribute="log_prob_diff_extreme",
-        ),
-    ] = ()
+    reward_mean: Figure = None
+    reward_min: Figure = None
+    reward_max: Figure = None
+    extremes: tuple[Extreme, ...] = ()
     staleness_mean: float = 0.0
     staleness_p50: float = 0.0
     staleness_p95: float = 0.0
     staleness_max: int = 0
     staleness_counts: tuple[int, ...] = ()
     """Trajectories of the batch by staleness, from 0 on."""
-    length_ks: Annotated[
-        Figure,
-        Description(
-            "Kolmogorov-Smirnov distance of trained trajectories' lengths from those of all that ended.",
-            bad="Above 0.05: long (or short) answers are lost out of proportion; docs/design/staleness.md.",
-        ),
-    ] = None
+    length_ks: Figure = None
     trajectories: int = 0
     groups: int = 0
     groups_without_signal: int = 0
     """Groups of the batch that teach the policy nothing because all rewards that are compared are equal."""
-    interrupted: Annotated[
-        int,
-        Description(
-            "Trajectories of the batch that were interrupted and resumed at least once.",
-            tracker="fully_async/partial/total_partial_num",
-        ),
-    ] = 0
-    sampled_tokens_mean: Annotated[
-        Figure, Description("Tokens that the policy wrote, by trajectory.", tracker="response_length/mean")
-    ] = None
-    sampled_tokens_min: Annotated[int, Description(tracker="response_length/min")] = 0
-    sampled_tokens_max: Annotated[int, Description(tracker="response_length/max")] = 0
-    masked_tokens: Annotated[
-        int,
-        Description(
-            "Sampled tokens of trained trajectories that were too old to be trained on.",
-            metric="masked_tokens_total",
-            bad="A large share of `sampled_tokens_total`: raise `rollout.max_staleness`.",
-        ),
-    ] = 0
-    routing_rows_recomputed: Annotated[
-        int,
-        Description(
-            "Routing rows that a recovery, or an engine short of memory, computed anew after the sampling.",
-            metric="routing_rows_recomputed_total",
-            unit="rows",
-            bad="Above 1% of `routing_rows_total`: engines die often, trajectories end without an answer, or "
-            "engines have too little memory (`engine_retractions_total`).",
-        ),
-    ] = 0
-    wait_s: Annotated[
-        float,
-        Description(
-            "Time the trainer waited for a batch before a step.",
-            metric="batch_wait_seconds",
-            buckets=SECONDS,
-            bad="Long: the engines are the bottleneck. More engines, or a larger `rollout.max_staleness`.",
-            tracker="timing_s/gen",
-        ),
-    ] = 0.0
-    step_s: Annotated[
-        float,
-        Description(
-            "Duration of a trainer step.",
-            metric="train_step_seconds",
-            buckets=SECONDS,
-            bad="Longer than the rollouts of a batch take: the trainer is the bottleneck.",
-            tracker="timing_s/update_actor",
-        ),
-    ] = 0.0
-    sync_s: Annotated[
-        float,
-        Description(
-            "From the end of the step (with `weights.overlap`: of the copy) to the last engine resumed.",
-            tracker="timing_s/param_sync",
-        ),
-    ] = 0.0
+    interrupted: int = 0
+    sampled_tokens_mean: Figure = None
+    sampled_tokens_min: int = 0
+    sampled_tokens_max: int = 0
+    masked_tokens: int = 0
+    routing_rows_recomputed: int = 0
+    wait_s: float = 0.0
+    step_s: float = 0.0
+    sync_s: float = 0.0
     handover_s: float = 0.0
     """How long the weight update paused the trainer: `sync_s`, or with `weights.overlap` the copy."""
-    sync_hidden_s: Annotated[
-        float,
-        Description(
-            "Time in which weights were on their way to the engines while the trainer trained on.",
-            metric="weight_sync_hidden_seconds_total",
-            bad="Does not rise with `weights.overlap`: the trainer waits for batches, not for weight "
-            "updates.",
-        ),
-    ] = 0.0
+    sync_hidden_s: float = 0.0
     transfer_s: float = 0.0
     """The part of `sync_s` in which weights were written, sent or loaded."""
     pause_s: float = 0.0
@@ -494,24 +125,8 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
     """Dropped since the start of the run, all reasons."""
     dropped_reasons: dict[str, int] = {}
     """The same by reason."""
-    engine_idle_share: Annotated[
-        Figure,
-        Description(
-            "Share of the engines' time without any call, since the start of training.",
-            metric="engine_idle_ratio",
-            unit="share",
-            bad="High: rollouts wait for the trainer. More ranks, or fewer engines.",
-        ),
-    ] = None
-    tokens_per_s: Annotated[
-        float,
-        Description(
-            "Tokens sampled per second over the last step.",
-            metric="tokens_per_second",
-            unit="tokens per second",
-            bad="Falls: engines are down, idle, or answers have become long.",
-        ),
-    ] = 0.0
+    engine_idle_share: Figure = None
+    tokens_per_s: float = 0.0
 
     @property
     def lag0_step(self) -> int | None:
@@ -535,13 +150,8 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
         return abs(self.extremes[0].difference) if self.extremes else None
 
 
-STEP_FIGURES: Final = described_fields(StepRecord)
-"""The description of each field of `StepRecord` that has one."""
-
 FIGURES: Final = tuple(
-    name
-    for name, type_of in TrainerFigures.__annotations__.items()
-    if re.match(r"(Annotated\[)?Figure", type_of)
+    name for name, type_of in TrainerFigures.__annotations__.items() if type_of == "Figure"
 )
 """What a trainer measures in a step; a figure may be missing."""
 

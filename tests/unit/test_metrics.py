@@ -16,8 +16,9 @@ from async_rl.cli import metrics_reference
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.endpoints import serve
 from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
+from async_rl.observability.figures import STEP_FIGURES
 from async_rl.observability.metrics import Metrics, declared, observe_all
-from async_rl.observability.records import STEP_FIGURES, StepRecord
+from async_rl.observability.records import StepRecord
 from async_rl.observability.trackers.names import DERIVED, FIELDS
 
 PACKAGE = Path(__file__).parents[2] / "async_rl"

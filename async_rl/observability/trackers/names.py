@@ -13,7 +13,8 @@ from typing import Final, NamedTuple, get_origin, get_type_hints
 
 from async_rl.config import Config, SGLangEngines
 from async_rl.observability.evaluation_record import EvaluationRecord
-from async_rl.observability.records import STEP_FIGURES, Figure, StepRecord, is_finite
+from async_rl.observability.figures import STEP_FIGURES
+from async_rl.observability.records import Figure, StepRecord, is_finite
 
 FIELDS: Final[Mapping[str, str]] = {
     described.tracker: field for field, described in STEP_FIGURES.items() if described.tracker
