@@ -2,23 +2,20 @@
 
 It queues, prefills, decodes, is interrupted and updated as a server would be, in real time or in virtual
 time. All its output is a function of its seed, so that a run can be repeated, and marked, so that a test can
-tell where a row came from: `routing_rows` derives a row from position, token and weight version. Tests inject
-faults one by one (`engine.faults.append(Fault("die"))`).
+tell where a row came from: `routing_rows` derives a row from position, token and weight version.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import struct
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Literal, NoReturn, get_args
+from typing import Final, Literal, NoReturn
 
-import msgspec
 import numpy as np
 
 from async_rl import routing
@@ -43,12 +40,10 @@ from async_rl.errors import (
     AlignmentError,
     EngineBusy,
     EngineError,
-    EngineTimeout,
     EngineUnreachable,
     EnvironmentNotReady,
     PromptTooLong,
     RequestRefused,
-    VersionMismatch,
     WeightSyncError,
 )
 from async_rl.types import ExpertIdArray, Float32Array, Int32Array, RoutingTrace, SamplingMask, VersionSpan
@@ -70,39 +65,6 @@ TINY_FACTS: Final = EngineFacts(
     num_layers=2, moe_layers=(0, 1), num_experts=8, top_k=2, vocab_size=512, context_length=1 << 20
 )
 """The dimensions of an engine that is given no model."""
-
-CallFault = Literal[
-    "die", "hang", "wrong_rows", "wrong_mask", "nan", "lose", "repeat", "busy", "retract", "skewed_versions"
-]
-UpdateFault = Literal["refuse_flush", "partial_update"]
-MemoryFault = Literal["refuse_memory", "hang_memory"]
-_CALL_FAULTS = frozenset(get_args(CallFault))
-_UPDATE_FAULTS = frozenset(get_args(UpdateFault))
-_MEMORY_FAULTS = frozenset(get_args(MemoryFault))
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """A fault that happens once, in the next call or update that it applies to.
-
-    die: the engine dies, and all its connections are lost; it stays dead until `restart`.
-    hang: the call goes silent, and ends in a timeout after `stall_s`.
-    wrong_rows: the routing has one row too many.
-    wrong_mask: a sampling mask does not keep its token.
-    nan: a log-prob is not a number.
-    lose: a chunk is never delivered, and what comes after it does not fit the engine's count.
-    repeat: a chunk comes twice, and once too often for the engine's count.
-    busy: the call is refused because the engine has too many.
-    skewed_versions: its events report two weight versions, and nothing says where they change.
-    retract: the engine takes the memory of the call for others, and prefills it again.
-    refuse_flush: an update loads the weights and is refused the flush at first.
-    partial_update: an update fails halfway; the engine still reports the old version.
-    refuse_memory: device memory is released or taken, and the answer is an error.
-    hang_memory: the same, and there is no answer.
-    """
-
-    kind: CallFault | UpdateFault | MemoryFault
-    after_tokens: int = 1
-    """Tokens of the call that are delivered before the fault."""
 
 
 def routing_rows(
@@ -146,12 +108,10 @@ def scored_tokens(tokens: Sequence[int], start: int, seed: int) -> Float32Array:
 class SimulatedCall:
     """One call on a simulated engine: queued, running, or retracted back into the queue."""
 
-    def __init__(self, request: GenerateRequest, fault: Fault | None) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.fault = fault
         self.tokens: list[int] = request.input_ids.tolist()
         self.digest = zlib.crc32(request.input_ids.astype(np.int64).tobytes())
-        self.fault_done = False
         self.sampled_versions: list[int] = []
         self.row_versions: list[int] = []
         self.cached_tokens = 0
@@ -234,11 +194,8 @@ class SimulatedCall:
             return None
         start, end = self.request.routing_start, len(self.tokens) - 1
         fed = np.array([self.tokens[start:end], self.row_versions[start:end]], np.int32)
-        num_rows = fed.shape[1]
-        if self.fault is not None and self.fault.kind == "wrong_rows":
-            fed = np.concatenate([fed, fed[:, -1:]], axis=1)
         return RoutingPayload(
-            data=fed.tobytes(), num_rows=num_rows, weight_version=weight_version, start=start
+            data=fed.tobytes(), num_rows=fed.shape[1], weight_version=weight_version, start=start
         )
 
     def check_alive(self) -> None:
@@ -320,8 +277,6 @@ class SimulatedEngine:
         self._policy = policy or _uniform_policy(config.mean_new_tokens, self.facts.vocab_size)
         self._update_s = update_s
         self._chunk_tokens = chunk_tokens
-        self.faults: list[Fault] = []
-        """Faults that have not happened yet, in order."""
         self._random = random.Random()
         self._version = 0
         self._model_version = 0
@@ -407,10 +362,7 @@ class SimulatedEngine:
                 f"{request.routing_start} of a prompt of {len(request.input_ids)} tokens"
             )
         self.check_open()
-        fault = self._next_fault(_CALL_FAULTS if request.return_mask else _CALL_FAULTS - {"wrong_mask"})
-        if fault is not None and fault.kind == "busy":
-            raise EngineBusy(f"{self._engine_id} has too many calls")
-        call = SimulatedCall(request, fault)
+        call = self._new_call(request)
         self._calls[call] = None
         self._idle.clear()
         self._queue.append(call)
@@ -421,12 +373,7 @@ class SimulatedEngine:
             finish = self._finish_call(call)
         finally:
             self._free_slot(call)
-        if fault is not None and fault.kind == "skewed_versions" and finish.version_spans:
-            raise VersionMismatch(  # as the client of a real server
-                f"{self._engine_id} reports 2 weight versions during the call {request.request_id}, at last "
-                f"{self._version}, and not which tokens are of which"
-            )
-        yield finish
+        yield self._deliver_finish(call, finish)
 
     async def _decode(self, call: SimulatedCall) -> AsyncGenerator[Chunk, None]:
         """Prefill and sample until the call is over; a retraction starts again with the prefill."""
@@ -469,46 +416,17 @@ class SimulatedEngine:
             return None
         return scored_tokens(call.tokens, begin, self._score_seed)
 
-    async def _deliver(self, call: SimulatedCall, chunk: Chunk) -> tuple[Chunk, ...]:
-        """Return what arrives of a chunk, and apply the call's fault when it is due.
+    def _new_call(self, request: GenerateRequest) -> SimulatedCall:
+        """Return the call of a request that is taken."""
+        return SimulatedCall(request)
 
-        The client of a real server counts tokens: it accepts no token twice, and none after a gap.
-        """
-        if call.fault_done and call.fault is not None and call.fault.kind == "lose":
-            raise EngineError(
-                f"{self._engine_id} counts {call.num_sampled} tokens of the call {call.request.request_id}, "
-                f"but {call.num_sampled - 2} were delivered and one came"
-            )
-        if call.fault is None or call.num_sampled <= call.fault.after_tokens or call.fault_done:
-            return (chunk,)
-        call.fault_done = True
-        match call.fault.kind:
-            case "die":
-                self.die()
-                call.check_alive()
-            case "hang":
-                if await call.sleep(self._config.stall_s):
-                    raise EngineTimeout(
-                        f"{self._engine_id} was silent for {self._config.stall_s} s in the call "
-                        f"{call.request.request_id} after {call.num_sampled - 1} tokens"
-                    )
-            case "nan":
-                log_probs = [*chunk.log_probs[:-1].tolist(), math.nan]
-                return (Chunk.of(chunk.token_ids.tolist(), log_probs, chunk.mask),)
-            case "wrong_mask":
-                if chunk.mask is not None:
-                    others = [[(token + 1) % 256] for token in chunk.token_ids.tolist()]
-                    return (msgspec.structs.replace(chunk, mask=SamplingMask.of(others)),)
-            case "repeat":
-                return (chunk,)
-            case "lose":
-                return ()
-            case "retract" if call.has_slot and not call.is_over:
-                call.lose_memory()
-                self._running.remove(call)
-                self._queue.append(call)
-                self._fill_slots()
+    async def _deliver(self, call: SimulatedCall, chunk: Chunk) -> tuple[Chunk, ...]:
+        """Return what arrives of a chunk."""
         return (chunk,)
+
+    def _deliver_finish(self, call: SimulatedCall, finish: Finish) -> Finish:
+        """Return what arrives of the end of a call."""
+        return finish
 
     async def _prefill(self, call: SimulatedCall) -> bool:
         """Wait for a slot and feed all tokens so far; returns False when the call was aborted meanwhile."""
@@ -665,14 +583,10 @@ class SimulatedEngine:
         raise EngineError(f"{self._engine_id} died of {what}")
 
     async def _change_memory(self) -> None:
-        """Take the time that a change of memory takes, and apply a memory fault."""
-        fault, deaths = self._next_fault(_MEMORY_FAULTS), self._deaths
+        """Take the time that a change of memory takes."""
+        deaths = self._deaths
         await asyncio.sleep(self._update_s / 4)
         self._check_alive(deaths)
-        if fault is not None and fault.kind == "hang_memory":
-            await asyncio.Future()
-        if fault is not None:
-            raise WeightSyncError(f"{self._engine_id} refused to change its memory")
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         """Implements `Engine.update_weights`. Waits for running calls unless they are paused, like SGLang."""
@@ -682,16 +596,7 @@ class SimulatedEngine:
         deaths = self._deaths
         if not self._paused:
             await self._idle.wait()
-        fault = self._next_fault(_UPDATE_FAULTS)
-        await asyncio.sleep(self._update_s)
-        self._check_alive(deaths)
-        if fault is not None and fault.kind == "partial_update":
-            raise WeightSyncError(f"{self._engine_id} failed halfway to version {update.weight_version}")
-        self._version = update.weight_version
-        if not isinstance(update, AdapterUpdate):
-            self._model_version = update.weight_version
-        if fault is not None and flush:
-            await asyncio.sleep(self._config.decode_step_s)  # refused once; the second time it goes through
+        await self._load_weights(update, flush=flush, deaths=deaths)
         if flush and self._running:
             raise WeightSyncError(
                 f"{self._engine_id} has new weights but would not flush its prefix cache: "
@@ -699,6 +604,14 @@ class SimulatedEngine:
             )
         if flush:
             self._prefix_cache.clear()
+
+    async def _load_weights(self, update: WeightUpdate, *, flush: bool, deaths: int) -> None:
+        """Load weights, unless the process has died `deaths` times and dies once more."""
+        await asyncio.sleep(self._update_s)
+        self._check_alive(deaths)
+        self._version = update.weight_version
+        if not isinstance(update, AdapterUpdate):
+            self._model_version = update.weight_version
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
         """Implements `Engine.checksums`. They leave out adapters, as those of a server do."""
@@ -747,12 +660,6 @@ class SimulatedEngine:
         """Raise when the process is dead, or was restarted since it had died `deaths` times."""
         if self._dead or deaths not in (None, self._deaths):
             raise EngineUnreachable(f"{self._engine_id} cannot be reached")
-
-    def _next_fault(self, kinds: frozenset[str]) -> Fault | None:
-        for index, fault in enumerate(self.faults):
-            if fault.kind in kinds:
-                return self.faults.pop(index)
-        return None
 
 
 def _uniform_policy(mean_new_tokens: float, vocab_size: int) -> Policy:

@@ -15,7 +15,7 @@ from agent_loops.base import AgentLoop
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
-from async_rl.engines.simulated import Fault, SimulatedEngine
+from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
@@ -27,6 +27,7 @@ from async_rl.store.archive import FILE, ArchiveReader
 from async_rl.types import Completion, Task, Trajectory
 from tests.support.local_cluster import LocalCluster
 from tests.support.run_config import MOE
+from verification.simulation.breakable_engine import Fault
 from verification.simulation.scenario import FACTS
 from verification.simulation.users import SimulatedChat
 

@@ -12,7 +12,6 @@ from async_rl.config import Config, SimulatedEngines
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Engine
 from async_rl.engines.model_facts import load_facts
-from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
 from async_rl.store.batching import read_trajectories
@@ -20,6 +19,7 @@ from async_rl.store.frames import find_flaws
 from async_rl.store.spool import no_other_nodes
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
+from verification.simulation.breakable_engine import BreakableEngine
 from verification.simulation.simulated_models import SimulatedModel
 from verification.simulation.simulated_workers import SimulatedWorkers
 from verification.simulation.users import SimulatedChat
@@ -133,7 +133,7 @@ class LocalCluster:
         assert isinstance(config.engine, SimulatedEngines)
         facts = load_facts(config.model.path)
         self.engines = [
-            SimulatedEngine(f"engine-{i}", config.engine, seed=config.run.seed, facts=facts, policy=policy)
+            BreakableEngine(f"engine-{i}", config.engine, seed=config.run.seed, facts=facts, policy=policy)
             for i in range(config.engine.num_engines)
         ]
         self.trainer = CheckingTrainer(config, step_s)
@@ -166,7 +166,7 @@ class LocalCluster:
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
         first = self.engines[0]
-        joined = SimulatedEngine(
+        joined = BreakableEngine(
             engine_id, first._config, seed=len(self.engines), facts=first.facts, policy=first._policy
         )
         self.engines.append(joined)

@@ -21,13 +21,14 @@ from async_rl.config import (
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import AdapterUpdate, DiskUpdate, Engine, EngineFacts, InterruptMode
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.simulated import SimulatedEngine, routing_rows
+from async_rl.engines.simulated import routing_rows
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import OpenBranchEntry, Transcript, entry_without_journal
 from async_rl.store.journal import JournalEntry
 from async_rl.types import RoutingTrace, Task, Trajectory
+from verification.simulation.breakable_engine import BreakableEngine
 
 PROMPT = 7
 FACTS = EngineFacts(
@@ -168,9 +169,9 @@ class Watched:
 
 def simulated(
     policy: Watched, engine_id: str = "engine-0", *, facts: EngineFacts = FACTS, **config: Any
-) -> SimulatedEngine:
+) -> BreakableEngine:
     """A simulated engine of the bench's model."""
-    return SimulatedEngine(engine_id, SimulatedEngines(**config), seed=1, policy=policy, facts=facts)
+    return BreakableEngine(engine_id, SimulatedEngines(**config), seed=1, policy=policy, facts=facts)
 
 
 def row_versions(trace: RoutingTrace) -> list[int]:

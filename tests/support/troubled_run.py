@@ -18,12 +18,12 @@ import msgspec
 
 from agent_loops.base import AgentLoop
 from async_rl.config import Config
-from async_rl.engines.simulated import CallFault, Fault
 from async_rl.errors import TrainerError
 from async_rl.rollout.session.api import Session
 from async_rl.trainer_protocol import Extreme, StepResult, TrainerState
 from async_rl.types import Completion, TakenBatch, Task
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
+from verification.simulation.breakable_engine import CallFault, Fault
 
 TROUBLE: dict[CallFault, bytes] = {
     "die": b"async_rl_engine_quarantined_total{",

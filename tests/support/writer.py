@@ -11,7 +11,7 @@ from async_rl.config import Config, SimulatedEngines
 from async_rl.data.chat_format import ChatFormat, load_chat_format
 from async_rl.engine_protocol import Engine
 from async_rl.engines.model_facts import load_facts
-from async_rl.engines.simulated import Fault, SimulatedEngine
+from verification.simulation.breakable_engine import BreakableEngine, Fault
 
 Answer = Callable[[str], str]
 """Converts the conversation so far, with special tokens, to the policy's next turn."""
@@ -54,7 +54,7 @@ def writing(
 
     @asynccontextmanager
     async def open_engines(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:
-        engine = SimulatedEngine(
+        engine = BreakableEngine(
             "engine-0",
             SimulatedEngines(decode_step_s=0.0, prefill_tokens_per_s=1e9),
             policy=Writer(load_chat_format(config.model.path), answer),

@@ -9,20 +9,20 @@ import pytest
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import AdapterUpdate, DiskUpdate, MemoryPart
 from async_rl.engines.device_memory import EmptyEngine, stop_engine
-from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineBusy, EngineError, InvariantError, WeightSyncError
 from async_rl.types import VersionSpan
 from tests.support.engine_calls import Call, call, request
+from verification.simulation.breakable_engine import BreakableEngine, Fault
 
 ALL: tuple[MemoryPart, ...] = ("kv_cache", "cuda_graph", "weights")
 
 
-def engine(*, keeps_weights: bool = False, **settings: float) -> SimulatedEngine:
+def engine(*, keeps_weights: bool = False, **settings: float) -> BreakableEngine:
     config = SimulatedEngines(**settings)
-    return SimulatedEngine("engine-0", config, seed=1, update_s=1.0, keeps_weights=keeps_weights)
+    return BreakableEngine("engine-0", config, seed=1, update_s=1.0, keeps_weights=keeps_weights)
 
 
-async def emptied(subject: SimulatedEngine, **keeps: bool) -> EmptyEngine:
+async def emptied(subject: BreakableEngine, **keeps: bool) -> EmptyEngine:
     return await (await stop_engine(subject, subject.interrupt)).release_all(**keeps)
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from async_rl.config import Config, JudgeReward, parse_config
 from async_rl.engine_protocol import Chunk
-from async_rl.engines.simulated import Fault
 from async_rl.errors import ConfigError, RequestRefused, RewardError, RolloutError, VersionMismatch
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.rollout.model_answers import ModelAnswers
@@ -22,6 +21,7 @@ from async_rl.runtime.model_questions import ask_model, asking
 from async_rl.runtime.supervision import services
 from async_rl.types import Completion, Task
 from tests.unit.test_frozen_models import frozen_model
+from verification.simulation.breakable_engine import Fault
 from verification.simulation.users import SimulatedChat
 
 TASK = Task(task_id="t", messages=[{"role": "user", "content": "2 + 2?"}], answer=4)

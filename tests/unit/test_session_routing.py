@@ -12,17 +12,17 @@ import pytest
 
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest, Retraction
-from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineBusy, EngineError, LocalShortage
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
 from tests.support.trajectories import verify
+from verification.simulation.breakable_engine import BreakableEngine, Fault
 
 LONG = {"max_context_tokens": 512, "max_new_tokens": 200}
 
 
-class Recorded(SimulatedEngine):
+class Recorded(BreakableEngine):
     """Remembers what it was asked and how it ended."""
 
     always_full = False

@@ -18,17 +18,17 @@ from async_rl.engine_protocol import (
     InterruptMode,
     PayloadProgress,
 )
-from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineError
 from tests.support.engine_calls import Call, call, request
+from verification.simulation.breakable_engine import BreakableEngine, Fault
 from verification.simulation.simulated_workers import DistantEngine
 
 PROMPT = list(range(40, 60))
 CONFIG = SimulatedEngines(max_running_requests=2, decode_step_s=0.01, prefill_tokens_per_s=1000.0)
 
 
-def engine(*faults: Fault, seed: int = 1, **settings) -> SimulatedEngine:
-    made = SimulatedEngine(
+def engine(*faults: Fault, seed: int = 1, **settings) -> BreakableEngine:
+    made = BreakableEngine(
         "engine-0", CONFIG, seed=seed, policy=lambda prefix, rng: 3 + rng.randrange(90), **settings
     )
     made.faults.extend(faults)
@@ -39,7 +39,7 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def update(subject: SimulatedEngine, *, flush: bool = True) -> None:
+async def update(subject: BreakableEngine, *, flush: bool = True) -> None:
     await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=flush)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from async_rl.config import ImportanceConfig, LossConfig, TeacherConfig
 from async_rl.data.chat_format import check_same_tokens
 from async_rl.engine_protocol import Finish
-from async_rl.engines.simulated import Fault, scored_tokens
+from async_rl.engines.simulated import scored_tokens
 from async_rl.errors import ConfigError, RequestRefused, RolloutError
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.rollout.teacher import Teacher
@@ -31,6 +31,7 @@ from trainer.losses.kl import teacher_advantages
 from trainer.losses.objectives import ppo
 from trainer.losses.policy_loss import SUMS, TrainedTokens, policy_sums
 from trainer.losses.sequences import Sequences
+from verification.simulation.breakable_engine import Fault
 from verification.simulation.simulated_models import SimulatedModel, score_seed
 
 NEW_ID = iter(range(1 << 20)).__next__

@@ -11,9 +11,9 @@ import pytest
 
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.cli.main import main
-from async_rl.engines.simulated import Fault
 from async_rl.errors import EnvironmentNotReady
 from tests.support.writer import writing
+from verification.simulation.breakable_engine import Fault
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 

@@ -40,14 +40,7 @@ from async_rl.engine_protocol import (
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.refusals import explain_refusal
 from async_rl.engines.sglang.routing_payload import PIECE_BYTES, PayloadGate
-from async_rl.engines.simulated import (
-    CallFault,
-    Fault,
-    MemoryFault,
-    SimulatedCall,
-    SimulatedEngine,
-    UpdateFault,
-)
+from async_rl.engines.simulated import SimulatedCall
 from async_rl.errors import (
     EngineError,
     EngineTimeout,
@@ -63,6 +56,13 @@ from async_rl.store.frame_reader import FrameReader
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.delta_delivery import HostFolder
+from verification.simulation.breakable_engine import (
+    BreakableEngine,
+    CallFault,
+    Fault,
+    MemoryFault,
+    UpdateFault,
+)
 from verification.simulation.faults import ENGINE_FAULTS, FAULTS, WORKER_FAULTS, FaultKind
 from verification.simulation.invariant_checker import InvariantChecker
 from verification.simulation.scenario import FACTS, Injection, Scenario
@@ -103,7 +103,7 @@ _CONTROL_S: Final = 2.0
 """A control request without an answer for so long is given up."""
 
 
-class FaultyEngine(SimulatedEngine):
+class FaultyEngine(BreakableEngine):
     """See the module."""
 
     def __init__(

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from async_rl.config import Config, SimulatedEngines
 from async_rl.engine_protocol import Engine, EngineFacts
-from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, EnvironmentNotReady
+from verification.simulation.breakable_engine import BreakableEngine
 
 
 class SimulatedModel:
@@ -26,7 +26,7 @@ class SimulatedModel:
         """
         assert isinstance(config.engine, SimulatedEngines)
         self.engines = [
-            SimulatedEngine(f"{name}-{index}", config.engine, facts=facts, score_seed=score_seed(name))
+            BreakableEngine(f"{name}-{index}", config.engine, facts=facts, score_seed=score_seed(name))
             for index in range(config.engine.num_engines)
         ]
         self._restart_s = restart_s
