@@ -25,7 +25,7 @@ Figure = float | None
 class TrainerFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What the trainer measures and counts in a step; a mean over nothing is None.
 
-    `figures.STEP_FIGURES` describes the fields of both classes that have a metric, or verl's name in trackers.
+    `figures.STEP_FIGURES` describes those fields of both classes that have a metric or a name in verl.
     """
 
     step: int
