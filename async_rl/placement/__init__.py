@@ -27,7 +27,7 @@ from async_rl.placement.local_ray import connect_ray, disconnect_ray, scratch_fo
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import OpenWorker, WorkerSpec
-from async_rl.run import orchestrator
+from async_rl.run import entry
 from async_rl.runtime.supervision import cut_by, was_stopped_at_start
 from async_rl.runtime.user_processes import end_leftovers, write_reports
 
@@ -39,7 +39,7 @@ async def run(
     progress: RunProgress | None = None,
     server: type[SGLangServer] = SGLangServer,
 ) -> Summary:
-    """Run a config with its processes on Ray, by `async_rl.run.orchestrator.run`.
+    """Run a config with its processes on Ray, by `async_rl.run.entry.run`.
 
     Args:
         config: The run's config.
@@ -53,7 +53,7 @@ async def run(
     async with AsyncExitStack() as stack:
         async with cut_by(stop):
             cluster = await stack.enter_async_context(ray_cluster(config, run_dir, server))
-        return await orchestrator.run(config, run_dir, stop, cluster, progress=progress)
+        return await entry.run(config, run_dir, stop, cluster, progress=progress)
 
 
 @asynccontextmanager

@@ -109,6 +109,10 @@ class RestoredProgress(NamedTuple):
     """How far trajectories in flight and their branches are in the journals, by id."""
     flaws: Mapping[str, str]
     """What is wrong with frames on this node of finished trajectories whose groups are in flight, by id."""
+    step: int
+    """The step of the checkpoint."""
+    node: str
+    """The address of this node."""
 
 
 async def restore_progress(
@@ -141,7 +145,7 @@ async def restore_progress(
         ledger.rollback(step)
         flaws = await _find_flaws(ledger, run_dir / spool.FOLDER, node, report)
         if config.journal_s is None:
-            return RestoredProgress(ledger, None, {}, flaws)
+            return RestoredProgress(ledger, None, {}, flaws, step, node)
         journals = JournalFolders(
             journal_folder(config, run_dir),
             ledger.incarnation,
@@ -151,7 +155,7 @@ async def restore_progress(
             others=None if config.journal_dir is None else others,
         )
         journalled = await journals.restore(ledger.in_flight, report)
-        return RestoredProgress(ledger, journals, journalled, flaws)
+        return RestoredProgress(ledger, journals, journalled, flaws, step, node)
     except BaseException:
         ledger.close()
         raise
@@ -189,12 +193,10 @@ class RecoveredState:
         run_dir: Path,
         tasks: Sequence[Task],
         facts: EngineFacts,
-        step: int,
         metrics: Metrics,
         clock: Callable[[], float],
         read_batch: Callable[[TakenBatch], Awaitable[Mapping[str, str]]],
         *,
-        node: str = "",
         open_reader: Callable[[str], FrameReader] = no_other_nodes,
     ) -> None:
         """Restore the state from the run folder; this blocks.
@@ -205,17 +207,15 @@ class RecoveredState:
             run_dir: The run folder.
             tasks: The dataset. A group in flight whose task is no longer at its position is dropped.
             facts: The model's facts.
-            step: Step of the checkpoint that the trainer continues from.
             metrics: The run's metrics.
             clock: Monotonic seconds.
             read_batch: Lets the trainer read the frames of a batch, as `Trainer.read_batch`.
-            node: The address of this node.
             open_reader: Returns what reads frames on another node.
 
         Raises:
             SpoolFull: The disk has no space for the journal.
         """
-        ledger, self.journals, self.journalled, flaws = progress
+        ledger, self.journals, self.journalled, flaws, step, node = progress
         self._every_s = config.queue.journal_s
         self.archive: Archive | None = None
         if config.run.keep_trajectories:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import numpy as np
 
@@ -56,7 +55,6 @@ class TrainLoop(ABC):
         checkpoints: Checkpoints,
         captures: Captures,
         run_log: RunLogger,
-        clock: Callable[[], float],
     ) -> None:
         """Connect the components.
 
@@ -70,7 +68,6 @@ class TrainLoop(ABC):
             checkpoints: The checkpoints of this trainer; training continues from their `step`.
             captures: Keeps batches, and captures steps that fail or stand out.
             run_log: Records steps.
-            clock: Monotonic seconds.
         """
         self._max_steps = config.run.max_steps
         self._comparison = EngineComparison(config)
@@ -82,7 +79,7 @@ class TrainLoop(ABC):
         self._checkpoints = checkpoints
         self._captures = captures
         self._run_log = run_log
-        self._clock = clock
+        self._clock = queue.groups.clock
         self.step = checkpoints.step
         self.unsettled = False
         """Whether the trainer may hold a step that the ledger does not: a checkpoint would claim it."""

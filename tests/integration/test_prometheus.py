@@ -25,7 +25,7 @@ from async_rl.engines.sglang.server import free_port
 from async_rl.observability import endpoints
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import Summary
-from async_rl.run import orchestrator
+from async_rl.run import entry
 from monitoring.dashboard import dashboard
 from tests.support.environment import program
 from tests.support.recorded_series import INTERVAL_S, RecordedSeries
@@ -179,7 +179,7 @@ def scraped(calculator: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             return text
 
         patch.setattr(endpoints, "generate_latest", counted)
-        return await orchestrator.run(config, run_dir, stop, cluster)  # type: ignore[arg-type]
+        return await entry.run(config, run_dir, stop, cluster)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch, prometheus(folder) as server:
         assert train(path, [], launch) == 0

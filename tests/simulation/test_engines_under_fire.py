@@ -17,7 +17,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
 from async_rl.planning.virtual_time import run_virtual
-from async_rl.run import orchestrator
+from async_rl.run import entry, run_engines
 from async_rl.runtime.supervision import Nursery
 from tests.simulation.test_loop import assert_conserved, make_config, run
 from tests.support.local_cluster import LocalCluster
@@ -108,7 +108,7 @@ class World:
             if intervene is not None:
                 nursery.start_task("intervention", intervene(self.cluster))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(orchestrator, "Metrics", lambda: self.metrics)
+                patch.setattr(entry, "Metrics", lambda: self.metrics)
                 summary = await run(self.config, self.cluster, new_id=lambda: f"{next(numbers):032x}")
             nursery.cancel_tasks()
         assert_conserved(summary)
@@ -235,7 +235,7 @@ def test_engines_join_and_leave_a_running_job(
         drains.append(drain_s)
         return EngineMembership(*arguments, drain_s=drain_s)
 
-    monkeypatch.setattr(orchestrator, "EngineMembership", membership)
+    monkeypatch.setattr(run_engines, "EngineMembership", membership)
     servers = tmp_path / "servers.txt"
     servers.write_text("http://a:1\nhttp://b:1\n")
     world = World(calculator, tmp_path, f"engine.urls_file={servers}", "engine.drain_s=1")

@@ -21,7 +21,8 @@ from async_rl.observability.evaluation_record import EvaluationRecord, evaluatio
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.rollout.session.api import Session
-from async_rl.run.orchestrator import Orchestrator, RunInputs
+from async_rl.run.inputs import RunInputs
+from async_rl.run.orchestrator import Orchestrator
 from async_rl.runtime.waits import acting
 from async_rl.store.archive import FILE, ArchiveReader
 from async_rl.types import Completion, Task, Trajectory

@@ -16,7 +16,7 @@ from async_rl.errors import AsyncRLError, NonFiniteLoss
 from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
-from async_rl.run import orchestrator
+from async_rl.run import entry
 from async_rl.runtime.supervision import first_error, was_stopped_at_start
 from async_rl.store.journal_folders import JournalFolders
 from async_rl.types import Completion, Task
@@ -92,13 +92,13 @@ async def run(
     for name in ("checkpoints", "logs"):
         (run_dir / name).mkdir(parents=True, exist_ok=True)
     clock = asyncio.get_running_loop().time
-    return await orchestrator.run(config, run_dir, stop or asyncio.Event(), cluster, clock=clock, **options)
+    return await entry.run(config, run_dir, stop or asyncio.Event(), cluster, clock=clock, **options)
 
 
 def metrics_of_the_run(monkeypatch: pytest.MonkeyPatch) -> Metrics:
     """The metrics that the next run will fill."""
     metrics = Metrics()
-    monkeypatch.setattr(orchestrator, "Metrics", lambda: metrics)
+    monkeypatch.setattr(entry, "Metrics", lambda: metrics)
     return metrics
 
 

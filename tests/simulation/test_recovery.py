@@ -26,7 +26,8 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import TrajectoryCounts
 from async_rl.planning.virtual_time import VirtualTimeLoop
 from async_rl.rollout.session.api import Session
-from async_rl.run.orchestrator import Orchestrator, RunInputs
+from async_rl.run.inputs import RunInputs
+from async_rl.run.orchestrator import Orchestrator
 from async_rl.runtime.supervision import first_error
 from async_rl.store.frames import read_columns
 from async_rl.store.journal_file import JournalledTrajectory

@@ -29,7 +29,8 @@ from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.slots import Slots
-from async_rl.run.orchestrator import Orchestrator, RunInputs
+from async_rl.run.inputs import RunInputs
+from async_rl.run.orchestrator import Orchestrator
 from async_rl.runtime.supervision import Nursery, first_error, service_of, services
 from async_rl.runtime.waits import acting
 from async_rl.staleness import Backlog

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl.config import Config, parse_config
-from async_rl.run import orchestrator
+from async_rl.run import entry
 from async_rl.store.journal import Journal
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
@@ -48,7 +48,7 @@ async def hold(config: Config, number: int) -> None:
     run_dir = Path(config.run.dir) / config.run.name
     for name in ("checkpoints", "logs"):
         (run_dir / name).mkdir(parents=True, exist_ok=True)
-    await orchestrator.run(config, run_dir, asyncio.Event(), LocalCluster(config))
+    await entry.run(config, run_dir, asyncio.Event(), LocalCluster(config))
 
 
 if __name__ == "__main__":

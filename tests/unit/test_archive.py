@@ -203,7 +203,7 @@ def test_the_archive_is_rolled_back_to_the_checkpoint_of_a_restart(path: Path, t
     progress = asyncio.run(restore_progress(config.queue, tmp_path, 1, metrics))
     read_batch = AsyncMock(return_value={})
     recovered = RecoveredState(
-        config, progress, tmp_path, scenario.tasks, FACTS, 1, metrics, lambda: 0.0, read_batch
+        config, progress, tmp_path, scenario.tasks, FACTS, metrics, lambda: 0.0, read_batch
     )
     recovered.write_and_close()
     recovered.queue.close()

@@ -25,11 +25,9 @@ def recover(
     config: Config, folder: Path, *, node: str = "", flaws: dict[str, str] | None = None
 ) -> RecoveredState:
     metrics = Metrics()
-    progress = asyncio.run(restore_progress(config.queue, folder, 0, metrics))
+    progress = asyncio.run(restore_progress(config.queue, folder, 0, metrics, node=node))
     tasks, read_batch = small_run(0).tasks, AsyncMock(return_value=flaws or {})
-    return RecoveredState(
-        config, progress, folder, tasks, FACTS, 0, metrics, lambda: 0.0, read_batch, node=node
-    )
+    return RecoveredState(config, progress, folder, tasks, FACTS, metrics, lambda: 0.0, read_batch)
 
 
 @pytest.fixture

@@ -50,7 +50,8 @@ from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import Summary
 from async_rl.planning.virtual_time import NumberedTask, VirtualTimeLoop
 from async_rl.rollout.workers import worker_backend
-from async_rl.run.orchestrator import Orchestrator, RunInputs
+from async_rl.run.inputs import RunInputs
+from async_rl.run.orchestrator import Orchestrator
 from async_rl.runtime.supervision import first_error, observer
 from async_rl.runtime.waits import acting
 from async_rl.store.ledger import Ledger
