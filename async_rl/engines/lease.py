@@ -329,7 +329,7 @@ class LeaseListener(Protocol):
 
 
 class Lease:
-    """The right to make one call on one engine; returned when the block of `EnginePool.lease` ends."""
+    """The right to make one call on one engine; returned when the block of `EngineCalls.lease` ends."""
 
     slot: EngineSlot
     """The pool's record of the engine that the call was assigned to; not there before."""
