@@ -97,7 +97,7 @@ def reference_answer(task: Task) -> str:
         raise ValueError(f"the answer is a {type(answer).__name__}; expected text or a number")
     if answer is None or answer != answer or not str_of_number(answer).strip():
         raise ValueError(
-            "the task has no answer: set data.answer_key to the column of the dataset that holds the answers"
+            "the task has no answer: set data.keys.answer to the column of the dataset that holds the answers"
         )
     if isinstance(answer, float):
         return f"{Decimal(repr(float(answer))):f}".removesuffix(".0")

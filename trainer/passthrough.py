@@ -60,7 +60,7 @@ _INSTEAD: Final = {
     "trainer.optimizer": "lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad",
     "trainer.recompute": "recompute_granularity recompute_method recompute_num_layers",
     "trainer.overlap_grad_reduce": "overlap_grad_reduce",
-    "trainer.offload_activations": "cpu_offloading fine_grained_activation_offloading",
+    "trainer.recompute=offload": "cpu_offloading fine_grained_activation_offloading",
     "routing.replay": "moe_enable_routing_replay",
 }
 """Settings of this project, and the fields that they decide."""

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -91,6 +91,9 @@ from trainer.weights.weight_export import WeightExport
 from trainer.weights.weight_manifest import check_exported, served_specs
 
 log = logging.getLogger(__name__)
+
+MAX_SKIPPED_UPDATES: Final = 3
+"""Updates that may be skipped in a row; one more is an error: a policy that can no longer be trained."""
 
 _LARGEST_DIFFERENCE = 1e-2
 """Nats, above what rounding in bfloat16 explains, between two passes of equal weights and routing rows."""
@@ -172,7 +175,7 @@ class TrainerWorker:
         """
         config, trainer = self.config, self.config.trainer
         try_loss(config)  # this node may lack the user's module
-        device = choose_device(trainer.device, self._rank, bind_numa=config.placement.bind_numa)
+        device = choose_device(trainer.device, self._rank, bind_numa=True)
         if trainer.lora is not None:
             check_adapters(config, read_config(config.model.path))
         check_megatron_settings(config, on_gpu=device.type == "cuda")
@@ -301,7 +304,7 @@ class TrainerWorker:
 
         Raises:
             AlignmentError: When routing rows are of another model; no weight was changed.
-            NonFiniteLoss: When more than `trainer.max_skipped_updates` updates in a row had a loss or
+            NonFiniteLoss: When more than `MAX_SKIPPED_UPDATES` updates in a row had a loss or
                 gradient norm that is not finite, or a norm above the limit; the last update changed no
                 weight.
         """
@@ -505,10 +508,10 @@ class TrainerWorker:
             self._skipped[name] = 0
             return norm
         self._skipped[name] += 1
-        if self._skipped[name] > trainer.max_skipped_updates:
+        if self._skipped[name] > MAX_SKIPPED_UPDATES:
             raise NonFiniteLoss(
                 f"{problem}; the weights were left unchanged, consecutive skipped updates: "
-                f"{self._skipped[name]} (trainer.max_skipped_updates is {trainer.max_skipped_updates}). "
+                f"{self._skipped[name]} (at most {MAX_SKIPPED_UPDATES} are allowed). "
                 f"Lower {setting}, or look for non-finite log-probs in the batch"
             )
         log.warning("%s; the update is skipped", problem)

@@ -498,7 +498,7 @@ COMMANDS: tuple[Command, ...] = (
         "capture",
         "keep a step of a run, to repeat it",
         "Links the batches since the last checkpoint and that checkpoint into RUN/captures. The run may be "
-        "running; it captures steps that fail or stand out by itself (trainer.capture).",
+        "running; it captures steps that fail or stand out by itself (trainer.capture_bytes).",
         _add_capture_options,
         _run_capture,
     ),

@@ -114,7 +114,7 @@ async def _evaluate_sets(
         open_engines(config, folder / "logs") as engines,
     ):
         metrics = Metrics()
-        pool = EnginePool(metrics, time.monotonic, max_prefill_tokens=config.engine.max_prefill_tokens)
+        pool = EnginePool(metrics, time.monotonic)
         context = SessionContext(
             config=config,
             chat=load_chat_format(config.model.path, config.model.trusted_roles),

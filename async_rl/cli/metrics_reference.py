@@ -44,8 +44,8 @@ continues the same wandb run, TensorBoard folder and file. Steps that it repeats
 in wandb, which keeps the first ones.
 
 wandb comes with `make setup`, elsewhere with `pip install -e '.[wandb]'` in the checkout; its key comes from
-`wandb login` or WANDB_API_KEY.
-`metrics.wandb.mode: offline` writes files below the run folder; `wandb sync` in that folder uploads them.
+`wandb login` or WANDB_API_KEY, its entity from WANDB_ENTITY.
+`WANDB_MODE=offline` writes files below the run folder; `wandb sync` in that folder uploads them.
 
 | name | field of the record |
 |---|---|

@@ -179,7 +179,7 @@ def _load_batches(path: Path, capture: Capture) -> dict[int, TakenBatch]:
         start = f"the checkpoint of step {capture.base_step}" if capture.base_step else "the model's weights"
         raise DataError(
             f"{path} lacks the batches of steps {number_ranges(missing)}, without which {start} cannot be "
-            f"trained up to step {capture.step}: raise trainer.capture.max_bytes, or write checkpoints more "
+            f"trained up to step {capture.step}: raise trainer.capture_bytes, or write checkpoints more "
             "often (trainer.checkpoint_every); --until rollout shows the batch of the step alone"
         )
     return {step: load_batch(_batch_folder(path, step)) for step in wanted}
@@ -196,7 +196,7 @@ def _checkpoint_of(path: Path, capture: Capture) -> str | None:
     checkpoint = (path / capture.checkpoint).absolute()  # an absolute path replaces `path`
     if not checkpoint.is_dir():
         raise DataError(
-            f"the checkpoint {checkpoint} was removed. It was larger than trainer.capture.max_bytes, so that "
+            f"the checkpoint {checkpoint} was removed. It was larger than trainer.capture_bytes, so that "
             "the capture did not hold on to it: raise that, or trainer.keep_checkpoints"
         )
     return str(checkpoint)

@@ -34,13 +34,11 @@ from async_rl.config.run_settings import (
     PlacementConfig,
     QueueConfig,
     RunConfig,
-    WandbConfig,
 )
 from async_rl.config.sft_settings import SftConfig
 from async_rl.config.trainer_settings import (
     ADVANTAGES,
     OBJECTIVES,
-    CaptureConfig,
     CriticConfig,
     ImportanceConfig,
     KLConfig,
@@ -56,7 +54,6 @@ from async_rl.config.trainer_settings import (
 __all__ = [
     "ADVANTAGES",
     "OBJECTIVES",
-    "CaptureConfig",
     "Config",
     "CriticConfig",
     "DataConfig",
@@ -91,7 +88,6 @@ __all__ = [
     "SourceConfig",
     "TeacherConfig",
     "TrainerConfig",
-    "WandbConfig",
     "WeightsConfig",
     "apply_override",
     "changed_fields",

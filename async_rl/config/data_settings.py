@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 
 from async_rl.config.base import Meta, PositiveFloat, PositiveInt, Strict
 
+ExampleField = Literal["messages", "answer", "id", "agent_loop", "reward", "data_source", "tools", "metadata"]
+"""What is read of an example, by the names of `data.schemas.Keys`."""
+
 
 class RowsConfig(Strict, frozen=True, kw_only=True):
     """How the examples of a dataset are read. A key may be dotted: `reward_model.ground_truth`."""
@@ -20,45 +23,19 @@ class RowsConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = None
-    messages_key: Annotated[
-        str | None,
-        Meta(description="Key of the chat messages, or of a prompt string; null takes that of the schema."),
-    ] = None
-    answer_key: Annotated[
-        str | None,
-        Meta(description="Key of the reference answer, which may be null; null takes that of the schema."),
-    ] = None
-    id_key: Annotated[
-        str | None, Meta(description="Key of the example's id; examples without one are named by position.")
-    ] = None
-    agent_loop_key: Annotated[
-        str | None,
+    keys: Annotated[
+        dict[ExampleField, str],
         Meta(
             description=(
-                "Key of an example's own agent loop, a name of `rollout.agent_loops` (or a dotted path with "
-                "`rollout.trust_examples`); examples without one use `rollout.agent_loop`."
+                "Keys of an example where they differ from the schema's: `{messages: question, answer: "
+                "solution.final}`. `id`: without one, examples are named by position. `agent_loop` and "
+                "`reward`: names in `rollout.agent_loops` and `rollout.rewards` (or dotted paths with "
+                "`rollout.trust_examples`). `data_source`: the collection that the example comes from. "
+                "`tools`: JSON schemas that are added to the prompt. `metadata`: an object whose keys become "
+                "metadata of the task. A dataset takes those that it does not set from `data.keys`."
             )
         ),
-    ] = None
-    reward_key: Annotated[
-        str | None,
-        Meta(
-            description=(
-                "Key of an example's own reward, a name of `rollout.rewards` (or a dotted path with "
-                "`rollout.trust_examples`); examples without one use that of their data source, or "
-                "`rollout.reward`."
-            )
-        ),
-    ] = None
-    data_source_key: Annotated[
-        str | None, Meta(description="Key of the name of the collection that an example comes from.")
-    ] = None
-    tools_key: Annotated[
-        str | None, Meta(description="Key of JSON schemas of tools, which are added to the prompt.")
-    ] = None
-    metadata_key: Annotated[
-        str | None, Meta(description="Key of an object whose keys become metadata of the task.")
-    ] = None
+    ] = {}
 
 
 class SourceConfig(RowsConfig, frozen=True, kw_only=True):

@@ -21,79 +21,16 @@ class EnginesConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 60.0
-    min_prefill_tokens_per_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description=(
-                "Slowest prefill speed that does not count as a stall: pending prefills extend "
-                "`stall_s` at this rate."
-            ),
-        ),
-    ] = 500.0
-    first_call_s: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(
-            description=(
-                "Added to `stall_s` until an engine has sent its first token after a start, because kernels "
-                "are compiled at their first use, seconds; null: 300 where the driver sees a GPU, else 0."
-            )
-        ),
-    ] = None
-    probe_s: Annotated[
-        float,
-        Meta(gt=0, description="Interval of health probes to an engine that sends nothing, seconds."),
-    ] = 10.0
-    probe_timeout_s: Annotated[
-        float, Meta(gt=0, description="Maximum response time of a probe, seconds.")
-    ] = 10.0
-    probe_misses: Annotated[
-        int, Meta(ge=1, description="Consecutive probes without a response after which an engine has failed.")
-    ] = 3
-    max_prefill_tokens: Annotated[
-        PositiveInt | None,
-        Meta(
-            description=(
-                "Calls wait, oldest trajectory first, while an engine has this many tokens to "
-                "prefill; null sends all at once."
-            )
-        ),
-    ] = 32768
     max_restarts: Annotated[
         int,
         Meta(
             ge=0,
             description=(
-                "Restarts of one engine within `restart_window_s`; `exhausted` sets what happens after them."
+                "Restarts of one engine within an hour; after them it stays out of service until its oldest "
+                "restart is an hour ago."
             ),
         ),
     ] = 3
-    restart_window_s: Annotated[
-        float, Meta(gt=0, description="Restarts longer ago than this many seconds are not counted.")
-    ] = 3600.0
-    restart_delay_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description=(
-                "Delay before the second restart within the window, seconds; it doubles with each "
-                "further restart, minus a random share of up to a half."
-            ),
-        ),
-    ] = 2.0
-    restart_delay_max_s: Annotated[
-        float, Meta(ge=0, description="Maximum delay before a restart, seconds.")
-    ] = 300.0
-    exhausted: Annotated[
-        Literal["leave_out", "end_run"],
-        Meta(
-            description=(
-                "`leave_out`: an engine without restarts left stays out of service until its "
-                "oldest restart leaves the window; `end_run`: the run ends with the last error of "
-                "the engine."
-            )
-        ),
-    ] = "leave_out"
     max_outage_s: Annotated[
         float, Meta(gt=0, description="The run ends when no engine has served for this many seconds.")
     ] = 300.0
@@ -107,16 +44,6 @@ class EnginesConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = None
-    drain_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description=(
-                "How long running calls may continue on a server that leaves, seconds; then they "
-                "move to another engine with their tokens."
-            ),
-        ),
-    ] = 30.0
 
 
 class SGLangEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind", tag="sglang"):
@@ -296,10 +223,6 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = "host"
     bucket_bytes: Annotated[int, Meta(ge=1 << 16, description="Size of a bucket, bytes.")] = 256 << 20
-    full_every: Annotated[
-        int,
-        Meta(ge=0, description="Deltas between two versions that are sent in full, with `transport: delta`."),
-    ] = 64
     local_dir: Annotated[
         str,
         Meta(
@@ -320,17 +243,6 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = "version"
-    watch_every: Annotated[
-        PositiveInt | None,
-        Meta(
-            description=(
-                "Every this many versions, checksums of each engine's weights, and with `interrupt: abort` "
-                "its log-probs of a fixed text, are compared with those of the last time: an alert fires "
-                "when they have not changed and the trainer's weights have. null turns it off."
-            )
-        ),
-    ] = 20
-    keep_versions: Annotated[int, Meta(ge=1, description="Published versions kept on disk.")] = 2
     timeout_s: Annotated[
         float, Meta(gt=0, description="Maximum duration of the update of one engine, seconds.")
     ] = 300.0

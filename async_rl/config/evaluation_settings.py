@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from async_rl.config.base import Meta, PositiveInt, Strict
 
@@ -27,11 +27,9 @@ class EvaluationConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = "shared"
-    samples: Annotated[int, Meta(ge=1, description="Answers per task.")] = 1
-    pass_at: Annotated[
-        tuple[PositiveInt, ...],
-        Meta(description="Values of k for which pass@k is estimated; none above `samples`."),
-    ] = (1,)
+    samples: Annotated[
+        int, Meta(ge=1, description="Answers per task; pass@k is estimated for k = 1, 2, 4, … and for all.")
+    ] = 1
     pass_reward: Annotated[float, Meta(description="An answer passes when its reward is at least this.")] = (
         1.0
     )
@@ -47,10 +45,6 @@ class EvaluationConfig(Strict, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-1)] | None,
         Meta(description="Top-k sampling, -1 disables it; null takes that of rollouts."),
     ] = None
-    min_p: Annotated[
-        Annotated[float, Meta(ge=0, lt=1)] | None,
-        Meta(description="Min-p sampling, 0 disables it; null takes that of rollouts."),
-    ] = None
     max_new_tokens: Annotated[
         PositiveInt | None,
         Meta(description="Maximum number of tokens of one turn; null takes that of rollouts."),
@@ -59,15 +53,11 @@ class EvaluationConfig(Strict, frozen=True, kw_only=True):
         str | None,
         Meta(
             description=(
-                "Dotted path, or a name of `rollout.agent_loops`, for examples that name none; "
-                "null takes that of rollouts."
+                "Dotted path, or a name of `rollout.agent_loops` (for one with arguments), for examples "
+                "that name none; null takes that of rollouts."
             )
         ),
     ] = None
-    agent_loop_args: Annotated[
-        dict[str, Any],
-        Meta(description="Keyword arguments of its constructor, if `agent_loop` is a dotted path."),
-    ] = {}
     max_concurrent: Annotated[int, Meta(ge=1, description="Maximum number of concurrent answers.")] = 64
     timeout_s: Annotated[
         float,

@@ -182,6 +182,12 @@ def _readable(message: str, tree: dict[str, Any]) -> str:
         key_of_tag = found_tag.group(2).replace("[...]", ".NAME")
         tags = [str(tag) for key, _, tag, _ in describe_fields() if key == key_of_tag]
         return f"{found_tag.group(2)} is {found_tag.group(1)!r}, expected one of {', '.join(tags)}"
+    strange_key = re.search(r"Invalid enum value '(.*)' - at `key` in `\$\.([\w.\[\]]+)`", message)
+    if strange_key:
+        name, key = strange_key.groups()
+        kinds = {known: kind for known, kind, *_ in describe_fields()}
+        fields = kinds[re.sub(r"\[\d+\]", "[]", key)].removeprefix("dict[").partition(",")[0]
+        return f"unknown key {name!r} - at $.{key}; known here: {fields.replace(' | ', ', ')}"
     place = re.search(r"`\$\.([\w.]+)`", message)
     if place:
         value: Any = tree

@@ -24,10 +24,6 @@ class RewardConfig(Strict, frozen=True, kw_only=True):
     max_retries: Annotated[
         int, Meta(ge=0, description="Further calls after one that raised an exception or timed out.")
     ] = 0
-    retry_delay_s: Annotated[
-        float,
-        Meta(ge=0, description="Delay before the first retry, seconds; it doubles each time, up to 30 s."),
-    ] = 1.0
     max_concurrent: Annotated[
         PositiveInt | None, Meta(description="Maximum number of concurrent calls; null sets no limit.")
     ] = None
@@ -92,16 +88,6 @@ class HttpReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag=
             description="Further requests after a lost connection, a timeout, 429 or 5xx.",
         ),
     ] = 3
-    max_outage_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description=(
-                "How long a request is repeated, every second, while no server accepts connections; "
-                "this does not use up `max_retries`."
-            ),
-        ),
-    ] = 300.0
     max_concurrent: Annotated[
         PositiveInt | None, Meta(description="Maximum number of concurrent requests; null sets no limit.")
     ] = 64
@@ -140,13 +126,6 @@ class JudgeReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag
             description="Further questions after an answer without a score, at a temperature of at least 1.",
         ),
     ] = 2
-    cache_size: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Scores that each process keeps by prompt: what was asked before is not asked again.",
-        ),
-    ] = 10_000
 
 
 LARGEST_MASK: Final = 4096
@@ -231,15 +210,6 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 30.0
-    worker_start_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description=(
-                "Maximum start time of a worker process, including the import of user code, seconds."
-            ),
-        ),
-    ] = 120.0
     max_staleness: Annotated[
         int,
         Meta(
@@ -363,17 +333,6 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 2
-    max_task_retries: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description=(
-                "How often a task is dispatched again after its group was lost: siblings failed "
-                "(`failed_siblings: retry`), it became too old (`staleness_policy: drop`), or its "
-                "frame was damaged."
-            ),
-        ),
-    ] = 1
     straggler_wait_s: Annotated[
         PositiveFloat | None,
         Meta(

@@ -420,16 +420,6 @@ def check_layout(config: Config) -> None:
         )
 
 
-def check_recompute(config: Config) -> None:
-    """Check what is kept of a forward pass for the backward pass."""
-    trainer = config.trainer
-    if trainer.offload_activations and trainer.recompute != "full":
-        raise ValueError(
-            f"trainer.offload_activations is set, and trainer.recompute is {trainer.recompute}: layers keep "
-            "more than their inputs; set trainer.recompute=full"
-        )
-
-
 def check_sampling(config: Config) -> None:
     """Check that prompts and answers fit the context, and that tokens can be sampled.
 
@@ -634,12 +624,6 @@ def check_evaluation(config: Config) -> None:
             "evaluation.every or evaluation.at_start is set, but data.validation names no dataset: add "
             "`data.validation: [{path: ...}]`"
         )
-    too_many = [k for k in evaluation.pass_at if k > evaluation.samples]
-    if too_many:
-        raise ValueError(
-            f"evaluation.pass_at has {too_many[0]}, but evaluation.samples is {evaluation.samples}: "
-            "pass@k needs at least k answers of a task"
-        )
     if evaluation.top_k == 0:
         raise ValueError("evaluation.top_k is 0, so that no token could be sampled: use -1 for no limit")
     if not (evaluation.enabled and isinstance(evaluation.engines, int)):
@@ -664,7 +648,6 @@ CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
     check_engines,
     check_models,
     check_layout,
-    check_recompute,
     check_sampling,
     check_loss,
     check_critic,

@@ -126,15 +126,6 @@ class QueueConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = None
-    node_lost_s: Annotated[
-        PositiveFloat,
-        Meta(
-            description=(
-                "A node with finished trajectories (`queue.spool_dir`) is lost when it has not answered "
-                "for this many seconds; batches wait for it until then."
-            )
-        ),
-    ] = 60.0
     journal_s: Annotated[
         PositiveFloat | None,
         Meta(
@@ -158,6 +149,10 @@ class QueueConfig(Strict, frozen=True, kw_only=True):
     ] = None
 
 
+Resources = dict[str, Annotated[float, Meta(ge=0)]]
+"""Amounts of Ray's resources, by name."""
+
+
 class PlacementConfig(Strict, frozen=True, kw_only=True):
     """Where processes run. The same config works on one machine and on a cluster."""
 
@@ -179,22 +174,6 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = 60.0
-    cpus_per_engine: Annotated[float, Meta(ge=0, description="CPUs reserved per engine.")] = 0.0
-    cpus_per_rank: Annotated[float, Meta(ge=0, description="CPUs reserved per trainer rank.")] = 0.0
-    cpus_per_rollout_worker: Annotated[
-        float, Meta(ge=0, description="CPUs reserved per process of `rollout.num_workers`.")
-    ] = 0.0
-    gpus_per_engine: Annotated[
-        float | None,
-        Meta(
-            description=(
-                "GPUs per engine on each of its nodes; null takes tp_size / num_nodes on cuda, 0 on cpu."
-            )
-        ),
-    ] = None
-    gpus_per_rank: Annotated[
-        float | None, Meta(description="GPUs per trainer rank; null takes 1 on cuda, 0 on cpu.")
-    ] = None
     shared: Annotated[
         bool,
         Meta(
@@ -205,50 +184,33 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = False
-    bind_numa: Annotated[
-        bool,
+    resources_per_engine: Annotated[
+        Resources,
         Meta(
             description=(
-                "Restrict each trainer rank to the cores beside its GPU, as SGLang does with its processes."
+                "What Ray reserves for an engine on each of its nodes: `CPU`, `GPU` (without it, tp_size / "
+                "num_nodes on cuda) and custom resources, such as a label of the nodes that it may run on."
             )
-        ),
-    ] = True
-    resources_per_engine: Annotated[
-        dict[str, PositiveFloat],
-        Meta(
-            description=("Custom Ray resources per engine, such as a label of the nodes that it may run on.")
         ),
     ] = {}
     resources_per_rank: Annotated[
-        dict[str, PositiveFloat], Meta(description="Custom Ray resources per trainer rank.")
+        Resources,
+        Meta(
+            description=(
+                "What Ray reserves for a trainer rank: `CPU`, `GPU` (without it, 1 on cuda) and custom "
+                "resources."
+            )
+        ),
     ] = {}
     resources_per_rollout_worker: Annotated[
-        dict[str, PositiveFloat],
+        Resources,
         Meta(
             description=(
-                "Custom Ray resources per rollout worker, such as that of nodes with engines; workers are "
-                "spread over the nodes that have them."
+                "What Ray reserves for a process of `rollout.num_workers`: `CPU` and custom resources, such "
+                "as that of nodes with engines; workers are spread over the nodes that have them."
             )
         ),
     ] = {}
-    engine_strategy: Annotated[
-        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
-        Meta(
-            description=(
-                "How engines are distributed over nodes; the GPUs of one engine are on `engine.num_nodes`."
-            )
-        ),
-    ] = "SPREAD"
-    trainer_strategy: Annotated[
-        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
-        Meta(
-            description=(
-                "How trainer ranks are distributed over nodes; the ranks of a node have "
-                "consecutive numbers. `PACK` and `STRICT_PACK` keep the ranks of a tensor or expert group "
-                "on one node where they fit on one."
-            )
-        ),
-    ] = "PACK"
 
     @property
     def joins(self) -> bool:
@@ -280,32 +242,6 @@ class DoctorConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 45.0
-    look_s: Annotated[float, Meta(gt=0, description="Seconds between two checks.")] = 5.0
-    blocked_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description=(
-                "An event loop that is blocked for this many seconds is reported with the code "
-                "that it executes."
-            ),
-        ),
-    ] = 10.0
-
-
-class WandbConfig(Strict, frozen=True, kw_only=True):
-    """Weights & Biases; its key comes from `wandb login` or WANDB_API_KEY, never from the config."""
-
-    project: Annotated[str, Meta(description="Project; `run.name` is the name of the run in it.")] = (
-        "async_rl"
-    )
-    entity: Annotated[
-        str | None, Meta(description="User or team; null takes the default of the account.")
-    ] = None
-    mode: Annotated[
-        Literal["online", "offline"],
-        Meta(description="`offline` writes files that `wandb sync` uploads later."),
-    ] = "online"
 
 
 class MetricsConfig(Strict, frozen=True, kw_only=True):
@@ -323,7 +259,15 @@ class MetricsConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = []
-    wandb: WandbConfig = WandbConfig()
+    wandb_project: Annotated[
+        str,
+        Meta(
+            description=(
+                "Project of the run in Weights & Biases, under the name `run.name`. Its key, entity and mode "
+                "are what `wandb login`, WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE say."
+            )
+        ),
+    ] = "async_rl"
     targets_dir: Annotated[
         str | None,
         Meta(

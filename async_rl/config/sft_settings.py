@@ -20,23 +20,16 @@ class SftConfig(Strict, frozen=True, kw_only=True):
         str | None,
         Meta(description="A file of conversations whose loss is measured and that is never trained on."),
     ] = None
-    messages_key: Annotated[
-        str,
+    keys: Annotated[
+        dict[Literal["messages", "tools"], str],
         Meta(
             description=(
-                "Key of an example's chat messages. Examples with `token_ids` and `loss_mask` are "
-                "used as they are."
+                "Keys of an example's chat messages and of its tools, whose JSON schemas are added to the "
+                "prompt, where they are not `messages` and `tools`. Examples with `token_ids` and "
+                "`loss_mask` are used as they are."
             )
         ),
-    ] = "messages"
-    tools_key: Annotated[
-        str,
-        Meta(
-            description=(
-                "Key of JSON schemas of tools, which are added to the prompt; examples may have none."
-            )
-        ),
-    ] = "tools"
+    ] = {}
     loss_on: Annotated[
         Literal["assistant", "last_assistant"] | list[str],
         Meta(
@@ -62,7 +55,6 @@ class SftConfig(Strict, frozen=True, kw_only=True):
         PositiveInt | None,
         Meta(description="Maximum number of optimizer steps; null takes as many as the epochs need."),
     ] = None
-    shuffle: Annotated[bool, Meta(description="Shuffle each epoch with the run's seed.")] = True
     batch_tokens: Annotated[
         int,
         Meta(
@@ -81,11 +73,8 @@ class SftConfig(Strict, frozen=True, kw_only=True):
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps of linear warm-up.")] = 0
     decay: Annotated[
         Literal["cosine", "linear", "constant"],
-        Meta(description="How the learning rate falls after the warm-up."),
+        Meta(description="How the learning rate falls to a tenth after the warm-up."),
     ] = "cosine"
-    final_lr_share: Annotated[
-        float, Meta(ge=0, le=1, description="Final learning rate as a share of the peak.")
-    ] = 0.1
     validate_every: Annotated[
         int, Meta(ge=0, description="Steps between validations; 0 validates only at the end.")
     ] = 0

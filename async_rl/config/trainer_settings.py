@@ -115,34 +115,6 @@ class KLConfig(Strict, frozen=True, kw_only=True):
     ] = "loss"
 
 
-class CaptureConfig(Strict, frozen=True, kw_only=True):
-    """Batches kept on disk, so that `async-rl replay-step` can repeat a step bit for bit."""
-
-    max_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description=(
-                "Size up to which the batches since the last checkpoint are kept in the run folder, bytes; 0 "
-                "keeps none. A capture also holds on to a checkpoint that is not larger than this."
-            ),
-        ),
-    ] = 4 << 30
-    jump: Annotated[
-        Annotated[float, Meta(gt=1)] | None,
-        Meta(
-            description=(
-                "Capture a step whose gradient norm, or absolute ppo_kl or ppo_kl_bypass, is more than this "
-                "many times the median of the 20 steps before; null captures only steps that failed or "
-                "skipped an update."
-            )
-        ),
-    ] = 5.0
-    keep: Annotated[
-        int, Meta(ge=1, description="How many of these captures are kept; `async-rl capture` adds others.")
-    ] = 3
-
-
 class TeacherConfig(Strict, frozen=True, kw_only=True):
     """On-policy distillation: the reverse KL to a teacher, at the tokens that the policy sampled."""
 
@@ -281,9 +253,7 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
     lr: Annotated[float, Meta(gt=0, description="Learning rate.")] = 1e-6
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps of linear warm-up.")] = 0
     weight_decay: Annotated[float, Meta(ge=0, description="Weight decay.")] = 0.0
-    beta1: Annotated[float, Meta(ge=0, lt=1, description="Decay of the first moment.")] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1, description="Decay of the second moment.")] = 0.99
-    eps: Annotated[float, Meta(gt=0, description="Term added to the denominator.")] = 1e-8
     clip_grad: Annotated[float, Meta(gt=0, description="Maximum gradient norm.")] = 1.0
     skip_grad_norm_above: Annotated[
         Annotated[float, Meta(gt=0)] | None,
@@ -405,28 +375,15 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     epochs_per_batch: Annotated[
         int, Meta(ge=1, description="Epochs over a batch, with `updates_per_batch` steps each.")
     ] = 1
-    max_skipped_updates: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description=(
-                "Consecutive updates that may be skipped because the loss or the gradient norm is "
-                "not finite or too large; one more is an error."
-            ),
-        ),
-    ] = 3
     recompute: Annotated[
-        Literal["none", "full", "selective"], Meta(description="Activation recomputation.")
-    ] = "none"
-    offload_activations: Annotated[
-        bool,
+        Literal["none", "selective", "full", "offload"],
         Meta(
             description=(
-                "Keep the inputs of layers on the host until their backward pass; with `recompute: full`, "
-                "which keeps nothing else."
+                "Activations that are computed again in the backward pass: `full` keeps the inputs of layers "
+                "only, and `offload` keeps these on the host."
             )
         ),
-    ] = False
+    ] = "none"
     overlap_grad_reduce: Annotated[
         bool,
         Meta(
@@ -443,7 +400,17 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = {}
     loss: LossConfig = LossConfig()
-    capture: CaptureConfig = CaptureConfig()
+    capture_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Size up to which the batches since the last checkpoint are kept in the run folder, bytes, "
+                "so that `async-rl replay-step` can repeat a step bit for bit; 0 keeps none. A capture also "
+                "holds on to a checkpoint that is not larger than this."
+            ),
+        ),
+    ] = 4 << 30
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     critic: CriticConfig = CriticConfig()
@@ -472,15 +439,6 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = 0.5
-    max_failed_checkpoints: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description=(
-                "Consecutive checkpoints that may fail while training continues; one more ends the run."
-            ),
-        ),
-    ] = 3
     start_timeout_s: Annotated[
         float, Meta(gt=0, description="Maximum start time of the trainer, seconds.")
     ] = 600.0

@@ -244,7 +244,7 @@ def _load_dataset(
         tasks.append(task)
     bad.raise_if_any()
     absent_keys = tuple(
-        f"no example has the key {key!r} (data.{name}_key); the keys of the first one are "
+        f"no example has the key {key!r} (data.keys.{name}); the keys of the first one are "
         f"{name_keys(first[1])}"
         for name, key in absent.items()
     )

@@ -75,11 +75,7 @@ def detect_schema(example: Any) -> Schema:
 
 def configured_keys(*configs: RowsConfig) -> dict[str, str]:
     """Return the keys that configs set, by the field of `Keys`; earlier configs take precedence."""
-    found: dict[str, str] = {}
-    for config in reversed(configs):
-        named = {name: getattr(config, f"{name}_key") for name in Keys.__struct_fields__}
-        found |= {name: key for name, key in named.items() if key is not None}
-    return found
+    return {field: key for config in reversed(configs) for field, key in config.keys.items()}
 
 
 def keys_of(schema: Schema, *configs: RowsConfig) -> Keys:
@@ -193,7 +189,7 @@ def _messages(
     if value is None:
         raise ConfigError(
             f"{where}: {key!r} is missing; the example has the keys {name_keys(example)}: set "
-            "data.messages_key to the one that holds the chat messages or the prompt"
+            "data.keys.messages to the one that holds the chat messages or the prompt"
         )
     if not isinstance(value, list) or not value:
         found = "empty" if value in ("", []) else kind(value)

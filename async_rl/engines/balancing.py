@@ -11,7 +11,7 @@ against overload cascades seen in systems without them (verl#6533, #7435, #7613)
 - **Bounded loads.** No engine is given a call while its load is above `1 + slack` times the mean of the
   serving engines. A sticky engine is kept below that bound even when another is less loaded: an engine that
   restarts empty attracts new trajectories, but not those whose prefix is cached elsewhere.
-- **Paced prefills.** An engine is full while `max_prefill_tokens` or more wait there for the first token of
+- **Paced prefills.** An engine is full while `MAX_PREFILL_TOKENS` or more wait there for the first token of
   their calls. After a restart, a failure or an update all calls have to prefill everything: calls for which
   an engine has no capacity go to the next one, or wait here, where they can still be ordered.
 - **A cached prefix keeps its sticky engine** even when that is full: elsewhere the call would need a prefill.
@@ -30,6 +30,10 @@ from __future__ import annotations
 import heapq
 import math
 from typing import Final
+
+MAX_PREFILL_TOKENS: int | None = 32768
+"""Tokens waiting for a first token that make an engine full: it prefills them in about a second. Calls that
+wait go to the first engine that is ready. None: all are sent at once."""
 
 DEFAULT_SLACK: Final = 0.25
 """How far above the mean load a sticky engine is kept: a quarter costs little batch efficiency and, at 64

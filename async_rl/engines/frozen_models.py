@@ -77,7 +77,7 @@ class FrozenModel:
         self.name = name
         self._config = config
         self._processes = processes
-        self.pool = EnginePool(own, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
+        self.pool = EnginePool(own, clock)
         self._health = HealthWatch(self.pool, config.engine, own, clock)
         self._repair = EngineRepair(
             self.pool,

@@ -20,8 +20,6 @@ import math
 from collections.abc import Callable
 from typing import Final, Literal
 
-from msgspec.structs import replace
-
 from async_rl.config import EnginesConfig, SGLangEngines
 from async_rl.engine_protocol import Engine
 from async_rl.engines.lease import EngineLoad, EngineState
@@ -42,30 +40,42 @@ overtaken: one never began, though others that were sent later did.
 _CHECKS_PER_STALL: Final = 8
 """So that a stall is found at most an eighth of `engine.stall_s` late."""
 
+MIN_PREFILL_TOKENS_PER_S: Final = 500.0
+"""Slowest prefill that is no stall: a tenth of what engines on GPUs show for the longest prompts."""
+
 _COMPILE_S: Final = 300.0
 """Longest time that an engine on a GPU compiles kernels in its first call."""
 
+PROBE_S: Final = 10.0
+"""Interval of probes to an engine that sends nothing: a stopped server is found within `engine.stall_s`."""
+
+PROBE_TIMEOUT_S: Final = 10.0
+"""Longest answer to a probe: a server that handles a long prompt answers within seconds."""
+
+PROBE_MISSES: Final = 3
+"""Probes in a row without an answer after which an engine has failed: one or two are lost under load."""
+
 _CHECKS_PER_PROBE: Final = 4
-"""So that a probe is at most a quarter of `engine.probe_s` late."""
+"""So that a probe is at most a quarter of `PROBE_S` late."""
 
 
-def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding | None:
+def find_stall(load: EngineLoad, now: float, stall_s: float, first_call_s: float = 0.0) -> Finding | None:
     """Return what stalls on a serving engine, by the progress of its calls.
 
     Args:
         load: Its load, and when its calls last made progress.
         now: The time on the same clock.
-        config: `stall_s`, extended by the longest time that the engine's prefills can take, and before its
-            first token by the time in which it compiles kernels (`first_call_s`).
+        stall_s: `engine.stall_s`, extended by the longest time that the engine's prefills can take.
+        first_call_s: Added before the engine's first token, for the time in which it compiles kernels.
 
     Returns:
         None while nothing is wrong, or while it is too early to tell.
     """
     if not load.calls:
         return None
-    limit_s = config.stall_s + load.prefill_tokens / config.min_prefill_tokens_per_s
+    limit_s = stall_s + load.prefill_tokens / MIN_PREFILL_TOKENS_PER_S
     if not load.has_answered:
-        limit_s += config.first_call_s or 0.0
+        limit_s += first_call_s
     if now - load.progress_s > limit_s and not load.unobserved:
         return "silent"
     # All streams decode together; time in which none did (prefills go first) does not count.
@@ -77,9 +87,7 @@ def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding |
 
 
 def first_call_limit(config: EnginesConfig) -> float:
-    """Return `engine.first_call_s`, in seconds, or what applies without it."""
-    if config.first_call_s is not None:
-        return config.first_call_s
+    """Return the time in which engines compile kernels before their first token, seconds: none on a CPU."""
     on_gpu = isinstance(config, SGLangEngines) and config.device != "cpu" and detect_device() == "cuda"
     return _COMPILE_S if on_gpu else 0.0
 
@@ -99,10 +107,10 @@ class HealthWatch:
             clock: Monotonic seconds.
         """
         self._pool = pool
-        self._config = replace(config, first_call_s=first_call_limit(config))
+        self._stall_s, self._first_call_s = config.stall_s, first_call_limit(config)
         self._metrics = metrics
         self._clock = clock
-        self._interval_s = min(config.probe_s / _CHECKS_PER_PROBE, config.stall_s / _CHECKS_PER_STALL)
+        self._interval_s = min(PROBE_S / _CHECKS_PER_PROBE, config.stall_s / _CHECKS_PER_STALL)
         self._probed_s: dict[str, float] = {}
         """By engine: when its last probe was sent."""
         self._misses: dict[str, int] = {}
@@ -127,7 +135,7 @@ class HealthWatch:
         self._metrics.engine_load_imbalance.set(self._pool.statistics.imbalance)
         serving = [engine.engine_id for engine in self._pool.engines(EngineState.SERVING)]
         for engine_id, load in self._pool.statistics.loads(serving).items():
-            finding = find_stall(load, self._clock(), self._config)
+            finding = find_stall(load, self._clock(), self._stall_s, self._first_call_s)
             if finding is None:
                 continue
             self._metrics.engine_stalls_total.labels(engine_id, finding).inc()
@@ -137,7 +145,7 @@ class HealthWatch:
                     engine_id,
                     EngineTimeout(
                         f"engine {engine_id} sent nothing for {silent_s:.1f} s to {load.calls} calls, with "
-                        f"{load.prefill_tokens} tokens to prefill; engine.stall_s is {self._config.stall_s}"
+                        f"{load.prefill_tokens} tokens to prefill; engine.stall_s is {self._stall_s}"
                     ),
                 )
             elif finding == "call":
@@ -155,7 +163,7 @@ class HealthWatch:
             engine_id = engine.engine_id
             progress_s = self._pool.statistics.progress_s_of(engine_id)
             quiet_s = now - max(progress_s, self._probed_s.get(engine_id, -math.inf))
-            if quiet_s >= self._config.probe_s and engine_id not in self._probing:
+            if quiet_s >= PROBE_S and engine_id not in self._probing:
                 self._probing.add(engine_id)
                 probes.start_task(f"probe {engine_id}", self._probe_engine(engine))
 
@@ -165,7 +173,7 @@ class HealthWatch:
         before = self._pool.snapshot_of(engine_id)
         try:
             async with (
-                asyncio.timeout(self._config.probe_timeout_s) as scope,
+                asyncio.timeout(PROBE_TIMEOUT_S) as scope,
                 waiting("engine", engine_id, scope=scope),
             ):
                 health = await engine.health()
@@ -199,9 +207,9 @@ class HealthWatch:
         if progress_s > probed_s:
             return  # it was busy with its calls
         misses = self._misses[engine_id] = self._misses.get(engine_id, 0) + 1
-        why = str(error) or f"no answer within engine.probe_timeout_s = {self._config.probe_timeout_s}"
-        log.warning("engine %s, missed probe %d of %d: %s", engine_id, misses, self._config.probe_misses, why)
-        if misses >= self._config.probe_misses:
+        why = str(error) or f"no answer within {PROBE_TIMEOUT_S} s"
+        log.warning("engine %s, missed probe %d of %d: %s", engine_id, misses, PROBE_MISSES, why)
+        if misses >= PROBE_MISSES:
             del self._misses[engine_id]
             self._metrics.engine_stalls_total.labels(engine_id, "unreachable").inc()
             self._pool.quarantine_engine(

@@ -8,7 +8,7 @@
 
 A user edits the file. A new line becomes an engine, into which `repair` loads the current weights before it
 gets calls. An engine whose line was removed drains: it gets no new calls, and running calls may end within
-`engine.drain_s`; then they are aborted, and their sessions go on with their tokens on other engines.
+`DRAIN_S`; then they are aborted, and their sessions go on with their tokens on other engines.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
 
 log = logging.getLogger(__name__)
+
+DRAIN_S: Final = 30.0
+"""How long the calls of a leaving engine may go on: most end, and the rest move with their tokens."""
 
 REREAD_S: Final = 2.0
 """Between two reads. Two equal reads in a row count: a file may be half written when it is read."""
@@ -53,7 +56,7 @@ class EngineMembership:
         connect: Callable[[str, str], Engine],
         depart: Callable[[str], Awaitable[None]],
         *,
-        drain_s: float,
+        drain_s: float = DRAIN_S,
     ) -> None:
         """Wire the parts.
 

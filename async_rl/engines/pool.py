@@ -27,6 +27,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Final
 
 from async_rl.engine_protocol import Engine, InterruptMode
+from async_rl.engines import balancing
 from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
 from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, EngineSnapshot, EngineState
@@ -71,7 +72,6 @@ class EnginePool(LeaseHolder):
         metrics: Metrics,
         clock: Callable[[], float],
         max_strikes: int = 3,
-        max_prefill_tokens: int | None = None,
     ) -> None:
         """Start without engines.
 
@@ -79,14 +79,12 @@ class EnginePool(LeaseHolder):
             metrics: Where states, versions and loads are shown.
             clock: Monotonic seconds.
             max_strikes: Implausible answers or lost calls after which an engine is quarantined.
-            max_prefill_tokens: Tokens waiting for a first token that make an engine full, see
-                `balancing.Balancer`.
         """
         self._metrics = metrics
         self._clock = clock
         self._max_strikes = max_strikes
         self._slots: dict[str, EngineSlot] = {}
-        self._balancer = Balancer(max_prefill_tokens=max_prefill_tokens)
+        self._balancer = Balancer(max_prefill_tokens=balancing.MAX_PREFILL_TOKENS)
         self.dispatcher = LeaseDispatcher(self._slots, self._balancer, self, metrics, clock)
         """Gives calls to engines: what sessions know of the pool."""
         self._need_repair: dict[str, None] = {}

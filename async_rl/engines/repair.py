@@ -20,6 +20,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 import msgspec
 
@@ -34,6 +35,17 @@ from async_rl.runtime.waits import waiting
 log = logging.getLogger(__name__)
 
 
+RESTART_WINDOW_S: Final = 3600.0
+"""Restarts longer ago than this are not counted: what fails once an hour is worth restarting."""
+
+RESTART_DELAY_S: Final = 2.0
+"""Delay before the second restart within the window, doubled for each further one: a port or the memory of a
+GPU is free again after seconds."""
+
+RESTART_DELAY_MAX_S: Final = 300.0
+"""Longest delay: by then only somebody who repairs the node helps, and is not kept waiting longer."""
+
+
 class RestartDelay(msgspec.Struct, frozen=True):
     """When a failed engine may be restarted."""
 
@@ -45,9 +57,9 @@ class RestartDelay(msgspec.Struct, frozen=True):
 class RestartBackoff:
     """The restarts of one engine within the window, from which the next delay follows. Owns no clock."""
 
-    def __init__(self, config: EnginesConfig, rng: random.Random) -> None:
-        """Start without restarts; `rng` draws the jitter."""
-        self._config = config
+    def __init__(self, max_restarts: int, rng: random.Random) -> None:
+        """Start without restarts; `max_restarts` may fall within the window, and `rng` draws the jitter."""
+        self._max_restarts = max_restarts
         self._rng = rng
         self._times: deque[float] = deque()
 
@@ -57,17 +69,16 @@ class RestartBackoff:
         Jitter keeps engines that failed together from starting together: half of the delay is drawn.
         Source: "equal jitter" of Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015.
         """
-        config = self._config
-        while self._times and self._times[0] + config.restart_window_s <= now:
+        while self._times and self._times[0] + RESTART_WINDOW_S <= now:
             self._times.popleft()
-        if len(self._times) >= config.max_restarts:
+        if len(self._times) >= self._max_restarts:
             oldest = self._times[0] if self._times else now
             # At least a second: after rounding, the rest of a window may be too short to advance the clock.
-            return RestartDelay(max(1.0, oldest + config.restart_window_s - now), exhausted=True)
+            return RestartDelay(max(1.0, oldest + RESTART_WINDOW_S - now), exhausted=True)
         if not self._times:
             return RestartDelay(0.0)
-        doubled = config.restart_delay_s * 2.0 ** (len(self._times) - 1)
-        return RestartDelay(min(doubled, config.restart_delay_max_s) * self._rng.uniform(0.5, 1.0))
+        doubled = RESTART_DELAY_S * 2.0 ** (len(self._times) - 1)
+        return RestartDelay(min(doubled, RESTART_DELAY_MAX_S) * self._rng.uniform(0.5, 1.0))
 
     def record_restart(self, now: float) -> None:
         """Record that a restart begins."""
@@ -121,8 +132,7 @@ class EngineRepair:
         """Repair engines until cancelled.
 
         Raises:
-            EngineError: When no engine has served for `engine.max_outage_s`, or one has no restarts left and
-                the config says that this ends the run.
+            EngineError: When no engine has served for `engine.max_outage_s`.
         """
         async with Nursery() as nursery:
             nursery.start_task("outage", self._watch_outage())
@@ -136,13 +146,13 @@ class EngineRepair:
         """Restart an engine until it serves or has left the pool."""
         if engine_id not in self._backoffs:
             rng = random.Random(f"{self._seed} {engine_id}")
-            self._backoffs[engine_id] = RestartBackoff(self._config, rng)
+            self._backoffs[engine_id] = RestartBackoff(self._config.max_restarts, rng)
         backoff = self._backoffs[engine_id]
         try:
             while self._pool.needs_repair(engine_id):
                 delay = backoff.next_delay(self._clock())
                 if delay.exhausted:
-                    self._give_up_engine(engine_id, backoff.count, delay.delay_s)
+                    self._leave_out_engine(engine_id, backoff.count, delay.delay_s)
                 with waiting("engine start", engine_id):
                     await asyncio.sleep(delay.delay_s)
                 if delay.exhausted or not self._pool.needs_repair(engine_id):
@@ -169,17 +179,18 @@ class EngineRepair:
             self._metrics.engine_restarts_total.labels(engine_id, "ok").inc()
             log.info("engine %s serves again", engine_id)
 
-    def _give_up_engine(self, engine_id: str, count: int, delay_s: float) -> None:
-        """Log that an engine has no restarts left, or end the run for it."""
-        cause = self._pool.error_of(engine_id)
-        message = (
-            f"engine {engine_id} failed again after {count} restarts within engine.restart_window_s = "
-            f"{self._config.restart_window_s}, engine.max_restarts is {self._config.max_restarts}; the last "
-            f"cause: {cause}"
+    def _leave_out_engine(self, engine_id: str, count: int, delay_s: float) -> None:
+        """Log that an engine has no restarts left."""
+        log.error(
+            "engine %s failed again after %d restarts within %.0f s, engine.max_restarts is %d; the last "
+            "cause: %s. It is left out for %.0f s",
+            engine_id,
+            count,
+            RESTART_WINDOW_S,
+            self._config.max_restarts,
+            self._pool.error_of(engine_id),
+            delay_s,
         )
-        if self._config.exhausted == "end_run":
-            raise EngineError(message) from cause
-        log.error("%s. It is left out for %.0f s", message, delay_s)
 
     async def _watch_outage(self) -> None:
         """End the run when no engine has served for long; updates and loans count as serving."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,9 +79,12 @@ def estimate(values: Sequence[float], *, low: float = -math.inf, high: float = m
 
 
 def scores(
-    answers: Iterable[EvaluatedAnswer], *, pass_at: Sequence[int], pass_reward: float
+    answers: Iterable[EvaluatedAnswer], *, samples: int, pass_reward: float
 ) -> dict[str, EvaluationScore]:
-    """Score answers together, by dataset, and by data source within it; return nothing without answers."""
+    """Score answers together, by dataset, and by data source within it; return nothing without answers.
+
+    pass@k is for k = 1, 2, 4, … and `samples`, the answers of a task.
+    """
     sets: dict[str, list[EvaluatedAnswer]] = defaultdict(list)
     for answer in answers:
         names = [EVERYTHING, answer.dataset]
@@ -88,6 +92,8 @@ def scores(
             names.append(f"{answer.dataset}/{answer.source}")
         for name in names:
             sets[name].append(answer)
+    doubling = itertools.takewhile(lambda k: k < samples, (2**power for power in itertools.count()))
+    pass_at = [*doubling, samples]
     return {name: _score(found, pass_at, pass_reward) for name, found in sorted(sets.items())}
 
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -61,15 +61,14 @@ def evaluation_config(config: Config) -> Config:
     With rollout workers there is one per 512 answers at a time, at most as many as for rollouts.
     """
     evaluation, rollout, longest = config.evaluation, config.rollout, config.evaluation.max_new_tokens
-    changed = {
+    changed: dict[str, Any] = {
         "temperature": evaluation.temperature,
         "top_p": evaluation.top_p,
         "top_k": evaluation.top_k,
-        "min_p": evaluation.min_p,
         "replay_sampling": False,  # answers are not trained on
         "max_new_tokens": longest and min(longest, rollout.max_context_tokens - 1),
         "agent_loop": evaluation.agent_loop,
-        "agent_loop_args": None if evaluation.agent_loop is None else evaluation.agent_loop_args,
+        "agent_loop_args": None if evaluation.agent_loop is None else {},
     }
     workers = workers_needed(evaluation.max_concurrent, one_machine=False).number
     return replace(
@@ -127,9 +126,8 @@ class Evaluator:
 
     def new_pool(self) -> EnginePool:
         """Return an empty pool for the engines of one evaluation, with metrics of its own."""
-        limit = self.config.engine.max_prefill_tokens
         metrics = Metrics().share(self.context.metrics, _SHARED)
-        return EnginePool(metrics, self.context.clock, max_prefill_tokens=limit)
+        return EnginePool(metrics, self.context.clock)
 
     async def evaluate_sets(
         self,
@@ -175,7 +173,7 @@ class Evaluator:
             reason="" if run.answers else run.describe_drops(),
             duration_s=clock() - began_s,
             engines=engines,
-            scores=scores(run.answers, pass_at=evaluation.pass_at, pass_reward=evaluation.pass_reward),
+            scores=scores(run.answers, samples=evaluation.samples, pass_reward=evaluation.pass_reward),
             asked=self.num_answers,
             dropped=dict(run.dropped),
             sampled_tokens=run.sampled_tokens,

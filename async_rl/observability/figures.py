@@ -110,7 +110,7 @@ STEP_FIGURES: Final = {
         "loss": Description(
             "Policy loss of the last step.",
             bad="Its size says little. Not finite: the update is skipped; more than "
-            "`trainer.max_skipped_updates` in a row end the run with `NonFiniteLoss`.",
+            "four in a row end the run with `NonFiniteLoss`.",
             tracker="actor/pg_loss",
         ),
         "ppo_kl": Description(

@@ -24,6 +24,9 @@ from async_rl.observability.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+BLOCKED_S: Final = 10.0
+"""A loop that is blocked for this time is reported: shorter blocks show in `event_loop_lag_seconds`."""
+
 _LONGEST_TICK_S: Final = 1.0
 
 _NUM_CHECKS: Final = 4
@@ -37,7 +40,7 @@ time; otherwise code has kept all threads from running."""
 class LoopWatchdog:
     """Watches the running event loop from its own thread while the block runs."""
 
-    def __init__(self, metrics: Metrics, blocked_s: float) -> None:
+    def __init__(self, metrics: Metrics, blocked_s: float = BLOCKED_S) -> None:
         """Prepare the thread; `__enter__` starts it.
 
         Args:

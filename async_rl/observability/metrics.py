@@ -468,7 +468,7 @@ class TrainerMetrics(Instruments):
     )
     checkpoint_failures_total = counter(
         "Checkpoints that could not be written.",
-        bad="Rises: the log says why; the run ends after `trainer.max_failed_checkpoints` in a row.",
+        bad="Rises: the log says why; the run ends after four in a row.",
     )
     weight_sync_seconds = histogram(
         "Duration of a weight update by phase (snapshot, interrupt, transfer, verify, total).",
@@ -477,7 +477,7 @@ class TrainerMetrics(Instruments):
     )
     served_weights_unchanged = gauge(
         "1 if an engine had the checksums, or the log-probs of a fixed text, of an earlier version although "
-        "the trainer's weights had changed, when it was last compared (`weights.watch_every`).",
+        "the trainer's weights had changed, when it was last compared, every 20 versions.",
         "engine",
         unit="1",
         bad="1: the engine samples from old weights under a new version; restart it, and set "
@@ -566,7 +566,7 @@ class HealthMetrics(Instruments):
         bad="A p99 above 1: blocking code in a tool, reward or loop.",
     )
     event_loop_blocked_total = counter(
-        "Times the event loop was blocked for `doctor.blocked_s`.",
+        "Times the event loop was blocked for 10 s.",
         bad="Above 0: the log has the stack.",
     )
 

@@ -104,7 +104,7 @@ class RayCluster(RayEngines, Cluster):
         devices = await self._shared_devices(ranks)
         actors = self._rank_actors = [
             actor_class.options(**self._rank_placements.actor_options(rank) | options_beside(device)).remote(
-                config.placement.cpus_per_rank, device and device.gpu
+                config.placement.resources_per_rank.get("CPU", 0.0), device and device.gpu
             )
             for rank, device in enumerate(devices)
         ]
@@ -197,18 +197,15 @@ class RayCluster(RayEngines, Cluster):
 
     def _new_rank_placements(self) -> Placements:
         trainer, placement = self._config.trainer, self._config.placement
-        packed = placement.trainer_strategy in ("PACK", "STRICT_PACK")
-        gpus = placement.gpus_per_rank
-        if gpus is None:
-            gpus = 1.0 if uses_gpus(trainer.device) and not placement.shared else 0.0
+        gpus = 1.0 if uses_gpus(trainer.device) and not placement.shared else 0.0
         return Placements(
             "trainer rank",
-            {"CPU": placement.cpus_per_rank, "GPU": gpus, **placement.resources_per_rank},
+            {"GPU": gpus} | placement.resources_per_rank,
             trainer.num_ranks,
-            placement.trainer_strategy,
+            "PACK",  # ranks exchange more with each other than with anything else
             neighbours=True,
-            together=ranks_together(trainer.layout) if packed else 1,
-            remedy="lower trainer.num_ranks or placement.*_per_rank",
+            together=ranks_together(trainer.layout),
+            remedy="lower trainer.num_ranks or placement.resources_per_rank",
         )
 
 

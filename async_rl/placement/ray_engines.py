@@ -199,17 +199,15 @@ class RayEngines(EngineProcesses):
         return engine.num_nodes if isinstance(engine, SGLangEngines) else 1
 
     def _new_engine_placements(self) -> Placements:
-        engine, placement = self._config.engine, self._config.placement
-        gpus = placement.gpus_per_engine
-        if gpus is None:
-            real = isinstance(engine, SGLangEngines) and uses_gpus(engine.device)
-            gpus = engine.tp_size / engine.num_nodes if real and isinstance(engine, SGLangEngines) else 0.0
+        engine, gpus = self._config.engine, 0.0
+        if isinstance(engine, SGLangEngines) and uses_gpus(engine.device):
+            gpus = engine.tp_size / engine.num_nodes
         return Placements(
             "engine" if self._num_nodes == 1 else "node of an engine",
-            {"CPU": placement.cpus_per_engine, "GPU": gpus, **placement.resources_per_engine},
+            {"GPU": gpus} | self._config.placement.resources_per_engine,
             engine.num_engines * self._num_nodes,
-            placement.engine_strategy,
-            remedy="lower engine.num_engines, engine.tp_size or placement.*_per_engine",
+            "SPREAD",  # so that each has the network of its node to itself
+            remedy="lower engine.num_engines, engine.tp_size or placement.resources_per_engine",
         )
 
     async def _wait_for_placement(self, engine_id: str) -> None:

@@ -30,7 +30,7 @@ from async_rl.placement.placements import MIN_CPUS, addresses_of, node_addresses
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
-from async_rl.rollout.workers.worker import RolloutWorker
+from async_rl.rollout.workers.worker import START_TIMEOUT_S, RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.descriptors import raise_descriptor_limit
 from async_rl.runtime.ids import new_id
@@ -98,16 +98,20 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
         ConfigError: The worker cannot load an object that the config names.
     """
     name, config = spec.name, spec.config
-    limit_s = config.rollout.worker_start_timeout_s
-    cpus = config.placement.cpus_per_rollout_worker or MIN_CPUS
-    resources = dict(config.placement.resources_per_rollout_worker)
+    resources = {k: amount for k, amount in config.placement.resources_per_rollout_worker.items() if amount}
+    cpus, gpus = resources.pop("CPU", MIN_CPUS), resources.pop("GPU", 0.0)
     strategy: Any = "SPREAD"
     try:
         if spec.node:
             alive = await asyncio.to_thread(node_addresses)
             if ids := [node_id for node_id, address in alive.items() if address == spec.node]:
                 strategy = NodeAffinitySchedulingStrategy(ids[0], soft=True)
-        options = {"num_cpus": cpus, "resources": resources, "scheduling_strategy": strategy}
+        options = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "resources": resources,
+            "scheduling_strategy": strategy,
+        }
         actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
     except RayError as error:
         raise EnvironmentNotReady(f"Ray cannot start {name}: {last_line(error)}") from error
@@ -116,7 +120,7 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
     graceful = False
     try:
         try:
-            async with asyncio.timeout(limit_s), listen(node_address()) as listener:
+            async with asyncio.timeout(START_TIMEOUT_S), listen(node_address()) as listener:
                 process = await actor.join_run.remote(setup, str(log_path))
                 address = node_address(), listener.port, listener.key
                 given = to_builtins(config_per_worker(config))
@@ -128,7 +132,7 @@ async def rollout_worker(spec: WorkerSpec, setup: ActorSetup, log_path: Path) ->
         except (RayError, OSError) as error:  # TimeoutError is an OSError
             slow = f"it took too long, or no node has enough of {resources | {'CPU': cpus}}"
             why = slow if isinstance(error, TimeoutError) else last_line(error)
-            failure = f"{name} did not start within rollout.worker_start_timeout_s = {limit_s}: {why}"
+            failure = f"{name} did not start within {START_TIMEOUT_S} s: {why}"
             raise cause_of(error, EnvironmentNotReady(failure)) from error
         log.info("%s is process %d of node %s", name, process.pid, process.host)
         try:
@@ -212,7 +216,7 @@ async def _run_worker(
         inspected=inspected,
         syncs_journal=True,
     )
-    with short_pauses(), LoopWatchdog(metrics, config.doctor.blocked_s):
+    with short_pauses(), LoopWatchdog(metrics):
         try:
             await worker.run(await await_link())
         finally:

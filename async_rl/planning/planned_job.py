@@ -220,7 +220,7 @@ class _Job:
         prompts = max(MARKS, workload.prompt_tokens // scale) + workload.turns * (
             MARKS + workload.tool_tokens // scale
         )
-        engine = replace(config.engine, stall_s=_EVER_S, probe_s=_EVER_S)
+        engine = replace(config.engine, stall_s=_EVER_S)
         if isinstance(engine, SGLangEngines):
             engine = replace(engine, context_length=None)  # limits real tokens
         # The first counts real tokens, too; a plan has no engines of other models.
@@ -246,7 +246,7 @@ class _Job:
             ),
             data=replace(config.data, shuffle=False, epochs=None),
             engine=engine,
-            doctor=replace(config.doctor, action="report", stall_s=_EVER_S, look_s=_EVER_S),
+            doctor=replace(config.doctor, action="report", stall_s=_EVER_S),
             routing=replace(config.routing, replay="off"),
             queue=replace(config.queue, max_bytes=1 << 50, journal_s=None),
             evaluation=EvaluationConfig(),

@@ -2,7 +2,7 @@
 
 ```
 runs/NAME/
-  batches/step_00000041/ … 44/    batches since the last checkpoint, up to trainer.capture.max_bytes
+  batches/step_00000041/ … 44/    batches since the last checkpoint, up to trainer.capture_bytes
   captures/step_00000044/         hard links, so that nothing is copied and nothing of it is deleted early
     capture.json                  which step, why, and from which checkpoint it is trained
     config.yaml, versions.json    of the run
@@ -52,11 +52,17 @@ MANIFEST: Final = "capture.json"
 
 _VERSIONS: Final = "versions.json"
 
+_KEPT: Final = 3
+"""Captures that a run keeps of those that it makes itself: more of the same cause show nothing new."""
+
 _HISTORY: Final = 20
 """Steps whose median a step is compared with."""
 
 _MIN_HISTORY: Final = 5
 """Steps before the first comparison."""
+
+_JUMP: Final = 5.0
+"""A step whose value is more than this many times the median is captured: usual steps stay within twice."""
 
 _LEAST_JUMP: Final = {"grad_norm": 0.0, "ppo_kl": 0.01, "ppo_kl_bypass": 0.01}
 """What is compared, and the size (of a KL: in nats) that it must exceed to count as a jump: medians near 0
@@ -86,11 +92,11 @@ class Captures:
         """Remove what an earlier incarnation kept, whose steps were undone or are in the checkpoint.
 
         Args:
-            config: The run's config; `trainer.capture` says what is kept and captured.
+            config: The run's config; `trainer.capture_bytes` says how much is kept.
             run_dir: The run's folder.
             step: The step that the trainer continues from.
         """
-        self._config, self._settings = config, config.trainer.capture
+        self._config = config
         self._run_dir = run_dir.absolute()
         self._batches = self._run_dir / kept_batches.FOLDER
         shutil.rmtree(self._batches, ignore_errors=True)
@@ -105,12 +111,12 @@ class Captures:
         The first batches after a checkpoint are kept rather than the last: a step can be repeated only with
         all batches since the checkpoint.
         """
-        limit = self._settings.max_bytes
+        limit = self._config.trainer.capture_bytes
         if sum(self._kept.values()) + batch.nbytes > limit:
             if limit and step - 1 in {self._base_step, *self._kept}:
                 log.info(
                     "steps from %d to the next checkpoint cannot be replayed: their batches would exceed "
-                    "trainer.capture.max_bytes = %d",
+                    "trainer.capture_bytes = %d",
                     step,
                     limit,
                 )
@@ -147,26 +153,26 @@ class Captures:
             step,
             reason,
             base_step=self._base_step,
-            max_checkpoint_bytes=self._settings.max_bytes,
+            max_checkpoint_bytes=self._config.trainer.capture_bytes,
         )
 
         def capture() -> None:
             path = work()
-            _remove(_superseded(path.parent, self._settings.keep))
+            _remove(_superseded(path.parent, _KEPT))
             log.warning("captured step %d: %s; repeat it with: async-rl replay-step %s", step, reason, path)
 
         await _in_thread(capture)
 
     def _find_reason(self, result: StepResult) -> str | None:
         """Return why a step is captured; None for an ordinary one."""
-        metrics, jump = result.metrics, self._settings.jump
+        metrics = result.metrics
         reasons = []
         if metrics.get("updates_skipped"):
             reasons.append(f"{metrics['updates_skipped']:.0f} updates were skipped")
         for name, history in self._history.items():
             value = abs(metrics.get(name, float("nan")))
             usual = median(history) if len(history) >= _MIN_HISTORY else 0.0
-            if jump is not None and usual and value > max(jump * usual, _LEAST_JUMP[name]):
+            if usual and value > max(_JUMP * usual, _LEAST_JUMP[name]):
                 reasons.append(f"{name} is {value:.3g}, {value / usual:.1f} times its median")
             if value < float("inf"):
                 history.append(value)
@@ -208,7 +214,7 @@ def write_capture(
     if step not in kept:
         raise ConfigError(
             f"the batch of step {step} is not kept in {batches}; kept are: {number_ranges(kept) or 'none'}. "
-            "Batches are kept from a checkpoint to the next, within trainer.capture.max_bytes"
+            "Batches are kept from a checkpoint to the next, within trainer.capture_bytes"
         )
     try:
         load_batch(step_folder(batches, step))
@@ -267,7 +273,7 @@ def newest_kept_step(run_dir: Path) -> int:
     if not kept:
         raise ConfigError(
             f"{batches} has no batch: they are kept from a checkpoint to the next, "
-            "within trainer.capture.max_bytes"
+            "within trainer.capture_bytes"
         )
     trained = [step for step in kept if load_result(step_folder(batches, step)) is not None]
     return (trained or kept)[-1]

@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 FOLDER: Final = "checkpoints"
 """Subfolder of the run's folder."""
 
+MAX_FAILED_CHECKPOINTS: Final = 3
+"""Checkpoints that may fail in a row while training continues; one more ends the run: a disk that stays full
+makes a later crash lose too many steps."""
+
 _TRAINER_WAITS: Final = frozenset(
     {"trainer start", "frames", "trainer step", "checkpoint", "snapshot", "publish", "send weights", "export"}
 )
@@ -48,7 +52,7 @@ class Checkpoints:
         """Write nothing yet.
 
         Args:
-            config: When checkpoints are due, how many are kept, how many may fail.
+            config: When checkpoints are due, how many are kept.
             run_dir: The run's folder.
             trainer: Writes the checkpoints.
             groups: Their ledger records each complete checkpoint.
@@ -128,11 +132,10 @@ class Checkpoints:
             return
         self.num_failed += 1
         self._metrics.checkpoint_failures_total.inc()
-        limit = self._config.max_failed_checkpoints
-        if last or self.num_failed > limit:
+        if last or self.num_failed > MAX_FAILED_CHECKPOINTS:
             raise CheckpointError(
                 f"{saved.failure}; {self.num_failed} checkpoints have failed in a row "
-                f"(trainer.max_failed_checkpoints is {limit})"
+                f"(at most {MAX_FAILED_CHECKPOINTS} may)"
             )
         log.warning("%s; training continues; the newest checkpoint is of step %d", saved.failure, self.step)
 

@@ -19,7 +19,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from async_rl.config import Config, DoctorConfig, SGLangEngines
+from async_rl.config import Config, SGLangEngines
+from async_rl.engines import repair
+from async_rl.engines.health import MIN_PREFILL_TOKENS_PER_S
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineTimeout, StallError
 from async_rl.observability.diagnosis import (
@@ -34,6 +36,8 @@ from async_rl.observability.diagnosis import (
 from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.slots import Slots
+from async_rl.rollout.workers.worker import START_TIMEOUT_S
+from async_rl.run.recovery import NODE_LOST_S
 from async_rl.runtime.waits import WAIT_KINDS, Waits, acting, waiting
 from async_rl.store.trajectory_queue import TrajectoryQueue
 
@@ -41,6 +45,9 @@ log = logging.getLogger(__name__)
 
 _LOG_INTERVAL_FACTOR: Final = 2.0
 """The interval between log messages on a lasting stall grows by this factor."""
+
+LOOK_S: Final = 5.0
+"""Time between two checks: a tenth of the default of `doctor.stall_s`."""
 
 _CHECKS_BEFORE_ALARM: Final = 2
 """Consecutive checks that must find a stall: between them, data that arrived while the loop was blocked is
@@ -52,7 +59,7 @@ def wait_limits(config: Config) -> dict[str, float]:
     """Return the longest duration of each kind of wait by the config; kinds without a limit are missing."""
     engine, weights, trainer, rollout = config.engine, config.weights, config.trainer, config.rollout
     start_s = engine.start_timeout_s if isinstance(engine, SGLangEngines) else engine.stall_s
-    start_s += engine.restart_delay_max_s  # a restart that waits for its delay counts as running
+    start_s += repair.RESTART_DELAY_MAX_S  # a restart that waits for its delay counts as running
     named: dict[str, float] = {
         "agent loop": rollout.trajectory_timeout_s,
         "checkpoint": trainer.step_timeout_s,
@@ -66,8 +73,8 @@ def wait_limits(config: Config) -> dict[str, float]:
         "hand-over": weights.timeout_s,
         "publish": weights.timeout_s,
         "reward": rollout.reward_timeout_s,
-        "node": 2 * config.queue.node_lost_s,
-        "rollout worker": rollout.worker_start_timeout_s,
+        "node": 2 * NODE_LOST_S,
+        "rollout worker": START_TIMEOUT_S,
         "send weights": 2 * weights.timeout_s,
         "snapshot": weights.timeout_s,
         "tool": rollout.tool_timeout_s,
@@ -78,9 +85,9 @@ def wait_limits(config: Config) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def recording_waits(waits: Waits, metrics: Metrics, config: DoctorConfig) -> AsyncIterator[None]:
+async def recording_waits(waits: Waits, metrics: Metrics) -> AsyncIterator[None]:
     """Record all waits of the block, and watch its event loop; the block is the run."""
-    with acting("run", waits=waits), LoopWatchdog(metrics, config.blocked_s):
+    with acting("run", waits=waits), LoopWatchdog(metrics):
         yield
 
 
@@ -124,12 +131,12 @@ class Doctor:
         self._remedy_time_s: dict[tuple[str, str], float] = {}
 
     async def run_checks(self) -> None:
-        """Check the run every `doctor.look_s` seconds; never returns.
+        """Check the run every `LOOK_S` seconds; never returns.
 
         Raises:
             StallError: The run is stalled, and `doctor.action` ends it.
         """
-        interval_s = self._config.look_s
+        interval_s = LOOK_S
         while True:
             expected_s = self._waits.clock() + interval_s
             with waiting("idle"):
@@ -212,7 +219,7 @@ class Doctor:
                 state=state,
                 running_calls=vitals[engine_id].calls,
                 patience_s=config.stall_s
-                + vitals[engine_id].prefill_tokens / config.min_prefill_tokens_per_s
+                + vitals[engine_id].prefill_tokens / MIN_PREFILL_TOKENS_PER_S
                 + self._worker_stall_s * vitals[engine_id].unobserved,
                 weight_version=pool.version_of(engine_id),
                 error=str(pool.error_of(engine_id) or ""),

@@ -59,7 +59,7 @@ async def run(
         status, run_log, host = orchestrator.live_status, orchestrator.run_log, config.metrics.host
         page = Feed(config, status.now, lambda: run_log.records, lambda: run_log.evaluations)
         async with (
-            recording_waits(orchestrator.waits, metrics, config.doctor),
+            recording_waits(orchestrator.waits, metrics),
             serve(metrics, host, config.metrics.port, status.health, page_routes(page)) as url,
             services(page=observer(page.run)),
         ):

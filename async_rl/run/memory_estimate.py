@@ -117,9 +117,8 @@ def _fits(config: Config, gpu: int, prefix: str) -> bool:
 def _trainer_changes(config: Config) -> Iterator[list[str]]:
     """Yield changes of the trainer, the fewest first."""
     trainer, layout = config.trainer, config.trainer.layout
-    recompute = [["trainer.recompute=full"]] if trainer.recompute != "full" else []
-    if trainer.recompute == "none":
-        recompute.insert(0, ["trainer.recompute=selective"])
+    kinds = ("none", "selective", "full", "offload")
+    recompute = [[f"trainer.recompute={kind}"] for kind in kinds[kinds.index(trainer.recompute) + 1 :]]
     budgets, budget = [], trainer.micro_batch_tokens
     while budget // 2 >= config.rollout.max_context_tokens:
         budget //= 2
@@ -142,8 +141,6 @@ def _trainer_changes(config: Config) -> Iterator[list[str]]:
         for n in doubled
         if trainer.num_ranks * n <= _MOST_RANKS
     ]
-    if not trainer.offload_activations:
-        recompute.append(["trainer.recompute=full", "trainer.offload_activations=true"])
     least = [*recompute[-1:], *budgets[-1:]]
     optimizer = list(_optimizer_changes(config))
     alone = [*recompute, *budgets, *split, *optimizer]

@@ -89,8 +89,7 @@ def engine_groups(config: Config) -> list[EngineGroup]:
     for name, job in [("engine", config), *((name, config.of_model(name)) for name in config.models)]:
         engine = job.engine
         if isinstance(engine, SGLangEngines) and not engine.urls and engine.urls_file is None:
-            asked = job.placement.gpus_per_engine
-            gpus = engine.tp_size / engine.num_nodes if asked is None else asked
+            gpus = job.placement.resources_per_engine.get("GPU", engine.tp_size / engine.num_nodes)
             found.append(EngineGroup(name, engine.num_engines, engine.num_nodes, gpus))
     return found
 
@@ -134,22 +133,17 @@ def check_resources(config: Config, *, gpus: int, cpus: int) -> None:
     """
     placement, trainer, groups = config.placement, config.trainer, engine_groups(config)
     uses = {name: device == "cuda" or (device == "auto" and gpus > 0) for name, device in _devices(config)}
-    of_rank = 0.0 if placement.shared else 1.0
-    if placement.gpus_per_rank is not None:
-        of_rank = placement.gpus_per_rank
-    elif not uses["trainer"]:
-        of_rank = 0.0
+    of_rank = placement.resources_per_rank.get("GPU", float(uses["trainer"] and not placement.shared))
     parts = [group.number * group.num_nodes for group in groups]
     of_engines = sum(
         count * group.gpus
         for count, group in zip(parts, groups, strict=True)
-        if uses["engine"] or placement.gpus_per_engine is not None
+        if uses["engine"] or "GPU" in placement.resources_per_engine
     )
-    of_workers = placement.cpus_per_rollout_worker * config.num_workers
     cpu_parts = (
-        placement.cpus_per_rank * trainer.num_ranks,
-        placement.cpus_per_engine * sum(parts),
-        of_workers,
+        placement.resources_per_rank.get("CPU", 0.0) * trainer.num_ranks,
+        placement.resources_per_engine.get("CPU", 0.0) * sum(parts),
+        placement.resources_per_rollout_worker.get("CPU", 0.0) * config.num_workers,
     )
     for what, there, needed in (
         ("GPUs", gpus, {"trainer ranks": of_rank * trainer.num_ranks, "engines": of_engines}),
@@ -159,7 +153,7 @@ def check_resources(config: Config, *, gpus: int, cpus: int) -> None:
             shares = ", ".join(f"{name} {share:g}" for name, share in needed.items() if share)
             raise EnvironmentNotReady(
                 f"the run reserves {total:g} {what} ({shares}), and this machine has {there}: lower "
-                "trainer.num_ranks, the number or tp_size of engines, or placement.*_per_*, set "
+                "trainer.num_ranks, the number or tp_size of engines, or placement.resources_per_*, set "
                 "placement.shared=true, or join a cluster with placement.ray_address"
             )
 
@@ -191,7 +185,7 @@ def placement_table(config: Config, gpus_per_node: int) -> list[str]:
         A title and a line for each run of nodes that look alike; or one line that says what fits on no node.
     """
     placement, layout, ranks = config.placement, config.trainer.layout, config.trainer.num_ranks
-    asked = 1.0 if placement.gpus_per_rank is None else placement.gpus_per_rank
+    asked = placement.resources_per_rank.get("GPU", 1.0)
     groups = engine_groups(config)
     for group in groups:
         if group.gpus > gpus_per_node:
@@ -201,25 +195,23 @@ def placement_table(config: Config, gpus_per_node: int) -> list[str]:
                 f"{gpus_per_node}: raise {section}.num_nodes"
             ]
     nodes: list[_Node] = []
-    packed = placement.trainer_strategy in ("PACK", "STRICT_PACK")
     per_unit = 1
     if not placement.shared:
-        limit = ranks_together(layout) if packed else 1
         plenty = [{"GPU": float(gpus_per_node)}] * ranks
-        per_unit = processes_per_node({"GPU": asked or 1e-3}, ranks, limit, plenty, plenty)
+        per_unit = processes_per_node({"GPU": asked or 1e-3}, ranks, ranks_together(layout), plenty, plenty)
         for first in range(0, ranks, per_unit):
             node = _first_with(nodes, asked * per_unit, gpus_per_node)
             node.take(asked * per_unit)
             node.ranks += range(first, first + per_unit)
     for group in groups:
-        _place_engines(nodes, group, gpus_per_node, spread="SPREAD" in placement.engine_strategy)
+        _place_engines(nodes, group, gpus_per_node)
     if placement.shared:
         places = [node for node in nodes for _ in range(round(gpus_per_node - node.free))]
         for rank, node in enumerate(places[:ranks]):
             node.ranks.append(rank)
     title = f"placement on {len(nodes)} nodes with {gpus_per_node} GPUs"
     spans = ranks_together(layout)
-    if packed and not placement.shared and per_unit < spans:
+    if not placement.shared and per_unit < spans:
         title += f"; groups of {spans} ranks span nodes, in parts of {per_unit}"
     return [f"{title}:", *_lines(nodes)]
 
@@ -233,16 +225,16 @@ def _first_with(nodes: list[_Node], gpus: float, size: int) -> _Node:
     return nodes[-1]
 
 
-def _place_engines(nodes: list[_Node], group: EngineGroup, size: int, *, spread: bool) -> None:
+def _place_engines(nodes: list[_Node], group: EngineGroup, size: int) -> None:
+    """Spread engines over as many nodes as packing needs, the emptiest first."""
     parts = [number for number in range(group.number) for _ in range(group.num_nodes)]
-    if spread:  # on as many nodes as packing needs, the emptiest first
-        free = [node.free for node in nodes]
-        for _ in parts:
-            _first_with(nodes, group.gpus, size).take(group.gpus)
-        for node, before in zip(nodes, free + [float(size)] * (len(nodes) - len(free)), strict=True):
-            node.free = before
+    free = [node.free for node in nodes]
+    for _ in parts:
+        _first_with(nodes, group.gpus, size).take(group.gpus)
+    for node, before in zip(nodes, free + [float(size)] * (len(nodes) - len(free)), strict=True):
+        node.free = before
     for number in parts:
-        chosen = max(nodes, key=lambda node: node.free) if spread else _first_with(nodes, group.gpus, size)
+        chosen = max(nodes, key=lambda node: node.free)
         chosen.take(group.gpus)
         chosen.engines.setdefault(group.name, []).append(number)
 

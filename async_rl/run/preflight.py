@@ -110,20 +110,12 @@ def _check_one_node(config: Config) -> None:
         return
     remedy = "set placement.ray_address to a cluster"
     for name in ("engine", "rank", "rollout_worker"):
-        if asked := getattr(placement, f"resources_per_{name}"):
+        if asked := [
+            each for each in getattr(placement, f"resources_per_{name}") if each not in ("CPU", "GPU")
+        ]:
             raise ConfigError(
                 f"placement.resources_per_{name} names {', '.join(asked)}, and the Ray that is started here "
                 f"has no custom resources: leave it out, or {remedy}"
-            )
-    starts_engines = isinstance(engine, SGLangEngines) and not engine.urls and engine.urls_file is None
-    for name, strategy, count in (
-        ("engine", placement.engine_strategy, engine.num_engines if starts_engines else 0),
-        ("trainer", placement.trainer_strategy, config.trainer.num_ranks),
-    ):
-        if strategy == "STRICT_SPREAD" and count > 1:
-            raise ConfigError(
-                f"placement.{name}_strategy is STRICT_SPREAD, so that {count} processes need {count} nodes, "
-                f"and the Ray that is started here has one: use SPREAD, or {remedy}"
             )
     urls = engine.urls if isinstance(engine, SGLangEngines) else []
     elsewhere = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]

@@ -51,6 +51,14 @@ from async_rl.types import TakenBatch, Task, root_of
 
 log = logging.getLogger(__name__)
 
+MAX_TASK_RETRIES: Final = 1
+"""How often a task is dispatched again after its group was lost: a task whose groups are lost twice is likely
+to lose the next one too."""
+
+NODE_LOST_S: Final = 60.0
+"""A node with finished trajectories is lost when it has not answered for this time; batches wait until then.
+Nodes that swap or whose network switches over answer within half a minute."""
+
 _TICKS: Final = 8
 """A node's absence is counted in this many ticks of the driver."""
 
@@ -226,12 +234,11 @@ class RecoveredState:
         if self.journals is not None:
             self.journal = Journal(self.journals.add_owner("driver", self._release_entries), metrics)
         retries = self._retries = TaskRetries(
-            max_retries=config.rollout.max_task_retries,
+            max_retries=MAX_TASK_RETRIES,
             retry_after=config.trainer.groups_per_batch,
             metrics=metrics,
         )
         spool_dir = config.queue.spool_dir
-        self._node_lost_s = config.queue.node_lost_s
         self.spool = Spool(
             run_dir / spool.FOLDER,
             config.queue.max_bytes,
@@ -328,13 +335,13 @@ class RecoveredState:
         return loops
 
     async def _watch_nodes(self) -> None:
-        """Find nodes that do not answer, and give up those that have not for `queue.node_lost_s`.
+        """Find nodes that do not answer, and give up those that have not for `NODE_LOST_S`.
 
         Where a rollout worker of the node answers, the node is there: its reader is replaced. What the worker
         stores would else be lost again and again. Absence is counted in ticks of the driver, which may have
         stalled itself.
         """
-        spool, ticks, tick_s = self.spool, dict[str, int](), self._node_lost_s / _TICKS
+        spool, ticks, tick_s = self.spool, dict[str, int](), NODE_LOST_S / _TICKS
         while True:
             with waiting("idle"):
                 await asyncio.sleep(tick_s)
@@ -350,10 +357,10 @@ class RecoveredState:
                 del ticks[node]
             for node in overdue & ticks.keys() - spool.lost:
                 log.error(
-                    "node %s has not answered for queue.node_lost_s = %s: finished trajectories that it has "
+                    "node %s has not answered for %.0f s: finished trajectories that it has "
                     "are sampled again",
                     node,
-                    self._node_lost_s,
+                    NODE_LOST_S,
                 )
                 spool.give_up(node)
             # Where a node that is back has lost frames of groups, these are restored without its absence.

@@ -94,7 +94,7 @@ class _Trial:
         if problems and function.startswith(_SHIPPED):
             raise ConfigError(
                 f"reward {name}, tried on {len(tasks)} examples: {problems[0]}. Look at the answers of the "
-                "dataset and at data.answer_key"
+                "dataset and at data.keys.answer"
             )
         if problems:
             return [f"WARNING: reward {name}, tried on {len(tasks)} examples: {problems[0]}"]

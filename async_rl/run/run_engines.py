@@ -43,7 +43,7 @@ class RunEngines:
         self._config = config
         self._cluster = cluster
         self._forget = forget
-        pool = self.pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
+        pool = self.pool = EnginePool(metrics, clock)
         self._health = HealthWatch(pool, config.engine, metrics, clock)
         self.devices: Devices = OwnDevices()
         if config.placement.shared:
@@ -100,7 +100,6 @@ class RunEngines:
                 self.pool,
                 self._cluster.connect_engine,
                 self._depart,
-                drain_s=engine.drain_s,
             )
             loops["members"] = self._membership.follow_file
         return loops

@@ -73,13 +73,14 @@ def _parse_example(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
         raise ConfigError(f"{raw!r:.60} is not an object")
     if "token_ids" in raw:
         return _parse_tokens(raw)
-    messages = raw.get(config.messages_key)
+    messages_key, tools_key = (config.keys.get(field, field) for field in ("messages", "tools"))
+    messages = raw.get(messages_key)
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(
-            f"{config.messages_key!r} is {messages!r:.60}, expected a list of messages; its keys are "
-            f"{name_keys(raw)} (see sft.messages_key)"
+            f"{messages_key!r} is {messages!r:.60}, expected a list of messages; its keys are "
+            f"{name_keys(raw)} (see sft.keys.messages)"
         )
-    tools = parse_tools(raw.get(config.tools_key), repr(config.tools_key))
+    tools = parse_tools(raw.get(tools_key), repr(tools_key))
     parsed = [_parse_message(message, tools) for message in messages]
     token_ids, loss_mask = chat.encode_conversation(
         parsed, tools, train_on=_trained_messages(messages, config)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
 
 from async_rl.types import TrainBatch
+
+_FINAL_SHARE: Final = 0.1
+"""The final learning rate as a share of the peak: the last steps still move the weights."""
 
 Decay = Literal["cosine", "linear", "constant"]
 
@@ -46,22 +49,19 @@ def plan_batches(
     batch_tokens: int,
     epochs: int,
     max_steps: int | None = None,
-    shuffle: bool = True,
-    seed: int = 0,
+    seed: int | None = 0,
 ) -> TrainingOrder:
     """Put whole examples one after the other into batches of at most `batch_tokens` tokens.
 
     Each example occurs once per epoch, and no batch mixes two epochs. An example longer than `batch_tokens`
-    is a batch of its own.
+    is a batch of its own. Without a seed, examples keep their order.
     """
     batches: list[tuple[int, ...]] = []
     numbers: list[int] = []
     for epoch in range(epochs):
-        order = (
-            np.random.default_rng((seed, epoch)).permutation(len(lengths)).tolist()
-            if shuffle
-            else list(range(len(lengths)))
-        )
+        order = list(range(len(lengths)))
+        if seed is not None:
+            order = np.random.default_rng((seed, epoch)).permutation(len(lengths)).tolist()
         batch: list[int] = []
         tokens = 0
         for row in order:
@@ -96,10 +96,8 @@ def batch_of(rows: Sequence[SftExample], name: str) -> TrainBatch:
     )
 
 
-def learning_rate(
-    step: int, total_steps: int, *, peak: float, warmup_steps: int, decay: Decay, final_share: float
-) -> float:
-    """Return the rate of step `step`, from 0: a linear rise to the peak, then a decay to `final_share` of it.
+def learning_rate(step: int, total_steps: int, *, peak: float, warmup_steps: int, decay: Decay) -> float:
+    """Return the rate of step `step`, from 0: a linear rise to the peak, then a decay to a tenth of it.
 
     The step after the last one would have the final rate.
 
@@ -113,4 +111,4 @@ def learning_rate(
         "linear": 1 - progress,
         "constant": 1.0,
     }[decay]
-    return peak * (final_share + (1 - final_share) * left)
+    return peak * (_FINAL_SHARE + (1 - _FINAL_SHARE) * left)

@@ -196,7 +196,6 @@ def read_data(config: Config, settings: SftConfig) -> SftData:
         batch_tokens=settings.batch_tokens,
         epochs=settings.epochs,
         max_steps=settings.max_steps,
-        shuffle=settings.shuffle,
         seed=config.run.seed,
     )
     return SftData(rows=rows, validation=validation, plan=plan, num_too_long=left_out)
@@ -238,7 +237,6 @@ async def fine_tune(
             peak=settings.lr,
             warmup_steps=settings.warmup_steps,
             decay=settings.decay,
-            final_share=settings.final_lr_share,
         )
         rows = batch_of([data.rows[row] for row in plan.batches[step]], f"sft-{step + 1}")
         before_s = clock()
@@ -287,9 +285,7 @@ async def _validate(
     rows: Sequence[SftExample], batch_tokens: int, ranks: SftRanks, step: int
 ) -> float | None:
     """Return the mean negative log-prob of the trained tokens of all examples."""
-    parts = plan_batches(
-        [len(row.token_ids) for row in rows], batch_tokens=batch_tokens, epochs=1, shuffle=False
-    )
+    parts = plan_batches([len(row.token_ids) for row in rows], batch_tokens=batch_tokens, epochs=1, seed=None)
     summed, tokens = 0.0, 0.0
     for part in parts.batches:
         batch = batch_of([rows[row] for row in part], f"validation-{step}")

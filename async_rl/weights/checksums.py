@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 Sums = tuple[dict[str, str], ...]
 """For each tensor-parallel rank: the sum over every parameter, by name."""
 
+WATCH_EVERY: Final = 20
+"""Versions between two comparisons of what engines serve: sums and a canary cost them a second."""
+
 CANARY_SUFFIX: Final = "-canary"
 """How the ids of canaries end, in the logs of engines."""
 
@@ -71,7 +74,6 @@ class VersionVerifier:
             comparison: Knows from an earlier trainer which sums can be compared.
         """
         self._verify = config.verify
-        self._watch_every = config.watch_every
         self._pool = pool
         self._trainer = trainer
         self._metrics = metrics
@@ -103,7 +105,7 @@ class VersionVerifier:
             watch.expect_sums(version, sums)
 
     def _is_watched(self, version: int) -> bool:
-        return self._watch_every is not None and version > 0 and version % self._watch_every == 0
+        return version > 0 and version % WATCH_EVERY == 0
 
     async def verify_version(self, engine: Engine, version: int, *, from_files: bool) -> None:
         """Read the version back from an engine; quarantine other engines that prove to have wrong weights.

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from async_rl.config import WeightsConfig
 from async_rl.errors import EngineError
@@ -23,6 +23,9 @@ from async_rl.weights.delta import DeltaRefused, Refusal
 from async_rl.weights.publisher import WeightPublisher
 
 log = logging.getLogger(__name__)
+
+FULL_EVERY: Final = 64
+"""Deltas between two versions that are sent in full: a host that missed one needs no more than these."""
 
 
 class HostFolder(Protocol):
@@ -87,7 +90,7 @@ class DeltaDelivery:
 
     async def publish_delta(self, version: int) -> None:
         """Let the trainer write the delta of a version, unless it is due to be sent whole."""
-        whole = self._num_deltas >= self._config.full_every
+        whole = self._num_deltas >= FULL_EVERY
         path, base = self._publisher.directory / f"delta_{version}", None if whole else self._last_version
         with waiting("publish", f"delta of version {version}"):
             written = await self._trainer.publish_delta(str(path), base, version)

@@ -8,24 +8,25 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from async_rl.engine_protocol import AdapterUpdate, DiskUpdate
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 
+KEEP_VERSIONS: Final = 2
+"""The newest versions that stay on disk: an engine may still load the one before the current version."""
+
 
 class WeightPublisher:
     """Knows the current version and the files of recent versions; the trainer writes the files."""
 
-    def __init__(
-        self, trainer: Trainer, directory: Path, *, keep_versions: int, adapters: bool = False
-    ) -> None:
+    def __init__(self, trainer: Trainer, directory: Path, *, adapters: bool = False) -> None:
         """Publish nothing yet.
 
         Args:
             trainer: Writes the files.
             directory: Folder for published versions.
-            keep_versions: The newest versions that `remove_old_files` keeps, with the current one.
             adapters: Whether the trainer writes adapters, which engines load beside the model's weights.
         """
         self.adapters = adapters
@@ -34,7 +35,6 @@ class WeightPublisher:
         """The version that engines have to serve."""
         self.directory = absolute(directory)
         self._trainer = trainer
-        self._keep_versions = keep_versions
         self._paths: dict[int, Path] = {}
         self._num_readers = Counter[int]()
         """By version: engines that load its files now."""
@@ -87,7 +87,7 @@ class WeightPublisher:
 
         Engines load the current one until the next, which may be published already, has taken its place.
         """
-        kept = {self.current_version, *sorted(self._paths)[-self._keep_versions :]}
+        kept = {self.current_version, *sorted(self._paths)[-KEEP_VERSIONS:]}
         unread = [v for v in self._paths if v not in kept and not self._num_readers[v]]
         for path in [self._paths.pop(version) for version in unread]:
             if path.parent == self.directory:

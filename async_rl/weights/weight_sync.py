@@ -89,7 +89,7 @@ class WeightSync:
             pool: The engines.
             trainer: Publishes and sends its weights.
             routes: How they get to the engines.
-            directory: Folder for published versions; only the newest `keep_versions` stay.
+            directory: Folder for published versions; only the newest stay.
             metrics: Durations.
             clock: Monotonic seconds.
             generation: Number of trainers before this one: engines may have part of what they sent.
@@ -112,9 +112,7 @@ class WeightSync:
         self._verifier = VersionVerifier(
             weights, pool=pool, trainer=trainer, metrics=metrics, adapters=adapters, comparison=comparison
         )
-        self._publisher = WeightPublisher(
-            trainer, directory, keep_versions=weights.keep_versions, adapters=adapters
-        )
+        self._publisher = WeightPublisher(trainer, directory, adapters=adapters)
         self._deltas = DeltaDelivery(
             weights, trainer=trainer, publisher=self._publisher, metrics=metrics, routes=routes
         )

@@ -27,6 +27,7 @@ from async_rl.config import (
 )
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Engine
+from async_rl.engines import health
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
@@ -118,7 +119,7 @@ async def test_rows_are_of_the_versions_that_the_merge_promises_when_an_update_i
 
 
 async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped(
-    sglang_world: SGLangWorld, engine: SGLangEngine
+    sglang_world: SGLangWorld, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP of the whole group: no connection breaks, no process ends, and nothing answers."""
     calls, tokens, answer = 3, 100, 400
@@ -126,7 +127,9 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
     spare = simulated(Watched(), "spare", facts=sglang_world.facts, decode_step_s=0.001)
     metrics = Metrics()
     pool = EnginePool(metrics, time.monotonic)
-    config = SimulatedEngines(stall_s=2.0, probe_s=0.5, probe_timeout_s=0.5, probe_misses=3)
+    config = SimulatedEngines(stall_s=2.0)
+    monkeypatch.setattr(health, "PROBE_S", 0.5)
+    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 0.5)
     for each in (real, spare):
         pool.add_engine(cast(Engine, each))
     pool.serve_engine("engine-0", 0)

@@ -31,6 +31,7 @@ from async_rl.errors import ConfigError, EngineBusy, EngineError, WeightSyncErro
 from async_rl.observability.metrics import Metrics
 from async_rl.trainer_protocol import Trainer
 from async_rl.types import VersionSpan
+from async_rl.weights import checksums
 from async_rl.weights.broadcast import WeightGroup
 from async_rl.weights.checksums import VersionVerifier
 from tests.support.engine_calls import Call, call, request
@@ -87,12 +88,15 @@ async def test_old_weights_stay_when_new_ones_cannot_be_read(engine: SGLangEngin
 
 
 async def test_weights_that_stay_are_found_by_sums_and_by_the_canary(
-    sglang_world: SGLangWorld, engine: SGLangEngine, caplog: pytest.LogCaptureFixture
+    sglang_world: SGLangWorld,
+    engine: SGLangEngine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(checksums, "WATCH_EVERY", 1)
     metrics, trainer = Metrics(), RecordingTrainer()
     pool = EnginePool(metrics, lambda: 0.0)
-    config = WeightsConfig(watch_every=1)
-    verifier = VersionVerifier(config, pool=pool, trainer=cast(Trainer, trainer), metrics=metrics)
+    verifier = VersionVerifier(WeightsConfig(), pool=pool, trainer=cast(Trainer, trainer), metrics=metrics)
 
     async def load(version: int, path: Path) -> float | None:
         trainer.checksum_seed = version  # the trainer's weights change with every version

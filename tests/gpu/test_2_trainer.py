@@ -67,7 +67,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
         {"megatron": AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}},
         0.02,
     ),
-    "inputs of layers on the host": ({"recompute": "full", "offload_activations": True}, 0.01),
+    "inputs of layers on the host": ({"recompute": "offload"}, 0.01),
     "modules computed again": (
         {"recompute": "selective", "megatron": {"recompute_modules": ["layernorm", "moe_act"]}},
         0.01,
@@ -81,7 +81,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_are_the_same_with_settings_of_megatron(model: Path, measure, name: str) -> None:
-    """Steps with `trainer.megatron` and `offload_activations` have the gradient norms of plain steps."""
+    """Steps with `trainer.megatron` and `recompute: offload` have the gradient norms of plain steps."""
     settings, tolerance = SETTINGS[name]
     found = []
     for trainer in ({}, settings):

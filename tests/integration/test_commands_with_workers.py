@@ -54,8 +54,7 @@ def overrides(calculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         f"rollout.reward={__name__}:length",
         "rollout.num_workers=1",
         # Of the nodes of a cluster, which these commands do not use.
-        "placement.resources_per_rollout_worker={rollout: 1}",
-        "placement.cpus_per_rollout_worker=1000",
+        "placement.resources_per_rollout_worker={rollout: 1, CPU: 1000}",
     ]
 
 

@@ -44,7 +44,6 @@ def make_config(nodes: RayNodes, calculator: Path, folder: Path) -> tuple[Config
             "tp_size": 2,
             "num_nodes": 2,
             "max_running_requests": 8,
-            "restart_delay_s": 0.1,
             "max_outage_s": 3600,  # the only engine, whose parts may take long to start again
         },
         "weights": {"transport": "distributed"},

@@ -13,6 +13,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ import yaml
 
 from async_rl.cli.train import train
 from async_rl.config import Config
+from async_rl.engines import repair
 from async_rl.engines.sglang.server import free_port
 from async_rl.observability import endpoints
 from async_rl.observability.console_report import RunProgress
+from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.records import Summary
-from async_rl.run import entry
+from async_rl.rollout.rewards import reward_calls
+from async_rl.run import doctor, entry
+from async_rl.weights import checksums
 from monitoring.dashboard import dashboard
 from tests.support.environment import program
 from tests.support.recorded_series import INTERVAL_S, RecordedSeries
@@ -182,6 +187,11 @@ def scraped(calculator: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         return await entry.run(config, run_dir, stop, cluster)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch, prometheus(folder) as server:
+        patch.setattr(repair, "RESTART_DELAY_MAX_S", 0.2)
+        patch.setattr(reward_calls, "FIRST_DELAY_S", 0.0)
+        patch.setattr(checksums, "WATCH_EVERY", 2)
+        patch.setattr(doctor, "LOOK_S", 0.1)
+        patch.setattr(doctor, "LoopWatchdog", partial(LoopWatchdog, blocked_s=0.2))
         assert train(path, [], launch) == 0
         assert not missing
         yield Scraped(server, begin_s)

@@ -54,7 +54,7 @@ def cluster_config(nodes: RayNodes, calculator: Path, tmp_path: Path):
         made = make_config(
             calculator,
             tmp_path,
-            "engine={kind: sglang, num_engines: 2, device: cpu, restart_delay_s: 0.1, max_restarts: 100}",
+            "engine={kind: sglang, num_engines: 2, device: cpu, max_restarts: 100}",
             f"placement.ray_address={nodes.address}",
             "placement.wait_s=200",
             "placement.resources_per_engine={engines: 1}",

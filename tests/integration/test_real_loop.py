@@ -28,6 +28,7 @@ from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
 from async_rl.trainer_protocol import Trainer
 from async_rl.types import Completion, StopReason, Task, TrainBatch
+from async_rl.weights import checksums
 from tests.support.ray_runs import GROUP_SIZE, assert_ledger_holds, make_run_folder, real_config
 from tests.support.recording_worker import FOLDER
 
@@ -189,6 +190,7 @@ async def test_engines_serve_the_adapter_that_the_trainer_trains(
     """On devices of their own, and on those of the trainer."""
     caplog.set_level("INFO", logger="async_rl")
     monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
+    monkeypatch.setattr(checksums, "WATCH_EVERY", 1)
     config = make_config(
         calculator,
         tmp_path,
@@ -200,7 +202,6 @@ async def test_engines_serve_the_adapter_that_the_trainer_trains(
         "rollout.max_staleness=1",
         "engine.max_running_requests=8",
         "routing.probe_every=2",
-        "weights.watch_every=1",
         "run.max_steps=6",
     )
     summary, run_dir, batches = await run(config, monkeypatch)

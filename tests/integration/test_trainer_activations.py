@@ -50,7 +50,7 @@ def test_a_step_is_the_same_when_inputs_of_layers_are_on_the_host(
     found, peaks = [], []
     for offload in (False, True):
         config = trainer_config(
-            moe, replay=replay, recompute="full", offload_activations=offload, micro_batch_tokens=1024
+            moe, replay=replay, recompute="offload" if offload else "full", micro_batch_tokens=1024
         )
         with started(config) as worker:
             batch = random_batch(1, layers=LAYERS, lengths=(300, 280), group_size=2)

@@ -20,6 +20,7 @@ from tests.support.trainers import (
     trial,
     weights,
 )
+from trainer import worker as trainer_worker
 from trainer.losses.gae import gae, token_rewards
 from trainer.megatron.packing import make_targets
 
@@ -168,9 +169,10 @@ def test_answers_that_are_left_out_do_not_train_the_critic(two_layers):
     assert (metrics["value_loss"], metrics["critic_grad_norm"]) == (0, 0)
 
 
-def test_an_update_of_the_critic_is_skipped_when_it_is_not_finite(two_layers):
+def test_an_update_of_the_critic_is_skipped_when_it_is_not_finite(two_layers, monkeypatch):
+    monkeypatch.setattr(trainer_worker, "MAX_SKIPPED_UPDATES", 1)
     batch = random_batch(layers=2)
-    with started(gae_config(two_layers, max_skipped_updates=1)) as worker:
+    with started(gae_config(two_layers)) as worker:
         (head,) = worker.critic.model.chunks[0].module.output_layer.parameters()
         head.data.fill_(1e25)  # whose square is infinite
         before = [t.clone() for t in training_state(worker, of_critic=True)]

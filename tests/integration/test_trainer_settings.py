@@ -21,11 +21,10 @@ def moe(tmp_path_factory):
 
 
 def test_the_optimizer_has_the_settings_of_the_config(moe):
-    settings = {"weight_decay": 0.3, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3}
+    settings = {"weight_decay": 0.3, "beta2": 0.7}
     with started(trainer_config(moe, optimizer=settings)) as worker:
         groups = [group for inner in worker.model.inner_optimizers for group in inner.param_groups]
-        assert {group["betas"] for group in groups} == {(0.5, 0.7)}
-        assert {group["eps"] for group in groups} == {1e-3}
+        assert {group["betas"] for group in groups} == {(0.9, 0.7)}
         assert max(group["weight_decay"] for group in groups) == 0.3
 
 

@@ -20,6 +20,7 @@ from tests.support.trainers import (
     trial,
     weights,
 )
+from trainer import worker as trainer_worker
 
 pytestmark = [pytest.mark.real, pytest.mark.megatron]
 
@@ -295,12 +296,13 @@ def only(values, placed, num_tokens):
     return found
 
 
-def test_an_update_is_skipped_and_counted_when_its_loss_is_not_finite(two_layers):
+def test_an_update_is_skipped_and_counted_when_its_loss_is_not_finite(two_layers, monkeypatch):
+    monkeypatch.setattr(trainer_worker, "MAX_SKIPPED_UPDATES", 1)
     batch = random_batch(layers=2)
     broken = batch.rollout_log_probs.copy()
     broken[10] = np.nan
     broken = msgspec.structs.replace(batch, rollout_log_probs=broken)
-    with started(trainer_config(two_layers, max_skipped_updates=1)) as worker:
+    with started(trainer_config(two_layers)) as worker:
         before = weights(worker)
         metrics = worker.train_on(broken, 1).metrics
         assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1)

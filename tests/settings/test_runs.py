@@ -38,12 +38,7 @@ RUNS: Final[dict[str, Conditions]] = {
     "rollout.trajectory_timeout_s=0.5": _PLAIN,
     "rollout.tool_timeout_s=0.1": _PLAIN,
     "rollout.reward_timeout_s=0.2": _PLAIN,
-    "engine.probe_timeout_s=0.2": Conditions(("refuse_flush", "hang_update")),
-    "engine.max_prefill_tokens=50": _PLAIN,
     "engine.max_restarts=1": _ENGINES_FAIL,
-    "engine.restart_window_s=1": _ENGINES_FAIL,
-    "engine.restart_delay_s=1": _ENGINES_FAIL,
-    "engine.restart_delay_max_s=0.05": _ENGINES_FAIL,
     "engine.max_outage_s=1": Conditions(("step_fails", "checkpoint_fails")),
     "engine.num_engines=3": _PLAIN,
     "engine.max_running_requests=2": _PLAIN,
@@ -58,11 +53,9 @@ RUNS: Final[dict[str, Conditions]] = {
     "weights.rolling=true": _PLAIN,
     "weights.overlap=true": _PLAIN,
     "weights.verify=checksum": _PLAIN,
-    "weights.keep_versions=3": _PLAIN,
     "weights.timeout_s=0.02": _PLAIN,
     "trainer.groups_per_batch=3": _PLAIN,
     "trainer.checkpoint_every=1": _PLAIN,
-    "doctor.look_s=1": _PLAIN,
 }
 """Overrides of `small_run`, and the world in which each changes what happens."""
 

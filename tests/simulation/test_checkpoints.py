@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import CheckpointError
+from async_rl.run import checkpoints
 from async_rl.run.checkpoints import Checkpoints
 from async_rl.runtime.supervision import first_error
 from async_rl.store.ledger import Ledger
@@ -116,9 +117,10 @@ async def test_no_checkpoint_is_written_when_another_driver_has_the_ledger(calcu
 
 @pytest.mark.parametrize(("fails", "limit"), [({2, 4}, 1), ({6}, 9)])
 async def test_the_run_ends_when_too_many_checkpoints_fail_or_the_last_one(
-    calculator, tmp_path, fails, limit
+    calculator, tmp_path, monkeypatch, fails, limit
 ):
-    config = make_config(calculator, tmp_path, f"trainer.max_failed_checkpoints={limit}")
+    monkeypatch.setattr(checkpoints, "MAX_FAILED_CHECKPOINTS", limit)
+    config = make_config(calculator, tmp_path)
     cluster = RestartedCluster(config)
     SlowDisk(cluster, fails=set(fails))
     with pytest.raises(BaseExceptionGroup) as caught:

@@ -63,8 +63,6 @@ OVERRIDES = (
     "engine.mean_new_tokens=100",
     "engine.stall_s=10",
     "engine.max_restarts=100",
-    "engine.probe_s=2",
-    "engine.probe_timeout_s=1",
     "rollout.max_concurrent_trajectories=64",
     "rollout.max_context_tokens=400",
     "rollout.max_new_tokens=300",
@@ -229,16 +227,13 @@ def test_a_pause_in_place_ends_and_what_it_paused_goes_on(calculator: Path, tmp_
 def test_engines_join_and_leave_a_running_job(
     calculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drains: list[float] = []
-
-    def membership(*arguments: Any, drain_s: float) -> EngineMembership:
-        drains.append(drain_s)
-        return EngineMembership(*arguments, drain_s=drain_s)
+    def membership(*arguments: Any) -> EngineMembership:
+        return EngineMembership(*arguments, drain_s=1.0)
 
     monkeypatch.setattr(run_engines, "EngineMembership", membership)
     servers = tmp_path / "servers.txt"
     servers.write_text("http://a:1\nhttp://b:1\n")
-    world = World(calculator, tmp_path, f"engine.urls_file={servers}", "engine.drain_s=1")
+    world = World(calculator, tmp_path, f"engine.urls_file={servers}")
     template = list(world.engines)
     joined_at: list[int] = []
 
@@ -258,7 +253,6 @@ def test_engines_join_and_leave_a_running_job(
     world.cluster.connect_engine = connect  # type: ignore[method-assign]
     world.run(come_and_go)
     a, b, c = (engine for engine in world.engines if engine not in template)
-    assert drains == [1]
     assert joined_at[:2] == [0, 0]
     assert joined_at[2] > 0
     assert world.cluster.left == [a.engine_id]

@@ -9,6 +9,7 @@ import pytest
 
 from async_rl.errors import AsyncRLError
 from async_rl.observability.metrics import value_of
+from async_rl.run import recovery
 from async_rl.runtime.supervision import first_error
 from async_rl.types import Completion, Task
 from tests.support.heavy_tail import World, distance
@@ -72,8 +73,11 @@ async def test_slow_prompts_are_not_starved_when_answers_of_quick_ones_abound(
     assert sum(length > 100 for length in world.trained) == 256 // 4
 
 
-async def test_slow_prompts_come_again_when_they_were_dropped(tmp_path: Path) -> None:
-    settings = {"staleness_policy": "drop", "max_staleness": 1, "groups_per_batch": 2, "max_task_retries": 2}
+async def test_slow_prompts_come_again_when_they_were_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "MAX_TASK_RETRIES", 2)
+    settings = {"staleness_policy": "drop", "max_staleness": 1, "groups_per_batch": 2}
     world = await train(tmp_path, tasks=slow_and_quick(32), epochs=1, **settings)
     counts = world.close()
     lost = counts.dropped["too_stale"] // 4

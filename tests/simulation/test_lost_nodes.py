@@ -19,10 +19,11 @@ def on_nodes(fault: FaultKind, step: int, *, num_workers: int) -> Scenario:
     config = replace(
         run.config,
         rollout=replace(run.config.rollout, num_workers=num_workers),
-        queue=replace(run.config.queue, spool_dir=NODES, node_lost_s=5.0),
+        queue=replace(run.config.queue, spool_dir=NODES),
     )
     fault_there = Injection(step=step, kind=fault, engine=0, amount=0.5)
-    return replace(run, config=config, injections=(fault_there,))
+    constants = run.constants | {"async_rl.run.recovery.NODE_LOST_S": 5.0}
+    return replace(run, config=config, constants=constants, injections=(fault_there,))
 
 
 @pytest.mark.parametrize(

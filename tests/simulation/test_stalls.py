@@ -17,6 +17,7 @@ from async_rl.config import Config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_tasks
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, WeightUpdate
+from async_rl.engines import health
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
@@ -29,6 +30,7 @@ from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.slots import Slots
+from async_rl.run import doctor
 from async_rl.run.inputs import RunInputs
 from async_rl.run.orchestrator import Orchestrator
 from async_rl.runtime.supervision import Nursery, first_error, service_of, services
@@ -325,7 +327,7 @@ def test_calls_move_with_their_tokens_when_an_engine_is_silent(
     stalling_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Hang(after=5)
-    run = stalling_run(*REPAIR, "engine.stall_s=25", "engine.probe_s=3600", "engine.num_engines=1")
+    run = stalling_run(*REPAIR, "engine.stall_s=25", "engine.num_engines=1")
     run.cluster.engines[0] = SilentEngine("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
 
     async def never(watch: HealthWatch) -> None:
@@ -441,12 +443,15 @@ def test_no_alarm_is_raised_when_steps_tools_and_rewards_take_long(stalling_run:
     assert run.stalls() == {}
 
 
-def test_no_alarm_is_raised_when_an_engine_has_much_to_prefill(stalling_run: Make) -> None:
+def test_no_alarm_is_raised_when_an_engine_has_much_to_prefill(
+    stalling_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """sglang#22511: a busy engine is not a dead one."""
+    for module in (health, doctor):
+        monkeypatch.setattr(module, "MIN_PREFILL_TOKENS_PER_S", 0.2)
     run = stalling_run(
         "doctor.action=end",
         "engine.prefill_tokens_per_s=0.3",
-        "engine.min_prefill_tokens_per_s=0.2",
         "engine.stall_s=10",
         "run.max_steps=1",
     )

@@ -28,6 +28,7 @@ from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
+from async_rl.run import recovery
 from async_rl.runtime.supervision import services
 from async_rl.staleness import Backlog
 from async_rl.store.batching import read_trajectories
@@ -168,7 +169,7 @@ class World:
         self.ledger = Ledger(folder / "ledger.sqlite")
         roll_back(self.ledger, step)
         retries = TaskRetries(
-            max_retries=self.config.rollout.max_task_retries,
+            max_retries=recovery.MAX_TASK_RETRIES,
             retry_after=groups_per_batch,
             metrics=self.metrics,
         )

@@ -32,7 +32,6 @@ def small_run(
             "kind": "simulated",
             "decode_step_s": 0.02,
             "mean_new_tokens": 10,
-            "restart_delay_s": 0.1,
             "max_restarts": 1000,
         },
         "rollout": {
@@ -53,6 +52,7 @@ def small_run(
     return msgspec.structs.replace(
         drawn,
         config=parse_config(tree),
+        constants={"async_rl.engines.repair.RESTART_DELAY_S": 0.1},
         tasks=tuple(
             msgspec.structs.replace(task, metadata={**task.metadata, "trouble": None}) for task in drawn.tasks
         ),

@@ -58,7 +58,7 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
         "data": {
             "path": str(_tasks(calculator, folder)),
-            "reward_key": "reward",
+            "keys": {"reward": "reward"},
             "validation": [{"path": str(_validation(calculator, folder))}],
         },
         "engine": {
@@ -66,15 +66,13 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
             "num_engines": 3,
             "decode_step_s": 0.005,
             "mean_new_tokens": 12,
-            "restart_delay_s": 0.2,
-            "restart_delay_max_s": 0.2,
             "max_restarts": 100,
             "stall_s": 0.5,
         },
         "rollout": {
             "agent_loop": f"{__name__}:TroubledLoop",
             "rewards": {
-                "luck": {"function": f"{__name__}:reward", "max_retries": 1, "retry_delay_s": 0.0},
+                "luck": {"function": f"{__name__}:reward", "max_retries": 1},
                 "graded": {"kind": "judge", "judge": "teacher", "template": "{response}", "score": "[0-9]"},
             },
             "reward": "luck",
@@ -97,10 +95,10 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
         },
         "routing": {"flip_sample": 1.0},
         # The engines keep no weights: whole files are sent.
-        "weights": {"transport": "delta", "watch_every": 2},
+        "weights": {"transport": "delta"},
         "evaluation": {"every": 4, "at_start": True},
         "metrics": {"trackers": [f"{__name__}:BrokenTracker"]},
-        "doctor": {"look_s": 0.1, "stall_s": 0.3, "blocked_s": 0.2},
+        "doctor": {"stall_s": 0.3},
     }
 
 

@@ -18,6 +18,7 @@ from async_rl.engines.sglang.adapter_flags import adapter_flags
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import ConfigError, WeightSyncError
 from async_rl.placement.actors import EngineActor
+from async_rl.weights import checksums
 from tests.support.engine_calls import Call, request
 from tests.support.fake_sglang import GOOD_SERVER, FakeSGLang, event, facts, finish
 from tests.support.run_config import MOE, write_run
@@ -233,9 +234,10 @@ async def test_engines_load_the_adapter_of_each_version_from_the_first_on(
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
 
 
-async def test_only_the_canary_watches_adapters(tmp_path: Path) -> None:
+async def test_only_the_canary_watches_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums are over the model's weights, which never change; the adapter is in the log-probs."""
-    bench = await started(tmp_path, adapters=True, watch_every=1)
+    monkeypatch.setattr(checksums, "WATCH_EVERY", 1)
+    bench = await started(tmp_path, adapters=True)
     bench.engines[1].answers_as = 1
     assert await update_to(bench, 1, 2) == [[0, 0], [0, 1]]
     assert [engine.log.count("sums") for engine in bench.engines] == [0, 0]

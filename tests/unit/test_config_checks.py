@@ -96,9 +96,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trainer.layout={vpp: 2}", "only a pipeline can be interleaved; set vpp=1 or raise pp"),
         ("trainer.layout={last_stage_layers: 1}", "pp is 1: only stages of a pipeline can differ"),
     ],
-    "check_recompute": [
-        ("trainer={offload_activations: true, recompute: selective}", "set trainer.recompute=full"),
-    ],
     "check_sampling": [
         ("rollout={max_new_tokens: 64, max_context_tokens: 64}", "leaves no tokens for a prompt"),
         ("rollout.top_k=0", "no token could be sampled: use -1 for no limit"),
@@ -148,7 +145,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "check_evaluation": [
         ("evaluation.every=5", "data.validation names no dataset"),
-        ("evaluation.pass_at=[1, 4]", "evaluation.pass_at has 4, but evaluation.samples is 1"),
     ],
     "check_adapters": [
         ("{trainer: {lora: {}}, weights: {transport: tensor}}", "set weights.transport=disk, or set trainer"),

@@ -42,20 +42,20 @@ def test_row_becomes_a_task_when_it_is_jsonl(tmp_path: Path):
 
 def test_keys_are_the_configs_when_it_names_others(tmp_path: Path):
     path = write_jsonl(tmp_path, {"q": "Hi?", "a": 1, "key": "x", "answer": "kept"})
-    config = DataConfig(path=str(path), messages_key="q", answer_key="a", id_key="key")
+    config = DataConfig(path=str(path), keys={"messages": "q", "answer": "a", "id": "key"})
     (task,) = load_tasks(config)
     assert (task.task_id, task.answer, task.metadata) == ("x", 1, {"answer": "kept"})
 
 
 NAMED_FIELDS: dict[str, tuple[Any, Callable[[Task], Any]]] = {
-    "messages_key": (MESSAGES, lambda task: task.messages),
-    "answer_key": ("4", lambda task: task.answer),
-    "id_key": ("x", lambda task: task.task_id.rpartition("/")[2]),
-    "agent_loop_key": ("mine:Loop", lambda task: task.agent_loop),
-    "reward_key": ("mine:reward", lambda task: task.reward),
-    "data_source_key": ("gsm8k", lambda task: task.data_source),
-    "tools_key": ([{"type": "function", "function": {"name": "f"}}], lambda task: task.tools),
-    "metadata_key": ({"level": 3}, lambda task: task.metadata),
+    "messages": (MESSAGES, lambda task: task.messages),
+    "answer": ("4", lambda task: task.answer),
+    "id": ("x", lambda task: task.task_id.rpartition("/")[2]),
+    "agent_loop": ("mine:Loop", lambda task: task.agent_loop),
+    "reward": ("mine:reward", lambda task: task.reward),
+    "data_source": ("gsm8k", lambda task: task.data_source),
+    "tools": ([{"type": "function", "function": {"name": "f"}}], lambda task: task.tools),
+    "metadata": ({"level": 3}, lambda task: task.metadata),
 }
 
 
@@ -75,7 +75,7 @@ def tasks_of(section: str, path: Path, **settings: Any) -> list[Task]:
 def test_a_field_is_read_from_the_key_that_its_section_names(tmp_path: Path, section: str, key: str):
     value, field = NAMED_FIELDS[key]
     path = write_jsonl(tmp_path, {"messages": "hi", "own": value})
-    (plain,), (named,) = tasks_of(section, path), tasks_of(section, path, **{key: "own"})
+    (plain,), (named,) = tasks_of(section, path), tasks_of(section, path, keys={key: "own"})
     assert field(named) == value != field(plain)
 
 
@@ -181,12 +181,12 @@ def test_tools_and_calls_have_no_nulls_that_cannot_be_meant(tmp_path: Path):
         ("{", "not a JSON object"),
         ("[" * 5000 + "]" * 5000, "not a JSON object: maximum recursion depth"),
         ("[1, 2]", "the example is a list; expected an object with 'messages'"),
-        ({}, "'messages' is missing; the example has the keys none: set data.messages_key to the one"),
+        ({}, "'messages' is missing; the example has the keys none: set data.keys.messages to the one"),
         (
             {"question": "2 + 2?", "x": None},
             "'messages' is missing; the example has the keys 'question': set",
         ),
-        ({str(i): i for i in range(30)}, "the keys '0', .*, '19', 10 more: set data.messages_key"),
+        ({str(i): i for i in range(30)}, "the keys '0', .*, '19', 10 more: set data.keys.messages"),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": {"role": "user"}}, "'messages' is an object"),
         ({"messages": ["hi"]}, r"'messages'\[0\] is a string; expected an object with 'role' and 'content'"),
@@ -219,23 +219,23 @@ def test_the_keys_found_and_the_setting_are_named_when_no_example_has_an_answer(
     (dataset,) = load_tasks(DataConfig(path=str(path))).datasets
     (sentence,) = dataset.absent_keys
     assert sentence == (
-        "no example has the key 'answer' (data.answer_key); the keys of the first one are 'messages', "
+        "no example has the key 'answer' (data.keys.answer); the keys of the first one are 'messages', "
         "'solution'"
     )
     for right in ("solution.text", "hint"):  # also where only some have it
-        assert not load_tasks(DataConfig(path=str(path), answer_key=right)).datasets[0].absent_keys
+        assert not load_tasks(DataConfig(path=str(path), keys={"answer": right})).datasets[0].absent_keys
     for wrong in ("anwser", "solution.txt", "solution.text.more"):
-        with pytest.raises(ConfigError, match=f"'{wrong}' \\(data.answer_key\\); the keys .* 'solution'"):
-            load_tasks(DataConfig(path=str(path), answer_key=wrong))
+        with pytest.raises(ConfigError, match=f"'{wrong}' \\(data.keys.answer\\); the keys .* 'solution'"):
+            load_tasks(DataConfig(path=str(path), keys={"answer": wrong}))
         with pytest.raises(ConfigError, match=f"'{wrong}'"):
-            load_tasks(DataConfig(datasets=[DatasetConfig(path=str(path), answer_key=wrong)]))
+            load_tasks(DataConfig(datasets=[DatasetConfig(path=str(path), keys={"answer": wrong})]))
 
 
 def test_other_keys_that_are_set_and_absent_are_told_when_no_example_has_them(tmp_path: Path):
     path = write_jsonl(tmp_path, {"messages": "1", "answer": "4"})
-    named = DataConfig(path=str(path), id_key="uid", tools_key="functions")
+    named = DataConfig(path=str(path), keys={"id": "uid", "tools": "functions"})
     sentences = load_tasks(named).datasets[0].absent_keys
-    assert ["'uid' (data.id_key)" in sentences[0], "'functions' (data.tools_key)" in sentences[1]] == [
+    assert ["'uid' (data.keys.id)" in sentences[0], "'functions' (data.keys.tools)" in sentences[1]] == [
         True
     ] * 2
 
@@ -309,7 +309,7 @@ def test_slimes_row_is_a_task_as_it_is_when_tools_are_objects_or_text(tmp_path: 
 
 def test_the_schema_is_the_configs_when_it_names_one(tmp_path: Path):
     path = write_jsonl(tmp_path, {"prompt": "Hi?", "answer": "a", "label": "l", "extra_info": {"index": 3}})
-    config = DataConfig(path=str(path), schema="plain", id_key="extra_info.index")
+    config = DataConfig(path=str(path), schema="plain", keys={"id": "extra_info.index"})
     tasks = load_tasks(config)
     assert (tasks[0].answer, tasks[0].task_id, tasks.datasets[0].detected) == ("a", "3", False)
 
@@ -411,7 +411,7 @@ def test_metadata_does_not_have_the_answer_wherever_that_is(tmp_path: Path, key:
     row = {"messages": MESSAGES, "solution": {"final": "4", "steps": ["2 + 2"]}, "level": 1}
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    (task,) = load_tasks(DataConfig(path=str(path), answer_key=key))
+    (task,) = load_tasks(DataConfig(path=str(path), keys={"answer": key}))
     expected = {"solution": {"steps": ["2 + 2"]}} if "." in key else {}
     assert task.metadata == {"level": 1, **expected}
     assert task.answer == ("4" if "." in key else row["solution"])

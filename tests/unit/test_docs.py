@@ -81,7 +81,7 @@ def missing_settings(page: str) -> Iterator[str]:
         is_file = re.search(r"\.(jsonl?|ya?ml|md|py)$", name)
         paths = [folder / name.replace(".", "/") for folder in (ROOT / "async_rl", ROOT)]
         is_module = any(path.is_dir() or path.with_suffix(".py").exists() for path in paths)
-        is_free = name.startswith(("rollout.agent_loop_args.", "placement.resources_per_"))
+        is_free = name.startswith(("rollout.agent_loop_args.", "placement.resources_per_", "data.keys."))
         is_section = any(key.startswith(f"{name}.") for key in KEYS)
         if name not in KEYS and not (is_file or is_module or is_free or is_section):
             yield name

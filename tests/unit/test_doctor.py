@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from async_rl.config import DoctorConfig, load_config
+from async_rl.config import load_config
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import StallError
+from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.planning.virtual_time import VirtualTimeLoop
+from async_rl.run import doctor
 from async_rl.run.doctor import Doctor, recording_waits
 from async_rl.runtime.supervision import contained, services
 from async_rl.runtime.waits import Waits, acting, waiting
@@ -95,8 +98,9 @@ async def test_time_in_which_the_event_loop_stood_still_is_no_stall(tmp_path: Pa
 
 
 @pytest.mark.real_time
-async def test_the_config_sets_from_when_on_an_event_loop_is_blocked(
+async def test_code_that_blocks_the_event_loop_is_named(
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """prime-rl#1713: an event loop that lags by minutes."""
 
@@ -106,7 +110,8 @@ async def test_the_config_sets_from_when_on_an_event_loop_is_blocked(
             pass
 
     metrics, waits = Metrics(), Waits()
-    async with recording_waits(waits, metrics, DoctorConfig(blocked_s=0.1)):
+    monkeypatch.setattr(doctor, "LoopWatchdog", partial(LoopWatchdog, blocked_s=0.1))
+    async with recording_waits(waits, metrics):
         with waiting("checkpoint"):
             assert [str(wait.who) for wait in waits.open_waits()] == ["run"]
         compute_without_an_await()

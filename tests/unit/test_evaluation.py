@@ -50,9 +50,10 @@ def test_scores_are_those_of_a_hand_computed_case():
             *[answer("b", reward, format=0.0) for reward in (1.0, 1.0, 1.0, 0.0)],
             *[answer("a", 0.0, dataset="code", source="leet") for _ in range(4)],
         ],
-        pass_at=(1, 2),
+        samples=4,
         pass_reward=1.0,
     )
+    assert list(found["all"].pass_at) == ["1", "2", "4"]
     assert set(found) == {"all", "aime", "code", "code/leet"}
     aime = found["aime"]
     assert (aime.tasks, aime.answers, aime.tokens_mean, aime.truncated_share) == (2, 8, 10.0, 0.5)
@@ -69,7 +70,7 @@ def test_scores_are_those_of_a_hand_computed_case():
 
 
 def test_tasks_with_too_few_answers_say_nothing_of_pass_at_k():
-    found = scores([answer("a", 1.0), answer("b", 0.0), answer("b", 1.0)], pass_at=(2,), pass_reward=1.0)
+    found = scores([answer("a", 1.0), answer("b", 0.0), answer("b", 1.0)], samples=2, pass_reward=1.0)
     assert (found["all"].pass_at["2"].tasks, found["all"].pass_at["2"].value) == (1, 1.0)
     with pytest.raises(ValueError, match="at least 2"):
         pass_at_k(1, 1, 2)
@@ -108,8 +109,8 @@ def test_sampling_and_loop_are_the_rollouts_unless_they_are_given():
     changed = settings(temperature=0.0, max_new_tokens=7, agent_loop="m:Other")
     assert (changed.temperature, changed.max_new_tokens) == (0.0, 7)
     assert (changed.agent_loop, changed.agent_loop_args) == ("m:Other", {})
-    changed = settings(top_p=0.5, top_k=3, min_p=0.1, agent_loop="m:Other", agent_loop_args={"a": 1})
-    assert (changed.top_p, changed.top_k, changed.min_p, changed.agent_loop_args) == (0.5, 3, 0.1, {"a": 1})
+    changed = settings(top_p=0.5, top_k=3)
+    assert (changed.top_p, changed.top_k, changed.agent_loop_args) == (0.5, 3, {"a": 1})
 
 
 def test_greedy_and_short_answers_need_no_other_settings_of_training():
@@ -134,7 +135,6 @@ def test_answers_are_written_in_workers_where_rollouts_are(of_rollouts, max_conc
 @pytest.mark.parametrize(
     ("evaluation", "words"),
     [
-        ({"pass_at": [4]}, "evaluation.samples is 1"),
         ({"engines": 2}, "none would be left for rollouts"),
         ({"engines": "some"}, "evaluation.engines"),
         ({"top_k": 0}, "evaluation.top_k is 0"),
@@ -150,7 +150,7 @@ def record_of(version: int, **rewards: float) -> EvaluationRecord:
     slash.
     """
     answers = [answer("t", reward, dataset=name) for name, reward in rewards.items()]
-    found = scores(answers, pass_at=(1,), pass_reward=1.0)
+    found = scores(answers, samples=1, pass_reward=1.0)
     return EvaluationRecord(weight_version=version, status="done", scores=found, asked=len(answers))
 
 
@@ -184,7 +184,7 @@ def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator,
     path = write_config(
         calculator,
         tmp_path,
-        evaluation={"samples": 2, "pass_at": [1, 2]},
+        evaluation={"samples": 2},
     )
     path.write_text(path.read_text().replace(str(calculator / "model"), "elsewhere"))
     out = tmp_path / "out"

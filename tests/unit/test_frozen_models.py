@@ -90,8 +90,6 @@ def frozen_model(folder: Path, *, num_engines: int = 2) -> tuple[FrozenModel, Si
         "engine": {
             "kind": "simulated",
             "prefill_tokens_per_s": 3000.0,
-            "probe_s": 1.0,
-            "restart_delay_s": 0.0,
             "max_outage_s": 5.0,
         },
     }
@@ -109,7 +107,7 @@ async def test_an_engine_with_other_weights_than_before_does_not_serve(tmp_path:
         await asyncio.sleep(0.1)
         changed = EngineHealth(weight_version=3, model_path="")
         processes.engines[0].health = AsyncMock(return_value=changed)  # type: ignore[method-assign]
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(12.0)  # a probe
         assert not model.pool.engines(EngineState.SERVING)
         assert "its weights must not change in a run" in str(model.pool.error_of("judge-0"))
 

@@ -100,7 +100,7 @@ def test_a_trainer_has_time_to_restart_at_half_a_gigabyte_per_second_and_node(
 def test_an_optimizer_on_the_host_has_several_cores(recipe: tuple[str, list[str]]) -> None:
     config = load(recipe[1])
     if config.trainer.megatron.get("optimizer_cpu_offload"):
-        assert config.placement.cpus_per_rank >= 8
+        assert config.placement.resources_per_rank["CPU"] >= 8
 
 
 def test_the_page_has_the_figures_of_a_recipe(recipe: tuple[str, list[str]]) -> None:

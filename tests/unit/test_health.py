@@ -13,6 +13,7 @@ import pytest
 
 from async_rl.config import SGLangEngines, SimulatedEngines
 from async_rl.engine_protocol import Engine, PayloadProgress
+from async_rl.engines import health
 from async_rl.engines.health import HealthWatch, find_stall, first_call_limit
 from async_rl.engines.lease import EngineLoad
 from async_rl.engines.pool import EnginePool, EngineState
@@ -25,9 +26,14 @@ from tests.support.engine_calls import request
 from tests.support.fake_sglang import HANG, FakeSGLang, event
 from tests.support.manual_engines import END, ManualPool, manual_pool, settle, tokens
 
-CONFIG = SimulatedEngines(
-    stall_s=60.0, min_prefill_tokens_per_s=500.0, probe_s=10.0, probe_timeout_s=5.0, probe_misses=3
-)
+CONFIG = SimulatedEngines(stall_s=60.0)
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 5.0)
+
+
 WELL = EngineLoad(
     calls=4, progress_s=1000.0, decode_s=1000.0, prefill_tokens=0, silent_since_s=1000.0, overtaken_s=None
 )
@@ -59,32 +65,21 @@ WELL = EngineLoad(
 def test_an_engine_is_judged_by_what_its_calls_did(
     changed: dict[str, Any], now: float, finding: str | None
 ) -> None:
-    assert find_stall(msgspec.structs.replace(WELL, **changed), now, CONFIG) == finding
+    assert find_stall(msgspec.structs.replace(WELL, **changed), now, CONFIG.stall_s) == finding
 
 
 @pytest.mark.parametrize(
-    ("first_call_s", "device", "has_answered", "limit_s"),
-    [
-        (100.0, "cpu", False, 160.0),
-        (100.0, "cpu", True, 60.0),
-        (None, "cpu", False, 60.0),
-        (None, "cuda", False, 360.0),
-        (None, "cuda", True, 60.0),
-    ],
+    ("device", "has_answered", "limit_s"),
+    [("cpu", False, 60.0), ("cuda", False, 360.0), ("cuda", True, 60.0)],
 )
 def test_an_engine_may_compile_kernels_before_its_first_token(
-    monkeypatch: pytest.MonkeyPatch,
-    first_call_s: float | None,
-    device: str,
-    has_answered: bool,
-    limit_s: float,
+    monkeypatch: pytest.MonkeyPatch, device: str, has_answered: bool, limit_s: float
 ) -> None:
     monkeypatch.setattr("async_rl.engines.health.detect_device", lambda: device)
-    config = SGLangEngines(stall_s=60.0, first_call_s=first_call_s)
-    config = msgspec.structs.replace(config, first_call_s=first_call_limit(config))
+    compile_s = first_call_limit(SGLangEngines())
     load = msgspec.structs.replace(WELL, has_answered=has_answered)
-    assert find_stall(load, WELL.progress_s + limit_s, config) is None
-    assert find_stall(load, WELL.progress_s + limit_s + 1, config) == "silent"
+    assert find_stall(load, WELL.progress_s + limit_s, 60.0, compile_s) is None
+    assert find_stall(load, WELL.progress_s + limit_s + 1, 60.0, compile_s) == "silent"
 
 
 @asynccontextmanager
@@ -96,10 +91,11 @@ async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterat
 
 
 @pytest.mark.parametrize(("misses", "noticed_s"), [(3, 60.0), (5, 80.0)])
-async def test_an_engine_is_left_after_as_many_missed_probes_as_the_config_says(
-    misses: int, noticed_s: float
+async def test_an_engine_is_left_after_as_many_missed_probes_as_are_allowed(
+    monkeypatch: pytest.MonkeyPatch, misses: int, noticed_s: float
 ) -> None:
-    async with watched("a", "b", config=msgspec.structs.replace(CONFIG, probe_misses=misses)) as bench:
+    monkeypatch.setattr(health, "PROBE_MISSES", misses)
+    async with watched("a", "b") as bench:
         bench.engines["a"].answers.clear()
         await asyncio.sleep(noticed_s)
         assert bench.state("a") is EngineState.QUARANTINED
@@ -121,8 +117,11 @@ async def test_probes_that_are_missed_between_tokens_are_not_added_up() -> None:
         assert bench.state("a") is EngineState.QUARANTINED
 
 
-async def test_the_first_call_after_a_restart_has_time_to_compile_kernels_and_later_ones_have_not() -> None:
-    async with watched("a", config=msgspec.structs.replace(CONFIG, first_call_s=200.0)) as bench:
+async def test_the_first_call_after_a_restart_has_time_to_compile_kernels_and_later_ones_have_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "first_call_limit", lambda _: 200.0)
+    async with watched("a") as bench:
         for call, limit_s in enumerate((260.0, 260.0, 60.0)):
             if limit_s == 60.0:
                 running = bench.start("answered", prompt=10)
@@ -286,7 +285,7 @@ async def test_a_session_is_told_when_a_server_goes_silent_in_mid_stream() -> No
     """The same over HTTP."""
     server = FakeSGLang()
     server.streams = [[event([10], 1), HANG]]
-    config = msgspec.structs.replace(CONFIG, stall_s=0.2, probe_s=60.0)
+    config = msgspec.structs.replace(CONFIG, stall_s=0.2)
     metrics = Metrics()
     pool = EnginePool(metrics, time.monotonic)
     async with server.client() as engine:

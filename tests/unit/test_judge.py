@@ -15,6 +15,7 @@ from async_rl.engine_protocol import Chunk
 from async_rl.errors import ConfigError, RequestRefused, RewardError, RolloutError, VersionMismatch
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.rollout.model_answers import ModelAnswers
+from async_rl.rollout.rewards import judge_calls
 from async_rl.rollout.rewards.judge_calls import JudgeCall, fill_template, find_score
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.runtime.model_questions import ask_model, asking
@@ -55,7 +56,7 @@ def call_of(ask: Judge, **changed: Any) -> JudgeCall:
 
 
 def config_of(**changed: Any) -> Config:
-    graded = {"kind": "judge", "judge": "judge", "template": "{question} {response}", "retry_delay_s": 0.0}
+    graded = {"kind": "judge", "judge": "judge", "template": "{question} {response}"}
     return parse_config(
         {
             "model": {"path": "policy"},
@@ -102,9 +103,10 @@ async def test_a_judge_is_asked_as_the_config_says() -> None:
     assert judge.asked == [("other", "Rate four!", 9, 0.5)]
 
 
-async def test_equal_questions_are_asked_once_also_side_by_side() -> None:
+async def test_equal_questions_are_asked_once_also_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Judge("1", "0", "3", "7")
-    call = call_of(judge, cache_size=2)
+    monkeypatch.setattr(judge_calls, "CACHE_SIZE", 2)
+    call = call_of(judge)
 
     async def scores(*texts: str) -> list[float]:
         return await asyncio.gather(*(call(TASK, [completion(text)]) for text in texts))
@@ -113,8 +115,6 @@ async def test_equal_questions_are_asked_once_also_side_by_side() -> None:
     assert await scores("c") == [3]
     assert await scores("a", "b") == [1, 7]  # b, which was asked for longest ago, is forgotten
     assert not judge.answers
-    call = call_of(Judge("1", "2"), cache_size=0)
-    assert [await call(TASK, [completion("a")]) for _ in range(2)] == [1, 2]
 
 
 async def test_an_answer_without_a_score_is_asked_for_again_and_sampled() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest.mock import patch
 
 import pytest
 
 from async_rl.engine_protocol import Finish
+from async_rl.engines import balancing
 from async_rl.engines.pool import EngineState
 from async_rl.errors import CallLost, EngineError
 from async_rl.runtime.supervision import Nursery
@@ -16,13 +18,14 @@ from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 
 @asynccontextmanager
-async def pool_of(*engines: str, **limits: int) -> AsyncIterator[ManualPool]:
-    async with Nursery() as nursery:
-        yield ManualPool(*engines, nursery=nursery, **limits)
+async def pool_of(*engines: str, budget: int | None = None, **limits: int) -> AsyncIterator[ManualPool]:
+    with patch.object(balancing, "MAX_PREFILL_TOKENS", budget):
+        async with Nursery() as nursery:
+            yield ManualPool(*engines, nursery=nursery, **limits)
 
 
 async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> None:
-    async with pool_of("a", max_prefill_tokens=50) as bench:
+    async with pool_of("a", budget=50) as bench:
         first, second = bench.start("t1", prompt=60), bench.start("t2", prompt=60)
         await settle()
         assert bench.order == ["t1"]
@@ -37,7 +40,7 @@ async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> N
 
 async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
     """A wave after an update: everybody wants to prefill, the engine is given little at a time."""
-    async with pool_of("a", max_prefill_tokens=50) as bench:
+    async with pool_of("a", budget=50) as bench:
         for key in ("t5", "t3", "t9", "t1"):
             bench.start(key, prompt=40)
         await settle()

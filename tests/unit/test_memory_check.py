@@ -197,11 +197,11 @@ def test_the_reference_is_in_host_memory_and_changes_places_with_the_policy_tens
 
 
 def test_inputs_of_layers_are_on_the_host_when_activations_are_offloaded(config: Path) -> None:
-    rank = rank_of(config, "trainer.offload_activations=true")
+    rank = rank_of(config, "trainer.recompute=offload")
     inputs = 16384 * QWEN3_30B["hidden_size"] * 2
     assert rank.parts["activations"] == 0
     assert rank.host["activations"] == (QWEN3_30B["num_hidden_layers"] + 1) * inputs
-    staged = ["trainer.offload_activations=true", "trainer.layout.pp=4", "trainer.layout.ep=2"]
+    staged = ["trainer.recompute=offload", "trainer.layout.pp=4", "trainer.layout.ep=2"]
     (first, *_) = trainer.estimate_memory(load_config(config, staged), cuda=True).ranks
     assert first.moments["a layer"]["activations"] == 4 * inputs  # what it sent, of four micro-batches
     assert first.host["activations"] == 4 * 12 * inputs

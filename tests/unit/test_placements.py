@@ -201,11 +201,10 @@ def test_check_shows_ranks_first_and_engines_on_what_is_left():
         "  nodes 1-2: 8 ranks each (0-15)",
         "  nodes 3-4: 4 engines each (0-7)",
     ]
-    packed = ["engine={num_engines: 3, tp_size: 2}", "placement.engine_strategy=PACK"]
-    teacher = "models={teacher: {path: t, tp_size: 4}}"
-    assert lay_out("trainer={num_ranks: 4, layout: {tp: 4}}", *packed, teacher) == [
-        "  node 1: 4 ranks (0-3); 2 engines (0-1)",
-        "  node 2: 1 engine (2); 1 teacher (0); 2 GPUs free",
+    engines, teacher = "engine={num_engines: 3, tp_size: 2}", "models={teacher: {path: t, tp_size: 4}}"
+    assert lay_out("trainer={num_ranks: 4, layout: {tp: 4}}", engines, teacher) == [
+        "  node 1: 4 ranks (0-3); 1 engine (2); 2 GPUs free",
+        "  node 2: 2 engines (0-1); 1 teacher (0)",
     ]
 
 
@@ -273,10 +272,7 @@ def test_nothing_is_bound_where_no_node_is_known(tmp_path, affinity, node, cores
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("bound", [True, False])
-def test_a_rank_is_bound_to_the_cores_beside_its_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bound: bool
-) -> None:
+def test_a_rank_is_bound_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
     from trainer.megatron import process_groups
@@ -300,10 +296,10 @@ def test_a_rank_is_bound_to_the_cores_beside_its_gpu(
     )
     monkeypatch.setattr(torch, "cuda", gpu)
     (tmp_path / "config.json").write_text(json.dumps(MOE))
-    config = to_builtins(config_with(f"model.path={tmp_path}", f"placement.bind_numa={str(bound).lower()}"))
+    config = to_builtins(config_with(f"model.path={tmp_path}"))
     with pytest.raises(Started):
         TrainerWorker(config, 0, 1, "127.0.0.1:1").setup(None)
-    assert found == (["12-34"] if bound else [])
+    assert found == ["12-34"]
 
 
 def test_a_node_that_has_left_is_an_error_that_a_restart_handles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,13 +320,17 @@ def test_a_node_that_has_left_is_an_error_that_a_restart_handles(monkeypatch: py
             None,
         ),
         (
-            ("trainer.num_ranks=9", "engine.num_engines=9", "placement.gpus_per_rank=0.1"),
+            ("trainer.num_ranks=9", "engine.num_engines=9", "placement.resources_per_rank={GPU: 0.1}"),
             9,
             "reserves 9.9 GPUs",
         ),
         (("trainer.num_ranks=9", "engine.num_engines=9"), 0, None),  # on the CPU
         (
-            ("placement.cpus_per_engine=3", "rollout.num_workers=2", "placement.cpus_per_rollout_worker=1"),
+            (
+                "placement.resources_per_engine={CPU: 3}",
+                "rollout.num_workers=2",
+                "placement.resources_per_rollout_worker={CPU: 1}",
+            ),
             2,
             "5 CPUs",
         ),

@@ -74,7 +74,6 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> tupl
             "evaluation.agent_loop: agent_loops.tool_loop:ToolLoop cannot be made with {}",
         ),
         (["placement.resources_per_rank={fast: 1}"], 2, "resources_per_rank names fast, and the Ray that is"),
-        (["placement.trainer_strategy=STRICT_SPREAD", "trainer.num_ranks=2"], 2, "2 processes need 2 nodes"),
         (
             ["placement.shared=true", "trainer.device=cuda", "engine.device=cuda", "trainer.num_ranks=2"],
             3,
@@ -108,7 +107,7 @@ def test_check_refuses_what_train_would_when_it_does_not_depend_on_the_machine(
         ),
         (["weights.transport=delta", "weights.local_dir=a_file"], 2, "weights.local_dir is a_file, but "),
         (
-            ["placement.cpus_per_rank=100000"],
+            ["placement.resources_per_rank.CPU=100000"],
             3,
             "the run reserves 100000 CPUs (trainer ranks 100000), and this",
         ),

@@ -9,7 +9,6 @@ import pytest
 
 from async_rl.config import Config, apply_override, parse_config, to_builtins
 from async_rl.data.dataset import order_of
-from async_rl.data.feeder import TaskRetries
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.run import recovery
@@ -40,18 +39,12 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen["queue.spool_dir"] = options["node_directory"].parent.name
         return Spool(directory, max_bytes, **options)
 
-    def retries(*, max_retries: int, **options: Any) -> TaskRetries:
-        seen["rollout.max_task_retries"] = max_retries
-        return TaskRetries(max_retries=max_retries, **options)
-
     monkeypatch.setattr(recovery, "Spool", spool)
-    monkeypatch.setattr(recovery, "TaskRetries", retries)
     tree = to_builtins(small_run(0).config)
     for override in (
         "queue.max_bytes=2000000",
         f"queue.journal_dir={tmp_path / 'fast'}",
         f"queue.spool_dir={tmp_path / 'disk'}",
-        "rollout.max_task_retries=5",
         "run.keep_trajectories=0",
     ):
         apply_override(tree, override)
@@ -70,7 +63,6 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("queue.max_bytes", 2_000_000),
         ("queue.journal_dir", "fast"),
         ("queue.spool_dir", "disk"),
-        ("rollout.max_task_retries", 5),
         ("run.keep_trajectories", None),
     ],
 )
@@ -112,14 +104,14 @@ def test_journals_keep_what_is_in_flight_after_a_restart(tmp_path: Path) -> None
         pytest.param(24, [0] * 24, id="a-worker"),
     ],
 )
-def test_a_node_is_lost_when_it_has_not_answered_for_the_time_of_the_config(
+def test_a_node_is_lost_when_it_has_not_answered_for_the_limit(
     worker_ends: int | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a worker there answers, only its reader is silent: it is replaced every 8 ticks."""
     scenario = small_run(0)
     tree = to_builtins(scenario.config)
-    for override in (f"queue.spool_dir={tmp_path / 'disk'}", "queue.node_lost_s=16"):
-        apply_override(tree, override)
+    apply_override(tree, f"queue.spool_dir={tmp_path / 'disk'}")
+    monkeypatch.setattr(recovery, "NODE_LOST_S", 16.0)
     recovered = recover(parse_config(tree), tmp_path)
     (stored,) = SpoolFolder(tmp_path / "disk" / "a", "a").store_tree([make_trajectory("t")])
     recovered.spool.hold([stored])

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -14,19 +15,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config import SimulatedEngines
+from async_rl.engines import repair
 from async_rl.engines.pool import EngineState
 from async_rl.engines.repair import EngineRepair, RestartBackoff
 from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.runtime.supervision import first_error, services
 from tests.support.manual_engines import ManualPool, manual_pool, settle
 
-CONFIG = SimulatedEngines(
-    max_restarts=4, restart_window_s=1000.0, restart_delay_s=2.0, restart_delay_max_s=5.0, max_outage_s=600.0
-)
+CONFIG = SimulatedEngines(max_restarts=4, max_outage_s=600.0)
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repair, "RESTART_WINDOW_S", 1000.0)
+    monkeypatch.setattr(repair, "RESTART_DELAY_MAX_S", 5.0)
 
 
 def test_restarts_come_later_and_later_and_none_beyond_the_limit() -> None:
-    restarts = RestartBackoff(CONFIG, random.Random(0))
+    restarts = RestartBackoff(CONFIG.max_restarts, random.Random(0))
     delays = []
     for _ in range(4):
         verdict = restarts.next_delay(100.0)
@@ -46,7 +52,7 @@ def test_restarts_come_later_and_later_and_none_beyond_the_limit() -> None:
 def test_engines_that_failed_together_do_not_start_together() -> None:
     delays = set()
     for seed in range(20):
-        restarts = RestartBackoff(CONFIG, random.Random(seed))
+        restarts = RestartBackoff(CONFIG.max_restarts, random.Random(seed))
         restarts.record_restart(0.0)
         delays.add(restarts.next_delay(0.0).delay_s)
     assert len(delays) == 20
@@ -54,11 +60,11 @@ def test_engines_that_failed_together_do_not_start_together() -> None:
 
 @given(failures=st.lists(st.floats(0, 500), max_size=60), limit=st.integers(0, 5), window=st.floats(1, 2000))
 def test_no_window_has_more_restarts_than_the_limit(failures: list[float], limit: int, window: float) -> None:
-    config = msgspec.structs.replace(CONFIG, max_restarts=limit, restart_window_s=window)
-    restarts, now, begun = RestartBackoff(config, random.Random(1)), 0.0, []
+    restarts, now, begun = RestartBackoff(limit, random.Random(1)), 0.0, []
     for pause in failures:
         now += pause
-        verdict = restarts.next_delay(now)
+        with patch.object(repair, "RESTART_WINDOW_S", window):
+            verdict = restarts.next_delay(now)
         assert verdict.delay_s >= 0
         if not verdict.exhausted:
             now += verdict.delay_s
@@ -152,20 +158,16 @@ async def test_the_run_ends_with_every_cause_when_no_engine_serves_for_long() ->
     assert "no GPU; no model" in message
 
 
-async def test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so() -> None:
-    restarts: list[tuple[str, float]] = []
-
-    async def exhaust() -> None:
-        async with workshop("a", "b", exhausted="end_run") as shop:
-            shop.restarts = restarts
-            shop.refuses.add("a")
-            shop.bench.pool.quarantine_engine("a", EngineError("killed"))
-            await asyncio.Future()
-
-    message = await end_of(exhaust())
-    assert len(restarts) == 4
-    assert "engine.max_restarts is 4" in message
-    assert "a has half of them" in message
+async def test_an_engine_is_left_out_when_its_restarts_are_used_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with workshop("a", "b") as shop:
+        shop.refuses.add("a")
+        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
+        await asyncio.sleep(900.0)
+        assert len(shop.restarts) == 4
+        assert "engine.max_restarts is 4" in caplog.text
+        assert "a has half of them" in caplog.text
+        await asyncio.sleep(200.0)  # the window has moved on
+        assert len(shop.restarts) > 4
 
 
 async def test_nothing_is_repaired_that_has_left() -> None:

@@ -62,7 +62,7 @@ def test_a_reward_that_gives_reference_answers_more_than_empty_ones_is_right(
 @pytest.mark.parametrize(
     ("reward", "answer", "words"),
     [
-        ("agent_loops.rewards:last_number", None, "the task has no answer: set data.answer_key"),
+        ("agent_loops.rewards:last_number", None, "the task has no answer: set data.keys.answer"),
         ("agent_loops.rewards:last_number", "four", "has no number"),
         ("agent_loops.rewards:exact_match", "", "the task has no answer"),
         ("agent_loops.rewards_math:math_answer", "?", "cannot be read as mathematics"),

@@ -103,7 +103,7 @@ def test_last_number_compares_values(answer: object, text: str, reward: float):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (None, r"the task has no answer: set data\.answer_key"),
+        (None, r"the task has no answer: set data\.keys\.answer"),
         ("", "the task has no answer"),
         (" \n", "the task has no answer"),
         (math.nan, "the task has no answer"),

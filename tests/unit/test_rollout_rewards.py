@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import msgspec
@@ -23,6 +24,7 @@ from pebble import ProcessPool
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
 from async_rl.observability.metrics import Metrics
+from async_rl.rollout.rewards import reward_calls
 from async_rl.rollout.rewards.http_rewards import RewardClient, RewardUnreachable
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.rewards.signatures import parts_of
@@ -169,13 +171,13 @@ def test_a_result_that_is_none_says_what_it_is(value: Any, said: str) -> None:
 
 async def test_a_reward_that_hangs_fails_after_its_time_and_retries() -> None:
     metrics, name = Metrics(), "slow"
-    settings = {"function": f"{HERE}:never", "timeout_s": 5, "max_retries": 2, "retry_delay_s": 3}
+    settings = {"function": f"{HERE}:never", "timeout_s": 5, "max_retries": 2}
     rewards = rewards_of(metrics, reward=name, rewards={name: settings})
     with pytest.raises(
         RewardError, match=r"reward slow took more than rollout\.rewards\.slow\.timeout_s = 5"
     ):
         await rewards.score_completion(task_of(), completion_of("x"))
-    assert asyncio.get_running_loop().time() == 5 + 3 + 5 + 6 + 5
+    assert asyncio.get_running_loop().time() == 5 + 1 + 5 + 2 + 5
     assert count(metrics, "reward_retries_total", name) == 2
     assert count(metrics, "reward_errors_total", name, cause="infrastructure") == 1
     assert count(metrics, "reward_seconds_count", name) == 3
@@ -353,10 +355,11 @@ class Server:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/score"
-        settings = {"kind": "http", "url": url, "retry_delay_s": 0, **settings}
+        settings = {"kind": "http", "url": url, **settings}
         rewards = rewards_of(metrics, reward="judge", rewards={"judge": settings})
         try:
-            yield rewards
+            with patch.object(reward_calls, "FIRST_DELAY_S", 0.0):
+                yield rewards
         finally:
             await rewards.close()
             await runner.cleanup()
@@ -436,9 +439,10 @@ async def test_a_server_that_gives_no_reward_fails_the_trajectory(
 
 
 @pytest.mark.real_time
-async def test_a_server_that_is_not_there_fails_the_trajectory() -> None:
-    settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 1, "retry_delay_s": 0}
-    rewards = named({**settings, "max_outage_s": 0})
+async def test_a_server_that_is_not_there_fails_the_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 1}
+    monkeypatch.setattr(reward_calls, "MAX_OUTAGE_S", 0.0)
+    rewards = named(settings)
     with pytest.raises(RewardUnavailable, match="is unavailable: ClientConnectorError"):
         await rewards.score_completion(task_of(), completion_of("x"))
     await rewards.close()
@@ -457,7 +461,7 @@ async def test_a_server_that_is_started_again_scores_what_waited_for_it(
         return 1.0
 
     monkeypatch.setattr(RewardClient, "post_request", post)
-    settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 0, "max_outage_s": 200.0}
+    settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 0}
     loop, metrics = asyncio.get_running_loop(), Metrics()
     rewards = rewards_of(metrics, reward="judge", rewards={"judge": settings})
     assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": 1.0}
@@ -465,7 +469,7 @@ async def test_a_server_that_is_started_again_scores_what_waited_for_it(
     calls, begin_s = -1000, loop.time()
     with pytest.raises(RewardError, match="is unavailable: refused"):
         await rewards.score_completion(task_of(), completion_of("x"))
-    assert loop.time() - begin_s == pytest.approx(200.0, abs=2.0)
+    assert loop.time() - begin_s == pytest.approx(300.0, abs=2.0)
     await rewards.close()
 
 

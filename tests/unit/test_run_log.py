@@ -82,7 +82,7 @@ def make_run_log(
     folder: Path, metrics: Metrics | None = None, clock: Callable[[], float] = lambda: 0.0
 ) -> RunLogger:
     metrics = metrics or Metrics()
-    pool = EnginePool(metrics, clock, max_prefill_tokens=1024)
+    pool = EnginePool(metrics, clock)
     return RunLogger(config_of(), folder, pool, metrics, clock)
 
 
@@ -272,7 +272,7 @@ async def started_trainer(folder: Path, state: Checkpointed) -> str:
         )
     file = io.StringIO()
     progress = RunProgress(TextConsole(file=file, width=100))
-    metrics, pool = Metrics(), EnginePool(Metrics(), lambda: 0.0, max_prefill_tokens=1024)
+    metrics, pool = Metrics(), EnginePool(Metrics(), lambda: 0.0)
     run_log = RunLogger(config_of(), folder, pool, metrics, lambda: 0.0, progress=progress)
     cluster = cast(Cluster, state)
     await TrainerRestarts(

@@ -16,8 +16,8 @@ from async_rl.weights.publisher import WeightPublisher
 from tests.support.scripted import RecordingTrainer
 
 
-def new_publisher(folder: Path, keep_versions: int = 2) -> WeightPublisher:
-    return WeightPublisher(cast(Trainer, RecordingTrainer()), folder, keep_versions=keep_versions)
+def new_publisher(folder: Path) -> WeightPublisher:
+    return WeightPublisher(cast(Trainer, RecordingTrainer()), folder)
 
 
 def names(folder: Path) -> list[str]:
@@ -64,8 +64,11 @@ async def test_what_a_killed_process_was_publishing_leaves_the_disk_at_the_next_
     assert names(tmp_path) == ["other"]
 
 
-async def test_the_current_version_stays_while_the_next_one_is_published(tmp_path: Path) -> None:
-    publisher = new_publisher(tmp_path, keep_versions=1)
+async def test_the_current_version_stays_while_the_next_one_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.weights.publisher.KEEP_VERSIONS", 1)
+    publisher = new_publisher(tmp_path)
     for version in (1, 2):
         (tmp_path / f"version_{version}").mkdir()
         await publisher.publish_files(version)

@@ -14,6 +14,7 @@ from async_rl.errors import EngineError, TrainerError, WeightSyncError
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.trainer_protocol import Trainer
+from async_rl.weights import checksums, delta_delivery, publisher
 from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.delta_delivery import WeightRoutes
 from async_rl.weights.weight_sync import WeightSync
@@ -162,7 +163,7 @@ async def test_the_job_goes_on_when_no_engine_took_the_update(tmp_path):
 
 
 async def test_old_versions_leave_the_disk_when_newer_ones_are_published(tmp_path):
-    bench = await started(tmp_path, keep_versions=2)
+    bench = await started(tmp_path)
     for version in range(1, 5):
         (tmp_path / f"version_{version}").mkdir()
         await bench.sync.update_engines(version)
@@ -439,8 +440,9 @@ async def test_an_engine_that_is_found_dead_while_it_is_taken_back_is_waited_for
     assert bench.serving() == {"engine-0": version, "engine-1": version}
 
 
-async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
-    bench = await started(tmp_path, keep_versions=1)
+async def test_files_stay_while_a_joining_engine_reads_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(publisher, "KEEP_VERSIONS", 1)
+    bench = await started(tmp_path)
     (tmp_path / "version_1").mkdir()
     await bench.sync.update_engines(1)
     bench.restart("engine-0")
@@ -567,9 +569,12 @@ async def update_to(bench: Bench, *versions: int) -> list[list[float | None]]:
     return found
 
 
-async def test_an_engine_is_reported_when_its_weights_stay_and_the_trainers_change(tmp_path, caplog):
+async def test_an_engine_is_reported_when_its_weights_stay_and_the_trainers_change(
+    tmp_path, caplog, monkeypatch
+):
     """It says that it has the version. Both engines are asked every third version."""
-    bench = await started(tmp_path, watch_every=3)
+    monkeypatch.setattr(checksums, "WATCH_EVERY", 3)
+    bench = await started(tmp_path)
     bench.engines[1].sums = {"w": "old"}
     assert await update_to(bench, 1, 2, 3, 4, 5, 6) == [[None, None]] * 2 + [[0, 0]] * 3 + [[0, 1]]
     assert [engine.log.count("sums") for engine in bench.engines] == [2, 2]
@@ -580,9 +585,10 @@ async def test_an_engine_is_reported_when_its_weights_stay_and_the_trainers_chan
     assert await update_to(bench, 12) == [[0, 0]]
 
 
-async def test_no_engine_is_reported_when_the_trainers_weights_stay_too(tmp_path):
+async def test_no_engine_is_reported_when_the_trainers_weights_stay_too(tmp_path, monkeypatch):
     """As at learning rate 0."""
-    bench = await started(tmp_path, watch_every=1)
+    monkeypatch.setattr(checksums, "WATCH_EVERY", 1)
+    bench = await started(tmp_path)
     bench.trainer.checksum_seed = 7
     for engine in bench.engines:
         engine.sums = {"w": "7"}
@@ -590,8 +596,9 @@ async def test_no_engine_is_reported_when_the_trainers_weights_stay_too(tmp_path
 
 
 @pytest.mark.parametrize("step", ["sums", "canary", "hang", "trainer"])
-async def test_a_run_goes_on_when_weights_cannot_be_watched(tmp_path, caplog, step):
-    bench = await started(tmp_path, watch_every=1, timeout_s=30.0)
+async def test_a_run_goes_on_when_weights_cannot_be_watched(tmp_path, caplog, step, monkeypatch):
+    monkeypatch.setattr(checksums, "WATCH_EVERY", 1)
+    bench = await started(tmp_path, timeout_s=30.0)
 
     async def hang(request):
         await asyncio.Future()
@@ -612,9 +619,10 @@ async def test_a_run_goes_on_when_weights_cannot_be_watched(tmp_path, caplog, st
 
 @pytest.mark.parametrize("has_sums", [True, False])
 async def test_an_engine_is_reported_when_it_computes_with_old_copies_of_its_weights(
-    tmp_path, caplog, has_sums
+    tmp_path, caplog, has_sums, monkeypatch
 ):
-    bench = await started(tmp_path, watch_every=2)
+    monkeypatch.setattr(checksums, "WATCH_EVERY", 2)
+    bench = await started(tmp_path)
     stuck = bench.engines[1]
     if not has_sums:
         stuck.fail_in, stuck.error = "sums", EngineError("404 for /weights_checker")
@@ -626,8 +634,9 @@ async def test_an_engine_is_reported_when_it_computes_with_old_copies_of_its_wei
 
 
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
-async def test_a_paused_engine_gets_no_canary(tmp_path, interrupt):
-    bench = await started(tmp_path, watch_every=1, interrupt=interrupt)
+async def test_a_paused_engine_gets_no_canary(tmp_path, interrupt, monkeypatch):
+    monkeypatch.setattr(checksums, "WATCH_EVERY", 1)
+    bench = await started(tmp_path, interrupt=interrupt)
     assert await update_to(bench, 1, 2) == [[0, 0]] * 2
     assert [engine.log.count("canary") for engine in bench.engines] == [0, 0]
     assert [engine.log.count("sums") for engine in bench.engines] == [2, 2]
@@ -679,8 +688,9 @@ def fallbacks(bench: Bench) -> dict[str, float]:
     return {s.labels["reason"]: s.value for s in family.samples if s.name.endswith("_total")}
 
 
-async def test_a_version_goes_out_whole_and_the_ones_after_it_as_deltas(tmp_path):
-    bench, loaded = deltas(tmp_path, full_every=2)
+async def test_a_version_goes_out_whole_and_the_ones_after_it_as_deltas(tmp_path, monkeypatch):
+    monkeypatch.setattr(delta_delivery, "FULL_EVERY", 2)
+    bench, loaded = deltas(tmp_path)
     await bench.start()
     for version in range(1, 6):
         await bench.sync.update_engines(version)

@@ -62,7 +62,7 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    if recompute == "full":
+    if recompute in ("full", "offload"):
         fields |= {
             "recompute_granularity": "full",
             "recompute_method": "uniform",

@@ -107,7 +107,7 @@ class MegatronModel:
         )
         check_layout(trainer.layout, sizes)
         self._inputs_on_host = (
-            LayerInputsOnHost(self.config.hidden_size, device) if trainer.offload_activations else None
+            LayerInputsOnHost(self.config.hidden_size, device) if trainer.recompute == "offload" else None
         )
         self._row_multiple = row_multiple(passed, trainer.layout.tp)
         self.cost = sequence_cost(self.config, vocabulary, len(moe_layer_numbers(self.config)))
@@ -170,9 +170,9 @@ class MegatronModel:
                     optimizer="adam",
                     lr=learning_rate,
                     weight_decay=settings.weight_decay,
-                    adam_beta1=settings.beta1,
+                    adam_beta1=0.9,  # as in torch, like eps
                     adam_beta2=settings.beta2,
-                    adam_eps=settings.eps,
+                    adam_eps=1e-8,
                     clip_grad=settings.clip_grad,
                     bf16=dtype == torch.bfloat16,
                     params_dtype=dtype,

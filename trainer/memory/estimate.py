@@ -107,7 +107,9 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
             experts = model.has_experts[layer]
             whole = saved = activations.layer_bytes(model, part, experts=experts)
             if trainer.recompute == "full":
-                saved = 0 if trainer.offload_activations else between
+                saved = between
+            elif trainer.recompute == "offload":
+                saved = 0
             elif trainer.recompute == "selective":
                 saved -= activations.recomputed_bytes(model, part, modules, experts=experts)
             kept += flight * saved
@@ -116,7 +118,7 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
             working = max(working, again + activations.working_bytes(model, part, experts=experts) + between)
     if layout.tp > 1:
         kept += part.tokens * model.hidden * e  # inputs of projections, gathered into one buffer
-    if trainer.offload_activations:
+    if trainer.recompute == "offload":
         # What stages send and receive stays for the backward pass.
         kept += sum(flights) * between * ((stage > 0) + (stage < layout.pp - 1))
     elif trainer.recompute == "full" or activations.keeps_inputs(part):
@@ -231,7 +233,7 @@ def _on_host(config: Config, model: Dimensions, stage: int, steady: dict[str, in
     host = {"checkpoint": count * each.stored}
     if each.host:
         host["optimizer"] = int(count * each.host)
-    if trainer.offload_activations:
+    if trainer.recompute == "offload":
         tokens, micro_batches = largest_micro_batch(config)
         inputs = tokens // layout.cp // layout.tp * model.hidden * element_bytes(config)
         chunks = chunks_of(layout, stage, len(model.has_experts))

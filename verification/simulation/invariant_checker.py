@@ -47,6 +47,7 @@ from async_rl.types import (
     TrainBatch,
     root_of,
 )
+from async_rl.weights import publisher
 from async_rl.weights.checksums import CANARY_SUFFIX
 from verification.simulation.compact_set import CompactSet
 from verification.simulation.faults import ENGINE_FAULTS, FaultKind
@@ -856,7 +857,7 @@ class InvariantChecker:
         versions = list((run_dir / "weights").glob("version_*"))
         # An engine that hangs may have one open until the next incarnation clears it away.
         hanging = self._config.engine.num_engines if self.met_faults.keys() & ENGINE_FAULTS else 0
-        if len(versions) > self._config.weights.keep_versions + hanging:
+        if len(versions) > publisher.KEEP_VERSIONS + hanging:
             self.fail(f"published versions are left: {sorted(path.name for path in versions)}")
 
 

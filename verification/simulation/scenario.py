@@ -7,8 +7,10 @@ is a run in peace.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Literal, TypeVar
+from unittest.mock import patch
 
 import msgspec
 from msgspec.structs import replace
@@ -120,6 +122,17 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Deaths of the first incarnations; later ones run to the end."""
     validation: tuple[Task, ...] = ()
     """Tasks of the evaluations; empty without them."""
+    constants: dict[str, float | None] = {}
+    """Values of constants of the product during the run, by their dotted paths: so that a short run reaches
+    what takes an hour in a real one."""
+
+    @contextmanager
+    def constants_set(self) -> Iterator[None]:
+        """Set the constants while the block runs."""
+        with ExitStack() as stack:
+            for path, value in self.constants.items():
+                stack.enter_context(patch(path, value))
+            yield
 
 
 def draw(seed: int) -> Scenario:
@@ -132,9 +145,11 @@ def draw(seed: int) -> Scenario:
         latency_s=rng.choice((0.0, 0.0, 0.004, 0.05)),
         thread_s=rng.choice((0.0, 0.002, 0.05)),
     )
+    config, constants = _config(rng, seed)
     scenario = Scenario(
         seed=seed,
-        config=_config(rng, seed),
+        config=config,
+        constants=constants,
         tasks=tuple(draw_task(rng, index) for index in range(rng.randint(3, 24))),
         speeds=speeds,
         injections=_injections(rng),
@@ -282,15 +297,19 @@ def with_workers(scenario: Scenario) -> Scenario:
     faults += [_worker_fault(rng, "cut_off_worker") for _ in range(rng.choice((0, 0, 1, 2)))]
     injections = sorted((*scenario.injections, *faults), key=lambda injection: injection.step)
     rng, queue = random.Random(f"nodes {scenario.seed}"), scenario.config.queue
+    constants = scenario.constants
     if rng.random() < 0.5:  # frames stay on the nodes of their workers
-        queue = replace(queue, spool_dir=NODES, node_lost_s=rng.choice((5.0, 30.0)))
+        queue = replace(queue, spool_dir=NODES)
+        constants = constants | {"async_rl.run.recovery.NODE_LOST_S": rng.choice((5.0, 30.0))}
     if random.Random(f"journals on nodes {scenario.seed}").random() < 0.3:
         queue = replace(queue, journal_dir="journals")
     config = replace(scenario.config, rollout=rollout, queue=queue)
-    return _with_own_streams(replace(scenario, config=config, injections=tuple(injections)), "workers")
+    scenario = replace(scenario, config=config, constants=constants, injections=tuple(injections))
+    return _with_own_streams(scenario, "workers")
 
 
-def _config(rng: random.Random, seed: int) -> Config:
+def _config(rng: random.Random, seed: int) -> tuple[Config, dict[str, float | None]]:
+    """Draw the settings of a run, and constants of the product by their dotted paths."""
     group_size = rng.choice((1, 2, 2, 3, 4))
     interrupt = rng.choice(("abort", "abort", "retract", "in_place"))
     context = rng.randint(72, 200)
@@ -312,15 +331,14 @@ def _config(rng: random.Random, seed: int) -> Config:
             "prefill_tokens_per_s": rng.choice((300.0, 3000.0, 100_000.0)),
             "mean_new_tokens": rng.choice((3.0, 6.0, 12.0)),
             "stall_s": rng.choice((3.0, 10.0)),
-            "probe_s": 2.0,
-            "probe_timeout_s": 1.0,
-            "probe_misses": rng.randint(1, 3),
-            "max_prefill_tokens": rng.choice((None, 100, 1000)),
+            "async_rl.engines.health.PROBE_S": 2.0,
+            "async_rl.engines.health.PROBE_TIMEOUT_S": 1.0,
+            "async_rl.engines.health.PROBE_MISSES": rng.randint(1, 3),
+            "async_rl.engines.balancing.MAX_PREFILL_TOKENS": rng.choice((None, 100, 1000)),
             "max_restarts": rng.choice((2, 1000)),
-            "restart_window_s": rng.choice((20.0, 3600.0)),
-            "restart_delay_s": rng.choice((0.0, 1.0)),
-            "restart_delay_max_s": 10.0,
-            "exhausted": rng.choice(("leave_out", "leave_out", "end_run")),
+            "async_rl.engines.repair.RESTART_WINDOW_S": rng.choice((20.0, 3600.0)),
+            "async_rl.engines.repair.RESTART_DELAY_S": rng.choice((0.0, 1.0)),
+            "async_rl.engines.repair.RESTART_DELAY_MAX_S": rng.choice((10.0, 10.0, 5.0)),
             "max_outage_s": rng.choice((15.0, 300.0)),
         },
         "rollout": {
@@ -339,7 +357,7 @@ def _config(rng: random.Random, seed: int) -> Config:
             "max_attempts": rng.randint(1, 3),
             "failed_siblings": rng.choice(("train_rest", "drop", "retry")),
             "min_group_size": rng.randint(1, 2),
-            "max_task_retries": rng.randint(0, 2),
+            "async_rl.run.recovery.MAX_TASK_RETRIES": rng.randint(0, 2),
             "straggler_wait_s": rng.choice((None, None, 0.5, 5.0)),
             "dynamic_filtering": group_size > 1 and rng.random() < 0.2,
             "max_failed_share": rng.choice((1.0, 1.0, 1.0, 0.5)),
@@ -356,11 +374,11 @@ def _config(rng: random.Random, seed: int) -> Config:
         },
         "weights": {
             "transport": _transport(rng.choice(("disk", "tensor", "distributed")), seed),
-            "full_every": 3,
+            "async_rl.weights.delta_delivery.FULL_EVERY": 3,
             "interrupt": interrupt,
             "rolling": rng.random() < 0.3,
             "bucket_bytes": 1 << 20,
-            "keep_versions": rng.randint(1, 2),
+            "async_rl.weights.publisher.KEEP_VERSIONS": rng.randint(1, 2),
             "timeout_s": rng.choice((4.0, 20.0)),
             # Drawn apart: older seeds stay as they are.
             "overlap": random.Random(f"overlap {seed}").random() < 0.5,
@@ -374,7 +392,13 @@ def _config(rng: random.Random, seed: int) -> Config:
         },
         "doctor": {"action": rng.choice(("report", "repair")), "stall_s": rng.choice((10.0, 45.0))},
     }
-    return parse_config(tree)
+    constants = {
+        path: section.pop(path)
+        for section in tree.values()
+        for path in list(section)
+        if path.startswith("async_rl.")
+    }
+    return parse_config(tree), constants
 
 
 def _transport(drawn: str, seed: int) -> str:

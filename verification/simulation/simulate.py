@@ -192,7 +192,11 @@ class Simulation:
 
     def run(self) -> SeedOutcome:
         """Run all incarnations."""
-        with self._disk.mounted(), _logging_only(_ErrorsThatNothingElseShows(self._checker)):
+        with (
+            self._scenario.constants_set(),
+            self._disk.mounted(),
+            _logging_only(_ErrorsThatNothingElseShows(self._checker)),
+        ):
             self._run_dir.mkdir()
             for incarnation in range(self.max_incarnations):
                 deaths = self._scenario.deaths

@@ -193,10 +193,6 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "decode_step_s": 0.02,
             "mean_new_tokens": 16.0,
             "stall_s": 5.0,
-            "probe_s": 2.0,
-            "probe_timeout_s": 1.0,
-            "restart_delay_s": 0.1,
-            "restart_delay_max_s": 5.0,
             "max_restarts": 1_000_000,
             "max_outage_s": 300.0,
         },
@@ -219,7 +215,6 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
         },
         "queue": {
             "journal_s": 0.5,
-            "node_lost_s": 5.0,
             "spool_dir": NODES if setting == "workers" else None,
         },
         "weights": {
@@ -228,7 +223,6 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "timeout_s": 10.0,
             "overlap": setting != "shared" and number % 2 == 1,
             "bucket_bytes": 1 << 20,
-            "full_every": 10,
             "verify": "checksum",
         },
         "placement": {"shared": setting == "shared"},
@@ -267,6 +261,14 @@ def soak_scenario(plan: SoakPlan) -> Scenario:
         ),
         injections=(),
         deaths=(),
+        constants={
+            "async_rl.engines.health.PROBE_S": 2.0,
+            "async_rl.engines.health.PROBE_TIMEOUT_S": 1.0,
+            "async_rl.engines.repair.RESTART_DELAY_S": 0.1,
+            "async_rl.engines.repair.RESTART_DELAY_MAX_S": 5.0,
+            "async_rl.run.recovery.NODE_LOST_S": 5.0,
+            "async_rl.weights.delta_delivery.FULL_EVERY": 10,
+        },
     )
 
 

@@ -71,7 +71,6 @@ OpenEngines = Callable[..., AbstractAsyncContextManager[list[Engine]]]
 ON_THIS_MACHINE: Final = (
     "placement.ray_address=null",
     "placement.resources_per_rollout_worker={}",
-    "placement.cpus_per_rollout_worker=0",
 )
 """Settings under which rollout workers are on this machine, whatever the nodes of a cluster have."""
 
@@ -214,7 +213,7 @@ async def try_out(
     # More groups than tasks, so that admission stays open until the tasks are exhausted.
     backlog = Backlog(groups_per_batch=len(tasks) + 1, max_staleness=0, staleness_policy="wait")
     queue = TrajectoryQueue(OutstandingGroups(Ledger(folder / "ledger.sqlite"), spool, backlog, clock=clock))
-    pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
+    pool = EnginePool(metrics, clock)
     models = {name: EnginePool(metrics, clock) for name in config.models}
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
     context = SessionContext(

@@ -37,7 +37,6 @@ class WandbTracker:
         """
         import wandb
 
-        settings = config.metrics.wandb
         self._path = run_dir / "wandb.json"
         self._kept = (
             msgspec.json.decode(self._path.read_bytes(), type=_Kept)
@@ -45,9 +44,7 @@ class WandbTracker:
             else _Kept(id=uuid4().hex[:8])
         )
         self._run: Any = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            mode=settings.mode,
+            project=config.metrics.wandb_project,
             name=config.run.name,
             id=self._kept.id,
             resume="allow",

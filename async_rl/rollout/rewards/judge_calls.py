@@ -29,6 +29,9 @@ _MAX_SHOWN: Final = 200
 _RETRY_TEMPERATURE: Final = 1.0
 """At the temperature 0 a judge would answer the same again."""
 
+CACHE_SIZE: Final = 10_000
+"""Scores that each process keeps by prompt: some megabytes."""
+
 _MAX_UNPARSED: Final = 10_000
 
 PLACEHOLDERS: Final = ("question", "conversation", "response", "answer")
@@ -94,7 +97,7 @@ class JudgeCall:
             )
         self._metrics.judge_answers_total.labels(self._name, "scored").inc()
         self._unparsed.pop(prompt, None)
-        _keep(self._cache, prompt, score / settings.scale, settings.cache_size)
+        _keep(self._cache, prompt, score / settings.scale, CACHE_SIZE)
         return score / settings.scale
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@
 
  one of max_concurrent slots ──► the call, at most timeout_s ──► parts; `reward` is trained on
               ▲                             │ error or timeout
-              └───────── back-off ◄─────────┘ up to max_retries; up to max_outage_s where no server listens
+              └───────── back-off ◄─────────┘ up to max_retries; up to MAX_OUTAGE_S where no server listens
 ```
 
 A reward that raises, hangs or returns an invalid value fails the trajectories that it was called for, never
@@ -59,6 +59,13 @@ R = TypeVar("R")
 
 _MAX_DELAY_S: Final = 30.0
 """The longest wait between two calls."""
+
+FIRST_DELAY_S: Final = 1.0
+"""The wait before the first retry; it doubles each time."""
+
+MAX_OUTAGE_S: Final = 300.0
+"""How long a request is repeated while no server accepts connections: a server is started again within that.
+It uses up no retry."""
 
 _OUTAGE_DELAY_S: Final = 1.0
 """How often a connection to a server that is gone is tried. A refused connection costs next to nothing."""
@@ -228,7 +235,7 @@ class _Reward:
         self._limit_key = (
             f"rollout.rewards.{name}.timeout_s" if settings.timeout_s else "rollout.reward_timeout_s"
         )
-        self._max_outage_s = settings.max_outage_s if isinstance(settings, HttpReward) else 0.0
+        self._max_outage_s = MAX_OUTAGE_S if isinstance(settings, HttpReward) else 0.0
         self._max_concurrent = settings.max_concurrent or call.max_concurrent
         self._slots = asyncio.Semaphore(self._max_concurrent) if self._max_concurrent else None
         self._metrics = metrics
@@ -268,7 +275,7 @@ class _Reward:
 
     async def _call_with_retries(self, task: Task, completions: Sequence[Completion]) -> Any:
         """Call the reward until a call succeeds or its retries are used up."""
-        delay_s, last = self._settings.retry_delay_s, self._settings.max_retries
+        delay_s, last = FIRST_DELAY_S, self._settings.max_retries
         outage_end_s: float | None = None
         retry = 0
         while True:

@@ -66,6 +66,9 @@ log = logging.getLogger(__name__)
 TICK_S: Final = 0.25
 """Between heartbeats."""
 
+START_TIMEOUT_S: Final = 120.0
+"""Longest start of a worker process, with the import of user code."""
+
 LEASE_S: Final = 10.0
 """How long a worker may call engines after a heartbeat that the driver has answered. If a driver is blocked
 for longer, calls end with the tokens they have, and go on."""

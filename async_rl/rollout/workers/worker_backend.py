@@ -27,6 +27,7 @@ from typing import Final, Self, cast
 import msgspec
 
 from async_rl.config import Config
+from async_rl.engines import health
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import (
     AgentLoopError,
@@ -681,7 +682,7 @@ class WorkerBackend(RolloutBackend):
             lease_s=LEASE_S,
             clock=self._clock,
             on_lease=worker.record_lease,
-            probe_timeout_s=self._spec.config.engine.probe_timeout_s,
+            probe_timeout_s=health.PROBE_TIMEOUT_S,
             worker_stall_s=self._config.worker_stall_s,
         )
         self._leases = [each for each in self._leases if not each.is_closed] + [leases]
