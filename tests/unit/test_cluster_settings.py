@@ -127,11 +127,11 @@ def cluster_of(folder: Path, *overrides: str) -> RayCluster:
 
 
 REQUESTS: Final[dict[str, Callable[[dict[str, Asked]], Any]]] = {
-    "placement.resources_per_engine={CPU: 3}": lambda asked: asked["engine"].resources["CPU"] == 3,
+    "placement.resources_per_engine={CPU: 3}": lambda asked: asked["engine"].resources.get("CPU") == 3,
     "placement.resources_per_engine={GPU: 0.5}": lambda asked: asked["engine"].resources["GPU"] == 0.5,
     "placement.resources_per_engine={fast: 2}": lambda asked: asked["engine"].resources.get("fast") == 2,
     "engine.num_engines=3": lambda asked: asked["engine"].count == 3,
-    "placement.resources_per_rank={CPU: 3}": lambda asked: asked["trainer rank"].resources["CPU"] == 3,
+    "placement.resources_per_rank={CPU: 3}": lambda asked: asked["trainer rank"].resources.get("CPU") == 3,
     "placement.resources_per_rank={GPU: 0.5}": lambda asked: asked["trainer rank"].resources["GPU"] == 0.5,
     "placement.resources_per_rank={fast: 2}": lambda asked: asked["trainer rank"].resources.get("fast") == 2,
     "trainer.num_ranks=3": lambda asked: asked["trainer rank"].count == 3,
