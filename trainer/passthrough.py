@@ -37,7 +37,8 @@ CLASSES: Final = {
 """Megatron's classes whose fields can be set, and their files below `megatron/core`."""
 
 _ALLOWED: Final = """
-    activation_func_fp8_input_store apply_rope_fusion apply_wd_to_qk_layernorm attention_backend
+    activation_func_fp8_input_store adam_beta1 adam_eps apply_rope_fusion apply_wd_to_qk_layernorm
+    attention_backend
     batch_invariant_mode bias_activation_fusion bias_dropout_fusion bucket_size
     clone_scatter_output_in_embedding cp_comm_type deallocate_pipeline_outputs deterministic_mode
     disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache exp_avg_dtype exp_avg_sq_dtype
@@ -57,7 +58,7 @@ _INSTEAD: Final = {
         context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage""",
     "model.dtype": "fp16 bf16 params_dtype pipeline_dtype",
-    "trainer.optimizer": "lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad",
+    "trainer.optimizer": "lr weight_decay adam_beta2 clip_grad",
     "trainer.recompute": "recompute_granularity recompute_method recompute_num_layers",
     "trainer.overlap_grad_reduce": "overlap_grad_reduce",
     "trainer.recompute=offload": "cpu_offloading fine_grained_activation_offloading",

@@ -86,7 +86,7 @@ def test_whatever_the_trainer_sets_is_owned_or_may_be_chosen(
                 seen |= transformer_config(LayoutConfig(), recompute, True, fused=True).keys()
     with started(trainer_config(build_tiny_deepseek_v3(tmp_path / "deepseek"), replay=False)):
         pass
-    assert {"rotary_base", "grad_reduce_in_fp32", "adam_beta1", "moe_router_topk"} <= seen
+    assert {"rotary_base", "grad_reduce_in_fp32", "adam_beta2", "moe_router_topk"} <= seen
     assert seen & ALLOWED <= CHOSEN
 
 

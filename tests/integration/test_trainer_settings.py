@@ -22,9 +22,10 @@ def moe(tmp_path_factory):
 
 def test_the_optimizer_has_the_settings_of_the_config(moe):
     settings = {"weight_decay": 0.3, "beta2": 0.7}
-    with started(trainer_config(moe, optimizer=settings)) as worker:
+    passed = {"adam_beta1": 0.8, "adam_eps": 1e-6}
+    with started(trainer_config(moe, optimizer=settings, megatron=passed)) as worker:
         groups = [group for inner in worker.model.inner_optimizers for group in inner.param_groups]
-        assert {group["betas"] for group in groups} == {(0.9, 0.7)}
+        assert {(group["betas"], group["eps"]) for group in groups} == {((0.8, 0.7), 1e-6)}
         assert max(group["weight_decay"] for group in groups) == 0.3
 
 

@@ -170,9 +170,7 @@ class MegatronModel:
                     optimizer="adam",
                     lr=learning_rate,
                     weight_decay=settings.weight_decay,
-                    adam_beta1=0.9,  # as in torch, like eps
                     adam_beta2=settings.beta2,
-                    adam_eps=1e-8,
                     clip_grad=settings.clip_grad,
                     bf16=dtype == torch.bfloat16,
                     params_dtype=dtype,
