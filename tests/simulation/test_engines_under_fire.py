@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from async_rl.engine_protocol import Chunk, EngineHealth
+from async_rl.engines import health
 from async_rl.engines.membership import EngineMembership
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.observability.metrics import Metrics
@@ -139,9 +140,11 @@ def test_nearly_all_sampled_tokens_survive_when_engines_are_killed(calculator: P
 
 
 def test_a_stopped_engine_is_noticed_restarted_and_its_trajectories_go_on(
-    calculator: Path, tmp_path: Path
+    calculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP of an idle engine, of one in the middle of calls, of one in the middle of an update."""
+    monkeypatch.setattr(health, "PROBE_S", 2.0)
+    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 1.0)
     world = World(calculator, tmp_path)
     noticed: list[float] = []
 
