@@ -10,7 +10,7 @@
  members      the urls_file    the next check             time                          joins, departures
  stopper      the stop event   the first signal           Ctrl-C                        a drain
  live_status  statistics       a second                   time                          gauges, the panel
- doctor       waits, states    doctor.look_s              time                          log, remedies
+ doctor       waits, states    the next check             time                          log, remedies
  journal      new tokens       queue.journal_s            time                          the journal
  archive      trajectories     a second                   time                          their database
  evaluation   served versions  a version that is due      the pool                      its record
