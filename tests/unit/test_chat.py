@@ -93,6 +93,19 @@ def test_prompts_that_only_look_alike_are_tokenised_each(chat: ChatFormat):
     assert rendered(unusual).startswith("two")
 
 
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], "\n"),
+        (CONVERSATION[2:3], "\n<|im_start|>user\n<tool_response>\n5535\n</tool_response><|im_end|>\n"),
+    ],
+)
+def test_appended_tokens_begin_after_the_end_of_the_policys_turn_and_ask_for_another(
+    chat: ChatFormat, messages: list, text: str
+):
+    assert text_of(chat, chat.append_ids(messages)) == text + "<|im_start|>assistant\n"
+
+
 def test_end_of_turn_is_put_in_when_the_policy_did_not_write_it(chat: ChatFormat):
     message = [{"role": "user", "content": "Go on."}]
     whole = chat.append_ids(message, after_length=True)
@@ -110,6 +123,7 @@ def test_conversation_begins_with_the_very_tokens_of_the_prompt(chat: ChatFormat
     tools = [{"type": "function", "function": {"name": "f"}}]
     ids, mask = chat.encode_conversation(CONVERSATION, tools)
     prompt = chat.prompt_ids(QUESTION, tools)
+    assert ids.dtype == prompt.dtype == np.int32
     np.testing.assert_array_equal(ids[: len(prompt)], prompt)
     assert mask.argmax() == len(prompt)
 

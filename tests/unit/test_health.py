@@ -101,6 +101,7 @@ async def test_an_engine_is_left_after_as_many_missed_probes_as_are_allowed(
         assert bench.state("a") is EngineState.QUARANTINED
         assert bench.state("b") is EngineState.SERVING
         assert f"did not answer {misses} times" in str(bench.pool.error_of("a"))
+        assert bench.counted("engine_stalls_total", engine="a", kind="unreachable") == 1
 
 
 async def test_probes_that_are_missed_between_tokens_are_not_added_up() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import msgspec
@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config import SimulatedEngines
+from async_rl.engine_protocol import Engine
 from async_rl.engines import repair
 from async_rl.engines.pool import EngineState
 from async_rl.engines.repair import EngineRepair, RestartBackoff
 from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.runtime.supervision import first_error, services
-from tests.support.manual_engines import ManualPool, manual_pool, settle
+from tests.support.manual_engines import ManualEngine, ManualPool, manual_pool, settle
 
 CONFIG = SimulatedEngines(max_restarts=4, max_outage_s=600.0)
 
@@ -168,6 +169,26 @@ async def test_an_engine_is_left_out_when_its_restarts_are_used_up(caplog: pytes
         assert "a has half of them" in caplog.text
         await asyncio.sleep(200.0)  # the window has moved on
         assert len(shop.restarts) > 4
+
+
+async def test_the_run_goes_on_when_an_outage_ends_in_time() -> None:
+    async with workshop("a") as shop:
+        shop.broken = {"a": EnvironmentNotReady("rebooting")}
+        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
+        await asyncio.sleep(3.0)
+        shop.broken = {}
+        await asyncio.sleep(20.0)
+        assert shop.bench.state("a") is EngineState.SERVING
+        shop.bench.pool.hold_engine("a")  # an update is no outage
+        await asyncio.sleep(9999.0)
+
+
+async def test_a_newcomer_is_brought_to_the_weights_before_it_serves() -> None:
+    async with workshop("a") as shop:
+        shop.bench.pool.add_engine(cast(Engine, ManualEngine("z")), newcomer=True)
+        await settle()
+        assert shop.loaded == ["z"]
+        assert shop.bench.pool.version_of("z") == 7
 
 
 async def test_nothing_is_repaired_that_has_left() -> None:
