@@ -163,12 +163,16 @@ def test_only_the_frames_of_the_chosen_trajectories_are_opened(tmp_path: Path) -
 def test_a_frame_of_another_trajectory_is_refused(tmp_path: Path) -> None:
     taken = taken_batch(tmp_path, [make_group("a")], 5, facts=FACTS)
     one, other = (Path(trajectory.path) for trajectory in taken.trajectories)
-    one.write_bytes(other.read_bytes())
+    frames = one.read_bytes(), other.read_bytes()
+    one.write_bytes(frames[1])
+    other.write_bytes(frames[0])
     with pytest.raises(CorruptFrame, match="another frame than that of trajectory a-0"):
         read_trajectories(taken)
     # A small frame is read at the length of its reference, at which a longer one is cut short.
     with pytest.raises(CorruptFrame, match=r"another frame than that of trajectory a-0|cut short"):
         verify_frame(taken.trajectories[0])
+    with pytest.raises(CorruptFrame, match="another frame than that of trajectory a-1"):
+        verify_frame(taken.trajectories[1])
 
 
 def test_frames_are_read_where_they_begin_in_a_shared_file(tmp_path: Path) -> None:

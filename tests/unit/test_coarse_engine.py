@@ -47,6 +47,16 @@ async def update(engine: CoarseEngine, mode: str, version: int = 1) -> None:
     await engine.resume_generation(mode)  # type: ignore[arg-type]
 
 
+async def test_calls_slow_each_other_down_and_wait_when_slots_are_taken() -> None:
+    engine = CoarseEngine("e", SPEED)
+    ends = [e for e, _, _ in await asyncio.gather(*(ask(engine, request(n)) for n in (50, 100, 100)))]
+    both = 0.02 + 50 * 0.03  # two prefills, then 50 steps of two calls
+    assert ends[0] == pytest.approx(both)
+    third_joins = both + 0.01
+    assert ends[1] == pytest.approx(third_joins + 50 * 0.03)
+    assert ends[2] == pytest.approx(ends[1] + 50 * 0.02)
+
+
 @pytest.mark.parametrize(("mode", "prefills"), [("in_place", 10), ("retract", 10 + 60)])
 async def test_call_continues_under_the_new_version_when_it_was_paused(mode: str, prefills: int) -> None:
     engine = CoarseEngine("e", SPEED)

@@ -11,7 +11,7 @@ import pytest
 from async_rl.engines.lease import EngineState
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import EngineError, LocalShortage
+from async_rl.errors import EngineError, LocalShortage, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
     CallProgress,
@@ -23,7 +23,7 @@ from async_rl.rollout.workers.messages import (
     LeaseWanted,
     Message,
 )
-from async_rl.runtime.supervision import services
+from async_rl.runtime.supervision import first_error, services
 from async_rl.runtime.waits import Waits, acting
 from tests.support.relayed import relayed_leases
 from tests.support.sessions import Watched, simulated
@@ -105,6 +105,29 @@ class Driver:
     @property
     def serving(self) -> list[str]:
         return [engine.engine_id for engine in self.pool.engines(EngineState.SERVING)]
+
+
+@pytest.mark.parametrize(("num_engines", "limit_s", "most_s"), [(3, LIMIT_S, 63.0), (2, 10.0, 16.0)])
+async def test_a_worker_that_alone_reaches_no_engine_has_none_quarantined_and_is_ended(
+    num_engines: int, limit_s: float, most_s: float
+) -> None:
+    """Its pauses take 1, 2, 4 and 8 s, but no longer than it may be silent: it may be the only worker."""
+    driver = Driver(num_engines, limit_s=limit_s)
+
+    async def fail_all_calls() -> None:
+        async with asyncio.timeout(10 * LIMIT_S), driver.running():
+            while True:
+                await driver.fail_calls()
+
+    with pytest.raises(ExceptionGroup) as errors:
+        await fail_all_calls()
+    lost = first_error(errors.value)
+    assert isinstance(lost, WorkerLost)
+    assert f"it reaches no engine, and {num_engines} of them answer the driver" in str(lost)
+    assert limit_s < driver.clock() < most_s
+    assert len(driver.serving) == num_engines
+    num_granted = sum(isinstance(each, LeaseGranted) for each in driver.posted)
+    assert num_granted < 3 * 9  # sessions give up at 9 failures
 
 
 async def test_an_engine_that_does_not_answer_the_driver_either_is_quarantined() -> None:

@@ -328,6 +328,22 @@ async def test_only_what_was_lost_of_a_ready_group_is_sampled_again(opened: Node
     assert opened.nodes.spool.used_bytes == 0
 
 
+@pytest.mark.parametrize("is_noticed", [False, True])
+async def test_what_was_lost_is_sampled_again_after_a_restart(nodes: Nodes, is_noticed: bool) -> None:
+    first = NodesQueue(nodes)
+    if is_noticed:
+        await lose_part_of_a_group(first)
+    else:
+        await first.put_two(*nodes.store("g-0"), *here(nodes, "g-1"))
+    first.close()
+    second = NodesQueue(nodes.again())
+    if not is_noticed:  # no reader was asked yet, so the ledger alone names the node
+        second.nodes.lose()
+        second.queue.groups.follow_nodes()
+    await finish_lost_part(second)
+    second.close()
+
+
 async def test_what_a_node_does_not_have_any_more_that_is_back_is_sampled_again(
     opened: NodesQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,17 @@ async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> N
         assert bench.pool.statistics.load_of("a").prefill_tokens == 0
 
 
+async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> None:
+    async with pool_of("a") as bench:
+        for number in range(3):
+            assert bench.state("a") is EngineState.SERVING
+            bench.start(f"t{number}")
+            await settle()
+            bench.engines["a"].say(number, CallLost("connection reset"))
+            await settle()
+        assert bench.state("a") is EngineState.QUARANTINED
+
+
 async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
     """A wave after an update: everybody wants to prefill, the engine is given little at a time."""
     async with pool_of("a", budget=50) as bench:

@@ -169,6 +169,7 @@ async def test_no_engine_leaves_when_the_file_is_half_written_broken_or_gone(tmp
         assert list(made.urls.values()) == [A, B]
         await asyncio.sleep(REREAD_S)
         assert list(made.urls.values()) == [A, B, C]
+        assert made.bench.pool.needs_repair("engine-2")  # a newcomer: it gets no calls before its weights
         await made.write("no url")
         made.path.unlink()
         await asyncio.sleep(5 * REREAD_S)

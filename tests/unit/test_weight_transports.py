@@ -10,7 +10,7 @@ from async_rl.engine_protocol import TensorSpec
 from async_rl.engines.sglang.server import free_port
 from async_rl.errors import WeightSyncError
 from async_rl.weights.broadcast import open_store, send_buckets
-from async_rl.weights.buckets import plan_buckets, size_of
+from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, size_of, spec_of
 
 
 def specs(*shapes: tuple[int, ...], dtype: str = "float32") -> list[TensorSpec]:
@@ -56,6 +56,21 @@ def test_a_bucket_goes_on_when_the_engine_fuses_what_it_cuts(order):
 def test_a_bucket_ends_when_the_next_tensor_would_be_misaligned():
     mixed = [*specs((3,), dtype="bfloat16"), TensorSpec(name="f", dtype="float32", shape=(2,))]
     assert [[s.name for s in bucket] for bucket in plan_buckets(mixed, 1000)] == [["t0"], ["f"]]
+
+
+def test_bucket_bytes_are_those_of_the_tensors_when_filled():
+    tensors = [("a", torch.randn(2, 3)), ("b", torch.randn(4).bfloat16()), ("c", torch.randn(0, 3))]
+    plan = plan_buckets([spec_of(name, t) for name, t in tensors], 1000)
+    (data,) = fill_buckets(tensors, plan, [torch.zeros(largest_of(plan), dtype=torch.uint8)])
+    assert data[:24].view(torch.float32).view(2, 3).equal(tensors[0][1])
+    assert data[24:32].view(torch.bfloat16).equal(tensors[1][1])
+
+
+@pytest.mark.parametrize(("exported", "found"), [([("other", torch.zeros(3))], "other"), ([], "nothing")])
+def test_filling_refuses_when_a_tensor_is_not_the_planned_one(exported, found):
+    plan = plan_buckets(specs((2,), (3,)), 1000)
+    with pytest.raises(WeightSyncError, match=f"{found}.*t1"):
+        list(fill_buckets([("t0", torch.zeros(2)), *exported], plan, [torch.zeros(20, dtype=torch.uint8)]))
 
 
 def test_other_groups_get_everything_when_one_fails():
