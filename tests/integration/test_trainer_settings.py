@@ -9,7 +9,7 @@ from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, started, trainer_config, trial, weights
 from trainer import worker as worker_module
-from trainer.megatron import process_groups
+from trainer.megatron import model, process_groups
 from trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.real, pytest.mark.megatron]
@@ -53,14 +53,14 @@ class SetupEnded(Exception):
 def test_gradients_are_summed_during_the_backward_pass_when_the_config_says_so(moe, monkeypatch):
     seen: list[dict[str, Any]] = []
 
-    def model(*arguments: object, **options: Any) -> None:
+    def ddp_config(**options: Any) -> None:
         seen.append(options)
         raise SetupEnded
 
-    monkeypatch.setattr(worker_module, "MegatronModel", model)
+    monkeypatch.setattr(model, "DistributedDataParallelConfig", ddp_config)
+    monkeypatch.setattr(model.parallel_state, "get_data_parallel_world_size", lambda **options: 2)
     for wanted in (False, True):
-        config = trainer_config(moe, overlap_grad_reduce=wanted)
-        with pytest.raises(SetupEnded), started(config):
+        with pytest.raises(SetupEnded), started(trainer_config(moe, overlap_grad_reduce=wanted)):
             pass
     assert [options["overlap_grad_reduce"] for options in seen] == [False, True]
 

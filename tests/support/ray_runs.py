@@ -67,7 +67,7 @@ def make_run_folder(config: Config) -> Path:
 def assert_ledger_holds(run_dir: Path) -> None:
     """Check that each trajectory of a finished run is accounted for, exactly once."""
     ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.audit().holds
+    assert ledger.audit().unaccounted == 0
     ledger.close()
 
 
