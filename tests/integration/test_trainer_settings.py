@@ -53,11 +53,12 @@ class SetupEnded(Exception):
 def test_gradients_are_summed_during_the_backward_pass_when_the_config_says_so(moe, monkeypatch):
     seen: list[dict[str, Any]] = []
 
-    def ddp_config(**options: Any) -> None:
-        seen.append(options)
-        raise SetupEnded
+    class Remembered(model.DistributedDataParallelConfig):
+        def __init__(self, **options: Any) -> None:
+            seen.append(options)
+            raise SetupEnded
 
-    monkeypatch.setattr(model, "DistributedDataParallelConfig", ddp_config)
+    monkeypatch.setattr(model, "DistributedDataParallelConfig", Remembered)
     monkeypatch.setattr(model.parallel_state, "get_data_parallel_world_size", lambda **options: 2)
     for wanted in (False, True):
         with pytest.raises(SetupEnded), started(trainer_config(moe, overlap_grad_reduce=wanted)):

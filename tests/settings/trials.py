@@ -125,7 +125,9 @@ def run_trials(tests: dict[str, str], jobs: int) -> list[Effect]:
     """Run the trials of settings, given the test of each."""
     trials = Trials(tests, jobs)
     files = sorted({test.partition("::")[0] for test in tests.values()})
-    pytest.main(["-q", "-s", "-p", "no:cacheprovider", *files], plugins=[trials])
+    # The table imports test modules, so pytest comes too late to rewrite their asserts and those of plugins.
+    late = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+    pytest.main(["-q", "-s", "-p", "no:cacheprovider", *late, *files], plugins=[trials])
     return list(trials.effects())
 
 
