@@ -352,6 +352,21 @@ def test_the_bound_holds_for_resumed_work_when_the_checkpoint_lacks_the_versions
     assert_settled_once(world)
 
 
+def test_the_rest_is_thrown_away_when_a_tool_gives_another_answer(tmp_path: Path, monkeypatch: Any) -> None:
+    world = World(tmp_path)
+    first = world.live(at(2.6))
+    second_turns = sum(
+        len(turn_tokens)
+        for state in first.left.values()
+        for turn_tokens in [tokens_of(state)[state.turns[1].start :] if len(state.turns) > 1 else []]
+    )
+    assert second_turns > 0
+    monkeypatch.setattr(Asks, "answer", "7 8 10")
+    second = world.live()
+    assert second.counted("resume_discarded_tokens_total") == second_turns
+    assert_settled_once(world)
+
+
 def test_a_sibling_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
     world = World(tmp_path, "rollout.max_concurrent_trajectories=4")
 

@@ -185,3 +185,11 @@ def test_no_array_decides_by_its_truth(kind: Callable[[np.ndarray], Any], count:
 def test_a_refusal_keeps_its_reason_when_it_is_pickled() -> None:
     error = pickle.loads(pickle.dumps(AlignmentError("no", "wrong_layers")))
     assert (str(error), error.reason) == ("no", "wrong_layers")
+
+
+@pytest.mark.parametrize("shape", [(10, 1 << 39, 0), (1 << 39, 4, 0), (10, 0, 1 << 39)])
+def test_rows_without_elements_are_looked_at_at_once_however_long_their_sides_are(
+    shape: tuple[int, ...],
+) -> None:
+    """A fuzzer's find: a shape of billions of rows of no expert took minutes to check."""
+    assert routing.find_repeated(np.zeros(shape, np.uint8)) is None
