@@ -16,8 +16,8 @@ import msgspec
 from async_rl.config import Config
 from async_rl.config.base import Strict
 
-_PROGRAM: Final = ("async_rl", "trainer", "agent_loops")
-"""The packages that ignore the setting."""
+_PROGRAM: Final = ("async_rl", "trainer", "agent_loops", "verification")
+"""The packages that ignore the setting: the product, and the simulated engines, trainer and checker."""
 
 _SHOWING: Final = ("async_rl.config.description", "async_rl.config.reference")
 """The modules that only show what a config says."""

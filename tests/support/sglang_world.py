@@ -18,6 +18,7 @@ from async_rl.config import (
     LoraConfig,
     ModelConfig,
     PlacementConfig,
+    RolloutConfig,
     RoutingConfig,
     SGLangEngines,
     TrainerConfig,
@@ -82,9 +83,11 @@ class SGLangWorld:
         capacity = {"max_running_requests": MAX_RUNNING, "max_total_tokens": 4 * CONTEXT_LENGTH}
         self._config = SGLangEngines(**{**capacity, "start_timeout_s": 400, **engine})
         self._needs = ServerNeeds(routing=routing, adapters=adapters)
+        longest = min(CONTEXT_LENGTH, self._config.max_total_tokens or CONTEXT_LENGTH)
         config = Config(
             engine=self._config,
             model=ModelConfig(path=str(self.weights[0]), dtype="float32"),
+            rollout=RolloutConfig(max_context_tokens=longest, max_new_tokens=longest // 2),
             routing=RoutingConfig(replay="r3" if routing else "off"),
             trainer=TrainerConfig(lora=adapters),
             placement=PlacementConfig(shared=shared),
