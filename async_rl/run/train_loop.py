@@ -121,7 +121,6 @@ class TrainLoop(ABC):
             raise
         cancelled = await self._queue.settle_batch(batch, step)
         self.step, self.unsettled = step, False
-        self._queue.groups.ledger.record_publication(step)
         progressed()
         now = self._clock()
         done = TrainedStep(

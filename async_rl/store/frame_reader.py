@@ -1,4 +1,4 @@
-"""What is done with frames and journals on the node that has them: they are reused, deleted and read there.
+"""What is done with frames and journals on the node that has them: they are deleted and read there.
 
 ```
  driver: Spool ─┬─ LocalFrameReader                                its own node
@@ -15,20 +15,11 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 from async_rl.store.journal_folders import JournalSummary, NodeJournals, read_journals
 
 log = logging.getLogger(__name__)
-
-SMALLEST_REUSED: Final = 256 << 10
-"""Files of fewer bytes are deleted: finding one again would take as long as making one."""
-
-MAX_REUSABLE_BYTES: Final = 256 << 20
-"""The limit for files that can be overwritten, per folder."""
-
-REUSABLE: Final = "reusable"
-"""The name of the folder with files of settled trajectories, in that of their process."""
 
 
 class FrameReader(NodeJournals, Protocol):
@@ -49,7 +40,7 @@ class FrameReader(NodeJournals, Protocol):
         ...
 
     def begin_delete(self, paths: Sequence[str]) -> Callable[[], None]:
-        """Delete frames, or let the processes that wrote them overwrite their files."""
+        """Delete frames."""
         ...
 
     def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
@@ -105,11 +96,9 @@ class LocalFrameReader(FrameReader):
         for path in paths:
             by_folder[os.path.dirname(path)].append(path)
         for folder, in_folder in by_folder.items():
+            delete_files(in_folder)
             if folder in self._ended_folders:
-                delete_files(in_folder)
                 self._remove_folder(folder)
-            else:
-                _recycle(folder, in_folder)
         return _nothing_left
 
     def begin_end_folder(self, folder: str, known: Collection[str]) -> Callable[[], None]:
@@ -125,15 +114,13 @@ class LocalFrameReader(FrameReader):
 
     def _end_folder(self, folder: str, known: Collection[str]) -> None:
         try:
-            found = [*files_in(folder), *files_in(f"{folder}/{REUSABLE}")]
+            found = files_in(folder)
         except OSError as error:
             log.warning("%s is deleted later: %s", folder, error)
             self._unread[folder] = known
             return
         self._ended_folders.add(folder)
         delete_files(file.path for file in found if file.path not in known)
-        with contextlib.suppress(OSError):
-            os.rmdir(f"{folder}/{REUSABLE}")
         self._remove_folder(folder)
 
     def begin_keep_only(
@@ -206,25 +193,3 @@ def _is_missing(path: str) -> bool:
     except OSError:
         return False
     return False
-
-
-def _recycle(folder: str, paths: Iterable[str]) -> None:
-    """Let the process of a folder overwrite files that are not needed any more; delete what is too much."""
-    reusable = f"{folder}/{REUSABLE}"
-    left: list[str] = []
-    nbytes: int | None = None
-    for path in paths:
-        try:
-            size = os.stat(path).st_size
-            if size >= SMALLEST_REUSED:
-                if nbytes is None:
-                    os.makedirs(reusable, mode=0o700, exist_ok=True)
-                    nbytes = sum(file.stat().st_size for file in files_in(reusable))
-                if nbytes + size <= MAX_REUSABLE_BYTES:
-                    os.rename(path, f"{reusable}/{os.path.basename(path)}")
-                    nbytes += size
-                    continue
-        except OSError as error:  # a file was taken meanwhile, or there is no space for the folder
-            log.info("%s is deleted, not used again: %s", path, error)
-        left.append(path)
-    delete_files(left)

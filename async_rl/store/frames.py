@@ -122,7 +122,7 @@ def encode_completion(completion: Completion, trajectory_id: str) -> Frame:
 
 
 def read_completion(stored: StoredCompletion) -> Completion:
-    """Read a completion into memory: its file may be overwritten while user code still has it.
+    """Read a completion.
 
     Raises:
         CorruptFrame: When the file is missing, damaged, or not the one that the reference is of.

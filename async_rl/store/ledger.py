@@ -16,7 +16,7 @@ position, except after a restart, a damaged frame or a drop with `retry`: then t
 is dispatched anew.
 
 The ledger also records what a restart must agree with: attempts, references to trajectories that ended,
-published weight versions, the batch of each step that the trainer acknowledged, and committed checkpoints.
+the batch of each step that the trainer acknowledged, and committed checkpoints.
 
 **A restart at the checkpoint of step N** leaves in flight what was in flight (the journal has its tokens) and
 queued what was queued. What was trained after N is dropped as `restart` and its positions are pending. Its
@@ -321,11 +321,6 @@ class Ledger:
         self._tables.add_statement("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
         self._tables.end_change()
 
-    def record_publication(self, weight_version: int) -> None:
-        """Record that engines receive a new version."""
-        self._tables.add_statement("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
-        self._tables.end_change()
-
     def record_checkpoint(self, step: int, keep: int) -> None:
         """Record that the checkpoint of a step is complete, and fold what the `keep` newest ones cover."""
         self._checkpoints = sorted({*self._checkpoints, step})[-keep:]
@@ -434,19 +429,6 @@ class Ledger:
         if counts.unaccounted:
             raise InvariantError(f"trajectories were lost or made up: {counts}")
         return counts
-
-    def audit(self) -> TrajectoryCounts:
-        """Return `counts` after a comparison with the tables.
-
-        Raises:
-            InvariantError: When they differ.
-        """
-        self.flush()
-        kept = self.counts()
-        stored = self._stored_counts()
-        if kept != stored:
-            raise InvariantError(f"the ledger counts {kept}, its tables hold {stored}")
-        return kept
 
     def outstanding(self) -> list[GroupRecord]:
         """Return the groups in flight or queued, by position."""

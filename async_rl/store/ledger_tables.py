@@ -1,4 +1,4 @@
-"""The SQLite tables of the ledger: written later, in order; read at start and by audits.
+"""The SQLite tables of the ledger: written later, in order; read at start.
 
 Decisions are made on what the ledger holds in memory. A change is a list of statements that is committed in
 one transaction or not at all; `flush` commits all pending changes. The database is in WAL mode. A commit
@@ -20,12 +20,12 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError, InvariantError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 Statement = tuple[str, Sequence[Any]]
 
-_OF_STEPS = (("steps", "step"), ("publications", "weight_version"), ("checkpoints", "step"))
-"""Tables, and the column that a rollback and folding use."""
+_OF_STEPS = ("steps", "checkpoints")
+"""Tables with a row per step."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -51,7 +51,6 @@ CREATE INDEX members ON trajectories (group_id);
 CREATE INDEX trained ON trajectories (step) WHERE state = 'trained';
 CREATE INDEX dropped ON trajectories (state) WHERE state = 'dropped';
 CREATE TABLE pending (position INTEGER PRIMARY KEY);
-CREATE TABLE publications (weight_version INTEGER PRIMARY KEY);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, batch_id TEXT NOT NULL);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY);
 CREATE TABLE folded (                -- trajectories that have no row any more
@@ -189,8 +188,8 @@ class LedgerTables:
             "DELETE FROM groups WHERE NOT EXISTS "
             "(SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id)"
         )
-        for table, column in _OF_STEPS:
-            self.add_statement(f"DELETE FROM {table} WHERE {column} < ?", (step,))
+        for table in _OF_STEPS:
+            self.add_statement(f"DELETE FROM {table} WHERE step < ?", (step,))
 
     def fold_dropped(self, trajectory_id: str) -> None:
         """Replace the row of a trajectory by a count if it was dropped: its id is used again."""
@@ -206,9 +205,9 @@ class LedgerTables:
         self.add_statement(f"DELETE FROM trajectories WHERE {final}", (value,))
 
     def delete_after(self, step: int) -> None:
-        """Delete steps, versions and checkpoints after this one, which a rollback undoes."""
-        for table, column in _OF_STEPS:
-            self.add_statement(f"DELETE FROM {table} WHERE {column} > ?", (step,))
+        """Delete steps and checkpoints after this one, which a rollback undoes."""
+        for table in _OF_STEPS:
+            self.add_statement(f"DELETE FROM {table} WHERE step > ?", (step,))
 
     def count_by_state(self) -> tuple[Counter[str], Counter[str]]:
         """Count trajectories by state, and the dropped ones by reason, including folded ones."""

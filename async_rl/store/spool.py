@@ -5,11 +5,9 @@
    000001-driver/             SpoolFolder          ┌─► (trained, dropped) discard ─► delete_discarded
    000002-rollout-worker-0/   SpoolFolder ─ hold ──┤
    000003-rollout-worker-1/   SpoolFolder          └─► use_group ─► used
-     reusable/                files of settled trajectories, which the next frames overwrite
 ```
 
-Each process writes into a folder of its own, which no later process gets. Readers map a frame until its batch
-is settled: all ranks have answered then, and its file may be overwritten. The ledger says which frames count:
+Each process writes into a folder of its own, which no later process gets. The ledger says which frames count:
 one that it does not name is deleted by the next start, or when the process that wrote it has ended.
 
 With `queue.spool_dir` the folders with these names are on the nodes of their processes, and what is done with
@@ -18,8 +16,6 @@ their files is done there (`FrameReader`). The folders in the run's spool keep t
 Where one call rewards a group, the completions of its members are in the folders of the run's spool, wherever
 frames are, until a process has scored them. They have text and token ids, a hundredth of a frame with routing
 rows, and the process that scores a group needs all of them.
-
-A new file costs two to three times as much as one that is overwritten, because the kernel clears its pages.
 """
 
 from __future__ import annotations
@@ -39,15 +35,7 @@ import msgspec
 from async_rl.codec import Frame
 from async_rl.errors import NodeUnreachable, SpoolFull
 from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, is_shortage
-from async_rl.store import frame_reader
-from async_rl.store.frame_reader import (
-    REUSABLE,
-    FrameReader,
-    LocalFrameReader,
-    delete_files,
-    files_in,
-    folder_number,
-)
+from async_rl.store.frame_reader import FrameReader, LocalFrameReader, delete_files, folder_number
 from async_rl.store.frames import encode_completion, encode_trajectory
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
@@ -109,10 +97,7 @@ class _WrittenFiles:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.directory = directory
-        self._reusable = f"{directory}/{REUSABLE}"
         self._numbers = count()
-        self._lock = threading.Lock()
-        self._found: list[tuple[int, str]] = []  # reusable files, with their sizes
 
     def write_frame(self, name: str, frame: Frame) -> str:
         """Write a file that appears when it is complete, and return its path.
@@ -125,11 +110,9 @@ class _WrittenFiles:
         path = f"{self.directory}/{name}-{next(self._numbers)}"
         part = f"{path}.part"
         try:
-            self._take_reusable(part, frame.nbytes)
-            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 _write_all(file, frame)
-                os.ftruncate(file, frame.nbytes)
             finally:
                 os.close(file)
             os.rename(part, path)
@@ -137,24 +120,9 @@ class _WrittenFiles:
             delete_files([path, part])
             if not is_shortage(error) and error.errno not in DISK_ERRORS:
                 raise
-            with self._lock:
-                self._found.clear()
-                delete_files(file.path for file in files_in(self._reusable))
             cause = describe_disk_error(error)
             raise SpoolFull(f"{self.directory} cannot take {frame.nbytes} bytes: {cause}") from error
         return path
-
-    def _take_reusable(self, path: str, nbytes: int) -> None:
-        """Move the file of a settled trajectory of about this size to a path, if there is one."""
-        if nbytes < frame_reader.SMALLEST_REUSED:
-            return
-        with self._lock:
-            if not self._found:
-                self._found = [(file.stat().st_size, file.path) for file in files_in(self._reusable)]
-            if self._found:
-                nearest = min(self._found, key=lambda file: abs(file[0] - nbytes))
-                self._found.remove(nearest)
-                os.rename(nearest[1], path)
 
 
 class SpoolFolder(FrameStore):

@@ -24,6 +24,7 @@ from async_rl.store.journal_file import JournalledTrajectory
 from async_rl.store.ledger import Ledger
 from async_rl.types import Group, Segment, StoredTrajectory, Trajectory
 from tests.support.journals import continue_journals
+from tests.support.ledgers import audit_ledger
 from tests.support.sessions import Bench, simulated
 from tests.support.stored_batches import assemble_batch
 
@@ -180,7 +181,7 @@ def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
         stored = [StoredTrajectory.of(each, path=each.trajectory_id, nbytes=1, checksum=1) for each in tree]
         ledger.record_queued("g", stored, version=0)
         ledger.record_trained(["g"], 1, "b")
-        counts = ledger.audit()
+        counts = audit_ledger(ledger)
         ledger.close()
     assert (counts.dispatched, counts.trained) == (len(tree), len(tree))
     assert batch.rewards.tolist() == [0.5] * len(tree)

@@ -17,6 +17,7 @@ from async_rl.store.journal import Journal
 from async_rl.store.journal_file import JournalledTrajectory
 from async_rl.store.ledger import Ledger
 from async_rl.types import TrainBatch, root_of
+from tests.support.ledgers import audit_ledger
 from tests.support.small_run import small_run
 from verification.simulation.__main__ import run_seed
 from verification.simulation.invariant_checker import InvariantChecker
@@ -80,7 +81,7 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
     assert any("." in name for name in again), "a branch continues from the journal"
     assert trained.sizes.keys() == {5}, "a trunk and four branches"
     ledger = Ledger(max(tmp_path.glob("incarnation-*")) / "ledger.sqlite")
-    counts = ledger.audit()
+    counts = audit_ledger(ledger)
     undone = sum(map(len, trained.batches)) - counts.trained
     assert 0 <= undone <= counts.dropped.get("restart", 0)
     ledger.close()

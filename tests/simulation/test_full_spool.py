@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,12 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import SpoolFull
-from async_rl.store import frame_reader
 from async_rl.store.journal import Journal
 from async_rl.store.journal_file import JournalledTrajectory
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from tests.support.small_run import small_run
-from verification.simulation.__main__ import run_seed, run_worker_seed
 from verification.simulation.scenario import NODES, Injection, Scenario
 from verification.simulation.simulate import SeedOutcome, simulate
 
@@ -78,18 +75,3 @@ def test_an_attempt_goes_on_from_its_tokens_when_a_step_has_freed_space(
     assert outcome.incarnations == ("finished",)
     assert waits
     assert sum(tokens > 0 for tokens in left) == len(waits)
-
-
-def test_nothing_is_trained_wrongly_when_files_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_reader, "SMALLEST_REUSED", 1)
-    taken: list[str] = []
-    rename = os.rename
-
-    def note(source: str, target: str) -> None:
-        rename(source, target)
-        taken.extend([target] * ("/reusable/" in str(source)))
-
-    monkeypatch.setattr(os, "rename", note)
-    outcomes = [run_seed(0), run_worker_seed(0)]
-    assert [outcome.violations for outcome in outcomes if outcome.violations] == []
-    assert len(taken) > 10

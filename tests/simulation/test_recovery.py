@@ -34,6 +34,7 @@ from async_rl.store.journal_file import JournalledTrajectory
 from async_rl.store.ledger import Ledger
 from async_rl.types import Completion, Sampled, StoredTrajectory, Task, TrainBatch
 from tests.support.journals import read_journals
+from tests.support.ledgers import audit_ledger
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 from tests.support.run_config import write_run
 from verification.simulation.users import SimulatedChat
@@ -197,7 +198,7 @@ class World:
             by_tick=by_tick,
             error=error,
             journal=read_journals(self.folder / "journal"),
-            accounts=ledger.audit(),
+            accounts=audit_ledger(ledger),
             unfinished=ledger.in_flight.difference(*(group.stored for group in ledger.outstanding())),
             num_undone=ledger.counts().trained - self.trajectories_per_step * saved,
             trained=trained,

@@ -38,6 +38,7 @@ from async_rl.store.outstanding import OutstandingGroups
 from async_rl.store.spool import Spool
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import Completion, TakenBatch, Task
+from tests.support.ledgers import audit_ledger
 from tests.support.trajectories import roll_back
 
 PROMPT, ENGINES = 8, 2
@@ -274,7 +275,7 @@ class World:
 
     def close(self) -> TrajectoryCounts:
         """End; what the ledger holds is audited."""
-        self.ledger.audit()
+        audit_ledger(self.ledger)
         counts = self.queue.groups.ledger.counts()
         self.queue.close()
         return counts

@@ -13,6 +13,7 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import StepRecord
 from async_rl.observability.text_console import TextConsole
 from async_rl.store.ledger import Ledger
+from tests.support.ledgers import audit_ledger
 
 GROUP_SIZE = 4
 
@@ -67,7 +68,7 @@ def make_run_folder(config: Config) -> Path:
 def assert_ledger_holds(run_dir: Path) -> None:
     """Check that each trajectory of a finished run is accounted for, exactly once."""
     ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.audit().unaccounted == 0
+    assert audit_ledger(ledger).unaccounted == 0
     ledger.close()
 
 

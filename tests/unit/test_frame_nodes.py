@@ -21,6 +21,7 @@ from async_rl.store.journal_folders import JournalFolders
 from async_rl.store.ledger import Ledger
 from async_rl.store.spool import Spool, SpoolFolder
 from async_rl.types import Completion, Group, StoredTrajectory, TakenBatch
+from tests.support.ledgers import audit_ledger
 from tests.support.queues import make_queue
 from tests.support.trajectories import FACTS, make_trajectory, roll_back
 from verification.simulation.simulated_workers import SimulatedNodes
@@ -217,7 +218,7 @@ class NodesQueue:
         return batch
 
     def close(self) -> None:
-        self.ledger.audit()
+        audit_ledger(self.ledger)
         self.queue.close()
 
 

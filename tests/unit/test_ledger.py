@@ -14,6 +14,7 @@ from async_rl.errors import AsyncRLError, InvariantError
 from async_rl.observability.records import TrajectoryCounts
 from async_rl.store.ledger import DataPosition, Ledger
 from async_rl.types import StoredTrajectory
+from tests.support.ledgers import audit_ledger
 from tests.support.trajectories import make_trajectory, roll_back
 
 
@@ -86,7 +87,7 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
     ):
         with pytest.raises(InvariantError):
             forbidden()
-    assert ledger.audit() == before
+    assert audit_ledger(ledger) == before
 
 
 def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: Ledger) -> None:
@@ -106,7 +107,7 @@ def test_a_branch_is_counted_each_time_when_runs_of_its_trajectory_differ(ledger
     ledger.record_dropped(["g0-0.1"], "restart")
     ledger.record_branches("g0-0", ["g0-0.1"])
     expected = TrajectoryCounts(dispatched=4, in_flight=3, queued=0, trained=0, dropped={"restart": 1})
-    assert ledger.audit() == expected
+    assert audit_ledger(ledger) == expected
     again = reopened(ledger, path)
     assert again.counts() == expected
     assert again.group("g0").in_flight == {"g0-0", "g0-0.1", "g0-1"}
@@ -139,7 +140,7 @@ def test_one_of_two_drivers_ends_when_both_write_one_ledger(ledger: Ledger, path
         third.rollback(0)
     queue(second, 0)
     train(second, 1, "g0")
-    assert second.audit().trained == 2
+    assert audit_ledger(second).trained == 2
     second.close()
 
 
@@ -187,11 +188,11 @@ def test_tasks_are_neither_skipped_nor_repeated_when_rolled_back_to_a_step(
     # 0 was trained, 3 is queued, 4 was used up, 5 is in flight; 1 and 2 were trained too late
     assert position == DataPosition(cursor=6, pending=(1, 2))
     assert [group.group_id for group in again.outstanding()] == ["g3", "g5"]
-    assert again.audit() == TrajectoryCounts(
+    assert audit_ledger(again) == TrajectoryCounts(
         dispatched=12, in_flight=2, queued=2, trained=2, dropped={"error": 2, "restart": 4}
     )
     assert again.rollback(step=1) == position
-    assert again.audit().dropped == {"error": 2, "restart": 4}
+    assert audit_ledger(again).dropped == {"error": 2, "restart": 4}
     again.close()
 
 
@@ -228,7 +229,7 @@ def test_a_group_that_was_partly_trained_comes_again_once_when_rolled_back(
     train(ledger, 5, "g0")
     again = reopened(ledger, path)
     assert again.rollback(4).pending == (0,)
-    assert again.audit().dropped == {"error": 1, "restart": 2}
+    assert audit_ledger(again).dropped == {"error": 1, "restart": 2}
     again.close()
 
 
@@ -241,7 +242,7 @@ def test_changes_wait_for_another_try_when_the_database_cannot_be_written(ledger
         ledger.flush()
     other.execute("ROLLBACK")
     other.close()
-    assert ledger.audit().in_flight == 2
+    assert audit_ledger(ledger).in_flight == 2
 
 
 def test_a_ledger_of_another_version_is_refused(ledger: Ledger, path: Path) -> None:
@@ -305,21 +306,19 @@ def test_labels_of_undone_versions_are_lowered_when_it_is_rolled_back(ledger: Le
     again.close()
 
 
-def test_publications_acknowledgements_and_checkpoints_agree_with_the_step_rolled_back_to(
+def test_acknowledgements_and_checkpoints_agree_with_the_step_rolled_back_to(
     ledger: Ledger, path: Path
 ) -> None:
     dispatch(ledger, 0, 1, 2)
     queue(ledger, 0, 1, 2)
     for step in (1, 2, 3):
         train(ledger, step, f"g{step - 1}")
-        ledger.record_publication(step)
     ledger.record_checkpoint(2, keep=2)
     ledger.flush()
     assert rows(path, "SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
     again = reopened(ledger, path)
     again.rollback(2)
-    for table in ("steps", "publications"):
-        assert rows(path, f"SELECT count(*) FROM {table}") == [(2,)]
+    assert rows(path, "SELECT count(*) FROM steps") == [(2,)]
     assert rows(path, "SELECT * FROM checkpoints") == [(2,)]
     again.close()
 
@@ -335,7 +334,7 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
         if step % 2 == 0:
             ledger.record_checkpoint(step, keep=2)
     dispatch(ledger, 7)
-    before = ledger.audit()
+    before = audit_ledger(ledger)
     assert before.trained == 6
     assert before.dropped == {"error": 3, "too_stale": 3}
     # 4 and 6 can be gone back to, so 5 and 6 have rows still, and what was dropped after the last commit
@@ -348,10 +347,10 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
     assert rows(path, "SELECT group_id FROM groups") == [("g5",), ("g6",), ("g7",)]
     assert rows(path, "SELECT step FROM steps") == [(4,), (5,), (6,)]
     again = reopened(ledger, path)
-    assert again.audit() == before
+    assert audit_ledger(again) == before
     assert again.data_position() == ledger.data_position()
     assert again.rollback(4) == DataPosition(cursor=8, pending=(5, 6))
-    assert again.audit().dropped == {"error": 3, "too_stale": 3, "restart": 2}
+    assert audit_ledger(again).dropped == {"error": 3, "too_stale": 3, "restart": 2}
     with pytest.raises(AsyncRLError, match="folded what was trained up to step 4"):
         roll_back(again, 3)
     again.close()

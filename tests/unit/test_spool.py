@@ -165,56 +165,6 @@ def test_a_folder_that_cannot_be_read_now_is_deleted_later(
     assert not worker.directory.exists()
 
 
-def reusable(folder: Path) -> list[int]:
-    """The sizes of the files that can be overwritten."""
-    return sorted(path.stat().st_size for path in folder.glob("*/reusable/*"))
-
-
-@pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let files of any size be used again."""
-    monkeypatch.setattr(frame_reader, "SMALLEST_REUSED", 1)
-
-
-@pytest.mark.usefixtures("large")
-def test_the_file_of_a_settled_trajectory_is_overwritten_by_the_next_one(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, None)
-    worker = SpoolFolder(spool.new_folder("rollout-worker-0"))
-    short, long = worker.store_tree([make_trajectory("short"), make_trajectory("long", sampled=((4000, 0),))])
-    inode = os.stat(long.path).st_ino
-    spool.hold([short, long])
-    spool.discard([short, long])
-    assert reusable(tmp_path) == []  # the ledger may still name them
-    spool.delete_discarded()
-    assert reusable(tmp_path) == [short.nbytes, long.nbytes]
-    trajectory = make_trajectory("next", sampled=((3000, 0),))
-    (stored,) = worker.store_tree([trajectory])
-    assert os.stat(stored.path).st_ino == inode
-    assert os.stat(stored.path).st_size == stored.nbytes < long.nbytes
-    assert np.array_equal(read_columns(stored)["token_ids"], trajectory.token_ids)
-    assert reusable(tmp_path) == [short.nbytes]
-    spool.end_folder(worker.directory)
-    assert not worker.directory.exists()
-
-
-@pytest.mark.usefixtures("large")
-def test_reusable_files_are_bounded_and_yield_to_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spool = Spool(tmp_path, None)
-    stored = spool.store_tree(make_group("g", size=4).trajectories)
-    monkeypatch.setattr(frame_reader, "MAX_REUSABLE_BYTES", 2 * max(each.nbytes for each in stored))
-    spool.discard(stored)
-    spool.delete_discarded()
-    assert len(reusable(tmp_path)) == 2
-    monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(SpoolFull):
-        spool.store_tree([make_trajectory("t")])
-    assert reusable(tmp_path) == []
-    assert names(spool) == []
-
-
-@pytest.mark.usefixtures("large")
 def test_frames_stay_apart_when_threads_write_and_discard_at_once(tmp_path: Path) -> None:
     spool = Spool(tmp_path, None)
     failures: list[str] = []

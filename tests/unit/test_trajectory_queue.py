@@ -24,6 +24,7 @@ from async_rl.store.frames import verify_frame
 from async_rl.store.ledger import Ledger
 from async_rl.store.spool import Spool
 from async_rl.types import StoredTrajectory, TakenBatch
+from tests.support.ledgers import audit_ledger
 from tests.support.loop_blockers import loop_blockers
 from tests.support.queues import make_queue
 from tests.support.trajectories import FACTS, MadeGroup, make_group, make_trajectory, roll_back
@@ -90,7 +91,7 @@ class Run:
 async def run(tmp_path: Path) -> AsyncIterator[Run]:
     run = Run(tmp_path)
     yield run
-    run.ledger.audit()
+    audit_ledger(run.ledger)
     run.queue.close()
 
 
@@ -388,7 +389,7 @@ async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_pat
     counts = run.queue.groups.ledger.counts()
     assert (counts.dropped, run.queue.groups.backlog.num_in_flight) == ({"too_stale": 2}, 1)
     assert (asked, run.ledger.data_position().pending) == ([0], (0,))
-    run.ledger.audit()
+    audit_ledger(run.ledger)
     run.queue.close()
 
 
@@ -436,7 +437,7 @@ async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_mask
     await run.queue.settle_batch(batch, 4)
     counts = run.queue.groups.ledger.counts()
     assert (counts.trained, counts.dropped) == (4, {"too_stale": 1})
-    run.ledger.audit()
+    audit_ledger(run.ledger)
     run.queue.close()
 
 
@@ -469,7 +470,7 @@ async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp
     await second.queue.settle_batch(batch, 3)
     counts = second.queue.groups.ledger.counts()
     assert (counts.trained, counts.dropped) == (1, {"too_stale": 1})
-    second.ledger.audit()
+    audit_ledger(second.ledger)
     for run in (first, second):
         run.queue.close()
 
@@ -628,7 +629,7 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
     third = second.again(step=0)  # the checkpoint of step 1 was not written
     assert third.position.pending == (0, 1)
     assert third.queue.groups.backlog.num_ready == 1
-    third.ledger.audit()
+    audit_ledger(third.ledger)
     for run in (first, second, third):
         run.queue.close()
 
@@ -649,7 +650,7 @@ async def test_a_damaged_or_lost_frame_of_an_earlier_process_is_found_with_its_b
     assert second.queue.groups.ledger.counts().dropped == {"corrupt": 4}
     second.queue.groups.flush_ledger()
     assert second.files == ["c-0", "c-1", "d-0", "d-1"]
-    second.ledger.audit()
+    audit_ledger(second.ledger)
     for run in (first, second):
         run.queue.close()
 
