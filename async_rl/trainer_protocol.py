@@ -1,8 +1,7 @@
-"""The protocols of a trainer as a whole and of one of its ranks.
+"""The protocol of a trainer, which is all that `async_rl` knows of it.
 
-`async_rl` knows the trainer only through these two protocols; the class behind `TrainerRank` is named in the
-config (`trainer.worker`) and is part of the `trainer` package. `async_rl.placement` turns ranks into a
-`Trainer`.
+The class of its ranks is named in the config (`trainer.worker`) and is part of the `trainer` package.
+`async_rl.placement` turns ranks into a `Trainer`.
 """
 
 from __future__ import annotations
@@ -106,55 +105,50 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Largest absolute log-prob differences first."""
 
 
-class TrainerRank(Protocol):
-    """One process of the trainer. All methods are called on all ranks in the same order, and block.
+class Trainer(Protocol):
+    """All ranks of the trainer together. The orchestrator makes one call at a time.
+
+    The class of a rank, `trainer.worker`, has the same methods, which block. Each is called on all ranks in
+    the same order, and rank 0's result is reported. A rank is constructed with the whole run config as plain
+    values, its number, the number of ranks and the address at which they meet. It has one more method,
+    `needed_trajectories(batch)`: it returns the indices of the trajectories whose frames the rank reads in
+    `read_batch`, and is called on ranks of other nodes than the frames', which are brought there first.
 
     With `weights.overlap`, the methods that export weights (`publish`, `publish_delta`, `send_weights`,
     `share_bucket`, `plan_buckets`, the groups) are called on rank 0 alone, by a second thread while the first
     one trains. After `take_snapshot` they only read the copy and exchange nothing with other ranks.
     """
 
-    def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
-        """Store the whole run config, given as plain values; `setup` builds the model."""
-        ...
-
-    def setup(self, checkpoint_dir: str | None) -> TrainerState:
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """Build the model on all ranks and load the checkpoint, or else the model's own weights."""
         ...
 
-    def read_batch(self, batch: TakenBatch) -> dict[str, str]:
-        """Read and verify the frames of this rank's micro-batches, for the `train_step` that may follow.
+    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """Read and verify the frames of each rank's micro-batches, for the `train_step` that may follow.
 
-        Needs no device memory and exchanges nothing with other ranks. The next call replaces what was read.
+        Needs no device memory and exchanges nothing between ranks. The next call replaces what was read.
 
         Returns:
             What is wrong with frames that are missing or damaged, by trajectory. Nothing is kept then.
+
+        Raises:
+            NodeUnreachable: A node that has frames of the batch does not answer; nothing is kept.
         """
         ...
 
-    def train_step(self, batch: TakenBatch, step: int) -> StepResult:
-        """Train on the batch that `read_batch` has read last.
-
-        Every rank returns a result; rank 0's is reported.
-        """
+    async def train_step(self, batch: Any, step: int) -> StepResult:
+        """Train on the batch that `read_batch` has read last: a `TakenBatch`, or what else the ranks take."""
         ...
 
-    def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
-        """Return the indices of the trajectories whose frames this rank reads in `read_batch`.
-
-        Called only on ranks of other nodes than the frames', which are brought there first.
-        """
-        ...
-
-    def take_snapshot(self, weight_version: int) -> None:
+    async def take_snapshot(self, weight_version: int) -> None:
         """Copy the current weights; exports use this copy until the next snapshot."""
         ...
 
-    def publish(self, directory: str, weight_version: int) -> None:
+    async def publish(self, directory: str, weight_version: int) -> None:
         """Write the current weights atomically as safetensors with Hugging Face names."""
         ...
 
-    def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
         """Keep a copy of the current weights on rank 0, and write its difference from the previous copy.
 
         Args:
@@ -163,27 +157,27 @@ class TrainerRank(Protocol):
             weight_version: Version of the current weights.
 
         Returns:
-            On rank 0, whether the file was written, that is, whether the previous copy had version `base`.
+            Whether the file was written, that is, whether the previous copy had version `base`.
         """
         ...
 
-    def open_weight_group(self, invite: GroupInvite) -> None:
+    async def open_weight_group(self, invite: GroupInvite) -> None:
         """Join a weight-update group as its rank 0, on rank 0; other ranks return at once."""
         ...
 
-    def close_weight_group(self, group_name: str) -> None:
-        """Leave a weight-update group."""
+    async def close_weight_group(self, group_name: str) -> None:
+        """Leave a weight-update group; do nothing when it is not open."""
         ...
 
-    def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """Return names, dtypes and shapes of all tensors in the order in which `send_weights` sends them."""
         ...
 
-    def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """Broadcast the current weights, bucket by bucket, to each group."""
         ...
 
-    def checksums(self) -> dict[str, str]:
+    async def checksums(self) -> dict[str, str]:
         """Compute checksums of the current weights by the engine's method and under its names.
 
         Returns:
@@ -192,7 +186,7 @@ class TrainerRank(Protocol):
         """
         ...
 
-    def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Put one bucket of the current weights where processes on rank 0's host can read it.
 
         Buckets are requested in order; 0 starts again at any time. A bucket stays readable until the next one
@@ -208,102 +202,23 @@ class TrainerRank(Protocol):
         """
         ...
 
-    def offload(self) -> None:
+    async def offload(self) -> None:
         """Move all device memory of the trainer to the host; then only `read_batch`, `reload` or `close`.
 
         A second call changes nothing.
         """
         ...
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Move the memory back unchanged. A second call changes nothing."""
         ...
 
-    def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """Copy model, optimizer, step and `extra`; write them in the background after the previous ones."""
         ...
 
-    def saved_checkpoint(self, wait: bool) -> Saved:
-        """Return the outcome of the last checkpoint; `wait` blocks until it is complete or has failed."""
-        ...
-
-    def close(self) -> None:
-        """Leave the process group."""
-        ...
-
-
-class Trainer(Protocol):
-    """All ranks together, asynchronously.
-
-    The orchestrator makes one call at a time, and with `weights.overlap` one export beside it.
-    """
-
-    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """Call `TrainerRank.setup` on all ranks."""
-        ...
-
-    async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
-        """Call `TrainerRank.read_batch` on all ranks, and return the flaws that they have found.
-
-        Raises:
-            NodeUnreachable: A node that has frames of the batch does not answer; nothing is kept.
-        """
-        ...
-
-    async def train_step(self, batch: Any, step: int) -> StepResult:
-        """Call `TrainerRank.train_step` on all ranks, with a `TakenBatch` or what else their class takes."""
-        ...
-
-    async def take_snapshot(self, weight_version: int) -> None:
-        """Call `TrainerRank.take_snapshot` on all ranks."""
-        ...
-
-    async def publish(self, directory: str, weight_version: int) -> None:
-        """Call `TrainerRank.publish` on all ranks."""
-        ...
-
-    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """Call `TrainerRank.publish_delta` on all ranks."""
-        ...
-
-    async def open_weight_group(self, invite: GroupInvite) -> None:
-        """Call `TrainerRank.open_weight_group` on all ranks."""
-        ...
-
-    async def close_weight_group(self, group_name: str) -> None:
-        """Call `TrainerRank.close_weight_group` on all ranks."""
-        ...
-
-    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Call `TrainerRank.plan_buckets` on all ranks."""
-        ...
-
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """Call `TrainerRank.send_weights` on all ranks."""
-        ...
-
-    async def checksums(self) -> dict[str, str]:
-        """Call `TrainerRank.checksums` on all ranks."""
-        ...
-
-    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """Call `TrainerRank.share_bucket` on all ranks."""
-        ...
-
-    async def offload(self) -> None:
-        """Call `TrainerRank.offload` on all ranks."""
-        ...
-
-    async def reload(self) -> None:
-        """Call `TrainerRank.reload` on all ranks."""
-        ...
-
-    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Call `TrainerRank.save_checkpoint` on all ranks."""
-        ...
-
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """Call `TrainerRank.saved_checkpoint` on all ranks."""
+        """Return the outcome of the last checkpoint; `wait` blocks until it is complete or has failed."""
         ...
 
     async def close(self) -> None:

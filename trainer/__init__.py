@@ -1,7 +1,7 @@
 """The Megatron-Core trainer, which turns batches of trajectories into new weights with one process per rank.
 
-`worker.TrainerWorker` implements `async_rl.trainer_protocol.TrainerRank`. What a rank computes, stores or
-exchanges with other ranks belongs here. Rollouts, the queue and the train loop belong in `async_rl`, which
+`worker.TrainerWorker` implements a rank of `async_rl.trainer_protocol.Trainer`. What a rank computes, stores
+or exchanges with other ranks belongs here. Rollouts, the queue and the train loop belong in `async_rl`, which
 imports this package by name only; calls to Megatron-Core belong in `trainer.megatron`.
 """
 

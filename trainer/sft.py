@@ -19,7 +19,7 @@ from trainer.worker import TrainerWorker
 
 
 class SftWorker(TrainerWorker):
-    """Implements `async_rl.trainer_protocol.TrainerRank` for batches of type `SftBatch`."""
+    """Implements a rank of `async_rl.trainer_protocol.Trainer` for batches of type `SftBatch`."""
 
     @property
     def syncs_adapter(self) -> bool:

@@ -119,7 +119,7 @@ class UpdateInputs:
 
 
 class TrainerWorker:
-    """Implements `async_rl.trainer_protocol.TrainerRank` on Megatron-Core."""
+    """Implements a rank of `async_rl.trainer_protocol.Trainer` on Megatron-Core."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
         """Parse the run config, given as plain values; `setup` builds the model."""
@@ -225,7 +225,7 @@ class TrainerWorker:
     # -- training
 
     def read_batch(self, batch: TakenBatch) -> dict[str, str]:
-        """Implements `TrainerRank.read_batch`.
+        """Implements `Trainer.read_batch`.
 
         Raises:
             AlignmentError: When routing rows are of another model than the batch's.
@@ -273,7 +273,7 @@ class TrainerWorker:
         return result
 
     def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
-        """Implements `TrainerRank.needed_trajectories`."""
+        """Return the indices of the trajectories whose frames this rank reads in `read_batch`."""
         updates = self.config.trainer.updates_per_batch
         needed: set[int] = set()
         for part in split_updates(np.array(batch.group_index, np.int32), updates):
@@ -835,7 +835,7 @@ class TrainerWorker:
     # -- weights
 
     def take_snapshot(self, weight_version: int) -> None:
-        """Implements `TrainerRank.take_snapshot`."""
+        """Implements `Trainer.take_snapshot`."""
         if self._snapshot is None:
             self._snapshot = WeightSnapshot(keeps=self._rank == 0, where=self.config.weights.snapshot)
         self._snapshot.copy_tensors(self._gather_weights())
@@ -873,7 +873,7 @@ class TrainerWorker:
                 deque(tensors, maxlen=0)  # gathering is collective: all ranks iterate to the end
 
     def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """Implements `TrainerRank.publish_delta`."""
+        """Implements `Trainer.publish_delta`."""
         self.weights.tensor_specs()
         with self._beside_training():
             return self.weights.write_delta(Path(path), base, weight_version)
@@ -899,7 +899,7 @@ class TrainerWorker:
             self.weights.send_weights(group_names, bucket_bytes)
 
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """Implements `TrainerRank.share_bucket`."""
+        """Implements `Trainer.share_bucket`."""
         with self._beside_training():
             return self.weights.share_bucket(number, bucket_bytes, copies)
 
@@ -908,7 +908,7 @@ class TrainerWorker:
         return nullcontext() if self._snapshot is None else side_stream(self.model.device)
 
     def checksums(self) -> dict[str, str]:
-        """Implements `TrainerRank.checksums`; those of adapters only tell which tensors have changed."""
+        """Implements `Trainer.checksums`; those of adapters only tell which tensors have changed."""
         if self.syncs_adapter:
             return sum_tensors(self.export_weights())
         return self.weights.checksums()

@@ -2,7 +2,7 @@
 
 ```
  driver ─┬─► EngineActor, per engine            owns an SGLang server process and its GPUs; calls use HTTP
-         ├─► RankActor, per trainer rank        owns a TrainerRank, in the trainer's placement group
+         ├─► RankActor, per trainer rank        owns a `trainer.worker`, in the trainer's placement group
          ├─► RolloutWorkerActor, per worker     runs agent loops; messages use a TCP link
          └─► FrameReaderActor, per node         verifies, deletes, sends and receives frames
 ```

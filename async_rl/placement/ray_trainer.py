@@ -78,14 +78,14 @@ class RayTrainer(Trainer):
         self._call_reader = call_reader
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """Implement `TrainerRank.setup` for all ranks."""
+        """Implement `Trainer.setup` for all ranks."""
         state: TrainerState = await self._call_all(
             self._config.trainer.start_timeout_s, "setup", checkpoint_dir
         )
         return state
 
     async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
-        """Implement `TrainerRank.read_batch` for all ranks, with frames of other nodes than theirs."""
+        """Implement `Trainer.read_batch` for all ranks, with frames of other nodes than theirs."""
         limit_s = self._config.trainer.step_timeout_s
         lost: object = None
         for _ in range(_MAX_DELIVERIES):
@@ -109,7 +109,7 @@ class RayTrainer(Trainer):
         raise TrainerError(f"frames were lost with their readers before ranks had read them: {lost}")
 
     async def train_step(self, batch: Any, step: int) -> StepResult:
-        """Implement `TrainerRank.train_step` for all ranks."""
+        """Implement `Trainer.train_step` for all ranks."""
         result: StepResult = await self._call_all(
             self._config.trainer.step_timeout_s, "train_step", batch, step
         )
@@ -182,68 +182,68 @@ class RayTrainer(Trainer):
         return await _on_nodes(limit_s, {node: hold(node, indices) for node, indices in wanted.items()})
 
     async def take_snapshot(self, weight_version: int) -> None:
-        """Implement `TrainerRank.take_snapshot` for all ranks."""
+        """Implement `Trainer.take_snapshot` for all ranks."""
         await self._call_all(self._config.weights.timeout_s, "take_snapshot", weight_version)
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """Implement `TrainerRank.publish` for all ranks."""
+        """Implement `Trainer.publish` for all ranks."""
         await self._call_weight_ranks(self._config.weights.timeout_s, "publish", directory, weight_version)
 
     async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """Implement `TrainerRank.publish_delta` for all ranks."""
+        """Implement `Trainer.publish_delta` for all ranks."""
         written: bool = await self._call_weight_ranks(
             self._config.weights.timeout_s, "publish_delta", path, base, weight_version
         )
         return written
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
-        """Implement `TrainerRank.open_weight_group` for all ranks."""
+        """Implement `Trainer.open_weight_group` for all ranks."""
         await self._call_weight_ranks(self._config.weights.timeout_s, "open_weight_group", invite)
 
     async def close_weight_group(self, group_name: str) -> None:
-        """Implement `TrainerRank.close_weight_group` for all ranks."""
+        """Implement `Trainer.close_weight_group` for all ranks."""
         await self._call_weight_ranks(self._config.weights.timeout_s, "close_weight_group", group_name)
 
     async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Implement `TrainerRank.plan_buckets` for all ranks."""
+        """Implement `Trainer.plan_buckets` for all ranks."""
         plan: tuple[tuple[TensorSpec, ...], ...] = await self._call_weight_ranks(
             self._config.weights.timeout_s, "plan_buckets", bucket_bytes
         )
         return plan
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """Implement `TrainerRank.send_weights` for all ranks."""
+        """Implement `Trainer.send_weights` for all ranks."""
         # The ranks limit each broadcast and skip dead engines; this limit is for a dead trainer.
         await self._call_weight_ranks(
             2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes
         )
 
     async def checksums(self) -> dict[str, str]:
-        """Implement `TrainerRank.checksums` for all ranks."""
+        """Implement `Trainer.checksums` for all ranks."""
         sums: dict[str, str] = await self._call_weight_ranks(self._config.weights.timeout_s, "checksums")
         return sums
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """Implement `TrainerRank.share_bucket` for all ranks."""
+        """Implement `Trainer.share_bucket` for all ranks."""
         payloads: list[bytes] = await self._call_weight_ranks(
             self._config.weights.timeout_s, "share_bucket", number, bucket_bytes, copies
         )
         return payloads
 
     async def offload(self) -> None:
-        """Implement `TrainerRank.offload` for all ranks."""
+        """Implement `Trainer.offload` for all ranks."""
         await self._call_all(self._config.weights.timeout_s, "offload")
 
     async def reload(self) -> None:
-        """Implement `TrainerRank.reload` for all ranks."""
+        """Implement `Trainer.reload` for all ranks."""
         await self._call_all(self._config.weights.timeout_s, "reload")
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Implement `TrainerRank.save_checkpoint` for all ranks."""
+        """Implement `Trainer.save_checkpoint` for all ranks."""
         await self._call_all(self._config.trainer.step_timeout_s, "save_checkpoint", directory, extra)
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """Implement `TrainerRank.saved_checkpoint` for all ranks."""
+        """Implement `Trainer.saved_checkpoint` for all ranks."""
         saved: Saved = await self._call_all(self._config.trainer.step_timeout_s, "saved_checkpoint", wait)
         return saved
 

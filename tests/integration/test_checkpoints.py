@@ -98,7 +98,7 @@ def test_a_run_goes_on_when_the_generators_are_those_of_another_device(two_layer
         assert (metrics["loss"], metrics["grad_norm"]) == (expected["loss"], expected["grad_norm"])
 
 
-def test_checkpoint_is_refused_when_it_is_of_another_model_type_or_version(two_layers, folder, tmp_path):
+def test_checkpoint_is_refused_when_it_is_of_another_model_or_type(two_layers, folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"trained with model.dtype=float32, but it is bfloat16 now"):
         with started(trainer_config(two_layers, dtype="bfloat16"), folder):
             pass
@@ -109,11 +109,6 @@ def test_checkpoint_is_refused_when_it_is_of_another_model_type_or_version(two_l
     wider = build_tiny_qwen3_moe(tmp_path / "wider", num_layers=2, num_experts=9)
     with pytest.raises(CheckpointError, match=r"of another model: .* is \(8, 32\), expected \(9, 32\)"):
         with started(trainer_config(wider), folder):
-            pass
-    (folder / "step_00000009").mkdir()
-    (folder / "step_00000009" / "meta.json").write_text('{"format": 1}')
-    with pytest.raises(CheckpointError, match=r"step_00000009 has format 1, of an earlier version"):
-        with started(trainer_config(two_layers), folder):
             pass
 
 

@@ -17,7 +17,7 @@ PLAN = "ASYNC_RL_TEST_DEATHS"
 
 
 class MortalRank:
-    """Implements `async_rl.trainer_protocol.TrainerRank`."""
+    """Implements a rank of `async_rl.trainer_protocol.Trainer`."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
         self._rank, self._world_size = rank, world_size

@@ -177,12 +177,12 @@ class TroubledTrainer(CheckingTrainer):
         self._failed = False
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """Implements `TrainerRank.setup`."""
+        """Implements `Trainer.setup`."""
         await self._cluster.watched.wait()
         return await super().setup(checkpoint_dir)
 
     async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
-        """Implements `TrainerRank.train_step`."""
+        """Implements `Trainer.train_step`."""
         self._cluster.make_trouble(step)
         if step == 4 and not self._failed:
             self._failed = True

@@ -13,14 +13,7 @@ import torch.distributed as dist
 from async_rl.errors import CheckpointError
 from async_rl.trainer_protocol import TrainerState
 from trainer.checkpoints import folder
-from trainer.checkpoints.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    describe_lora,
-    find_flaw,
-    is_of_format_1,
-    read_manifest,
-)
+from trainer.checkpoints.manifest import MANIFEST_NAME, Manifest, describe_lora, find_flaw, read_manifest
 from trainer.collectives import all_gather_bytes, raise_on_all_ranks
 from trainer.megatron import shards, storage
 from trainer.megatron.model import MegatronModel
@@ -76,7 +69,7 @@ def find_checkpoint(directory: Path) -> WholeCheckpoint | None:
         The checkpoint, or None when the folder holds none at all.
 
     Raises:
-        CheckpointError: When none of the folder's checkpoints is complete, or the newest has an old format.
+        CheckpointError: When none of the folder's checkpoints is complete.
     """
     named = (directory / MANIFEST_NAME).exists() or folder.step_of(directory) is not None
     # Rank 0 lists the folder for all ranks: another host may see new folders later.
@@ -85,8 +78,6 @@ def find_checkpoint(directory: Path) -> WholeCheckpoint | None:
     flaws: list[str] = []
     for path in [directory] if named else [directory / name for name in seen]:
         with raise_on_all_ranks(CheckpointError, f"cannot read checkpoint {path}"):
-            if is_of_format_1(path):
-                read_manifest(path)
             found = find_flaw(path, share=dist.get_rank(), of=dist.get_world_size())
         told = sorted({words.decode() for words in all_gather_bytes((found or "").encode()) if words})
         if not told:

@@ -22,7 +22,6 @@ FORMAT: Final = 2
 MANIFEST_NAME: Final = "manifest.json"
 
 _CHUNK: Final = 1 << 24
-_NAME_OF_FORMAT_1: Final = "meta.json"
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -88,11 +87,6 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: When the manifest is missing, unreadable or has another format.
     """
-    if not (folder / MANIFEST_NAME).is_file() and (folder / _NAME_OF_FORMAT_1).is_file():
-        raise CheckpointError(
-            f"{folder} has format 1, of an earlier version; this one reads format {FORMAT}: finish the run "
-            "with the version that started it, or start another run from its Hugging Face export"
-        )
     try:
         manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
     except FileNotFoundError as error:
@@ -107,11 +101,6 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest.format != FORMAT:
         raise CheckpointError(f"{folder} has format {manifest.format}; this version reads format {FORMAT}")
     return manifest
-
-
-def is_of_format_1(folder: Path) -> bool:
-    """Whether an earlier version, with format 1, wrote the checkpoint."""
-    return (folder / _NAME_OF_FORMAT_1).is_file() and not (folder / MANIFEST_NAME).is_file()
 
 
 def find_flaw(folder: Path, *, share: int = 0, of: int = 1) -> str | None:

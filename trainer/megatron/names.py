@@ -42,8 +42,8 @@ def portable_names(names: Iterable[str]) -> dict[str, str]:
     ```
 
     Args:
-        names: All names of a model's layers, of either spec or an earlier version's checkpoint. Those of a
-            layer tell which kind it is; what stands before `decoder.` is kept.
+        names: All names of a model's layers, of either spec. Those of a layer tell which kind it is; what
+            stands before `decoder.` is kept.
     """
     found = {name: _IN_LAYER.match(name) for name in names}
     layers: dict[str, set[str]] = {

@@ -17,7 +17,6 @@ import pickle
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +43,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from async_rl.errors import CheckpointError
 from async_rl.runtime.files import file_name, sync
-from trainer.megatron.names import portable_names
 from trainer.megatron.shards import TensorPart
 
 METADATA: Final = ".metadata"
@@ -164,8 +162,6 @@ def write_metadata(folder: Path, of_ranks: Sequence[Sequence[WrittenPart]]) -> t
 def read_metadata(folder: Path) -> Metadata:
     """Read which parts of which tensors a checkpoint holds.
 
-    Tensors have their portable names, also in a checkpoint of an earlier version.
-
     Raises:
         CheckpointError: When the file is damaged, or holds something that does not belong there.
     """
@@ -181,13 +177,7 @@ def read_metadata(folder: Path) -> Metadata:
             file_name(info.relative_path, folder / METADATA)
     except (AttributeError, ValueError) as error:
         raise CheckpointError(f"{folder / METADATA} names no files of the checkpoint: {error}") from error
-    tensors, places = metadata.state_dict_metadata, metadata.storage_data or {}
-    names = portable_names(tensors)
-    return replace(
-        metadata,
-        state_dict_metadata={names[key]: value for key, value in tensors.items()},
-        storage_data={replace(at, fqn=names.get(at.fqn, at.fqn)): info for at, info in places.items()},
-    )
+    return metadata
 
 
 def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:

@@ -64,7 +64,7 @@ class WeightExport:
         self._deltas = DeltaWriter()
 
     def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Implements `TrainerRank.plan_buckets`."""
+        """Implements `Trainer.plan_buckets`."""
         return plan_buckets(self.tensor_specs(), bucket_bytes)
 
     def tensor_specs(self) -> Sequence[TensorSpec]:
@@ -81,7 +81,7 @@ class WeightExport:
         return self.planned_specs
 
     def checksums(self) -> dict[str, str]:
-        """Implements `TrainerRank.checksums`."""
+        """Implements `Trainer.checksums`."""
         tensors = self._export()
         try:
             if self._rank != 0:
@@ -94,18 +94,18 @@ class WeightExport:
     # -- broadcast
 
     def open_group(self, invite: GroupInvite) -> None:
-        """Implements `TrainerRank.open_weight_group`."""
+        """Implements `Trainer.open_weight_group`."""
         if self._rank == 0:
             self._groups[invite.group_name] = WeightGroup(invite, self._group_timeout_s)
 
     def close_group(self, group_name: str) -> None:
-        """Implements `TrainerRank.close_weight_group`; does nothing for a group that is not open."""
+        """Implements `Trainer.close_weight_group`; does nothing for a group that is not open."""
         group = self._groups.pop(group_name, None)
         if group is not None:
             group.close()
 
     def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """Implements `TrainerRank.send_weights`."""
+        """Implements `Trainer.send_weights`."""
         buckets = self.plan_buckets(bucket_bytes)
         tensors = self._export()
         try:
@@ -119,7 +119,7 @@ class WeightExport:
     # -- shared memory
 
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """Implements `TrainerRank.share_bucket`."""
+        """Implements `Trainer.share_bucket`."""
         buckets = self.plan_buckets(bucket_bytes)
         if number == 0:
             self._sharing = self._share_all(buckets)
@@ -155,7 +155,7 @@ class WeightExport:
     # -- a delta
 
     def write_delta(self, path: Path, base: int | None, version: int) -> bool:
-        """Implements `TrainerRank.publish_delta`."""
+        """Implements `Trainer.publish_delta`."""
         tensors = self._export()
         try:
             if self._rank != 0:

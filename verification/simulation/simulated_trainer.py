@@ -144,7 +144,7 @@ class SimulatedTrainer:
         return self._step
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """Implements `TrainerRank.setup`."""
+        """Implements `Trainer.setup`."""
         self._step = _newest_step(Path(checkpoint_dir or ""))
         self._snapshot, self._readers = None, 0
         self._read = None
@@ -167,7 +167,7 @@ class SimulatedTrainer:
         return {}
 
     async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
-        """Implements `TrainerRank.train_step`."""
+        """Implements `Trainer.train_step`."""
         self._look()
         self._needs_memory("train")
         fault = self._fault("step_fails", "step_is_nan", "step_is_slow")
@@ -202,7 +202,7 @@ class SimulatedTrainer:
         return StepResult(step=step, metrics=figures)
 
     async def take_snapshot(self, weight_version: int) -> None:
-        """Implements `TrainerRank.take_snapshot`."""
+        """Implements `Trainer.take_snapshot`."""
         if self._readers:
             self._checker.fail(f"the copy of version {self._snapshot} is overwritten while it is read")
         if self._step % 2 and self._fault("publish_fails"):
@@ -222,7 +222,7 @@ class SimulatedTrainer:
             self._readers -= 1
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """Implements `TrainerRank.publish`."""
+        """Implements `Trainer.publish`."""
         fault = self._fault("publish_fails")
         self._needs_memory("publish")
         async with self._giving_away() as version:
@@ -234,7 +234,7 @@ class SimulatedTrainer:
             _write(Path(directory) / "weights", self._checker.weights_of(weight_version).encode())
 
     async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """Implements `TrainerRank.publish_delta`."""
+        """Implements `Trainer.publish_delta`."""
         fault = self._fault("publish_fails")
         self._needs_memory("publish")
         base, self._kept = base if base == self._kept else None, None
@@ -251,7 +251,7 @@ class SimulatedTrainer:
             return base is not None
 
     async def offload(self) -> None:
-        """Implements `TrainerRank.offload`."""
+        """Implements `Trainer.offload`."""
         if self._fault("offload_fails"):
             raise TrainerError("the simulated trainer could not move its memory to the host")
         try:
@@ -260,7 +260,7 @@ class SimulatedTrainer:
             self.offloaded = True  # remote ranks go on even if their caller stops waiting
 
     async def reload(self) -> None:
-        """Implements `TrainerRank.reload`."""
+        """Implements `Trainer.reload`."""
         if self._fault("reload_fails"):
             raise TrainerError("the simulated trainer could not take its memory back")
         self.offloaded = False
@@ -271,7 +271,7 @@ class SimulatedTrainer:
             self._checker.fail(f"the trainer is to {doing}, and its memory is on the host")
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Implements `TrainerRank.save_checkpoint`."""
+        """Implements `Trainer.save_checkpoint`."""
         self._look()
         self._needs_memory("copy its state")
         self._note(saving(self._step, directory))
@@ -286,7 +286,7 @@ class SimulatedTrainer:
             self._finish_writing()  # it may stand for long before anybody knows
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """Implements `TrainerRank.saved_checkpoint`."""
+        """Implements `Trainer.saved_checkpoint`."""
         if self._writing is not None:
             left_s = self._writing.end_s - asyncio.get_running_loop().time()
             if left_s > 0 and not wait:
@@ -314,18 +314,18 @@ class SimulatedTrainer:
             self._checker.saved(writing.step)
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
-        """Implements `TrainerRank.open_weight_group`."""
+        """Implements `Trainer.open_weight_group`."""
         await self._broadcasts.join(invite.group_name, "trainer", "engine")
 
     async def close_weight_group(self, group_name: str) -> None:
-        """Implements `TrainerRank.close_weight_group`."""
+        """Implements `Trainer.close_weight_group`."""
 
     async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Implements `TrainerRank.plan_buckets`."""
+        """Implements `Trainer.plan_buckets`."""
         return tuple((TensorSpec(name=f"w{i}", dtype="float32", shape=(1,)),) for i in range(3))
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """See `TrainerRank.send_weights`: one group's failure is not another's."""
+        """See `Trainer.send_weights`: one group's failure is not another's."""
         fault = None if self._snapshot is None else self._fault("publish_fails")
         async with self._giving_away() as version:
             await asyncio.sleep(self._speeds.update_s)
@@ -337,12 +337,12 @@ class SimulatedTrainer:
             raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
 
     async def checksums(self) -> dict[str, str]:
-        """Implements `TrainerRank.checksums`."""
+        """Implements `Trainer.checksums`."""
         await asyncio.sleep(self._speeds.update_s / 4)
         return {"weights": str(self._step)}
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """See `TrainerRank.share_bucket`: what is shared says which version it is of."""
+        """See `Trainer.share_bucket`: what is shared says which version it is of."""
         if self._snapshot is not None and number and self._fault("publish_fails"):
             raise TrainerError("the simulated trainer died while it sent weights")
         async with self._giving_away() as version:
@@ -350,7 +350,7 @@ class SimulatedTrainer:
             return [self._checker.weights_of(version()).encode()] * copies
 
     async def close(self) -> None:
-        """Implements `TrainerRank.close`."""
+        """Implements `Trainer.close`."""
 
     def _note(self, entry: Entry) -> None:
         if self.diary is not None and not self._checker.deaf:
