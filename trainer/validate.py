@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import load_facts, read_config
@@ -16,21 +16,9 @@ from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.runtime.devices import detect_device, finds_transformer_engine
 from trainer import alternatives
 from trainer.losses.trial import describe_penalty, try_loss
-from trainer.memory.dimensions import dimensions_of
+from trainer.memory.dimensions import Dimensions, dimensions_of
 from trainer.passthrough import check_megatron_settings
 from trainer.supported_values import check_model_type, check_supported_values
-
-
-class ModelSizes(NamedTuple):
-    """The dimensions of a model that a layout splits over ranks."""
-
-    layers: int
-    heads: int
-    groups: int
-    """Query groups: heads of one group share keys and values."""
-    vocabulary: int
-    experts: int
-    """Experts of each MoE layer; 0 for a dense model."""
 
 
 def check(config: Config) -> None:
@@ -43,17 +31,16 @@ def check(config: Config) -> None:
     path = config.model.path
     model = read_config(path)
     check_model_type(str(model.get("model_type")), path)
-    facts = load_facts(path)
+    load_facts(path)
     check_supported_values(model, path)
     for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
         if not model.get(name):
             raise ConfigError(f"{path}/config.json does not say {name!r}: download the file again")
     try:
-        its = dimensions_of(model)
+        dimensions = dimensions_of(model)
     except KeyError as e:
         raise ConfigError(f"{path}/config.json does not say {e}: download the file again") from e
-    sizes = ModelSizes(facts.num_layers, its.heads, its.groups, facts.vocab_size, facts.num_experts)
-    check_layout(config.trainer.layout, sizes)
+    check_layout(config.trainer.layout, dimensions)
     check_adapters(config, model)
     check_megatron_settings(config)
     try_loss(config)
@@ -166,13 +153,13 @@ def check_adapters(config: Config, model_config: dict[str, Any]) -> None:
         raise ConfigError(f"{targets}, but {path} has neither dense layers nor shared experts: leave mlp out")
 
 
-def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:
+def check_layout(layout: LayoutConfig, model: Dimensions) -> None:
     """Check that a layout can split a model.
 
     Raises:
         ConfigError: When it cannot; the message names the setting, its value, and what it must divide.
     """
-    tp, ep, etp = layout.tp, layout.ep, layout.etp
+    tp, ep, etp, layers = layout.tp, layout.ep, layout.etp, len(model.has_experts)
     if model.heads % tp or (model.groups % tp and tp % model.groups):
         raise ConfigError(
             f"trainer.layout.tp is {tp}, but the model has {model.heads} attention heads in {model.groups} "
@@ -200,17 +187,17 @@ def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:
             "above 1, or etp=1"
         )
     uneven = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
-    left, stages = model.layers - sum(uneven), layout.pp - len(uneven)
+    left, stages = layers - sum(uneven), layout.pp - len(uneven)
     fits = left > 0 and left % (stages * layout.vpp) == 0 if stages else left == 0
     if not uneven and not fits:
         raise ConfigError(
-            f"trainer.layout.pp is {layout.pp} and vpp is {layout.vpp}, but the model has {model.layers} "
+            f"trainer.layout.pp is {layout.pp} and vpp is {layout.vpp}, but the model has {layers} "
             "layers: pp must divide them, and so must pp times vpp; or set first_stage_layers, "
             "last_stage_layers"
         )
     if not fits or any(n % layout.vpp for n in uneven):
         raise ConfigError(
             f"trainer.layout has pp={layout.pp}, vpp={layout.vpp} and stages of {uneven} layers, which "
-            f"leaves {left} of the model's {model.layers} for {stages} others: they must divide among them, "
+            f"leaves {left} of the model's {layers} for {stages} others: they must divide among them, "
             "and every stage's among its vpp chunks"
         )

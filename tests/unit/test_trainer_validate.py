@@ -6,10 +6,24 @@ from async_rl.cli.main import main
 from async_rl.config import LayoutConfig, load_config
 from async_rl.errors import ConfigError
 from tests.support.run_config import config_with, write_run
+from trainer.memory.dimensions import dimensions_of
 from trainer.supported_values import KNOWN_MODEL_TYPES
-from trainer.validate import ModelSizes, check, check_adapters, check_layout
+from trainer.validate import check, check_adapters, check_layout
 
-MODEL = ModelSizes(layers=6, heads=4, groups=2, vocabulary=96, experts=8)
+MODEL = dimensions_of(
+    {
+        "model_type": "mixtral",
+        "num_hidden_layers": 6,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "max_position_embeddings": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import AutoConfig, DeepseekV3Config
 
-from async_rl.engines.model_facts import read_config
+from async_rl.engines.model_facts import facts_of, read_config
 from trainer.megatron.attention import PackedAttention
 from trainer.megatron.cpu import fuses_layers
 from trainer.supported_values import check_model_type, check_supported_values
@@ -115,7 +115,6 @@ class _Qwen3MoE(_Spec, Qwen3MoEBridge):
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
         kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
-        kwargs["moe_layer_freq"] = moe_layer_pattern(self.hf_config)
         return super()._build_base_config(text_config_key, **kwargs)
 
 
@@ -126,7 +125,6 @@ class _Qwen2MoE(_Spec, Qwen2MoEBridge):
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
         kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
-        kwargs["moe_layer_freq"] = moe_layer_pattern(self.hf_config)
         kwargs["moe_shared_expert_gate"] = True
         return super()._build_base_config(text_config_key, **kwargs)
 
@@ -152,7 +150,6 @@ class _DeepseekV3(_Spec, DeepseekV3Bridge):
             v_head_dim=hf.v_head_dim,
             **_latent_rope(hf.rope_parameters),
             num_moe_experts=hf.n_routed_experts,
-            moe_layer_freq=moe_layer_pattern(hf),
             moe_ffn_hidden_size=hf.moe_intermediate_size,
             moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
             moe_router_topk=hf.num_experts_per_tok,
@@ -187,7 +184,6 @@ class _Glm4MoE(_Spec, GLM4MoEBridge):
             qk_layernorm=hf.use_qk_norm,
             add_qkv_bias=hf.attention_bias,
             num_moe_experts=hf.n_routed_experts,
-            moe_layer_freq=moe_layer_pattern(hf),
             moe_ffn_hidden_size=hf.moe_intermediate_size,
             moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
             moe_router_topk=hf.num_experts_per_tok,
@@ -235,28 +231,6 @@ _BRIDGES: dict[str, type[_Spec]] = {
     "qwen3": _Qwen3,
     "qwen3_moe": _Qwen3MoE,
 }
-
-
-def moe_layer_pattern(hf_config: Any) -> list[int]:
-    """Return 1 for each layer with experts and 0 for the others, `[num_layers]`.
-
-    Source: transformers, `Qwen3MoeDecoderLayer.__init__`, `DeepseekV3DecoderLayer.__init__` and
-    `Glm4MoeDecoderLayer.__init__`.
-    """
-    layers = range(hf_config.num_hidden_layers)
-    if hf_config.model_type == "mixtral":
-        return [1 for _ in layers]
-    if hf_config.model_type in ("deepseek_v3", "glm4_moe", "kimi_k2"):
-        return [int(layer >= hf_config.first_k_dense_replace) for layer in layers]
-    num_experts = getattr(hf_config, "num_experts", 0) or 0
-    return [
-        int(
-            num_experts > 0
-            and layer not in hf_config.mlp_only_layers
-            and (layer + 1) % hf_config.decoder_sparse_step == 0
-        )
-        for layer in layers
-    ]
 
 
 _LOCAL_SPEC: dict[str, Any] = {
@@ -308,5 +282,8 @@ def bridge_for(hf_config: Any, path: str, dtype: torch.dtype, fields: dict[str, 
     Raises:
         ConfigError: When the trainer does not support the model, or a value in its config.
     """
-    check_supported_values(read_config(path), path)
-    return _BRIDGES[hf_config.model_type](hf_config, dtype, fields)
+    config = read_config(path)
+    check_supported_values(config, path)
+    facts = facts_of(config)
+    pattern = [int(layer in facts.moe_layers) for layer in range(facts.num_layers)]
+    return _BRIDGES[hf_config.model_type](hf_config, dtype, {"moe_layer_freq": pattern, **fields})

@@ -42,6 +42,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from async_rl.config import Config, TrainerConfig
+from async_rl.engines.model_facts import read_config
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
 from trainer.losses.log_probs import KeptTokens, vocab_parallel_log_probs
 from trainer.megatron.activation_offload import LayerInputsOnHost
@@ -51,9 +52,10 @@ from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import accumulate_in_place, fields_of, transformer_config
 from trainer.megatron.lora import adapters, attach_adapters, sum_expert_gradients
 from trainer.megatron.packing import Packing, sequence_cost
-from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows, moe_layer_numbers
+from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows
+from trainer.memory.dimensions import dimensions_of
 from trainer.passthrough import row_multiple
-from trainer.validate import ModelSizes, check_layout
+from trainer.validate import check_layout
 
 Result = TypeVar("Result")
 
@@ -97,20 +99,14 @@ class MegatronModel:
         passed, fused = trainer.megatron, fuses_layers(dtype)
         fields = transformer_config(trainer.layout, trainer.recompute, replays, fused=fused)
         self.bridge = HFBridge(config.model.path, dtype, **fields | fields_of(TransformerConfig, passed))
-        self.config, vocabulary = self.bridge.config, self.bridge.hf_config.vocab_size
-        sizes = ModelSizes(
-            layers=self.config.num_layers,
-            heads=self.config.num_attention_heads,
-            groups=self.config.num_query_groups,
-            vocabulary=vocabulary,
-            experts=self.config.num_moe_experts or 0,
-        )
-        check_layout(trainer.layout, sizes)
+        self.config = self.bridge.config
+        dimensions = dimensions_of(read_config(config.model.path))
+        check_layout(trainer.layout, dimensions)
         self._inputs_on_host = (
             LayerInputsOnHost(self.config.hidden_size, device) if trainer.recompute == "offload" else None
         )
         self._row_multiple = row_multiple(passed, trainer.layout.tp)
-        self.cost = sequence_cost(self.config, vocabulary, len(moe_layer_numbers(self.config)))
+        self.cost = sequence_cost(dimensions)
         modules = self.bridge.build_chunks()
         for module in modules:
             for parameter in module.parameters():

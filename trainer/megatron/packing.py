@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from async_rl.types import BoolArray, Float32Array, Int32Array, Int64Array, TrainBatch
+from trainer.memory.dimensions import Dimensions, weights_of_token
 
 UNKNOWN_LAG: Final = -1
 """The lag of tokens whose weights are not known, `TokenSpan.lag_unknown`."""
@@ -223,33 +224,15 @@ class SequenceCost:
         return tokens * (1 + tokens / self.even)
 
 
-def sequence_cost(config: Any, vocab_size: int, moe_layers: int) -> SequenceCost:
-    """Return the cost function of a model, from its dimensions.
-
-    Args:
-        config: Megatron's `TransformerConfig`.
-        vocab_size: Rows of the output layer.
-        moe_layers: Number of layers with experts.
+def sequence_cost(model: Dimensions) -> SequenceCost:
+    """Return the cost function of a model.
 
     Source: two operations per weight and token (arXiv 2001.08361, section 2.1); causal attention of n queries
     takes n² · heads · (size of keys + size of values) per layer, half of the full product.
     """
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if config.multi_latent_attention:
-        keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-        queries = (
-            config.q_lora_rank * (hidden + heads * keys) if config.q_lora_rank else hidden * heads * keys
-        )
-        compressed = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
-        expanded = config.kv_lora_rank * heads * (config.qk_head_dim + values)
-        attention = queries + compressed + expanded + heads * values * hidden
-    else:
-        keys = values = config.kv_channels
-        attention = hidden * keys * 2 * (heads + config.num_query_groups)
-    weights = config.num_layers * attention + vocab_size * hidden
-    weights += (config.num_layers - moe_layers) * 3 * hidden * config.ffn_hidden_size
-    if moe_layers:
-        chosen = config.moe_router_topk * config.moe_ffn_hidden_size
-        shared = config.moe_shared_expert_intermediate_size or 0
-        weights += moe_layers * hidden * (3 * (chosen + shared) + config.num_moe_experts)
-    return SequenceCost(even=2 * weights / (config.num_layers * heads * (keys + values)))
+    keys, values = model.head, model.head
+    if model.latent is not None:
+        keys, values = model.latent.plain + model.latent.rotated, model.latent.value
+    return SequenceCost(
+        even=2 * weights_of_token(model) / (len(model.has_experts) * model.heads * (keys + values))
+    )

@@ -198,6 +198,15 @@ def _projections(model: Dimensions, tp: int) -> list[tuple[int, int]]:
     ]
 
 
+def weights_of_token(model: Dimensions) -> int:
+    """Return how many weights of matrices a token passes through, with the experts that it is sent to."""
+    attention = sum(inputs * outputs for inputs, outputs in _projections(model, 1))
+    dense = sum(_mlp(model.hidden, model.dense))
+    chosen = sum(_mlp(model.hidden, model.top_k * model.expert + model.shared)) + model.experts * model.hidden
+    layers = sum(attention + (chosen if experts else dense) for experts in model.has_experts)
+    return layers + model.vocabulary * model.hidden
+
+
 def _mlp(hidden: int, width: int) -> list[int]:
     return [2 * width * hidden, hidden * width]
 
