@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from async_rl.config.base import Meta, PositiveFloat, PositiveInt, Strict
+from async_rl.config.base import PositiveFloat, PositiveInt, Strict
 
 ExampleField = Literal["messages", "answer", "id", "agent_loop", "reward", "data_source", "tools", "metadata"]
 """What is read of an example, by the names of `data.schemas.Keys`."""
@@ -13,52 +13,33 @@ ExampleField = Literal["messages", "answer", "id", "agent_loop", "reward", "data
 class RowsConfig(Strict, frozen=True, kw_only=True):
     """How the examples of a dataset are read. A key may be dotted: `reward_model.ground_truth`."""
 
-    schema: Annotated[
-        Literal["auto", "plain", "verl", "slime"] | None,
-        Meta(
-            description=(
-                "Default keys of an example; `auto` decides by the first example, and `async-rl "
-                "check` prints the result; see docs/guide/own-task.md. Null is `auto` in `data` "
-                "itself; a dataset with null takes `data.schema`."
-            )
-        ),
-    ] = None
-    keys: Annotated[
-        dict[ExampleField, str],
-        Meta(
-            description=(
-                "Keys of an example where they differ from the schema's: `{messages: question, answer: "
-                "solution.final}`. `id`: without one, examples are named by position. `agent_loop` and "
-                "`reward`: names in `rollout.agent_loops` and `rollout.rewards` (or dotted paths with "
-                "`rollout.trust_examples`). `data_source`: the collection that the example comes from. "
-                "`tools`: JSON schemas that are added to the prompt. `metadata`: an object whose keys become "
-                "metadata of the task. A dataset takes those that it does not set from `data.keys`."
-            )
-        ),
-    ] = {}
+    schema: Literal["auto", "plain", "verl", "slime"] | None = None
+    """Default keys of an example; `auto` decides by the first example, and `async-rl check` prints the
+    result; see docs/guide/own-task.md. Null is `auto` in `data` itself; a dataset with null takes
+    `data.schema`."""
+    keys: dict[ExampleField, str] = {}
+    """Keys of an example where they differ from the schema's: `{messages: question, answer: solution.final}`.
+    `id`: without one, examples are named by position. `agent_loop` and `reward`: names in
+    `rollout.agent_loops` and `rollout.rewards` (or dotted paths with `rollout.trust_examples`).
+    `data_source`: the collection that the example comes from. `tools`: JSON schemas that are added to the
+    prompt. `metadata`: an object whose keys become metadata of the task. A dataset takes those that it does
+    not set from `data.keys`."""
 
 
 class SourceConfig(RowsConfig, frozen=True, kw_only=True):
     """A dataset."""
 
-    path: Annotated[str, Meta(description="A .jsonl or .parquet file of tasks.")]
-    name: Annotated[str | None, Meta(description="Name of the dataset; null takes the stem of the file.")] = (
-        None
-    )
+    path: str
+    """A .jsonl or .parquet file of tasks."""
+    name: str | None = None
+    """Name of the dataset; null takes the stem of the file."""
 
 
 class DatasetConfig(SourceConfig, frozen=True, kw_only=True):
     """One of several datasets to train on."""
 
-    weight: Annotated[
-        PositiveFloat | None,
-        Meta(
-            description=(
-                "Sampling weight relative to the other datasets; null for all takes every example "
-                "once per epoch."
-            )
-        ),
-    ] = None
+    weight: PositiveFloat | None = None
+    """Sampling weight relative to the other datasets; null for all takes every example once per epoch."""
 
 
 class DataConfig(RowsConfig, frozen=True, kw_only=True):
@@ -66,47 +47,21 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True):
     metadata.
     """
 
-    path: Annotated[
-        str | None, Meta(description="A .jsonl or .parquet file of tasks; null if `datasets` is set.")
-    ] = None
-    datasets: Annotated[
-        list[DatasetConfig],
-        Meta(
-            description=(
-                "Several datasets, mixed by weight; keys that they do not set are taken from `data`."
-            )
-        ),
-    ] = []
-    validation: Annotated[
-        list[SourceConfig], Meta(description="Datasets that are evaluated and never trained on.")
-    ] = []
-    long_prompts: Annotated[
-        Literal["refuse", "filter", "keep"],
-        Meta(
-            description=(
-                "What happens to prompts longer than `max_prompt_tokens`: `refuse` ends with an "
-                "error that lists their lines, `filter` leaves them out and reports how many, "
-                "`keep` does not check: they are dropped when they are dispatched."
-            )
-        ),
-    ] = "refuse"
-    max_prompt_tokens: Annotated[
-        PositiveInt | None,
-        Meta(
-            description=(
-                "Maximum prompt length, tokens, including the example's tools but not those of "
-                "the agent loop; null leaves space for one new token in "
-                "`rollout.max_context_tokens`."
-            )
-        ),
-    ] = None
-    shuffle: Annotated[bool, Meta(description="Shuffle each epoch with the run's seed.")] = True
-    epochs: Annotated[
-        PositiveInt | None,
-        Meta(
-            description=(
-                "Epochs over the data, each of as many tasks as there are examples; null "
-                "continues until `run.max_steps`."
-            )
-        ),
-    ] = None
+    path: str | None = None
+    """A .jsonl or .parquet file of tasks; null if `datasets` is set."""
+    datasets: list[DatasetConfig] = []
+    """Several datasets, mixed by weight; keys that they do not set are taken from `data`."""
+    validation: list[SourceConfig] = []
+    """Datasets that are evaluated and never trained on."""
+    long_prompts: Literal["refuse", "filter", "keep"] = "refuse"
+    """What happens to prompts longer than `max_prompt_tokens`: `refuse` ends with an error that lists their
+    lines, `filter` leaves them out and reports how many, `keep` does not check: they are dropped when they
+    are dispatched."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Maximum prompt length, tokens, including the example's tools but not those of the agent loop; null
+    leaves space for one new token in `rollout.max_context_tokens`."""
+    shuffle: bool = True
+    """Shuffle each epoch with the run's seed."""
+    epochs: PositiveInt | None = None
+    """Epochs over the data, each of as many tasks as there are examples; null continues until
+    `run.max_steps`."""

@@ -9,7 +9,9 @@ from typing import get_args, get_type_hints
 
 import msgspec
 
+from async_rl import config
 from async_rl.config import Config, describe_fields, to_builtins
+from async_rl.config.description import field_descriptions
 from async_rl.config.loader import DEFAULT_ENGINE, DEFAULT_REWARD
 from async_rl.runtime import yaml12
 
@@ -32,7 +34,9 @@ bound. `async-rl check run.yaml --resolved` prints the resolved config.
 def json_schema() -> str:
     """Return the JSON schema (2020-12) of a config file, for editors."""
     schema = msgspec.json.schema(Config)
-    for section in schema["$defs"].values():
+    for name, section in schema["$defs"].items():
+        for field, text in field_descriptions(getattr(config, name)).items():
+            section["properties"][field]["description"] = text
         kind = section.get("properties", {}).get("kind", {})
         if kind.get("enum", [None])[0] in (DEFAULT_ENGINE, DEFAULT_REWARD):  # the loader fills it in
             section["required"].remove("kind")
@@ -65,9 +69,9 @@ def markdown() -> str:
     return "".join(lines)
 
 
-def resolved_yaml(config: Config) -> str:
+def resolved_yaml(resolved: Config) -> str:
     """Return a config with every default filled in, as YAML that loads to the same config."""
-    return yaml12.dump(to_builtins(config))
+    return yaml12.dump(to_builtins(resolved))
 
 
 def versions() -> dict[str, str]:

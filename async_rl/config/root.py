@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 
-from async_rl.config.base import Meta, Strict
+from async_rl.config.base import Strict
 from async_rl.config.data_settings import DataConfig
 from async_rl.config.engine_settings import RoutingConfig, SGLangEngines, SimulatedEngines, WeightsConfig
 from async_rl.config.evaluation_settings import EvaluationConfig
@@ -53,10 +53,8 @@ class Config(Strict, frozen=True, kw_only=True):
     """All settings of a run."""
 
     model: ModelConfig
-    models: Annotated[
-        dict[str, FrozenModelConfig],
-        Meta(description="Further models by name, on engines that are never updated: teachers and judges."),
-    ] = {}
+    models: dict[str, FrozenModelConfig] = {}
+    """Further models by name, on engines that are never updated: teachers and judges."""
     data: DataConfig = DataConfig()
     run: RunConfig = RunConfig()
     rollout: RolloutConfig = RolloutConfig()
