@@ -370,7 +370,9 @@ def _convert_figures(figures: Mapping[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(figures, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"plan: {error}") from error
+        expected, _, name = str(error).removesuffix("`").partition(" - at `$.")
+        found = f"{name} is {figures[name]}: " if name else ""
+        raise ConfigError(f"plan: {found}{expected}") from error
 
 
 def _routing_row_bytes(config: Config) -> tuple[int, str]:

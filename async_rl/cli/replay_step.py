@@ -26,7 +26,8 @@ from rich.table import Table
 from async_rl.config import Config, WeightsConfig, load_config
 from async_rl.config.reference import versions
 from async_rl.errors import AsyncRLError, CorruptFrame, DataError
-from async_rl.run.captures import Capture, load_capture, number_ranges
+from async_rl.observability.formatting import number_ranges
+from async_rl.run.captures import Capture, load_capture
 from async_rl.run.folder import result_folder, run_console, run_in_folder
 from async_rl.run.preflight import check_trainer
 from async_rl.runtime.printable import print_text

@@ -77,7 +77,10 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     state: str
     """`joining`, `serving`, `updating`, `quarantined`."""
-    running_calls: int = 0
+    calls: int = 0
+    """Its running calls."""
+    prefill_tokens: int = 0
+    """The number of tokens that it has to prefill before its calls continue."""
     weight_version: int = 0
     patience_s: float = 0.0
     """How long the engine may send nothing, given all that it has to prefill."""
@@ -532,7 +535,7 @@ def _over(age_s: float, limit_s: float) -> str:
 
 def _engine_link(engine: EngineView) -> str:
     error = f" ({engine.error})" if engine.error else ""
-    calls = f"{engine.running_calls} calls"
+    calls = f"{engine.calls} calls"
     return f"{engine.engine_id}: {engine.state} at version {engine.weight_version}, {calls}{error}"
 
 

@@ -1,9 +1,9 @@
-"""Formats durations, shares and ids for the terminal, the live page and the report."""
+"""Formats durations, shares, numbers and ids for the terminal, the live page and the report."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Final
 
@@ -63,3 +63,14 @@ def compact(value: Figure, digits: int = 3) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text: `3, 5-9`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

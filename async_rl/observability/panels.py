@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 
@@ -54,16 +54,6 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """From here on a value deserves a look."""
     wrong: float | None = None
     """From here on a value is wrong."""
-
-
-class Column(NamedTuple):
-    """A column of the table of steps."""
-
-    key: str
-    """Its name in the page's JSON."""
-    heading: str
-    field: str
-    """The attribute of the record."""
 
 
 class PanelGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,27 +358,16 @@ SFT_PANELS: Final = (
 PANELS: Final = {panel.name: panel for group in (VALIDATION, *STEP_PANELS) for panel in group.panels}
 """The panels of a run with rollouts, by name."""
 
-STEP_COLUMNS: Final = (
-    Column("step", "step", "step"),
-    Column("reward", "reward", "reward_mean"),
-    Column("ppo_kl", "ppo_kl", "update_kl"),
-    Column("staleness_p95", "stale p95", "staleness_p95"),
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-    Column("wait_s", "wait s", "wait_s"),
-    Column("step_s", "step s", "step_s"),
-    Column("sync_s", "sync s", "sync_s"),
-    Column("in_flight", "in flight", "in_flight"),
-    Column("queued", "queued", "queued"),
-    Column("dropped", "dropped", "dropped"),
-)
+STEP_COLUMNS: Final = {
+    **{"step": "step", "reward_mean": "reward", "update_kl": "ppo_kl", "staleness_p95": "stale p95"},
+    **{"tokens_per_s": "tokens/s", "wait_s": "wait s", "step_s": "step s", "sync_s": "sync s"},
+    **{"in_flight": "in flight", "queued": "queued", "dropped": "dropped"},
+}
+"""The headings of the table of steps, by the attribute of the record that a column shows."""
 
-SFT_COLUMNS: Final = (
-    Column("step", "step", "step"),
-    Column("epoch", "epoch", "epoch_number"),
-    Column("loss", "loss", "loss"),
-    Column("validation_loss", "validation loss", "validation_loss"),
-    Column("grad_norm", "grad norm", "grad_norm"),
-    Column("learning_rate", "learning rate", "learning_rate"),
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-    Column("step_s", "step s", "step_s"),
-)
+SFT_COLUMNS: Final = {
+    **{"step": "step", "epoch_number": "epoch", "loss": "loss", "validation_loss": "validation loss"},
+    **{"grad_norm": "grad norm", "learning_rate": "learning rate"},
+    **{"tokens_per_s": "tokens/s", "step_s": "step s"},
+}
+"""As `STEP_COLUMNS`, of a supervised run."""

@@ -31,6 +31,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config import Config, EvaluationConfig, SGLangEngines, TeacherConfig
+from async_rl.config.base import PositiveInt
 from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpec
 from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
@@ -70,21 +71,15 @@ _BATCH_BYTES: Final = 14
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     """How a plan is simulated."""
 
-    versions: int = 12
+    versions: PositiveInt = 12
     """Steps that are measured."""
-    warmup: int = 8
+    warmup: PositiveInt = 8
     """Steps before them: all ages are in the queue only after the longest answer."""
     seed: int = 0
-    coarsen: int = 1
+    coarsen: PositiveInt = 1
     """Real trajectories that one simulated trajectory stands for."""
     scale: int | None = None
     """Real tokens that one simulated token stands for; None takes as many as lengths allow."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be simulated."""
-        for name in ("versions", "warmup", "coarsen"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
 
 
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from typing import Any, Final, overload
 import msgspec
 import numpy as np
 
+from async_rl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from async_rl.planning.coarse_engine import MARKS, mark
 from async_rl.rollout.session.api import Session
 from async_rl.types import Completion, Int32Array, Task
@@ -32,75 +33,49 @@ _NUM_TASKS: Final = 1 << 40
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """What a config does not say of a job: how long answers are, and how fast engines and trainer."""
 
-    prompt_tokens: int = 512
-    mean_tokens: float = 8192.0
+    prompt_tokens: PositiveInt = 512
+    mean_tokens: PositiveFloat = 8192.0
     """Parameters of the lognormal that answer lengths are drawn from, before the cut at `max_tokens`."""
-    sigma: float = 0.8
+    sigma: NonNegativeFloat = 0.8
     """Of its logarithm; 0 makes all answers equal."""
-    max_tokens: int = 32768
+    max_tokens: PositiveInt = 32768
     """Longest answer, all turns together."""
-    turns: int = 1
+    turns: PositiveInt = 1
     """The number of turns of an answer, which are equally long."""
-    tool_tokens: int = 0
+    tool_tokens: NonNegativeInt = 0
     """Read between two turns."""
-    tool_s: float = 0.0
+    tool_s: NonNegativeFloat = 0.0
     """Passes between two turns."""
-    decode_base_s: float = 0.012
+    decode_base_s: NonNegativeFloat = 0.012
     """Fixed cost of a decode step, whatever the number of calls."""
-    decode_per_call_s: float = 0.00006
+    decode_per_call_s: NonNegativeFloat = 0.00006
     """More of it for each running call."""
-    prefill_tokens_per_s: float = 30000.0
-    sync_s: float = 5.0
+    prefill_tokens_per_s: PositiveFloat = 30000.0
+    sync_s: NonNegativeFloat = 5.0
     """How long a weight update pauses an engine, seconds."""
-    publish_s: float = 0.0
+    publish_s: NonNegativeFloat = 0.0
     """The trainer writes weights while engines go on."""
-    snapshot_s: float = 0.0
+    snapshot_s: NonNegativeFloat = 0.0
     """With `weights.overlap`: how long copying its weights pauses the trainer."""
-    train_tokens_per_s: float | None = None
+    train_tokens_per_s: PositiveFloat | None = None
     """Prompts and answers; None takes 0.9 of a batch's fluid generation time for a step."""
-    train_base_s: float = 0.0
+    train_base_s: NonNegativeFloat = 0.0
     """Fixed cost of a trainer step of any size."""
     shares_prompts: bool = True
     """Siblings find their prompt in the engine's prefix cache."""
-    routing_row_bytes: int = 0
+    routing_row_bytes: NonNegativeInt = 0
     """Routing rows of one token, for the queue's memory."""
-    network_bytes_per_s: float = 3e9
+    network_bytes_per_s: PositiveFloat = 3e9
     """What a node receives at most: 25 Gbit/s."""
-    disk_bytes_per_s: float = 2e9
+    disk_bytes_per_s: PositiveFloat = 2e9
     """What a node writes at most: one NVMe drive."""
-    engines_per_node: float = 4.0
+    engines_per_node: PositiveFloat = 4.0
     """Engines on one node: rollout workers are spread over as many nodes as the engines need."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated."""
-        for name in (
-            "prompt_tokens",
-            "mean_tokens",
-            "max_tokens",
-            "turns",
-            "prefill_tokens_per_s",
-            "network_bytes_per_s",
-            "disk_bytes_per_s",
-            "engines_per_node",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
-        for name in (
-            "sigma",
-            "tool_tokens",
-            "tool_s",
-            "decode_base_s",
-            "decode_per_call_s",
-            "sync_s",
-            "snapshot_s",
-            "routing_row_bytes",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 0")
         if self.decode_base_s + self.decode_per_call_s <= 0:
             raise ValueError("a decode step takes no time: raise decode_base_s or decode_per_call_s")
-        if self.train_tokens_per_s is not None and self.train_tokens_per_s <= 0:
-            raise ValueError(f"train_tokens_per_s is {self.train_tokens_per_s}, expected more than 0")
 
     def step_s(self, running: int) -> float:
         """Return the seconds of a decode step with this number of calls."""

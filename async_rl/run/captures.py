@@ -23,7 +23,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,7 @@ from msgspec.structs import replace
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml
 from async_rl.errors import ConfigError, DataError
+from async_rl.observability.formatting import number_ranges
 from async_rl.run import checkpoints
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.threads import run_uncancellable
@@ -335,14 +336,3 @@ def _link_folder(source: Path, target: Path) -> None:
             shutil.copyfile(old, new)
 
     shutil.copytree(source, target, copy_function=link)
-
-
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text: `3, 5-9`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -190,7 +190,7 @@ class Doctor:
                 limits_s=self.limits_s,
                 longest_s=waits.longest_s,
                 unheard_s={engine_id: now - heard_s for engine_id, heard_s in waits.heard_s.items()},
-                engines=self._engines(),
+                engines=self.engine_views(),
                 has_capacity=self._pool.dispatcher.has_capacity,
                 queue=queue.view() if queue is not None else None,
                 slots=slots.view() if slots is not None else None,
@@ -209,7 +209,8 @@ class Doctor:
         ours = (wait for wait in self._waits.open if wait.actor.who == TRAIN_LOOP)
         return "; ".join(phrase(wait.on, wait.target, wait.why() if wait.why else None) for wait in ours)
 
-    def _engines(self) -> list[EngineView]:
+    def engine_views(self) -> list[EngineView]:
+        """Return the present state of all engines."""
         pool, config = self._pool, self._engine
         states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
         vitals = pool.statistics.loads(states)
@@ -217,7 +218,8 @@ class Doctor:
             EngineView(
                 engine_id=engine_id,
                 state=state,
-                running_calls=vitals[engine_id].calls,
+                calls=vitals[engine_id].calls,
+                prefill_tokens=vitals[engine_id].prefill_tokens,
                 patience_s=config.stall_s
                 + vitals[engine_id].prefill_tokens / MIN_PREFILL_TOKENS_PER_S
                 + self._worker_stall_s * vitals[engine_id].unobserved,

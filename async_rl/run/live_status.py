@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.observability.diagnosis import Diagnosis
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.page.view import EngineRow, Now, look
+from async_rl.observability.page.view import Now, look
 from async_rl.rollout.manager import RolloutManager
 from async_rl.run.doctor import Doctor
 from async_rl.run.run_log import RunLogger
@@ -35,7 +34,6 @@ class LiveStatus:
         self,
         run_log: RunLogger,
         doctor: Doctor,
-        pool: EnginePool,
         waits: Waits,
         metrics: Metrics,
         run_dir: Path,
@@ -49,7 +47,6 @@ class LiveStatus:
         Args:
             run_log: Phase and records of the run; shows the state on the terminal.
             doctor: Diagnoses what the run waits for.
-            pool: The engines of the run.
             waits: The waits of the run, with its clock.
             metrics: The metrics of the run.
             run_dir: The run's folder, whose disk is measured.
@@ -59,7 +56,6 @@ class LiveStatus:
         """
         self._run_log = run_log
         self._doctor = doctor
-        self._pool = pool
         self._waits = waits
         self._metrics = metrics
         self._dir = run_dir
@@ -78,7 +74,7 @@ class LiveStatus:
             elapsed_s=self._run_log.elapsed_s,
             records=self._run_log.records,
             counts=None if queue is None else queue.groups.ledger.counts(),
-            engines=_engine_rows(self._pool),
+            engines=self._doctor.engine_views(),
             waits=self._waits,
             diagnosis=self._recent_diagnosis(),
             running=[] if manager is None else manager.trajectories.running.values(),
@@ -130,18 +126,3 @@ class LiveStatus:
     def _measure_limits(self) -> tuple[Any, LimitUsage, LimitUsage]:
         """Return the usage of the run folder's disk, of memory, and of descriptors."""
         return shutil.disk_usage(self._dir), memory_usage(), descriptor_usage()
-
-
-def _engine_rows(pool: EnginePool) -> list[EngineRow]:
-    states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
-    return [
-        EngineRow(
-            engine_id=engine_id,
-            state=states[engine_id],
-            weight_version=pool.version_of(engine_id),
-            calls=load.calls,
-            prefill_tokens=load.prefill_tokens,
-            error=str(pool.error_of(engine_id) or ""),
-        )
-        for engine_id, load in pool.statistics.loads(states).items()
-    ]

@@ -102,7 +102,6 @@ class Orchestrator:
         self.live_status = LiveStatus(
             self.run_log,
             self.doctor,
-            pool,
             self.waits,
             metrics,
             run_dir,

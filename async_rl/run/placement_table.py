@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from async_rl.config import Config, LayoutConfig, SGLangEngines
 from async_rl.errors import EnvironmentNotReady
+from async_rl.observability.formatting import number_ranges
 from async_rl.runtime.devices import count_gpus
 
 
@@ -274,12 +275,5 @@ def _cell(name: str, numbers: Sequence[int], count: int, each: str) -> str:
     if not count:
         return ""
     ordered = sorted(set(numbers))
-    ranges: list[list[int]] = []
-    for number in ordered:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1] = [ranges[-1][0], number]
-        else:
-            ranges.append([number, number])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
     what = f"part{'s' * (count > 1)} of {name}" if len(numbers) > len(ordered) else name + "s" * (count > 1)
-    return f"{count} {what}{each} ({text})"
+    return f"{count} {what}{each} ({number_ranges(ordered)})"

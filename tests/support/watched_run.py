@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from async_rl.config import Config, parse_config
+from async_rl.observability.diagnosis import EngineView
 from async_rl.observability.endpoints import serve
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.feed import Feed
 from async_rl.observability.page.routes import page_routes
 from async_rl.observability.page.tiles import stages
-from async_rl.observability.page.view import EngineRow, Now, SlowTrajectory
+from async_rl.observability.page.view import Now, SlowTrajectory
 from async_rl.observability.records import StepRecord
 from async_rl.runtime.supervision import services
 from async_rl.runtime.waits import Waits, acting
@@ -34,7 +35,7 @@ def config(name: str = "calculator-moe") -> Config:
 def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
     """Return the state of a run at one moment; its names contain markup."""
     engines = [
-        EngineRow(engine_id=f"engine-{i}", state="serving", weight_version=step, calls=24 - 3 * i,
+        EngineView(engine_id=f"engine-{i}", state="serving", weight_version=step, calls=24 - 3 * i,
                   prefill_tokens=0 if i else 4096, error="")
         for i in range(5)
     ]  # fmt: skip

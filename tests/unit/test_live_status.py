@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from async_rl.engines.pool import EnginePool
 from async_rl.observability.diagnosis import Diagnosis
 from async_rl.observability.metrics import Metrics
 from async_rl.run.doctor import Doctor
@@ -33,12 +32,10 @@ class SlowDoctor:
 
 def answers_in(doctor: SlowDoctor, seconds: int) -> int:
     """Ask for the health of a run once a second, and return how often it is diagnosed."""
-    pool = EnginePool(Metrics(), lambda: doctor.now_s)
     run_log = cast(RunLogger, SimpleNamespace(records=[], phase="training"))
     status = LiveStatus(
         run_log,
         cast(Doctor, doctor),
-        pool,
         Waits(lambda: doctor.now_s),
         Metrics(),
         Path(),

@@ -121,8 +121,8 @@ def test_flag_counts_when_a_past_run_says_otherwise(
         (["--from", "damaged"], "damaged/metrics.jsonl is damaged in line 2"),
         (["--engines", "0"], "--engines 0: expected at least 1"),
         (["--train-tokens-per-s", "nan"], "train_tokens_per_s is nan, expected a finite number"),
-        (["--mean-tokens", "0"], "mean_tokens is 0.0, expected more than 0"),
-        (["--versions", "0"], "versions is 0, expected at least 1"),
+        (["--mean-tokens", "0"], "mean_tokens is 0.0: Expected `float` > 0.0"),
+        (["--versions", "0"], "versions is 0: Expected `int` >= 1"),
     ],
 )
 def test_one_sentence_and_exit_code_2_when_there_is_nothing_to_plan(

@@ -49,7 +49,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     """Unique to the step, to its repetition after a restart, and to the driver process."""
     tiles: Sequence[Tile] = ()
     sections: Sequence[Section] = ()
-    columns: Sequence[str] = tuple(column.heading for column in STEP_COLUMNS)
+    columns: Sequence[str] = tuple(STEP_COLUMNS.values())
     """The headings of the table of steps."""
     recent: Sequence[Mapping[str, Figure]] = ()
     """Its rows, the newest first."""
@@ -237,8 +237,7 @@ def draw_steps(
         tiles=tiles(records, max_staleness),
         sections=sections(records, max_staleness, evaluations),
         recent=[
-            {column.key: getattr(record, column.field) for column in STEP_COLUMNS}
-            for record in reversed(records[-RECENT:])
+            {name: getattr(record, name) for name in STEP_COLUMNS} for record in reversed(records[-RECENT:])
         ],
         extremes=records[-1].extremes if records else (),
     )

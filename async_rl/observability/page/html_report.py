@@ -328,8 +328,8 @@ def _recent(run: RunFiles) -> tuple[list[str], list[list[str]]]:
     """Return the table of the latest steps: names of its columns, and its rows, the newest first."""
     columns = SFT_COLUMNS if run.sft_records else STEP_COLUMNS
     records = run.sft_records or run.records
-    rows = [[_cell(getattr(record, column.field)) for column in columns] for record in records[-RECENT:]]
-    return [column.heading for column in columns], rows[::-1]
+    rows = [[_cell(getattr(record, name)) for name in columns] for record in records[-RECENT:]]
+    return list(columns.values()), rows[::-1]
 
 
 def _cell(value: Figure) -> str:

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from async_rl.observability.diagnosis import Diagnosis, phrase
+from async_rl.observability.diagnosis import Diagnosis, EngineView, phrase
 from async_rl.observability.formatting import abbreviate_ids
 from async_rl.observability.page.tiles import FlowStage, stages
 from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, seconds_left
@@ -67,18 +67,6 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     waits_s: float
 
 
-class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the engine table."""
-
-    engine_id: str
-    state: str
-    weight_version: int
-    calls: int
-    prefill_tokens: int
-    """The number of tokens that the engine has to prefill before its calls continue."""
-    error: str
-
-
 class Now(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run at one moment."""
 
@@ -93,7 +81,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     """Estimated from the duration of the last steps; None unless the run trains."""
     stages: Sequence[FlowStage]
     """The stages of the dispatched trajectories; empty before the first one."""
-    engines: Sequence[EngineRow]
+    engines: Sequence[EngineView]
     engines_more: int
     """The number of engines that the table leaves out."""
     engines_by_state: dict[str, int]
@@ -109,7 +97,7 @@ def look(
     elapsed_s: Figure,
     records: Sequence[StepRecord],
     counts: TrajectoryCounts | None,
-    engines: Sequence[EngineRow],
+    engines: Sequence[EngineView],
     waits: Waits,
     diagnosis: Diagnosis,
     running: Iterable[InProgress],
