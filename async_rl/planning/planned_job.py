@@ -199,14 +199,14 @@ class _Job:
         self.config = self._simulated(config)
         self.tasks = EndlessTasks(workload, scale, simulation.seed, config.rollout.group_size)
         self.fluid = fluid_rate(self.engines, self.slots, workload)
-        self.trainer = _TimedTrainer(
+        self.trainer = TimedTrainer(
             self.train_s,
             publish_s=workload.publish_s,
             snapshot_s=workload.snapshot_s,
             warmup=simulation.warmup,
         )
         self.observer = _Observer(simulation.warmup, self._usage, on_step)
-        self.cluster: _PlannedCluster | None = None
+        self.cluster: PlannedCluster | None = None
 
     def _simulated(self, config: Config) -> Config:
         """The config as it runs here: its own scheduling, our agent loop, model and lengths."""
@@ -266,7 +266,7 @@ class _Job:
         """The whole run."""
         clock = asyncio.get_running_loop().time
         engines = [CoarseEngine(f"engine-{i}", self.speed) for i in range(self.engines)]
-        self.cluster = _PlannedCluster(engines, self.trainer)
+        self.cluster = PlannedCluster(engines, self.trainer)
         ids = count()
         for name in ("checkpoints", "logs"):
             (self._folder / name).mkdir()
@@ -350,7 +350,7 @@ class _Job:
         )
 
 
-class _TimedTrainer:
+class TimedTrainer:
     """Takes the time of a step and looks at what it is given. See `training.Trainer`."""
 
     def __init__(
@@ -367,12 +367,15 @@ class _TimedTrainer:
         self.trained_tokens = 0
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """See `Trainer.setup`."""
         return TrainerState(step=0)
 
     async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
+        """See `Trainer.read_batch`."""
         return {}
 
     async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
+        """See `Trainer.train_step`."""
         num_tokens, num_sampled = batch.num_tokens, batch.num_sampled_tokens
         if step > self._warmup:
             self.staleness.append(np.array(batch.staleness, np.int32))
@@ -385,43 +388,57 @@ class _TimedTrainer:
         return StepResult(step=step, metrics=figures | known)
 
     async def take_snapshot(self, weight_version: int) -> None:
+        """See `Trainer.take_snapshot`."""
         await asyncio.sleep(self._snapshot_s)
 
     async def publish(self, directory: str, weight_version: int) -> None:
+        """See `Trainer.publish`."""
         await asyncio.sleep(self._publish_s)
 
     async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        """See `Trainer.publish_delta`."""
         await asyncio.sleep(self._publish_s)
         return base is not None
 
-    async def open_weight_group(self, invite: GroupInvite) -> None: ...
+    async def open_weight_group(self, invite: GroupInvite) -> None:
+        """See `Trainer.open_weight_group`."""
 
-    async def close_weight_group(self, group_name: str) -> None: ...
+    async def close_weight_group(self, group_name: str) -> None:
+        """See `Trainer.close_weight_group`."""
 
     async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """See `Trainer.plan_buckets`."""
         return ()
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None: ...
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+        """See `Trainer.send_weights`."""
 
     async def checksums(self) -> dict[str, str]:
+        """See `Trainer.checksums`."""
         return {}
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        """See `Trainer.share_bucket`."""
         return [b""] * copies
 
-    async def offload(self) -> None: ...
+    async def offload(self) -> None:
+        """See `Trainer.offload`."""
 
-    async def reload(self) -> None: ...
+    async def reload(self) -> None:
+        """See `Trainer.reload`."""
 
-    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None: ...
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """See `Trainer.save_checkpoint`."""
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
+        """See `Trainer.saved_checkpoint`."""
         return Saved()
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """See `Trainer.close`."""
 
 
-class _PlannedCluster:
+class PlannedCluster:
     """See `async_rl.run.cluster.Cluster`: nothing dies here."""
 
     weight_backend = "gloo"
@@ -429,39 +446,51 @@ class _PlannedCluster:
     other_nodes = staticmethod(tuple)
     open_frame_reader = staticmethod(no_other_nodes)
 
-    def __init__(self, engines: list[CoarseEngine], trainer: _TimedTrainer) -> None:
+    def __init__(self, engines: list[CoarseEngine], trainer: TimedTrainer) -> None:
         self.engines = engines
         self._trainer = trainer
 
     def engines_of(self, model: str) -> NoReturn:
+        """See `Cluster.engines_of`."""
         raise AssertionError(f"a plan has no engines of {model}")
 
     async def start_engines(self) -> list[Engine]:
+        """See `Cluster.start_engines`."""
         return list(self.engines)
 
-    async def place_trainer(self) -> None: ...
+    async def place_trainer(self) -> None:
+        """See `Cluster.place_trainer`."""
 
     async def start_trainer(self) -> Trainer:
+        """See `Cluster.start_trainer`."""
         return self._trainer
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
+        """See `Cluster.connect_engine`."""
         raise AssertionError(f"{engine_id} at {url} joins")
 
-    async def disconnect_engine(self, engine_id: str) -> None: ...
+    async def disconnect_engine(self, engine_id: str) -> None:
+        """See `Cluster.disconnect_engine`."""
 
-    async def stop_engine(self, engine_id: str) -> None: ...
+    async def stop_engine(self, engine_id: str) -> None:
+        """See `Cluster.stop_engine`."""
 
-    async def restart_engine(self, engine_id: str) -> None: ...
+    async def restart_engine(self, engine_id: str) -> None:
+        """See `Cluster.restart_engine`."""
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        """See `Cluster.watch_engines`."""
         await asyncio.Future()
 
     async def open_port(self) -> tuple[str, int]:
+        """See `Cluster.open_port`."""
         return "127.0.0.1", 0
 
-    def local_folder(self, engine_id: str) -> None: ...
+    def local_folder(self, engine_id: str) -> None:
+        """See `Cluster.local_folder`."""
 
     def rollout_worker(self, spec: WorkerSpec) -> NoReturn:
+        """See `Cluster.rollout_worker`."""
         raise AssertionError(f"{spec.name}: a plan is of a run whose agent loops are in the driver")
 
 
