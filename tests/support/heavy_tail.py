@@ -25,6 +25,7 @@ from async_rl.store.batching import read_trajectories
 from async_rl.store.ledger import Ledger
 from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import Completion, TakenBatch, Task
+from tests.support.ledgers import audit_ledger
 
 PROMPT, ENGINES = 8, 2
 MEDIAN = 100.0
@@ -186,7 +187,7 @@ class World:
         assert orchestrator.queue is not None
         self.lengths = orchestrator.queue.groups.lengths
         ledger = Ledger(self._folder / "ledger.sqlite")
-        ledger.audit()
+        audit_ledger(ledger)
         self.counts, self.pending = ledger.counts(), ledger.data_position().pending
         ledger.close()
 
