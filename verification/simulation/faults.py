@@ -58,9 +58,19 @@ class FaultRow(msgspec.Struct, frozen=True):
     share: float | None = None
     """Share of the seeds that have this fault, drawn from its own stream. None for the first faults, which
     share one stream, and for those that the scenario draws elsewhere."""
-    only: Setting = "any"
-    """Where it can happen: on devices that engines and trainer share, with rollout workers, or with teachers
-    and judges."""
+
+    @property
+    def only(self) -> Setting:
+        """Where it can happen: on shared devices, with rollout workers, with models, or anywhere."""
+        return _ONLY.get(self.family, "any")
+
+
+_ONLY: Final[dict[Family, Setting]] = {
+    "memory": "shared",
+    "offload": "shared",
+    "worker": "workers",
+    "model": "models",
+}
 
 
 FAMILIES: Final[dict[Family, str]] = {
@@ -165,7 +175,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
         "disk",
         ("conservation", "records", "blame"),
         "the driver has no descriptors for files for up to 10 s",
-        share=0.1,
+        0.1,
     ),
     "corrupt_frame": FaultRow("disk", ("conservation", "tokens"), "a bit of a queued frame flips"),
     "unreadable_file": FaultRow(
@@ -176,168 +186,132 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     ),
     "clock_jump": FaultRow("clock", ("progress", "blame"), "the clock jumps by 10 ms to 100 s"),
     "refuse_memory": FaultRow(
-        "memory", ("devices", "progress"), "an engine refuses to change its device memory", only="shared"
+        "memory", ("devices", "progress"), "an engine refuses to change its device memory"
     ),
-    "hang_memory": FaultRow(
-        "memory", ("devices", "progress"), "a change of device memory is never answered", only="shared"
-    ),
+    "hang_memory": FaultRow("memory", ("devices", "progress"), "a change of device memory is never answered"),
     "offload_fails": FaultRow(
-        "offload", ("devices", "progress"), "the trainer cannot move its memory to the host", only="shared"
+        "offload", ("devices", "progress"), "the trainer cannot move its memory to the host"
     ),
-    "reload_fails": FaultRow(
-        "offload", ("devices", "progress"), "the trainer cannot take its memory back", only="shared"
-    ),
+    "reload_fails": FaultRow("offload", ("devices", "progress"), "the trainer cannot take its memory back"),
     "stuck_payload": FaultRow(
         "call",
         ("routing", "blame"),
         "routing payloads stop in the middle for 0.1 s to 100 s; other requests are answered",
-        share=0.15,
+        0.15,
     ),
     "slow_payload": FaultRow(
-        "call", ("routing", "blame"), "a routing payload takes up to 40 s, and arrives steadily", share=0.15
+        "call", ("routing", "blame"), "a routing payload takes up to 40 s, and arrives steadily", 0.15
     ),
     "retract": FaultRow(
-        "call",
-        ("routing", "staleness"),
-        "an engine takes a call's memory and prefills the call again",
-        share=0.3,
+        "call", ("routing", "staleness"), "an engine takes a call's memory and prefills the call again", 0.3
     ),
-    "kill_worker": FaultRow(
-        "worker", ("conservation", "tokens"), "a rollout worker is killed", only="workers"
-    ),
-    "mute_worker": FaultRow(
-        "worker", ("progress", "versions"), "a rollout worker falls silent", only="workers"
-    ),
+    "kill_worker": FaultRow("worker", ("conservation", "tokens"), "a rollout worker is killed"),
+    "mute_worker": FaultRow("worker", ("progress", "versions"), "a rollout worker falls silent"),
     "deafen_worker": FaultRow(
         "worker",
         ("versions", "progress"),
         "a rollout worker handles no more messages, and its heartbeats go on",
         0.2,
-        only="workers",
     ),
     "cut_off_worker": FaultRow(
-        "worker",
-        ("conservation", "versions", "once"),
-        "a rollout worker is cut off from the driver",
-        only="workers",
+        "worker", ("conservation", "versions", "once"), "a rollout worker is cut off from the driver"
     ),
     "delay_worker": FaultRow(
         "worker",
         ("versions", "staleness", "blame"),
         "messages between the driver and a rollout worker take up to 15 s longer for once",
         0.4,
-        only="workers",
     ),
     "isolate_worker": FaultRow(
         "worker",
         ("blame", "progress"),
         "a rollout worker reaches no engine for up to 30 s, while the driver does",
         0.3,
-        only="workers",
     ),
     "kill_after_frame": FaultRow(
-        "worker",
-        ("conservation", "once"),
-        "a rollout worker is killed between a frame and its report",
-        0.4,
-        only="workers",
+        "worker", ("conservation", "once"), "a rollout worker is killed between a frame and its report", 0.4
     ),
     "worker_disk_full": FaultRow(
         "worker",
         ("conservation", "progress"),
         "rollout workers find no space for frames for up to 100 s",
         0.3,
-        only="workers",
     ),
     "node_disk_full": FaultRow(
         "worker",
         ("conservation", "blame"),
         "rollout workers of one node find no space for frames for up to 100 s",
         0.3,
-        only="workers",
     ),
     "lose_message": FaultRow(
         "worker",
         ("conservation", "progress"),
         "a message between the driver and a rollout worker is lost",
         0.3,
-        only="workers",
     ),
     "repeat_message": FaultRow(
         "worker",
         ("once", "conservation"),
         "messages between the driver and a rollout worker arrive twice",
         0.3,
-        only="workers",
     ),
     "reorder_messages": FaultRow(
         "worker",
         ("once", "versions"),
         "a message between the driver and a rollout worker overtakes another",
         0.3,
-        only="workers",
     ),
     "late_request": FaultRow(
         "worker",
         ("versions", "devices", "blame"),
         "a rollout worker's request reaches its engine after its caller has left",
         0.4,
-        only="workers",
     ),
     "node_lost": FaultRow(
         "worker",
         ("conservation", "progress"),
         "a node is lost with its rollout workers and their frames",
         0.4,
-        only="workers",
     ),
     "node_wiped": FaultRow(
         "worker",
         ("conservation",),
         "a node loses its rollout workers and its disk, and is back at once with an empty one",
         0.3,
-        only="workers",
     ),
     "node_absent": FaultRow(
         "worker",
         ("conservation", "progress"),
         "what reads the frames on a node does not answer for up to 100 s",
         0.3,
-        only="workers",
     ),
     "bad_environment_worker": FaultRow(
         "worker",
         ("blame", "progress"),
         "every agent loop raises at once in one rollout worker, also after restarts, for up to 100 s",
         0.3,
-        only="workers",
     ),
     "wrong_message": FaultRow(
         "worker",
         ("conservation", "once", "blame"),
         "a rollout worker sends a well-formed message about what it was not given",
         0.3,
-        only="workers",
     ),
-    "kill_model": FaultRow(
-        "model", ("progress", "blame"), "an engine of a teacher or judge is killed", 0.6, only="models"
-    ),
+    "kill_model": FaultRow("model", ("progress", "blame"), "an engine of a teacher or judge is killed", 0.6),
     "lose_model": FaultRow(
         "model",
         ("progress", "blame"),
         "an engine of a teacher or judge is killed, and no watcher notices",
         0.4,
-        only="models",
     ),
     "fail_model": FaultRow(
         "model",
         ("progress", "blame"),
         "an engine of a teacher or judge is killed, and its next restarts fail",
         0.3,
-        only="models",
     ),
     "busy_model": FaultRow(
-        "model", ("progress", "blame"), "an engine of a teacher or judge refuses calls", 0.3, only="models"
+        "model", ("progress", "blame"), "an engine of a teacher or judge refuses calls", 0.3
     ),
     "raise": FaultRow("user", ("blame", "progress"), "the agent loop raises"),
     "hang_loop": FaultRow("user", ("blame", "progress"), "the agent loop hangs"),
@@ -347,23 +321,21 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "slow_reward": FaultRow("user", ("progress", "blame"), "the reward takes too long"),
     "slow_tool": FaultRow("user", ("progress", "blame"), "a tool exceeds its limit"),
     "split_stop": FaultRow(
-        "user", ("tokens",), "an interruption splits a stop string of the agent loop", share=0.15
+        "user", ("tokens",), "an interruption splits a stop string of the agent loop", 0.15
     ),
     "bad_message": FaultRow(
-        "user", ("blame", "progress"), "the agent loop adds what no chat template renders", share=0.1
+        "user", ("blame", "progress"), "the agent loop adds what no chat template renders", 0.1
     ),
     "bad_return": FaultRow(
-        "user", ("blame", "progress"), "the agent loop returns a reward, a number or a mapping", share=0.1
+        "user", ("blame", "progress"), "the agent loop returns a reward, a number or a mapping", 0.1
     ),
-    "bad_reward": FaultRow(
-        "user", ("blame", "conservation"), "the reward returns no finite number", share=0.1
-    ),
-    "exit": FaultRow("user", ("blame", "progress"), "the agent loop calls sys.exit", share=0.1),
+    "bad_reward": FaultRow("user", ("blame", "conservation"), "the reward returns no finite number", 0.1),
+    "exit": FaultRow("user", ("blame", "progress"), "the agent loop calls sys.exit", 0.1),
     "leak_cancel": FaultRow(
-        "user", ("progress", "conservation"), "the agent loop raises CancelledError by itself", share=0.1
+        "user", ("progress", "conservation"), "the agent loop raises CancelledError by itself", 0.1
     ),
     "swallow_cancel": FaultRow(
-        "user", ("progress", "conservation"), "the agent loop continues when it is cancelled", share=0.2
+        "user", ("progress", "conservation"), "the agent loop continues when it is cancelled", 0.2
     ),
     "kill": FaultRow("driver", ("conservation", "once"), "the driver is killed between two callbacks"),
     "kill_on_disk": FaultRow(

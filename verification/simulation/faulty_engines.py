@@ -66,7 +66,7 @@ from verification.simulation.breakable_engine import (
 from verification.simulation.faults import ENGINE_FAULTS, FAULTS, WORKER_FAULTS, FaultKind
 from verification.simulation.invariant_checker import InvariantChecker
 from verification.simulation.scenario import FACTS, Injection, Scenario
-from verification.simulation.simulated_models import SimulatedModel
+from verification.simulation.simulated_models import SimulatedModel, WatchedProcesses
 from verification.simulation.simulated_trainer import Broadcasts, SimulatedTrainer
 from verification.simulation.simulated_workers import (
     CUT_OFF_S,
@@ -621,7 +621,7 @@ class SimulatedFolder(HostFolder):
         return str(folder)
 
 
-class SimulatedCluster:
+class SimulatedCluster(WatchedProcesses):
     """Implements `async_rl.run.cluster.Cluster`."""
 
     weight_backend = "gloo"
@@ -665,7 +665,6 @@ class SimulatedCluster:
             for name in config.models
         }
         self._workers.add_engines(engine for model in self.models.values() for engine in model.engines)
-        self._died: Callable[[str, EngineError], None] | None = None
         self._folders: dict[str, SimulatedFolder] = {}
 
     def inject(self, injection: Injection) -> None:
@@ -732,8 +731,8 @@ class SimulatedCluster:
                         each.inject(msgspec.structs.replace(injection, kind="hold_all"))
             if FAULTS[kind].family == "engine":
                 met()
-            if kind == "die" and self._died is not None:
-                self._died(engine.engine_id, EngineError(f"{engine.engine_id} was killed"))
+            if kind == "die":
+                self.note_death(engine.engine_id)
         else:
             self.trainer.faults.append(kind)
 
@@ -794,14 +793,6 @@ class SimulatedCluster:
             engine.failing_restarts -= 1
             raise EnvironmentNotReady(f"{engine_id} does not come up")
         engine.restart()
-
-    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """Implements `Cluster.watch_engines`."""
-        self._died = died
-        try:
-            await asyncio.Future()
-        finally:
-            self._died = None
 
     def other_nodes(self) -> Collection[str]:
         """Implements `Cluster.other_nodes`."""

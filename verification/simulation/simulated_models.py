@@ -12,7 +12,26 @@ from async_rl.errors import EngineError, EnvironmentNotReady
 from verification.simulation.breakable_engine import BreakableEngine
 
 
-class SimulatedModel:
+class WatchedProcesses:
+    """Tells a watcher about engines that are killed."""
+
+    _died: Callable[[str, EngineError], None] | None = None
+
+    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        """Implements `EngineProcesses.watch_engines` and `Cluster.watch_engines`."""
+        self._died = died
+        try:
+            await asyncio.Future()
+        finally:
+            self._died = None
+
+    def note_death(self, engine_id: str) -> None:
+        """Tell the watcher, if there is one, that an engine was killed."""
+        if self._died is not None:
+            self._died(engine_id, EngineError(f"{engine_id} was killed"))
+
+
+class SimulatedModel(WatchedProcesses):
     """Implements `async_rl.engines.frozen_models.EngineProcesses`."""
 
     def __init__(self, name: str, config: Config, facts: EngineFacts, *, restart_s: float = 0.0) -> None:
@@ -32,7 +51,6 @@ class SimulatedModel:
         self._restart_s = restart_s
         self.failing_restarts = 0
         """How many of the next restarts fail."""
-        self._died: Callable[[str, EngineError], None] | None = None
 
     async def start_engines(self) -> list[Engine]:
         """Implements `EngineProcesses.start_engines`."""
@@ -49,20 +67,12 @@ class SimulatedModel:
             raise EnvironmentNotReady(f"{engine_id} does not come up")
         engine.restart()
 
-    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """Implements `EngineProcesses.watch_engines`."""
-        self._died = died
-        try:
-            await asyncio.Future()
-        finally:
-            self._died = None
-
     def kill_engine(self, index: int, *, noticed: bool) -> None:
         """Kill an engine; its watcher may notice."""
         engine = self.engines[index % len(self.engines)]
         engine.die()
-        if noticed and self._died is not None:
-            self._died(engine.engine_id, EngineError(f"{engine.engine_id} was killed"))
+        if noticed:
+            self.note_death(engine.engine_id)
 
 
 def score_seed(name: str) -> int:
