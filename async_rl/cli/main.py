@@ -87,8 +87,9 @@ def _cleaning_up_on_sigterm() -> Iterator[None]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    parsed, left = parser.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(words)
+    parsed, left = parser.parse_known_args(words)
     # argparse accepts overrides in one place only, but users put options between them.
     if any(word.startswith("-") for word in left) or (left and "overrides" not in parsed):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
@@ -97,7 +98,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser; of the commands, only those among the words have their options."""
     parser = argparse.ArgumentParser(
         prog="async-rl",
         description="Fully-async reinforcement learning of MoE language models with partial rollouts.",
@@ -111,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             command.name, help=command.summary, description=f"{summary} {command.details}"
         )
-        command.add_options(subparser)
+        if command.name in words:
+            command.add_options(subparser)
         subparser.set_defaults(run_command=command.run)
     return parser
 
