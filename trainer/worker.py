@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,7 +56,7 @@ from trainer.losses.gae import explained_variance, gae, token_rewards
 from trainer.losses.kl import kl_estimate, sums_to_go, teacher_advantages
 from trainer.losses.log_probs import KeptTokens
 from trainer.losses.objectives import load_objective, token_weights
-from trainer.losses.policy_loss import NO_UPDATES, SUMS, TrainedTokens, mean_metrics, policy_sums
+from trainer.losses.policy_loss import NO_UPDATES, SUMS, TrainedTokens, UpdateSums, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
 from trainer.losses.trial import try_loss
 from trainer.losses.turns import (
@@ -116,6 +116,29 @@ class UpdateInputs:
     teacher_log_probs: Float32Array | None
     value_targets: ValueTargets | None = None
     """None: there is no critic."""
+    groups_without_baseline: int = 0
+    """Groups of which no attempt can be compared with another one."""
+
+
+@dataclass
+class TakenUpdates:
+    """What the updates of a batch have given."""
+
+    start: Float32Array
+    """Log-probs before the updates, `[S]`, for this rank's tokens only."""
+    learning_rate: float
+    """0 while only the critic is trained."""
+    sums: UpdateSums = NO_UPDATES
+    """Of all updates that were not skipped."""
+    later: UpdateSums = NO_UPDATES
+    """Of those that another one preceded."""
+    norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    of_critic: list[dict[str, float]] = field(default_factory=list)
+    """The metrics of each update of the critic."""
+    probe: dict[str, float] = field(default_factory=dict)
+    difference: float = math.nan
+    """Mean absolute difference of the first update's log-probs from those of a pass before it, nats."""
 
 
 class TrainerWorker:
@@ -309,106 +332,36 @@ class TrainerWorker:
                 weight.
         """
         begin = time.perf_counter()
-        trainer = self.config.trainer
+        loss = self.config.trainer.loss
         wanted = make_targets(batch)
-        parts = split_updates(batch.group_index, trainer.updates_per_batch)
+        parts = split_updates(batch.group_index, self.config.trainer.updates_per_batch)
         placed = [self.place_micro_batches(batch, wanted, part) for part in parts]
-        bypass = trainer.loss.old_log_probs == "rollout"
-        old = reference = None
-        if not bypass and (old_log_probs_reason(self.config) or self._checks_old_log_probs(step)):
-            old = np.zeros(batch.num_tokens, np.float32)
-            for i, part in enumerate(placed):
-                found, placed[i] = self.compute_old_log_probs(part, batch.num_tokens)
-                old += found
-        if trainer.loss.kl.coefficient:
-            reference = sum(
-                (self._compute_reference_log_probs(part, batch.num_tokens) for part in placed),
-                np.zeros(batch.num_tokens, np.float32),
-            )
-        rejected = self._rejected_answers(batch, wanted, old)
-        teacher = self._teacher_log_probs(batch)
-        alone = np.zeros_like(rejected)
-        if teacher is None and not has_batch_baseline(self._estimator):
-            alone = lacks_baseline(batch.group_index, batch.attempt_index, ~rejected)
-        values = None
-        if self.critic is not None:
-            found_values = (self.critic.compute_values(part, batch.num_tokens) for part in placed)
-            values = self._sum_over_ranks(sum(found_values, np.zeros(batch.num_tokens, np.float32)))
-            if not np.isfinite(values).all():
-                raise NonFiniteLoss(
-                    f"the critic's values at step {step} (batch {batch.batch_id}) are not finite: lower "
-                    "trainer.critic.lr, and resume from an earlier checkpoint"
-                )
-        advantages, value_targets = self._token_advantages(batch, wanted, old, reference, values, ~rejected)
-        if teacher is not None:
-            policy = wanted.rollout_log_probs if old is None else old
-            advantages = teacher_advantages(trainer.loss.teacher, advantages, policy, teacher)
-        goal = UpdateInputs(
-            targets=wanted,
-            advantages=advantages,
-            attempt=batch.attempt_index.astype(np.int64)[wanted.trajectory],
-            left_out=(rejected | alone).astype(np.float32)[wanted.trajectory],
-            old_log_probs=old,
-            reference_log_probs=reference,
-            teacher_log_probs=teacher,
-            value_targets=value_targets,
-        )
-
-        policy_step = self.num_steps - trainer.critic.warmup_steps
-        learning_rate = 0.0
-        if policy_step >= 0:
-            learning_rate = linear_warmup(policy_step, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
-        critic_updates: list[dict[str, float]] = []
-        updates, later, norms, skipped = NO_UPDATES, NO_UPDATES, list[float](), 0
-        start = old if old is not None else np.zeros(batch.num_tokens, np.float32)
-        probe: dict[str, float] = {}
-        difference = math.nan
-        for epoch in range(trainer.epochs_per_batch):
-            for trajectories, part in zip(parts, placed, strict=True):
-                sums_here, log_probs, tokens = self.accumulate_gradients(
-                    part, trajectories, goal, forward_only=policy_step < 0
-                )
-                if old is None and not epoch:
-                    start = start + log_probs
-                elif old is not None and not epoch and part is placed[0]:
-                    difference = self._mean_difference(part, tokens, old, log_probs)
-                found = self.model.sum_over_ranks(sums_here).cpu()
-                if not epoch and part is placed[0]:
-                    probe = self.probe_routing(part, wanted, self._sum_over_ranks(start), step)
-                if goal.value_targets is not None:
-                    critic_updates.append(self._update_critic(part, trajectories, goal, step, batch))
-                if policy_step < 0:
-                    updates = updates.add(found, tokens)
-                    continue
-                norm = self._take_optimizer_step(float(found[0]), learning_rate, step, batch)
-                if norm is None:
-                    skipped += 1
-                else:
-                    updates = updates.add(found, tokens)
-                    if norms:
-                        later = later.add(found, tokens)
-                    norms.append(norm)
+        goal = self._prepare_updates(batch, wanted, placed, step)
+        taken = self._take_updates(batch, parts, placed, goal, step)
         self.num_steps += 1
-        start = self._sum_over_ranks(start)
+        start = self._sum_over_ranks(taken.start)
         metrics = mean_metrics(
-            updates, later, bypass=bypass, reference=reference is not None, teacher=teacher is not None
+            taken.sums,
+            taken.later,
+            bypass=loss.old_log_probs == "rollout",
+            reference=goal.reference_log_probs is not None,
+            teacher=goal.teacher_log_probs is not None,
         )
-        importance = trainer.loss.importance
-        cap = None if importance.level == "off" else importance.high
+        cap = None if loss.importance.level == "off" else loss.importance.high
         return StepResult(
             step=step,
             metrics=metrics
             | logprob_mismatch.measure_mismatch(wanted, start, cap)
-            | probe
-            | _critic_metrics(critic_updates, value_targets, wanted.mask)
+            | taken.probe
+            | _critic_metrics(taken.of_critic, goal.value_targets, wanted.mask)
             | _routing_counts(batch)
             | {
-                "old_log_prob_abs_diff": difference,
-                "grad_norm": float(np.mean(norms)) if norms else math.nan,
-                "learning_rate": learning_rate,
-                "updates": float(len(norms)),
-                "updates_skipped": float(skipped),
-                "groups_without_baseline": float(len(np.unique(batch.group_index[alone]))),
+                "old_log_prob_abs_diff": taken.difference,
+                "grad_norm": float(np.mean(taken.norms)) if taken.norms else math.nan,
+                "learning_rate": taken.learning_rate,
+                "updates": float(len(taken.norms)),
+                "updates_skipped": float(taken.skipped),
+                "groups_without_baseline": float(goal.groups_without_baseline),
                 "tokens": float(batch.num_tokens),
                 "trained_tokens": float(wanted.mask.sum()),
                 "step_s": time.perf_counter() - begin,
@@ -416,10 +369,106 @@ class TrainerWorker:
             extremes=logprob_mismatch.largest_differences(batch, wanted, start),
         )
 
-    def _checks_old_log_probs(self, step: int) -> bool:
-        """Return whether a step computes old log-probs by a pass of their own only to compare them."""
-        every = self.config.trainer.loss.check_old_log_probs_every
-        return every > 0 and step % every == 0
+    def _prepare_updates(
+        self, batch: TrainBatch, wanted: Targets, placed: list[list[PlacedMicroBatch]], step: int
+    ) -> UpdateInputs:
+        """Compute what a batch's updates need, by forward passes where necessary.
+
+        Under R2 it replaces the micro-batches in `placed` by those that hold the routing of its pass.
+        """
+        loss, num_tokens = self.config.trainer.loss, batch.num_tokens
+        old = reference = values = None
+        checks = loss.check_old_log_probs_every > 0 and step % loss.check_old_log_probs_every == 0
+        if loss.old_log_probs != "rollout" and (old_log_probs_reason(self.config) or checks):
+            old = np.zeros(num_tokens, np.float32)
+            for number, part in enumerate(placed):
+                found, placed[number] = self.compute_old_log_probs(part, num_tokens)
+                old += found
+        if loss.kl.coefficient:
+            reference = np.zeros(num_tokens, np.float32)
+            for part in placed:
+                reference += self._compute_reference_log_probs(part, num_tokens)
+        rejected = self._rejected_answers(batch, wanted, old)
+        teacher = self._teacher_log_probs(batch)
+        alone = np.zeros_like(rejected)
+        if teacher is None and not has_batch_baseline(self._estimator):
+            alone = lacks_baseline(batch.group_index, batch.attempt_index, ~rejected)
+        if self.critic is not None:
+            values = self._compute_values(self.critic, batch, placed, step)
+        advantages, targets = self._token_advantages(batch, wanted, old, reference, values, ~rejected)
+        if teacher is not None:
+            policy = wanted.rollout_log_probs if old is None else old
+            advantages = teacher_advantages(loss.teacher, advantages, policy, teacher)
+        return UpdateInputs(
+            targets=wanted,
+            advantages=advantages,
+            attempt=batch.attempt_index.astype(np.int64)[wanted.trajectory],
+            left_out=(rejected | alone).astype(np.float32)[wanted.trajectory],
+            groups_without_baseline=len(np.unique(batch.group_index[alone])),
+            old_log_probs=old,
+            reference_log_probs=reference,
+            teacher_log_probs=teacher,
+            value_targets=targets,
+        )
+
+    def _take_updates(
+        self,
+        batch: TrainBatch,
+        parts: Sequence[Sequence[int]],
+        placed: Sequence[list[PlacedMicroBatch]],
+        goal: UpdateInputs,
+        step: int,
+    ) -> TakenUpdates:
+        """Take the optimizer steps of a batch: one for each part and epoch, of the critic too."""
+        trainer, old = self.config.trainer, goal.old_log_probs
+        policy_step = self.num_steps - trainer.critic.warmup_steps
+        trains_policy, rate = policy_step >= 0, 0.0
+        if trains_policy:
+            rate = linear_warmup(policy_step, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
+        taken = TakenUpdates(np.zeros(batch.num_tokens, np.float32) if old is None else old, rate)
+        for epoch in range(trainer.epochs_per_batch):
+            for number, (trajectories, part) in enumerate(zip(parts, placed, strict=True)):
+                own, log_probs, tokens = self.accumulate_gradients(
+                    part, trajectories, goal, forward_only=not trains_policy
+                )
+                found = self.model.sum_over_ranks(own).cpu()
+                if not epoch and old is None:
+                    taken.start = taken.start + log_probs
+                if not epoch and not number:
+                    if old is not None:
+                        taken.difference = self._mean_difference(part, tokens, old, log_probs)
+                    taken.probe = self.probe_routing(part, goal.targets, taken.start, step)
+                if goal.value_targets is not None:
+                    taken.of_critic.append(self._update_critic(part, trajectories, goal, step, batch))
+                if trains_policy:
+                    norm = self._take_optimizer_step(float(found[0]), rate, step, batch)
+                    if norm is None:
+                        taken.skipped += 1
+                        continue
+                    if taken.norms:
+                        taken.later = taken.later.add(found, tokens)
+                    taken.norms.append(norm)
+                taken.sums = taken.sums.add(found, tokens)
+        return taken
+
+    def _compute_values(
+        self, critic: Critic, batch: TrainBatch, placed: Sequence[list[PlacedMicroBatch]], step: int
+    ) -> Float32Array:
+        """Compute the critic's values before the updates, `[S]`, on all ranks.
+
+        Raises:
+            NonFiniteLoss: When one is not finite.
+        """
+        own = np.zeros(batch.num_tokens, np.float32)
+        for part in placed:
+            own += critic.compute_values(part, batch.num_tokens)
+        values = self._sum_over_ranks(own)
+        if not np.isfinite(values).all():
+            raise NonFiniteLoss(
+                f"the critic's values at step {step} (batch {batch.batch_id}) are not finite: lower "
+                "trainer.critic.lr, and resume from an earlier checkpoint"
+            )
+        return values
 
     def _mean_difference(
         self, placed: list[PlacedMicroBatch], trained: int, old: Float32Array, current: Float32Array
@@ -751,6 +800,12 @@ class TrainerWorker:
         steps.
 
         Successive probes take successive micro-batches, because the first ones hold the longest trajectories.
+
+        Args:
+            placed: This rank's micro-batches.
+            wanted: The batch's targets.
+            start: `[S]`, log-probs before the update, for this rank's tokens only.
+            step: The number of the step.
         """
         routing, count = self.config.routing, self.model.micro_batch_multiple
         if routing.replay != "r3" or not routing.probe_every or step % routing.probe_every:
@@ -761,7 +816,9 @@ class TrainerWorker:
         parts = self.model.run_schedule(inputs, self._log_probs_only(sample), forward_only=True)
         probed = spread_values(sample, [torch.ones_like(part) for part in parts], len(start))
         native = self._sum_over_ranks(spread_values(sample, parts, len(start)))
-        return logprob_mismatch.measure_routing(wanted, start, native, self._sum_over_ranks(probed) > 0)
+        return logprob_mismatch.measure_routing(
+            wanted, self._sum_over_ranks(start), native, self._sum_over_ranks(probed) > 0
+        )
 
     def _token_weights(self, trajectories: Sequence[int], goal: UpdateInputs) -> tuple[Float32Array, int]:
         """Return the weight of each token in the loss of an update, times its number of trained tokens,
