@@ -62,35 +62,36 @@ class LongWork:
         if self._bar is not None:
             self._bar.stop()
 
-    def show_done(self, number: int) -> None:
-        """Show how many are done, unless something was shown a moment ago."""
+    def show_done(self, number: int, figures: str = "", *, at_once: bool = False) -> None:
+        """Show how many are done, with figures; unless `at_once`, not if something was shown just now."""
         now_s = self._clock()
-        if now_s < self._next_s:
+        if now_s < self._next_s and not at_once:
             return
         elapsed_s = now_s - self._began_s
         if self._console.is_interactive:
             self._next_s = now_s + _BAR_EVERY_S
-            self._show_bar(number)
+            self._show_bar(number, figures)
             return
         self._next_s = now_s + max(_LINE_EVERY_S, _MAX_LINES_SHARE * elapsed_s)
         of_all = "" if self._total is None else f" of {self._total:,}"
         line = f"{self._title}: {number:,}{of_all} {self._unit} after {format_duration(elapsed_s)}"
-        self._console.print(line, soft_wrap=True)
+        self._console.print(", ".join(filter(None, (line, figures))), soft_wrap=True)
 
-    def _show_bar(self, number: int) -> None:
+    def _show_bar(self, number: int, figures: str) -> None:
         if self._bar is None:
             self._bar = Progress(
                 TextColumn(self._title, markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn(self._unit, markup=False),
+                TextColumn("{task.fields[figures]}", markup=False),
                 TimeRemainingColumn(),
                 console=self._console,
                 transient=True,
             )
-            self._bar.add_task(self._title, total=self._total)
+            self._bar.add_task(self._title, total=self._total, figures=figures)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=number)
+        self._bar.update(self._bar.task_ids[0], completed=number, figures=figures)
 
 
 def show_progress(items: Iterable[T], title: str, unit: str) -> Iterator[T]:

@@ -24,20 +24,21 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from async_rl.config import Config, CriticConfig, RoutingConfig, SftConfig, WeightsConfig, load_config
+from async_rl.config import Config, CriticConfig, RoutingConfig, WeightsConfig, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import CheckpointError, ConfigError
+from async_rl.observability.long_work import LongWork
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import mean
 from async_rl.observability.sft_record import SftRecord, holds_sft_records, sft_record_log
+from async_rl.observability.text_console import TextConsole
 from async_rl.run.folder import check_run_folder, run_console, run_folder, run_in_folder
 from async_rl.run.identity import check_sft_identity
 from async_rl.run.preflight import check_trainer, check_trainer_here
 from async_rl.runtime.supervision import cut_by
 from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, SftExample, TrainingOrder, batch_of, learning_rate, plan_batches
-from async_rl.sft.sft_progress import SftProgress
 from async_rl.sft.sft_ranks import SftRanks, start_ranks
 
 OpenRanks = Callable[[Config, Path], AbstractAsyncContextManager[SftRanks]]
@@ -68,46 +69,41 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start
         ConfigError: The config or its data cannot be used; there is no run folder and no log yet.
     """
     config = sft_config(load_config(path, overrides))
-    settings = config.sft
-    data = read_data(config, settings)
+    data = read_data(config)
     check_trainer_here(config)
     num_steps = len(data.plan.batches)
-    progress = SftProgress(run_console(), num_steps)
+    console = run_console()
 
     def out_of(run_dir: Path) -> Path:
-        return Path(settings.out) if settings.out is not None else run_dir / "hf"
+        return run_dir / "hf" if config.sft.out is None else Path(config.sft.out)
 
     def is_complete(run_dir: Path) -> bool:
         done, out = _read_records(sft_record_log(run_dir / "metrics.jsonl")), out_of(run_dir)
         if not done or done[-1].step < num_steps or not (out / "config.json").exists():
             return False
-        progress.print_line(
-            f"{out} is complete: raise sft.epochs to continue, or set run.name for another run"
+        console.print(
+            f"{out} is complete: raise sft.epochs to continue, or set run.name for another run",
+            soft_wrap=True,
         )
         return True
 
     async def run(run_dir: Path, stop: asyncio.Event) -> None:
         longer = f", {data.num_too_long} longer ones left out" if data.num_too_long else ""
-        progress.print_line(f"{_describe_rows(data.rows)}{longer}; {num_steps} steps; folder {run_dir}")
+        text = f"{_describe_rows(data.rows)}{longer}; {num_steps} steps; folder {run_dir}"
+        console.print(text, soft_wrap=True)
         async with AsyncExitStack() as stack:
             async with cut_by(stop):
                 ranks = await stack.enter_async_context(open_ranks(config, run_dir))
-            await fine_tune(config, settings, data, run_dir, out_of(run_dir), ranks, stop, progress)
+            await fine_tune(config, data, run_dir, out_of(run_dir), ranks, stop, console)
 
-    def on_stop(name: str) -> None:
-        progress.print_line(f"{name}: stopping; a second Ctrl-C aborts")
-
-    try:
-        return run_in_folder(
-            run_folder(config, partial(_check_identity, config, data)),
-            config,
-            run,
-            finish=lambda run_dir, done: 0,
-            is_complete=is_complete,
-            on_stop=on_stop,
-        )
-    finally:
-        progress.close()
+    return run_in_folder(
+        run_folder(config, partial(_check_identity, config, data)),
+        config,
+        run,
+        finish=lambda run_dir, done: 0,
+        is_complete=is_complete,
+        on_stop=lambda name: console.print(f"{name}: stopping; a second Ctrl-C aborts", soft_wrap=True),
+    )
 
 
 def check_sft(config: Config) -> list[str]:
@@ -120,7 +116,7 @@ def check_sft(config: Config) -> list[str]:
         ConfigError: The config or its data cannot be used.
     """
     supervised = sft_config(config)
-    data = read_data(supervised, supervised.sft)
+    data = read_data(supervised)
     if not config.has_tasks:  # else the folder is checked as that of `async-rl train`
         _check_identity(supervised, data, check_run_folder(config), record=False)
     left_out = f", {data.num_too_long} longer ones left out" if data.num_too_long else ""
@@ -172,13 +168,13 @@ def sft_config(config: Config) -> Config:
     return replace(config, trainer=trainer, weights=weights, routing=RoutingConfig(replay="off"))
 
 
-def read_data(config: Config, settings: SftConfig) -> SftData:
+def read_data(config: Config) -> SftData:
     """Read both files and plan the steps; nothing is started yet.
 
     Raises:
         ConfigError: The model's folder, its chat template, the worker or an example cannot be used.
     """
-    facts = load_facts(config.model.path)
+    settings, facts = config.sft, load_facts(config.model.path)
     if settings.max_tokens > facts.context_length:
         raise ConfigError(
             f"sft.max_tokens is {settings.max_tokens}, but {config.model.path} has a context of "
@@ -203,72 +199,43 @@ def read_data(config: Config, settings: SftConfig) -> SftData:
 
 async def fine_tune(
     config: Config,
-    settings: SftConfig,
     data: SftData,
     run_dir: Path,
     out: Path,
     ranks: SftRanks,
     stop: asyncio.Event,
-    progress: SftProgress,
-    clock: Callable[[], float] = time.monotonic,
+    console: TextConsole,
 ) -> None:
     """Run all steps from the newest checkpoint on, and write the model.
 
     Raises:
         AsyncRLError: A rank failed.
     """
-    plan, total = data.plan, len(data.plan.batches)
+    total = len(data.plan.batches)
     log_of_steps = sft_record_log(run_dir / "metrics.jsonl")
     async with cut_by(stop):
         state = await ranks.setup(str(run_dir / "checkpoints"))
     records = [record for record in _read_records(log_of_steps) if record.step <= state.step]
-    begin_s = clock() - (records[-1].time_s if records else 0.0)
-    progress.show_resumed(state.step)
+    begin_s = time.monotonic() - (records[-1].time_s if records else 0.0)
+    if state.step:
+        console.print(f"resumed after step {state.step}", soft_wrap=True)
     step, saved = state.step, state.step
 
     async def save() -> int:
         await ranks.save_checkpoint(str(run_dir / "checkpoints"), {})
         return step
 
-    while step < total and not stop.is_set():
-        rate = learning_rate(
-            step,
-            total,
-            peak=settings.lr,
-            warmup_steps=settings.warmup_steps,
-            decay=settings.decay,
-        )
-        rows = batch_of([data.rows[row] for row in plan.batches[step]], f"sft-{step + 1}")
-        before_s = clock()
-        result = await ranks.train_step(SftBatch(rows=rows, learning_rate=rate), step + 1)
-        step += 1
-        step_s = clock() - before_s
-        due = settings.validate_every and step % settings.validate_every == 0
-        validated = None
-        if data.validation and (due or step == total):
-            validated = await _validate(data.validation, settings.batch_tokens, ranks, step)
-        figures = result.metrics
-        record = SftRecord(
-            step=step,
-            weight_version=step,
-            num_steps=total,
-            time_s=clock() - begin_s,
-            epoch=plan.epochs[step - 1],
-            loss=figures["loss"],
-            validation_loss=validated,
-            grad_norm=figures["grad_norm"],
-            learning_rate=rate,
-            updates_skipped=int(figures["updates_skipped"]),
-            tokens=int(figures["tokens"]),
-            trained_tokens=int(figures["trained_tokens"]),
-            step_s=step_s,
-            tokens_per_s=figures["tokens"] / max(step_s, 1e-9),
-        )
-        log_of_steps.append(record)
-        progress.show_step(record.step, record.loss, record.validation_loss, record.tokens_per_s)
-        every = config.trainer.checkpoint_every
-        if every and step % every == 0:
-            saved = await save()
+    with LongWork("sft", "steps", total, console=console) as shown:
+        while step < total and not stop.is_set():
+            record = await _take_step(config, data, ranks, step, begin_s)
+            step = record.step
+            log_of_steps.append(record)
+            shown.show_done(
+                step, _figures(record), at_once=record.validation_loss is not None or step == total
+            )
+            every = config.trainer.checkpoint_every
+            if every and step % every == 0:
+                saved = await save()
     if step > saved:
         await save()
     written = await ranks.saved_checkpoint(wait=True)
@@ -277,8 +244,46 @@ async def fine_tune(
     if step >= total:
         out.parent.mkdir(parents=True, exist_ok=True)
         await ranks.publish(str(out), step)
-        progress.print_line(f"the model is in {out}: set model.path to it")
+        console.print(f"the model is in {out}: set model.path to it", soft_wrap=True)
     await ranks.close()
+
+
+async def _take_step(config: Config, data: SftData, ranks: SftRanks, done: int, begin_s: float) -> SftRecord:
+    """Take the step after `done` steps, validate if that is due, and return the record."""
+    settings, total, step = config.sft, len(data.plan.batches), done + 1
+    rate = learning_rate(
+        done, total, peak=settings.lr, warmup_steps=settings.warmup_steps, decay=settings.decay
+    )
+    rows = batch_of([data.rows[row] for row in data.plan.batches[done]], f"sft-{step}")
+    before_s = time.monotonic()
+    figures = (await ranks.train_step(SftBatch(rows=rows, learning_rate=rate), step)).metrics
+    step_s = time.monotonic() - before_s
+    validated = None
+    due = settings.validate_every and step % settings.validate_every == 0
+    if data.validation and (due or step == total):
+        validated = await _validate(data.validation, settings.batch_tokens, ranks, step)
+    return SftRecord(
+        step=step,
+        weight_version=step,
+        num_steps=total,
+        time_s=time.monotonic() - begin_s,
+        epoch=data.plan.epochs[done],
+        loss=figures["loss"],
+        validation_loss=validated,
+        grad_norm=figures["grad_norm"],
+        learning_rate=rate,
+        updates_skipped=int(figures["updates_skipped"]),
+        tokens=int(figures["tokens"]),
+        trained_tokens=int(figures["trained_tokens"]),
+        step_s=step_s,
+        tokens_per_s=figures["tokens"] / max(step_s, 1e-9),
+    )
+
+
+def _figures(record: SftRecord) -> str:
+    validated = "" if record.validation_loss is None else f"validation loss {record.validation_loss:.4f}, "
+    loss = "n/a" if record.loss is None else f"{record.loss:.4f}"
+    return f"loss {loss}, {validated}{record.tokens_per_s:,.0f} tokens/s"
 
 
 async def _validate(

@@ -296,7 +296,7 @@ def test_all_steps_are_taken_and_the_model_is_written(tmp_path, monkeypatch, cap
     assert ranks.published == [(str(run_dir / "hf"), 6)]
     out = capsys.readouterr().out
     assert "6 conversations, 18 tokens, 67% of them trained on" in out
-    assert "step 6/6" in out
+    assert "sft: 6 of 6 steps after" in out
     assert sft(config, (), opened(RecordingRanks())) == 0
     assert "is complete" in capsys.readouterr().out
 
