@@ -1,6 +1,6 @@
 """Token in, token out, for the chat templates of model families: what a session builds is what is rendered.
 
-Where it is not, the template writes earlier turns anew, and `rewrites` says which and how.
+Where it is not, the template writes earlier turns anew, and `find_rewrite` says how.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.data.chat_format import ChatFormat
-from async_rl.data.template_rewrites import find_rewrites
+from async_rl.data.template_rewrites import find_rewrite
 from tests.support.templates_of_models import APPEND_ONLY, TEMPLATES, chat_of
 
 WORDS = st.text("ab the42.,é", min_size=1, max_size=12).map(str.strip).filter(bool)
@@ -68,6 +68,15 @@ def prompts(chat: ChatFormat, messages: Sequence[dict[str, Any]], tools: Any) ->
     return pairs
 
 
+def rewrites(chat: ChatFormat, messages: Sequence[dict[str, Any]]) -> list[str]:
+    """What `find_rewrite` says of each turn."""
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return [
+        find_rewrite(chat, messages[:index], messages[index]["content"], messages[index + 1 : end])
+        for index, end in zip(turns, [*turns[1:], len(messages)], strict=True)
+    ]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=conversations(WORDS, thoughts=False), tools=TOOLS)
 @settings(max_examples=25, deadline=None)
@@ -77,44 +86,31 @@ def test_what_is_built_is_what_is_rendered_when_no_turn_has_a_thought(
     chat = chat_of(name)
     for built, rendered in prompts(chat, messages, tools):
         assert built == rendered
-    assert find_rewrites(chat, messages, tools) == []
+    assert not any(rewrites(chat, messages))
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", TEMPLATES)
-@given(messages=conversations(ANY, thoughts=True), tools=TOOLS)
+@given(messages=conversations(ANY, thoughts=True))
 @settings(max_examples=40, deadline=None)
-def test_every_difference_is_reported_and_nothing_else_when_turns_are_written_anew(
-    name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+def test_the_first_difference_is_reported_and_nothing_else_when_turns_are_written_anew(
+    name: str, messages: list[dict[str, Any]]
 ) -> None:
     chat = chat_of(name)
-    both = enumerate(prompts(chat, messages, tools), start=2)
-    differ = {turn for turn, (built, rendered) in both if built != rendered}
-    found = find_rewrites(chat, messages, tools)
-    assert {rewrite.before_turn for rewrite in found} <= differ
-    assert bool(found) == bool(differ)
-    if differ:
-        assert min(rewrite.before_turn for rewrite in found) == min(differ)
+    differ = [built != rendered for built, rendered in prompts(chat, messages, [])]
+    found = rewrites(chat, messages)
+    assert any(found) == any(differ)
+    if any(differ):
+        assert [bool(text) for text in found].index(True) == differ.index(True)
     if name in APPEND_ONLY:  # the text is that of the session; only where it is cut into tokens may differ
-        assert all(rewrite.kept == rewrite.rendered for rewrite in found)
+        assert all(
+            not text or text.endswith("is tokenised differently next to its neighbours") for text in found
+        )
 
 
-def test_the_turns_and_tokens_are_named_when_qwen3_drops_earlier_thoughts() -> None:
-    chat = chat_of("qwen3")
-    messages = [
-        {"role": "user", "content": "2 + 2?"},
-        {"role": "assistant", "content": "<think>\nfour\n</think>\n\n<tool_call>\n{}\n</tool_call>"},
-        {"role": "tool", "content": "4"},
-        {"role": "assistant", "content": "<think>\nso\n</think>\n\nIt is 4."},
-        {"role": "user", "content": "Sure?"},
-        {"role": "assistant", "content": "<think>\nyes\n</think>\n\nYes."},
-        {"role": "user", "content": "Good."},
-    ]
-    found = find_rewrites(chat, messages)
-    assert [(r.turn, r.before_turn, r.rendered) for r in found] == [
-        (1, 3, "<tool_call>\n{}\n</tool_call>"),  # a tool's result alone does not take thoughts away
-        (2, 3, "It is 4."),
-        (3, 4, "Yes."),
-    ]
-    assert chat.decode(found[1].kept_ids) == "<think>\nso\n</think>\n\n"
-    assert found[1].rendered_ids == ()
+def test_a_dropped_thought_is_quoted_when_qwen3_renders_an_earlier_turn() -> None:
+    asked, answer = [{"role": "user", "content": "2 + 2?"}], "<think>\nfour\n</think>\n\nIt is 4."
+    found = find_rewrite(chat_of("qwen3"), asked, answer, [{"role": "user", "content": "Sure?"}])
+    assert found == f"the template renders 'It is 4.' for what the policy wrote as {answer!r}"
+    # A tool's result alone does not take thoughts away.
+    assert not find_rewrite(chat_of("qwen3"), asked, answer, [{"role": "tool", "content": "4"}])
