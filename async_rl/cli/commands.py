@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 from async_rl.runtime.printable import print_text
 
@@ -162,41 +162,6 @@ def _run_new_loop(parsed: argparse.Namespace) -> int:
 
 # -- plan -------------------------------------------------------------------------------------------------
 
-_WORKLOAD_FLAGS = (
-    ("prompt-tokens", int, "tokens of a prompt"),
-    ("mean-tokens", float, "mean of a lognormal answer before it is cut; default: a quarter of the longest"),
-    ("sigma", float, "standard deviation of its logarithm; 0 makes all answers equal"),
-    ("max-tokens", int, "longest answer; default: rollout.max_new_tokens for each turn"),
-    ("turns", int, "turns of an answer"),
-    ("tool-tokens", int, "tokens read between two turns"),
-    ("tool-s", float, "seconds between two turns"),
-    ("decode-base-s", float, "seconds of a decode step, beside ..."),
-    ("decode-per-call-s", float, "... these for each running call"),
-    ("prefill-tokens-per-s", float, "prefill speed of an engine"),
-    ("sync-s", float, "pause of an engine in a weight update, seconds"),
-    ("publish-s", float, "seconds in which the trainer writes weights while engines continue"),
-    ("snapshot-s", float, "seconds in which the trainer pauses to copy them (weights.overlap)"),
-    ("train-tokens-per-s", float, "trainer speed; default: 0.9 of a batch's fluid generation time a step"),
-    ("train-base-s", float, "seconds of a trainer step of any size"),
-    (
-        "routing-row-bytes",
-        int,
-        "bytes of one token's routing; default: computed from model.path, if it exists",
-    ),
-    ("network-bytes-per-s", float, "what a node receives at most"),
-    ("disk-bytes-per-s", float, "what a node writes at most"),
-    ("engines-per-node", float, "engines on one node, for frames on nodes (queue.spool_dir)"),
-)
-"""Flags that are fields of `planning.workload.Workload`."""
-
-_SIMULATION_FLAGS = (
-    ("versions", "steps that are measured"),
-    ("warmup", "steps before them"),
-    ("seed", "seed of the lengths"),
-    ("coarsen", "real trajectories that one simulated one stands for; default: 1 for up to 2048 in flight"),
-)
-"""Flags that are fields of `planning.planned_job.PlannedRun`."""
-
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
@@ -215,10 +180,16 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     _add_gpu(parser)
-    for flag, kind, text in _WORKLOAD_FLAGS:
-        parser.add_argument(f"--{flag}", type=kind, help=text)
-    for flag, text in _SIMULATION_FLAGS:
-        parser.add_argument(f"--{flag}", type=int, help=text)
+    from async_rl.config.description import field_descriptions
+    from async_rl.planning.planned_job import PlannedRun
+    from async_rl.planning.workload import Workload
+
+    for fields in (Workload, PlannedRun):
+        types = get_type_hints(fields)
+        for name, text in field_descriptions(fields).items():
+            if name not in ("shares_prompts", "scale"):  # which benchmarks set
+                number = int if types[name] is int else float
+                parser.add_argument(f"--{name.replace('_', '-')}", type=number, help=text)
 
 
 # -- rollout, evaluate, inspect ---------------------------------------------------------------------------

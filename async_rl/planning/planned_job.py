@@ -31,7 +31,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config import Config, EvaluationConfig, SGLangEngines, TeacherConfig
-from async_rl.config.base import PositiveInt
+from async_rl.config.base import PositiveInt, Strict
 from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpec
 from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
@@ -68,18 +68,19 @@ _BATCH_BYTES: Final = 14
 """Bytes of a token in a batch: in addition its version and two masks."""
 
 
-class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How a plan is simulated."""
+class PlannedRun(Strict, frozen=True, kw_only=True):
+    """How a plan is simulated. Docstrings of fields are help texts of flags, as those of `Workload`."""
 
     versions: PositiveInt = 12
     """Steps that are measured."""
     warmup: PositiveInt = 8
     """Steps before them: all ages are in the queue only after the longest answer."""
     seed: int = 0
+    """Seed of the lengths."""
     coarsen: PositiveInt = 1
-    """Real trajectories that one simulated trajectory stands for."""
+    """Real trajectories for each simulated one; default: 1 for up to 2048 in flight."""
     scale: int | None = None
-    """Real tokens that one simulated token stands for; None takes as many as lengths allow."""
+    """Real tokens for each simulated one; None takes as many as lengths allow."""
 
 
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True):

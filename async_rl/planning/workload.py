@@ -18,10 +18,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, overload
 
-import msgspec
 import numpy as np
 
-from async_rl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from async_rl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 from async_rl.planning.coarse_engine import MARKS, mark
 from async_rl.rollout.session.api import Session
 from async_rl.types import Completion, Int32Array, Task
@@ -30,47 +29,52 @@ _NUM_TASKS: Final = 1 << 40
 """As good as endless."""
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What a config does not say of a job: how long answers are, and how fast engines and trainer."""
+class Workload(Strict, frozen=True, kw_only=True):
+    """What a config does not say of a job: how long answers are, and how fast engines and trainer.
+
+    The docstrings of the fields are the help texts of the flags of `async-rl plan`.
+    """
 
     prompt_tokens: PositiveInt = 512
+    """Tokens of a prompt."""
     mean_tokens: PositiveFloat = 8192.0
-    """Parameters of the lognormal that answer lengths are drawn from, before the cut at `max_tokens`."""
+    """Mean of a lognormal answer before it is cut at the longest; default: a quarter of that."""
     sigma: NonNegativeFloat = 0.8
-    """Of its logarithm; 0 makes all answers equal."""
+    """Standard deviation of its logarithm; 0 makes all answers equal."""
     max_tokens: PositiveInt = 32768
-    """Longest answer, all turns together."""
+    """Longest answer, all turns together; default: `rollout.max_new_tokens` for each turn."""
     turns: PositiveInt = 1
-    """The number of turns of an answer, which are equally long."""
+    """Turns of an answer, which are equally long."""
     tool_tokens: NonNegativeInt = 0
-    """Read between two turns."""
+    """Tokens read between two turns."""
     tool_s: NonNegativeFloat = 0.0
-    """Passes between two turns."""
+    """Seconds between two turns."""
     decode_base_s: NonNegativeFloat = 0.012
-    """Fixed cost of a decode step, whatever the number of calls."""
+    """Seconds of a decode step, whatever the number of running calls."""
     decode_per_call_s: NonNegativeFloat = 0.00006
-    """More of it for each running call."""
+    """Seconds that each running call adds to it."""
     prefill_tokens_per_s: PositiveFloat = 30000.0
+    """Prefill speed of an engine."""
     sync_s: NonNegativeFloat = 5.0
-    """How long a weight update pauses an engine, seconds."""
+    """Pause of an engine in a weight update, seconds."""
     publish_s: NonNegativeFloat = 0.0
-    """The trainer writes weights while engines go on."""
+    """Seconds in which the trainer writes weights while engines continue."""
     snapshot_s: NonNegativeFloat = 0.0
-    """With `weights.overlap`: how long copying its weights pauses the trainer."""
+    """Seconds in which the trainer pauses to copy them (`weights.overlap`)."""
     train_tokens_per_s: PositiveFloat | None = None
-    """Prompts and answers; None takes 0.9 of a batch's fluid generation time for a step."""
+    """Trainer speed, prompts included; default: a step takes 0.9 of its batch's fluid generation time."""
     train_base_s: NonNegativeFloat = 0.0
-    """Fixed cost of a trainer step of any size."""
+    """Seconds of a trainer step of any size."""
     shares_prompts: bool = True
-    """Siblings find their prompt in the engine's prefix cache."""
+    """Whether siblings find their prompt in the engine's prefix cache."""
     routing_row_bytes: NonNegativeInt = 0
-    """Routing rows of one token, for the queue's memory."""
+    """Bytes of one token's routing; default: computed from `model.path`, if it exists."""
     network_bytes_per_s: PositiveFloat = 3e9
-    """What a node receives at most: 25 Gbit/s."""
+    """What a node receives at most; default: 25 Gbit/s."""
     disk_bytes_per_s: PositiveFloat = 2e9
-    """What a node writes at most: one NVMe drive."""
+    """What a node writes at most; default: one NVMe drive."""
     engines_per_node: PositiveFloat = 4.0
-    """Engines on one node: rollout workers are spread over as many nodes as the engines need."""
+    """Engines on one node; rollout workers are spread over as many nodes (`queue.spool_dir`)."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated."""
